@@ -1,0 +1,57 @@
+"""The `bigtrain` command: finds the subcommand and hands over. Imports nothing heavy itself.
+
+A subcommand is a module in `bigtrain/commands/` with ``add_arguments(parser)`` and
+``run(args) -> int`` (the exit code); its own imports beyond the pure layer stand inside ``run``,
+so that ``bigtrain --help`` costs what Python's start costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from bigtrain import __version__
+from bigtrain.errors import BigtrainError
+
+COMMANDS = {
+    "tokenizer": "train a byte-level BPE tokenizer on text",
+    "tokenize": "turn text into token shards",
+    "check": "resolve and check a run without starting it",
+    "export": "write a run's weights as a verified Hugging Face directory",
+    "generate": "continue a prompt with a Hugging Face directory",
+}
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The whole parser; only `command`'s own arguments are loaded (None: of no command)."""
+    parser = argparse.ArgumentParser(
+        prog="bigtrain",
+        description="Train any Hugging Face causal LM under DeepSpeed. "
+        "Training itself: deepspeed bigtrain/train.py --config RUN.yaml",
+    )
+    parser.add_argument("--version", action="version", version=f"bigtrain {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary.capitalize())
+        if name == command:
+            importlib.import_module(f"bigtrain.commands.{name}").add_arguments(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand. Returns the exit code: 0, or 2 for an error the user can mend."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((word for word in arguments if word in COMMANDS), None)
+    args = build_parser(command).parse_args(arguments)
+    try:
+        module = importlib.import_module(f"bigtrain.commands.{args.command}")
+        return int(module.run(args))
+    except BigtrainError as error:
+        print(f"bigtrain {args.command}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Subcommands of `bigtrain`, one module each; see `bigtrain.cli`."""

@@ -1,0 +1,265 @@
+"""The run YAML as frozen pydantic models: the one owner of everything that changes the mathematics.
+
+Pure: no I/O here (`bigtrain.config_loading` reads files), no torch. Unknown keys are errors at any
+depth. Every field says its unit. What the engine does with memory and communication is owned by
+the DeepSpeed JSON (`ds_configs/`), where processes run by the launcher.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys, no NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """Which Hugging Face causal LM, and how its layers run."""
+
+    path: str | None = Field(
+        default=None,
+        description="directory or hub name whose weights and configuration the run starts from",
+    )
+    config: str | dict[str, Any] | None = Field(
+        default=None,
+        description="start from random weights: a directory or hub name whose configuration is "
+        "used, or the configuration itself with its model_type",
+    )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keys of the Hugging Face configuration to change (not the vocabulary when "
+        "weights are loaded)",
+    )
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
+        default="sdpa", description="attention implementation of transformers"
+    )
+    gradient_checkpointing: Literal["none", "full"] | PositiveInt = Field(
+        default="none",
+        description="recompute activations in the backward pass: none, full (every layer), or n "
+        "(every n-th layer, starting with the first)",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            raise ValueError(
+                "exactly one of model.path (trained weights) and model.config (random weights) "
+                "must be set"
+            )
+        if isinstance(self.config, dict) and "model_type" not in self.config:
+            raise ValueError("model.config must name a model_type, for example model_type: llama")
+        return self
+
+
+class DataSection(Section):
+    """Which token shards, and how samples are cut from them."""
+
+    path: str = Field(description="directory written by `bigtrain tokenize`")
+    tokenizer: str | None = Field(
+        default=None,
+        description="tokenizer the shards must have been made with (directory or hub name); "
+        "default: the one stored beside the shards",
+    )
+    mask_end_of_document: bool = Field(
+        default=False,
+        description="give no loss to the token after an end-of-document token, which cannot be "
+        "predicted from the document before it (Megatron's eod_mask_loss)",
+    )
+
+
+class BatchSection(Section):
+    """The global batch (mathematics) and the micro-batch (a memory knob)."""
+
+    sequence_length: PositiveInt = Field(description="tokens per sample")
+    global_samples: PositiveInt | None = Field(
+        default=None, description="samples per optimizer step over all processes"
+    )
+    global_tokens: PositiveInt | None = Field(
+        default=None,
+        description="the same in tokens; must be a multiple of sequence_length",
+    )
+    micro_samples: PositiveInt = Field(
+        default=1, description="samples per forward pass of one process"
+    )
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if (self.global_samples is None) == (self.global_tokens is None):
+            raise ValueError(
+                "exactly one of batch.global_samples and batch.global_tokens must be set"
+            )
+        if self.global_tokens is not None and self.global_tokens % self.sequence_length:
+            below = self.global_tokens // self.sequence_length * self.sequence_length
+            nearest = f"{below} or {below + self.sequence_length}" if below else (
+                f"{self.sequence_length}"
+            )
+            raise ValueError(
+                f"batch.global_tokens = {self.global_tokens} is not a multiple of "
+                f"batch.sequence_length = {self.sequence_length}; nearest: {nearest}"
+            )
+        return self
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per optimizer step, however the batch was given."""
+        if self.global_samples is not None:
+            return self.global_samples
+        assert self.global_tokens is not None
+        return self.global_tokens // self.sequence_length
+
+
+class ParallelSection(Section):
+    """Parallel degrees; the data-parallel size is what remains of the world."""
+
+    tensor: PositiveInt = Field(default=1, description="tensor-parallel size")
+    pipeline: PositiveInt = Field(default=1, description="pipeline stages")
+    sequence: PositiveInt = Field(default=1, description="sequence-parallel (Ulysses) size")
+
+
+class TrainSection(Section):
+    """How long to train."""
+
+    steps: PositiveInt = Field(description="optimizer steps of the whole run")
+
+
+class OptimizerSection(Section):
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with decay and no-decay groups."""
+
+    type: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0)] = Field(description="peak learning rate")
+    betas: tuple[
+        Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]
+    ] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.1, description="decoupled decay of the decay group"
+    )
+    decay_embeddings: bool = Field(
+        default=True,
+        description="whether embeddings are in the decay group; biases, norms and every other "
+        "parameter of fewer than two dimensions never are",
+    )
+    clip_norm: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="global gradient norm to clip to; 0 turns clipping off"
+    )
+
+
+class ScheduleSection(Section):
+    """Learning rate over steps: linear warm-up, then `type`. See `bigtrain.schedule`."""
+
+    type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup_steps: NonNegativeInt = Field(
+        default=0, description="optimizer steps from zero to the peak"
+    )
+    decay_steps: PositiveInt | None = Field(
+        default=None,
+        description="cosine and linear: steps after warm-up until the minimum (default: the rest "
+        "of the run); wsd: length of the final decay (default: a tenth of the run)",
+    )
+    min_lr_ratio: Fraction = Field(
+        default=0.1, description="final learning rate as a fraction of the peak"
+    )
+
+
+class PrecisionSection(Section):
+    """Number formats."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="bfloat16",
+        description="of parameters in forward and backward; masters and optimizer are float32",
+    )
+    gradient_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="in which gradients are accumulated and reduced; default: float32 wherever "
+        "the engine can, which is everywhere but ZeRO 0 below float32 and float16",
+    )
+    initial_loss_scale_power: Annotated[int, Field(ge=0, le=32)] = Field(
+        default=16, description="float16 only: dynamic loss scaling starts at 2 to this power"
+    )
+
+
+class CheckpointSection(Section):
+    """When checkpoints are written and which are kept."""
+
+    every_steps: PositiveInt | None = Field(
+        default=None, description="optimizer steps between saves; default: only at the end"
+    )
+    keep_last: PositiveInt = Field(default=2, description="newest checkpoints kept")
+
+
+class LoggingSection(Section):
+    """What is written down while training."""
+
+    every_steps: PositiveInt = Field(
+        default=10, description="optimizer steps between lines of metrics.jsonl and the log"
+    )
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "comet_ml"], ...] = Field(
+        default=(), description="trackers of accelerate.tracking that get the same metrics"
+    )
+    project: str = Field(default="bigtrain", description="project name given to the trackers")
+
+
+class EvaluationSection(Section):
+    """Loss on the held-out documents."""
+
+    every_steps: PositiveInt | None = Field(
+        default=None, description="optimizer steps between evaluations; default: only at the end"
+    )
+    samples: PositiveInt = Field(
+        default=256, description="held-out samples per evaluation, always the same ones"
+    )
+
+
+class OutputSection(Section):
+    """Where the run writes."""
+
+    directory: str = Field(description="run directory; everything a run writes is below it")
+    export: bool = Field(
+        default=True, description="write a verified Hugging Face directory at the end of the run"
+    )
+
+
+class EngineSection(Section):
+    """Which DeepSpeed JSON says how the engine works."""
+
+    deepspeed_config: str = Field(
+        default="zero1",
+        description="name in ds_configs/ or path of a DeepSpeed JSON; --deepspeed_config wins",
+    )
+
+
+class RunConfig(Section):
+    """One training run. Read it with `bigtrain.config_loading.load_run_config`."""
+
+    model: ModelSection
+    data: DataSection
+    batch: BatchSection
+    train: TrainSection
+    optimizer: OptimizerSection
+    output: OutputSection
+    parallel: ParallelSection = ParallelSection()
+    schedule: ScheduleSection = ScheduleSection()
+    precision: PrecisionSection = PrecisionSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    logging: LoggingSection = LoggingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    engine: EngineSection = EngineSection()
+    seed: NonNegativeInt = Field(default=0, description="of weights, dropout and sample order")
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        if self.schedule.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.schedule.warmup_steps} is more than train.steps = "
+                f"{self.train.steps}"
+            )
+        return self

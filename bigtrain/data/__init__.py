@@ -1,0 +1,1 @@
+"""Layer 1: token shards, sample order and batches."""

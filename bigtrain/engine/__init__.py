@@ -1,0 +1,1 @@
+"""Layer 2: the only place that imports deepspeed."""

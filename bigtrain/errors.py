@@ -1,0 +1,78 @@
+"""The errors a user can cause, each with one clear text and exit code 2.
+
+::
+
+    BigtrainError
+    ├── ConfigError      the run YAML, an override, a DeepSpeed JSON, or their combination
+    ├── DataError        inputs, shards, manifests, tokenizers
+    ├── ModelError       model names, configurations, weights, exports
+    ├── CheckpointError  checkpoints that are missing, damaged or do not belong to this run
+    └── LaunchError      this machine or launcher cannot run what was asked for
+
+``assert`` is kept for states that only a bug in bigtrain can reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+EXIT_USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: the key, the value found there, the rule it breaks, the remedy."""
+
+    key: str
+    value: object
+    rule: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        shown = "" if self.value is None else f" = {_shorten(self.value)}"
+        remedy = f" -> {self.remedy}" if self.remedy else ""
+        return f"{self.key}{shown}: {self.rule}{remedy}"
+
+
+class BigtrainError(Exception):
+    """Base of every error a user can cause. Entry points print it and exit with `exit_code`."""
+
+    exit_code = EXIT_USER_ERROR
+
+
+class ConfigError(BigtrainError):
+    """Everything wrong with a configuration, reported at once.
+
+    Parameters: `problems`, at least one; `source`, what was being read (a file's path, say).
+    """
+
+    def __init__(self, problems: Iterable[Problem] | Problem, source: str = "") -> None:
+        self.problems: Sequence[Problem] = (
+            (problems,) if isinstance(problems, Problem) else tuple(problems)
+        )
+        self.source = source
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''}" + (f" in {source}" if source else "")
+        super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
+
+
+class DataError(BigtrainError):
+    """Inputs, shards, manifests or tokenizers that cannot be used."""
+
+
+class ModelError(BigtrainError):
+    """A model that cannot be found, built, loaded, or exported faithfully."""
+
+
+class CheckpointError(BigtrainError):
+    """A checkpoint that is missing, damaged, or belongs to another run."""
+
+
+class LaunchError(BigtrainError):
+    """This machine or launcher cannot run what was asked for."""
+
+
+def _shorten(value: object, limit: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

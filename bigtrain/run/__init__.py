@@ -1,0 +1,1 @@
+"""Layer 3: one training run: session, loop, metrics, evaluation."""

@@ -1,0 +1,99 @@
+"""Who computes what: parallel degrees, and how the global batch falls to processes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bigtrain.config import BatchSection, ParallelSection
+from bigtrain.errors import Problem
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Degrees of parallelism. `world_size` is their product with `data_size`."""
+
+    world_size: int
+    data_size: int
+    tensor_size: int = 1
+    pipeline_size: int = 1
+    sequence_size: int = 1
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimizer step's samples are divided.
+
+    Sample ``global_samples * step + (micro_step * data_size + data_rank) * micro_samples + j`` is
+    row ``j`` of the micro-batch, so the samples of a step never depend on the division.
+    """
+
+    global_samples: int
+    micro_samples: int
+    data_size: int
+    accumulation: int
+    sequence_length: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_samples * self.sequence_length
+
+    def equation(self) -> str:
+        """The arithmetic as one line for people."""
+        return (
+            f"{self.global_samples} samples per step = {self.micro_samples} per micro-batch x "
+            f"{self.data_size} data-parallel x {self.accumulation} accumulation; "
+            f"{self.tokens_per_step} tokens per step = {self.global_samples} samples x "
+            f"{self.sequence_length} tokens"
+        )
+
+
+def derive_topology(
+    parallel: ParallelSection, world_size: int
+) -> tuple[Topology | None, list[Problem]]:
+    """The topology of `world_size` processes, or the reason why there is none."""
+    inner = parallel.tensor * parallel.pipeline * parallel.sequence
+    if world_size % inner:
+        below = world_size // inner * inner
+        nearest = f"{below} or {below + inner}" if below else str(inner)
+        rule = (
+            f"must be a multiple of parallel.tensor x pipeline x sequence = {parallel.tensor} x "
+            f"{parallel.pipeline} x {parallel.sequence} = {inner}"
+        )
+        return None, [Problem("world size", world_size, rule, f"start {nearest} processes")]
+    topology = Topology(
+        world_size, world_size // inner, parallel.tensor, parallel.pipeline, parallel.sequence
+    )
+    return topology, []
+
+
+def plan_batch(batch: BatchSection, data_size: int) -> tuple[BatchPlan | None, list[Problem]]:
+    """Derive accumulation from the global batch, or say which batch would divide."""
+    samples = batch.samples_per_step
+    per_pass = batch.micro_samples * data_size
+    if samples % per_pass:
+        below = samples // per_pass * per_pass
+        nearest = f"{below} or {below + per_pass}" if below else str(per_pass)
+        key, unit = "batch.global_samples", 1
+        if batch.global_tokens is not None:
+            key, unit = "batch.global_tokens", batch.sequence_length
+            nearest = " or ".join(str(int(n) * unit) for n in nearest.split(" or "))
+        rule = (
+            f"must be a multiple of batch.micro_samples x data-parallel size = "
+            f"{batch.micro_samples} x {data_size} = {per_pass}"
+            + (f" samples = {per_pass * unit} tokens" if unit > 1 else "")
+        )
+        fitting = _largest_divisor(samples // data_size, batch.micro_samples) if (
+            samples % data_size == 0
+        ) else None
+        remedy = f"nearest: {nearest}" + (
+            f", or batch.micro_samples: {fitting}" if fitting else ""
+        )
+        return None, [Problem(key, samples * unit, rule, remedy)]
+    plan = BatchPlan(
+        samples, batch.micro_samples, data_size, samples // per_pass, batch.sequence_length
+    )
+    return plan, []
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
