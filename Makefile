@@ -1,0 +1,63 @@
+# make help lists the targets. Everything is installed into .venv, once, by whichever comes first.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# DeepSpeed compiles its CPU operators at their first use and looks for ninja on PATH.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-full check format bench clean
+
+help:
+	@echo "make install     create .venv with the exact versions of constraints.txt"
+	@echo "make quickstart  tokenizer, shards, training, export, a sample: the main job on real text"
+	@echo "make test        tests that take seconds;  make test-full: all of them"
+	@echo "make check       ruff and mypy;  make format: let ruff rewrite the files"
+	@echo "make bench       run every benchmark of benchmarks/"
+	@echo "make clean       delete caches and build outputs (keeps .venv and runs/)"
+	@echo "PYTHON=$(PYTHON) is the interpreter that .venv is made from (3.11 or newer)"
+
+install: $(STAMP)
+
+# torch and setuptools come first: DeepSpeed is a source distribution whose build looks at torch,
+# and in pip's isolated build environment that would be another torch than the one pinned.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || { echo "PYTHON=$(PYTHON) is not on PATH: call make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"$(PYTHON) is Python {v.major}.{v.minor}; bigtrain needs 3.11 or newer: call make PYTHON=/path/to/python3.11")'
+	@command -v "$${CXX:-c++}" >/dev/null || echo "warning: no C++ compiler on PATH; DeepSpeed needs one to train on CPUs" >&2
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools wheel
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch ninja numpy
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: $(STAMP)
+	$(BIN)/python tools/quickstart.py
+
+test test-full: export OMP_NUM_THREADS = 1
+test test-full: export HF_HUB_OFFLINE = 1
+test test-full: export TOKENIZERS_PARALLELISM = false
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-full: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
