@@ -1,0 +1,146 @@
+"""Model FLOPs per token, and how fast a device could do them: model FLOPs utilization (MFU).
+
+Formula: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways" (arXiv 2204.02311),
+appendix B. Forward and backward of one token cost ``6 N + 12 L H Q T`` FLOPs: ``N`` parameters that
+are multiplied with (2 FLOPs forward, 4 backward), ``L`` layers, ``H`` heads of size ``Q``, and
+sequences of ``T`` tokens. As there, recomputed activations do not count (that would be hardware utilization),
+and attention counts in full though a causal mask lets kernels skip half of it, so that figures
+compare with published ones. Layers without softmax attention make the second term an upper bound.
+
+Pure: imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the FLOPs of a token depend on.
+
+    `num_matmul_parameters`: parameters each token is multiplied with; `num_heads`: query heads;
+    `head_size`: of one query head.
+    """
+
+    num_matmul_parameters: int
+    num_layers: int
+    num_heads: int
+    head_size: int
+
+
+def flops_per_token(shape: ModelShape, sequence_length: int) -> int:
+    """FLOPs of one token's forward and backward pass, ``6 N + 12 L H Q T`` (see the module)."""
+    attention = shape.num_layers * shape.num_heads * shape.head_size * sequence_length
+    return 6 * shape.num_matmul_parameters + 12 * attention
+
+
+def model_shape(
+    config: object, parameters: Iterable[tuple[str, int]], input_embedding: str, *, tied: bool
+) -> ModelShape | None:
+    """The shape of a Hugging Face model, or None where its configuration does not tell.
+
+    Parameters
+    ----------
+    config: the text configuration of the model (``config.get_text_config()``).
+    parameters: name and full number of elements of every parameter, a tied one once. Under ZeRO-3
+        ``parameter.numel()`` is that of this rank's part: pass ``ds_numel``.
+    input_embedding: name of the input embedding's weight. It is looked up, not multiplied with,
+        and left out, unless `tied`: then it is the head's matrix and stands for that.
+    tied: whether input embedding and head share their weight.
+
+    Of the experts of a mixture (parameters below a module named ``experts``) the fraction that one
+    token is sent to counts: ``num_experts_per_tok`` of ``num_local_experts`` (also known as
+    ``num_experts`` and ``n_routed_experts``). Norms and biases stay in ``N``, as in the paper.
+    """
+    num_layers = _number(config, "num_hidden_layers")
+    num_heads = _number(config, "num_attention_heads")
+    hidden_size = _number(config, "hidden_size")
+    if num_layers is None or num_heads is None or hidden_size is None:
+        return None
+    head_size = _number(config, "head_dim") or hidden_size // num_heads
+    num_dense = num_expert = 0
+    for name, count in parameters:
+        if name == input_embedding and not tied:
+            continue
+        if "experts" in name.split("."):
+            num_expert += count
+        else:
+            num_dense += count
+    if num_expert:
+        num_used = _number(config, "num_experts_per_tok")
+        num_all = _number(config, "num_local_experts", "num_experts", "n_routed_experts")
+        if num_used is None or num_all is None:
+            return None
+        num_expert = num_expert * num_used // num_all
+    return ModelShape(num_dense + num_expert, num_layers, num_heads, head_size)
+
+
+def _number(config: object, *names: str) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+# Dense peaks in TFLOP/s with float32 accumulation, without sparsity, one device: (a pattern of the
+# name that torch.cuda.get_device_name() gives, 16-bit floats, float32 outside tensor cores); the
+# first pattern that matches holds. Sources: the vendors' data sheets (NVIDIA GB200 NVL72, HGX
+# B200, H200, H100, GH200, A100, A40, A10, L40S, L40, L4, V100 and T4; Ada and Ampere GA102
+# architecture white papers for RTX; AMD Instinct MI300X, MI325X). NVIDIA states many of them with
+# sparsity: half of that stands here. None: not stated there, or not supported by the device.
+_PEAK_TERAFLOPS: tuple[tuple[str, float | None, float | None], ...] = (
+    (r"\bGB200\b", 2500.0, None),
+    (r"\bB200\b", 2250.0, None),
+    (r"\bGH200\b", 989.4, 66.9),
+    (r"\bH200 NVL\b", 835.5, 60.3),
+    (r"\bH200\b", 989.4, 66.9),
+    (r"\bH100 NVL\b", 835.5, 60.3),
+    (r"\bH100 PCIe\b", 756.4, 51.2),
+    (r"\bH100\b", 989.4, 66.9),
+    (r"\bA100\b", 312.0, 19.5),
+    (r"\bA40\b", 149.7, 37.4),
+    (r"\bA10\b", 125.0, 31.2),
+    (r"\bL40S\b", 362.0, 91.6),
+    (r"\bL40\b", 181.0, 90.5),
+    (r"\bL4\b", 121.0, 30.3),
+    (r"\bRTX 4090\b", 165.2, 82.6),
+    (r"\bRTX 3090\b", 71.0, 35.6),
+    (r"\bMI325X\b", 1307.4, 163.4),
+    (r"\bMI300X\b", 1307.4, 163.4),
+    (r"\bV100\b", 125.0, 15.7),
+    (r"\bT4\b", 65.0, 8.1),
+)
+_WITHOUT_BFLOAT16 = r"\b(V100|T4)\b"
+
+
+def peak_flops_per_second(device_name: str, dtype: str) -> float | None:
+    """Dense peak of one device, or None where it is not known (a CPU, say).
+
+    Parameters: `device_name` as ``torch.cuda.get_device_name()`` gives it; `dtype` as in
+    ``precision.dtype``: bfloat16, float16 or float32 (without TF32, PyTorch's default).
+    """
+    for pattern, half, single in _PEAK_TERAFLOPS:
+        if not re.search(pattern, device_name, re.IGNORECASE):
+            continue
+        if dtype == "bfloat16" and re.search(_WITHOUT_BFLOAT16, device_name):
+            return None
+        teraflops = {"bfloat16": half, "float16": half, "float32": single}.get(dtype)
+        return None if teraflops is None else teraflops * 1e12
+    return None
+
+
+def model_flops_utilization(
+    tokens_per_second: float,
+    flops_per_token: int,
+    peak_flops_per_second: float | None,
+    *,
+    num_devices: int,
+) -> float | None:
+    """Achieved model FLOPs over the peak of all devices, between 0 and 1; None without a peak.
+
+    `tokens_per_second` of the whole run, not of one device.
+    """
+    if peak_flops_per_second is None:
+        return None
+    return tokens_per_second * flops_per_token / (peak_flops_per_second * num_devices)
