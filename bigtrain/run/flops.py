@@ -3,9 +3,10 @@
 Formula: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways" (arXiv 2204.02311),
 appendix B. Forward and backward of one token cost ``6 N + 12 L H Q T`` FLOPs: ``N`` parameters that
 are multiplied with (2 FLOPs forward, 4 backward), ``L`` layers, ``H`` heads of size ``Q``, and
-sequences of ``T`` tokens. As there, recomputed activations do not count (that would be hardware utilization),
-and attention counts in full though a causal mask lets kernels skip half of it, so that figures
-compare with published ones. Layers without softmax attention make the second term an upper bound.
+sequences of ``T`` tokens. As there, recomputed activations do not count (that would be hardware
+utilization), and attention counts in full though a causal mask lets kernels skip half of it, so
+that figures compare with published ones. Layers without softmax attention make the second term an
+upper bound.
 
 Pure: imports no torch.
 """
