@@ -19,6 +19,8 @@ from bigtrain.errors import Problem
 
 AUTO = "auto"
 
+_LISTED_KEYS = 16  # a longer list hides the message it is a part of
+
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "integer": (int,),
@@ -110,20 +112,18 @@ def _check_block(
 def _unknown(
     key: str, name: str, value: object, known: Mapping[str, Any], parents: tuple[str, ...]
 ) -> Problem:
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    remedy = f"did you mean {'.'.join((*parents, close[0]))}? " if close else ""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     elsewhere = _home_of(name)
-    if not close and elsewhere:
-        remedy = f"it belongs to {elsewhere}: write {elsewhere}.{name}. "
-    where = ".".join(parents) or "the top level"
+    if close:
+        remedy = f"did you mean {'.'.join((*parents, close[0]))}?"
+    elif elsewhere:
+        remedy = f"it belongs to {elsewhere}: write {elsewhere}.{name}"
+    elif len(known) <= _LISTED_KEYS:
+        remedy = f"known in {'.'.join(parents)}: {', '.join(sorted(known))}"
+    else:
+        remedy = "take it out; bigtrain/engine/deepspeed_keys.json lists the known keys"
     shown = None if isinstance(value, dict) else value
-    return Problem(
-        key,
-        shown,
-        "unknown key, which DeepSpeed would ignore or reject",
-        f"{remedy}known in {where}: {', '.join(names)}",
-    )
+    return Problem(key, shown, "unknown key, which DeepSpeed would ignore or reject", remedy)
 
 
 def _home_of(name: str) -> str | None:

@@ -111,7 +111,7 @@ class Owned:
         found = self.lookup(raw, self.key, _ABSENT)
         if found is _ABSENT or found == AUTO or _same(found, self.value):
             return None
-        remedy = f'write "auto" in {source}'
+        remedy = f'leave it out of {source} or write "auto"'
         if self.settable:
             remedy += f", or change {self.run_key} in the run"
         return Problem(
