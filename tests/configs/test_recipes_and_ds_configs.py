@@ -1,0 +1,213 @@
+"""Every recipe with every DeepSpeed configuration is accepted by DeepSpeed or refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigtrain.config_loading import load_run_config, recipe_names
+from bigtrain.engine.deepspeed_config import deepspeed_config_names, find_deepspeed_config
+from bigtrain.engine.resolve import resolve_run
+from bigtrain.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+DS_CONFIGS = deepspeed_config_names()
+EXPECTED = {
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero2_offload",
+    "zero3",
+    "zero3_nvme",
+    "zero3_offload",
+    "zeropp",
+    "pipeline_zero1",
+}
+
+
+def autos(tree: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from autos(value, (*parents, name))
+        elif value == "auto":
+            yield ".".join((*parents, name))
+
+
+def test_the_promised_configurations_are_there() -> None:
+    assert set(DS_CONFIGS) >= EXPECTED
+
+
+def test_readme_lists_exactly_the_files() -> None:
+    text = (ROOT / "ds_configs" / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([^`]+\.json)` \|", text, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(f"{name}.json" for name in DS_CONFIGS)
+
+
+def test_key_table_is_that_of_the_installed_deepspeed() -> None:
+    tool = ROOT / "tools" / "deepspeed_keys.py"
+    spec = importlib.util.spec_from_file_location("deepspeed_keys_tool", tool)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert json.loads(module.TARGET.read_text(encoding="utf-8")) == module.build_table()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", DS_CONFIGS)
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_recipe_with_ds_config(recipe: str, name: str, world_size: int, dtype: str) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = load_run_config(recipe, [f"precision.dtype={dtype}"])
+    try:
+        run = resolve_run(config, world_size, name)
+    except ConfigError as error:
+        assert f"{name}.json: " in str(error)
+        assert config.parallel.pipeline == 1 or name != "pipeline_zero1"
+        return
+    given = run.engine.deepspeed
+    assert list(autos(given)) == []
+    accepted = DeepSpeedConfig(json.loads(json.dumps(given)))
+    assert accepted.train_micro_batch_size_per_gpu == config.batch.micro_samples
+    assert (
+        accepted.train_micro_batch_size_per_gpu
+        * accepted.gradient_accumulation_steps
+        * run.topology.data_size
+        == config.batch.samples_per_step
+    )
+    assert accepted.gradient_clipping == config.optimizer.clip_norm
+    assert accepted.zero_optimization_stage == run.engine.zero_stage
+    assert accepted.bfloat16_config.enabled == (dtype == "bfloat16")
+    assert accepted.float16_config.enabled == (dtype == "float16")
+    assert accepted.optimizer_name == "adamw"
+    assert accepted.scheduler_name is None
+    assert accepted.optimizer_params["lr"] == config.optimizer.lr
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_only_the_pipeline_configuration_is_refused_without_pipeline(recipe: str) -> None:
+    config = load_run_config(recipe)
+    if config.parallel.pipeline > 1:
+        pytest.skip("a recipe with pipeline stages")
+    refused = []
+    for name in DS_CONFIGS:
+        try:
+            resolve_run(config, 1, name)
+        except ConfigError as error:
+            refused.append(name)
+            assert f"{name}.json: pipeline: the block does nothing" in str(error)
+    assert refused == ["pipeline_zero1"]
+
+
+def test_quantized_communication_is_refused_on_cpu() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_run(load_run_config("quickstart"), 2, "zeropp", "cpu")
+    text = str(caught.value)
+    assert "zeropp.json: zero_optimization.zero_quantized_weights = True" in text
+    assert "ds_configs/zero3.json" in text
+
+
+@pytest.mark.parametrize("name", DS_CONFIGS)
+def test_hugging_face_trainer_takes_the_file_as_it_stands(name: str, tmp_path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from transformers import LlamaConfig, TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    class Model:
+        config = LlamaConfig(hidden_size=64)
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, learning_rate=3e-4)
+    filled = HfTrainerDeepSpeedConfig(str(find_deepspeed_config(name)))
+    filled.trainer_config_process(args)
+    filled.trainer_config_finalize(args, Model(), num_training_steps=10)
+    assert list(autos(filled.config)) == []
+    assert filled.config["optimizer"]["params"]["lr"] == 3e-4
+    DeepSpeedConfig(filled.config)
+
+
+@pytest.mark.parametrize("name", DS_CONFIGS)
+def test_accelerate_takes_the_file_as_it_stands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import DeepSpeedPlugin
+
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    plugin = DeepSpeedPlugin(hf_ds_config=str(find_deepspeed_config(name)))
+    given = plugin.hf_ds_config
+    # What Accelerator.prepare fills from the model, the loader and the launcher.
+    plugin.deepspeed_config_process(
+        **{
+            "train_micro_batch_size_per_gpu": 2,
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": 1.0,
+            "bf16.enabled": True,
+            "fp16.enabled": False,
+            "optimizer.params.lr": 3e-4,
+            "optimizer.params.betas": [0.9, 0.999],
+            "optimizer.params.eps": 1e-8,
+            "optimizer.params.weight_decay": 0.0,
+        }
+    )
+    assert list(autos(given.config)) == []
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`bigtrain check` in a process of its own that fails where a heavy module is loaded."""
+    program = (
+        "import sys; from bigtrain.cli import main; code = main(['check', *sys.argv[1:]]);"
+        "heavy = {'torch', 'deepspeed', 'transformers', 'numpy', 'accelerate'} & set(sys.modules);"
+        "assert not heavy, heavy; sys.exit(code)"
+    )
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_check_prints_the_run_the_equation_and_the_deepspeed_dict() -> None:
+    import yaml
+
+    result = check(
+        "--config", "quickstart", "--world-size", "2", "--deepspeed-config", "zero2",
+        "optimizer.lr=1e-4",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    run, engine = yaml.safe_load_all(result.stdout)
+    expected = resolve_run(load_run_config("quickstart", ["optimizer.lr=1e-4"]), 2, "zero2")
+    assert run == expected.config.model_dump(mode="json")
+    assert run["engine"]["deepspeed_config"] == "zero2"
+    assert run["optimizer"]["lr"] == 1e-4
+    assert expected.plan.equation() in result.stdout
+    text = result.stdout.split("---\n")[1]
+    printed = json.loads("\n".join(line for line in text.splitlines() if line[:1] != "#"))
+    assert printed == expected.engine.deepspeed
+    assert engine["zero_optimization"]["stage"] == 2
+
+
+def test_check_reports_every_problem_and_exits_with_2() -> None:
+    result = check(
+        "--config", "quickstart", "--world-size", "3", "--deepspeed_config", "pipeline_zero1",
+        "parallel.sequence=3", "batch.global_samples=15",
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(
+        "bigtrain check: 3 problems in the run with pipeline_zero1.json"
+    )
+    assert "batch.global_samples = 15" in result.stderr
+    assert "parallel.sequence = 3" in result.stderr
+    assert "pipeline_zero1.json: pipeline" in result.stderr
+    assert "Traceback" not in result.stderr
