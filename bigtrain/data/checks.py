@@ -1,0 +1,137 @@
+"""What a dataset must be for a run, found out before any process starts. No torch.
+
+Each function returns problems instead of raising, so that they can be reported with all others.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bigtrain.config import ModelSection, RunConfig
+from bigtrain.data.manifest import Manifest
+from bigtrain.data.packing import count_windows
+from bigtrain.data.shards import open_dataset
+from bigtrain.errors import DataError, Problem
+
+MAX_PADDING_ROWS = 1024
+"""Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
+this for speed and tensor parallelism; more is rather another tokenizer."""
+
+
+def check_dataset(config: RunConfig, model_vocab_size: int | None = None) -> list[Problem]:
+    """Everything wrong with ``config.data`` for this run; empty where it can be trained on.
+
+    `model_vocab_size`: rows of the model's embedding where the caller knows them; otherwise they
+    are looked up in `model.config`, `model.overrides` or the model directory's config.json, and
+    not checked where they stand only on the hub. Reads headers and sizes of the shards, and loads
+    a tokenizer only where data.tokenizer names one.
+    """
+    try:
+        dataset = open_dataset(config.data.path, check="sizes")
+    except DataError as error:
+        return [Problem("data.path", config.data.path, str(error))]
+    manifest = dataset.manifest
+    problems = check_length(config, manifest)
+    if model_vocab_size is None:
+        model_vocab_size = known_vocab_size(config.model)
+    if model_vocab_size is not None:
+        problems += check_vocabulary(manifest, model_vocab_size)
+    if config.data.tokenizer is not None:
+        problems += _check_tokenizer(manifest, config.data.tokenizer)
+    return problems
+
+
+def check_length(config: RunConfig, manifest: Manifest) -> list[Problem]:
+    """Whether the splits hold enough tokens for one global batch and for one evaluation."""
+    length = config.batch.sequence_length
+    tokens = manifest.num_tokens("train")
+    samples = count_windows(tokens, length)
+    problems = []
+    if samples < config.batch.samples_per_step:
+        problems.append(
+            Problem(
+                "data.path",
+                config.data.path,
+                f"too short for one global batch: {tokens} training tokens are {samples} samples "
+                f"of {length} tokens, one step takes {config.batch.samples_per_step}",
+                "tokenize more text, or set a smaller batch",
+            )
+        )
+    held_out = manifest.num_tokens("held_out")
+    if held_out and not count_windows(held_out, length):
+        problems.append(
+            Problem(
+                "data.path",
+                config.data.path,
+                f"the held-out split has {held_out} tokens, too few for one sample of {length} + 1",
+                "tokenize again with a larger --held-out, or with none",
+            )
+        )
+    return problems
+
+
+def check_vocabulary(manifest: Manifest, model_vocab_size: int) -> list[Problem]:
+    """Whether the shards' token ids fit a model with `model_vocab_size` rows of embedding."""
+    tokenizer = manifest.tokenizer
+    if tokenizer.vocab_size > model_vocab_size:
+        rule = (
+            f"too small: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
+            f"has {tokenizer.vocab_size} tokens"
+        )
+    elif model_vocab_size - tokenizer.vocab_size > MAX_PADDING_ROWS:
+        rule = (
+            f"too large: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
+            f"has {tokenizer.vocab_size} tokens, and more than {MAX_PADDING_ROWS} rows beyond it "
+            "are another tokenizer's"
+        )
+    else:
+        return []
+    return [
+        Problem(
+            "model vocab_size",
+            model_vocab_size,
+            rule,
+            f"set vocab_size to {tokenizer.vocab_size} (random weights), or tokenize with the "
+            "model's own tokenizer",
+        )
+    ]
+
+
+def known_vocab_size(model: ModelSection) -> int | None:
+    """Rows of the model's embedding as far as files on this machine say; None where they do not."""
+    tree: Any = model.config
+    if not isinstance(tree, dict):
+        path = Path(model.path if tree is None else tree) / "config.json"  # type: ignore[arg-type]
+        try:
+            tree = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            return None  # a hub name, or a directory that the model layer will refuse
+    for source in (model.overrides, tree):
+        if isinstance(source, dict):
+            text = source.get("text_config")
+            for level in (source, text if isinstance(text, dict) else {}):
+                if isinstance(level.get("vocab_size"), int):
+                    return int(level["vocab_size"])
+    return None
+
+
+def _check_tokenizer(manifest: Manifest, name: str) -> list[Problem]:
+    from bigtrain.data.tokenization import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(name)
+    except DataError as error:
+        return [Problem("data.tokenizer", name, str(error))]
+    if tokenizer.hash == manifest.tokenizer.hash:
+        return []
+    return [
+        Problem(
+            "data.tokenizer",
+            name,
+            f"another tokenizer than the one the shards were made with ({manifest.tokenizer.name}, "
+            f"{manifest.tokenizer.vocab_size} tokens; this one has {tokenizer.vocab_size})",
+            "leave data.tokenizer out, or tokenize again with it",
+        )
+    ]

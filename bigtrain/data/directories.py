@@ -1,0 +1,111 @@
+"""Output directories that exist either whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bigtrain.errors import DataError
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A directory to fill, which becomes `path` when the block ends without an exception.
+
+    Until then it is ``.NAME.partial`` beside `path`; after an exception nothing of it is left, and
+    what a killed process left is cleared by the next one. Files and directories are synced before
+    the rename, so after a crash of the machine `path` is either absent or whole.
+
+    Raises DataError where `path` exists and is not an empty directory, where another process is
+    writing it, or where it cannot be written. Call it from one process.
+    """
+    require_free(path)
+    partial = path.parent / f".{path.name}.partial"
+    created: list[Path] = []
+    lock: int | None = None
+    try:
+        try:
+            created = _make_parents(path.parent)
+            lock = _claim(partial, path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be written: {error}") from error
+        yield partial
+        _sync_tree(partial)
+        require_free(path)
+        # Renaming over an empty directory is atomic; over anything else it fails.
+        partial.rename(path)
+        _sync(path.parent)
+        created = []
+    finally:
+        if lock is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+            os.close(lock)
+        for parent in reversed(created):
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+
+
+def require_free(path: Path) -> None:
+    """Raises DataError where writing `path` would overwrite something."""
+    if path.is_dir():
+        if any(path.iterdir()):
+            raise DataError(
+                f"{path} exists and is not empty; nothing was written -> name another --output, "
+                "or remove it first"
+            )
+    elif path.exists() or path.is_symlink():
+        raise DataError(f"{path} exists and is not a directory -> name another --output")
+
+
+def _make_parents(directory: Path) -> list[Path]:
+    missing = [p for p in (directory, *directory.parents) if not p.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    return list(reversed(missing))
+
+
+def _claim(partial: Path, path: Path) -> int:
+    """Lock `partial`, empty. The lock ends with the process, however it ends."""
+    while True:
+        partial.mkdir(exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Between open and lock its owner may have renamed it to `path`, or removed it.
+            if partial.exists() and os.path.samestat(os.fstat(lock), partial.stat()):
+                _clear(partial)
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise DataError(
+                f"{path} is being written by another process -> wait for it, or name another "
+                "--output"
+            ) from None
+        os.close(lock)
+        require_free(path)
+
+
+def _clear(directory: Path) -> None:
+    for entry in directory.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _sync_tree(directory: Path) -> None:
+    for root, _, files in os.walk(directory):
+        for name in files:
+            _sync(Path(root, name))
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

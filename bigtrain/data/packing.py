@@ -1,0 +1,92 @@
+"""From documents to samples of fixed length: concatenate, then cut. numpy only.
+
+The documents of a split form one stream of tokens, and sample ``w`` is its window
+``[w * L, w * L + L + 1)`` for sequence length ``L``, as in Megatron's GPTDataset: consecutive
+windows share one token, which is the last label of the first and the first input of the second, so
+every token but the first of the stream is predicted exactly once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from bigtrain.data.manifest import Split
+from bigtrain.data.shards import Shard, TokenDataset
+from bigtrain.errors import DataError
+
+Window = npt.NDArray[np.int64]
+
+
+class TokenStream:
+    """The tokens of `shards`, one after another. `vocab_size` bounds what may be read."""
+
+    def __init__(self, shards: Sequence[Shard], vocab_size: int) -> None:
+        self.shards = tuple(shards)
+        self.vocab_size = vocab_size
+        self._ends: list[int] = []
+        self.num_tokens = 0
+        for shard in self.shards:
+            self.num_tokens += shard.num_tokens
+            self._ends.append(self.num_tokens)
+
+    def read_into(self, start: int, out: Window) -> None:
+        """Fill `out` with the tokens from `start` on, across shards.
+
+        Raises DataError where a token is not in the vocabulary, which is a damaged file: it would
+        otherwise be an out-of-range read of the embedding.
+        """
+        assert 0 <= start <= self.num_tokens - len(out)
+        number = bisect_right(self._ends, start)
+        filled = 0
+        while filled < len(out):
+            shard = self.shards[number]
+            offset = start + filled - (self._ends[number] - shard.num_tokens)
+            part = shard.tokens[offset : offset + len(out) - filled]
+            out[filled : filled + len(part)] = part
+            filled += len(part)
+            number += 1
+        if len(out) and not (out.min() >= 0 and out.max() < self.vocab_size):
+            raise DataError(
+                f"{self.shards[number - 1].bin_path.parent} is damaged: a token at position {start}"
+                f" to {start + len(out)} of the stream is {out.min()} or {out.max()}, the "
+                f"vocabulary has {self.vocab_size} -> tokenize again"
+            )
+
+
+class PackedWindows:
+    """Windows of `sequence_length` + 1 tokens, `sequence_length` apart, of one stream.
+
+    Raises DataError where the stream is too short for a single one. At most `sequence_length` - 1
+    tokens at the end of the stream belong to no window.
+    """
+
+    def __init__(self, stream: TokenStream, sequence_length: int) -> None:
+        self.stream = stream
+        self.sequence_length = sequence_length
+        self.num_windows = count_windows(stream.num_tokens, sequence_length)
+        if not self.num_windows:
+            raise DataError(
+                f"{stream.num_tokens} tokens are too few for one sample: batch.sequence_length = "
+                f"{sequence_length} needs {sequence_length + 1} -> tokenize more text or set a "
+                "smaller batch.sequence_length"
+            )
+
+    def read_into(self, window_index: int, out: Window) -> None:
+        """Fill `out`, int64 [sequence_length + 1], with window `window_index`."""
+        assert 0 <= window_index < self.num_windows
+        assert len(out) == self.sequence_length + 1
+        self.stream.read_into(window_index * self.sequence_length, out)
+
+
+def count_windows(num_tokens: int, sequence_length: int) -> int:
+    """Windows of `sequence_length` inputs and as many labels in a stream of `num_tokens`."""
+    return max(0, num_tokens - 1) // sequence_length
+
+
+def split_stream(dataset: TokenDataset, split: Split) -> TokenStream:
+    """The stream of one split of `dataset`; of no tokens where there is no such split."""
+    return TokenStream(dataset.shards(split), dataset.manifest.tokenizer.vocab_size)

@@ -1,0 +1,366 @@
+"""Token shards in Megatron's `.bin/.idx` format, and datasets of them. numpy only.
+
+The `.bin` is the tokens of all documents, one after another, little-endian. The `.idx`
+(Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``; the same in GPT-NeoX and DeepSpeed)
+is::
+
+    9 bytes  b"MMIDIDX\\x00\\x00"
+    uint64   version, 1
+    uint8    token type (`DTYPE_CODES`)
+    uint64   number of sequences S
+    uint64   number of document-index entries D + 1
+    int32    [S]      tokens of each sequence
+    int64    [S]      byte offset of each sequence in the .bin
+    int64    [D + 1]  first sequence of each document, then S
+
+As ``preprocess_data.py --append-eod`` does, a document is one sequence that ends with the
+end-of-document token; a document without any text is one without sequences.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from bigtrain.data.manifest import (
+    TOKENIZER_DIRECTORY,
+    Manifest,
+    ShardRecord,
+    Split,
+    read_manifest,
+)
+from bigtrain.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+INDEX_VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPE_CODES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+CHUNK_ITEMS = 1 << 20
+"""Items of an index or a shard looked at in one go: what bounds the memory of a check."""
+
+Tokens = npt.NDArray[np.integer[Any]]
+Level = Literal["sizes", "index", "contents"]
+
+
+def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
+    """Megatron's rule (``DType.optimal_dtype``): uint16 for less than 65,500 token ids."""
+    return "uint16" if vocab_size < 65_500 else "int32"
+
+
+class _HashingFile:
+    """A file being written, and the XXH3-64 of what was."""
+
+    def __init__(self, path: Path) -> None:
+        self.file: BinaryIO = path.open("wb")
+        self.hash = xxhash.xxh3_64()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.file.write(data)
+        self.hash.update(data)
+
+
+class ShardWriter:
+    """Writes one shard, in memory bounded by the number of its documents (12 bytes each).
+
+    The files have temporary names until `close`; leaving the ``with`` block by an exception
+    removes them.
+    """
+
+    def __init__(self, directory: Path, name: str, dtype: Literal["uint16", "int32"]) -> None:
+        self.directory = directory
+        self.name = name
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.num_tokens = 0
+        self.num_documents = 0
+        self.text_bytes = 0
+        self._lengths = array("i")
+        self._document_starts = array("q", [0])
+        self._bin = _HashingFile(self._partial("bin"))
+
+    def add(self, tokens: Tokens, lengths: npt.NDArray[np.int64], text_bytes: int) -> None:
+        """Append documents: `tokens` of all of them, their `lengths`, and their UTF-8 bytes.
+
+        A length of zero is a document without a sequence. `tokens` must fit the shard's type.
+        """
+        assert int(lengths.sum()) == len(tokens)
+        if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
+            raise DataError(
+                f"a document of {int(lengths.max())} tokens: the format holds at most 2^31 - 1 -> "
+                "split it"
+            )
+        self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data.cast("B"))
+        full = lengths > 0
+        starts = len(self._lengths) + np.cumsum(full)
+        self._lengths.frombytes(lengths[full].astype(np.int32).tobytes())
+        self._document_starts.frombytes(starts.astype(np.int64).tobytes())
+        self.num_tokens += len(tokens)
+        self.num_documents += len(lengths)
+        self.text_bytes += text_bytes
+
+    def close(self) -> ShardRecord:
+        """Write the index, give both files their names, and return what the manifest says."""
+        index = _HashingFile(self._partial("idx"))
+        lengths = np.frombuffer(self._lengths, dtype=np.int32)
+        pointers = np.zeros(len(lengths), dtype=np.int64)
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        starts = np.frombuffer(self._document_starts, dtype=np.int64)
+        code = next(code for code, known in DTYPE_CODES.items() if known == self.dtype)
+        index.write(HEADER.pack(MAGIC, INDEX_VERSION, code, len(lengths), len(starts)))
+        index.write(lengths.astype("<i4").tobytes())
+        index.write(pointers.astype("<i8").tobytes())
+        index.write(starts.astype("<i8").tobytes())
+        for part, suffix in ((self._bin, "bin"), (index, "idx")):
+            part.file.close()
+            self._partial(suffix).rename(self.directory / f"{self.name}.{suffix}")
+        return ShardRecord(
+            name=self.name,
+            documents=self.num_documents,
+            tokens=self.num_tokens,
+            bytes=self.num_tokens * self.dtype.itemsize,
+            text_bytes=self.text_bytes,
+            xxh3=self._bin.hash.hexdigest(),
+            index_xxh3=index.hash.hexdigest(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bin.file.close()
+        for suffix in ("bin", "idx"):
+            self._partial(suffix).unlink(missing_ok=True)
+
+    def _partial(self, suffix: str) -> Path:
+        return self.directory / f"{self.name}.{suffix}.partial"
+
+
+class Shard:
+    """One memory-mapped `.bin/.idx` pair.
+
+    `tokens` is the whole `.bin`; `sequence_lengths`, `sequence_pointers` and `document_starts` are
+    the arrays of the `.idx`. Opening reads the header and the file sizes and costs nothing else;
+    `check_index` reads the whole index. Pages are read when they are touched, so a file must not
+    be shortened while it is open.
+
+    Raises DataError where a file is missing or its size is not what the index's header says.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.bin_path = prefix.with_name(prefix.name + ".bin")
+        self.index_path = prefix.with_name(prefix.name + ".idx")
+        index_size, self.num_bytes = _file_size(self.index_path), _file_size(self.bin_path)
+        if index_size < HEADER.size:
+            raise self._damaged(f"{index_size} bytes are less than a header of {HEADER.size}")
+        with self.index_path.open("rb") as file:
+            magic, version, code, num_sequences, num_starts = HEADER.unpack(file.read(HEADER.size))
+        if magic != MAGIC:
+            raise self._damaged("it does not begin as a Megatron index does")
+        if version != INDEX_VERSION:
+            raise self._damaged(f"index version {version}, expected {INDEX_VERSION}")
+        dtype = DTYPE_CODES.get(code)
+        if dtype is None or dtype.kind not in "iu":
+            raise self._damaged(f"token type code {code} is not one of integers")
+        expected = HEADER.size + 12 * num_sequences + 8 * num_starts
+        if index_size != expected:
+            raise self._damaged(
+                f"it has {index_size} bytes; its header ({num_sequences} sequences, {num_starts} "
+                f"document entries) asks for {expected}"
+            )
+        if num_starts < 1 or self.num_bytes % dtype.itemsize:
+            raise self._damaged(
+                f"{num_starts} document entries, {self.num_bytes} bytes of tokens of "
+                f"{dtype.itemsize} bytes"
+            )
+        self.dtype = dtype
+        self.num_documents = int(num_starts) - 1
+        self.sequence_lengths = _map(self.index_path, "<i4", HEADER.size, num_sequences)
+        self.sequence_pointers = _map(
+            self.index_path, "<i8", HEADER.size + 4 * num_sequences, num_sequences
+        )
+        self.document_starts = _map(
+            self.index_path, "<i8", HEADER.size + 12 * num_sequences, num_starts
+        )
+        self.tokens: Tokens = _map(self.bin_path, dtype.str, 0, self.num_bytes // dtype.itemsize)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def document(self, index: int) -> Tokens:
+        """Tokens of document `index`, with its end-of-document token; a view of the map.
+
+        Raises DataError where the index points outside of the `.bin`.
+        """
+        if not 0 <= index < self.num_documents:
+            raise DataError(
+                f"{self.bin_path} has documents 0 to {self.num_documents - 1}, not {index}"
+            )
+        first, last = (int(n) for n in self.document_starts[index : index + 2])
+        if first == last:
+            return self.tokens[:0]
+        if not 0 <= first < last <= len(self.sequence_lengths):
+            raise self._damaged(f"document {index} has sequences {first} to {last}")
+        begin = int(self.sequence_pointers[first])
+        end = int(self.sequence_pointers[last - 1]) + (
+            int(self.sequence_lengths[last - 1]) * self.dtype.itemsize
+        )
+        if not 0 <= begin <= end <= self.num_bytes or begin % self.dtype.itemsize:
+            raise self._damaged(f"document {index} is at bytes {begin} to {end}")
+        return self.tokens[begin // self.dtype.itemsize : end // self.dtype.itemsize]
+
+    def check_index(self) -> None:
+        """Raises DataError unless sequences and documents cover the `.bin` without gap or overlap.
+
+        Reads the whole index, in chunks.
+        """
+        position = 0
+        for low, high in _chunks(len(self.sequence_lengths)):
+            lengths = self.sequence_lengths[low:high].astype(np.int64)
+            if lengths.min() < 0:
+                raise self._damaged(f"a sequence between {low} and {high} has negative length")
+            ends = position + np.cumsum(lengths) * self.dtype.itemsize
+            if not np.array_equal(
+                self.sequence_pointers[low:high], ends - lengths * self.dtype.itemsize
+            ):
+                raise self._damaged(
+                    f"a sequence between {low} and {high} does not begin where the one before ends"
+                )
+            position = int(ends[-1])
+        if position != self.num_bytes:
+            raise self._damaged(
+                f"its sequences have {position} bytes, {self.bin_path.name} has {self.num_bytes}"
+            )
+        previous = 0
+        for low, high in _chunks(len(self.document_starts)):
+            starts = self.document_starts[low:high]
+            if (low == 0 and starts[0] != 0) or starts[0] < previous or (np.diff(starts) < 0).any():
+                raise self._damaged(f"document entries between {low} and {high} are out of order")
+            previous = int(starts[-1])
+        if previous != len(self.sequence_lengths):
+            raise self._damaged(
+                f"its documents end at sequence {previous} of {len(self.sequence_lengths)}"
+            )
+
+    def _damaged(self, what: str) -> DataError:
+        return DataError(f"{self.index_path} is damaged: {what} -> tokenize again")
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """A finished dataset: its manifest, and its shards by split in stream order."""
+
+    path: Path
+    manifest: Manifest
+    splits: dict[Split, tuple[Shard, ...]]
+
+    def shards(self, split: Split) -> Sequence[Shard]:
+        """The shards of `split`; none where the dataset has no such split."""
+        return self.splits.get(split, ())
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Directory of the tokenizer that made the tokens."""
+        return self.path / TOKENIZER_DIRECTORY
+
+
+def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
+    """The dataset in directory `path`.
+
+    `check`: ``sizes`` compares headers and file sizes with the manifest, in constant time per
+    shard; ``index`` also reads every index; ``contents`` also compares every checksum, which
+    reads all tokens.
+
+    Raises DataError where the directory, the manifest or a shard is missing, damaged, or not what
+    the manifest says, and where the training split holds no token.
+    """
+    directory = Path(path)
+    manifest = read_manifest(directory)
+    if not manifest.num_tokens("train"):
+        raise DataError(f"{directory} is empty: its training split holds 0 tokens")
+    splits = {
+        split: tuple(_open_shard(directory, record, manifest, check) for record in records)
+        for split, records in manifest.splits.items()
+    }
+    return TokenDataset(directory, manifest, splits)
+
+
+def _open_shard(directory: Path, record: ShardRecord, manifest: Manifest, check: Level) -> Shard:
+    shard = Shard(directory / record.name)
+    for what, found, expected in (
+        ("bytes", shard.num_bytes, record.bytes),
+        ("documents", shard.num_documents, record.documents),
+        ("token type", shard.dtype.name, manifest.token_dtype),
+    ):
+        if found != expected:
+            raise DataError(
+                f"{shard.bin_path} is damaged: {what} {found}, the manifest says {expected} -> "
+                "tokenize again"
+            )
+    if check != "sizes":
+        shard.check_index()
+    if check == "contents":
+        for file, checksum in (
+            (shard.bin_path, record.xxh3),
+            (shard.index_path, record.index_xxh3),
+        ):
+            if file_checksum(file) != checksum:
+                raise DataError(
+                    f"{file} is damaged: its checksum is not the manifest's -> tokenize again"
+                )
+    return shard
+
+
+def file_checksum(path: Path) -> str:
+    """XXH3-64 of a file as 16 hexadecimal digits."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _map(path: Path, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
+    if count == 0:  # an empty range cannot be mapped
+        return np.empty(0, dtype)
+    try:
+        mapped = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be mapped: {error}") from error
+    # A plain array of the same memory: slices of a memmap cost several microseconds each.
+    return np.asarray(mapped)
+
+
+def _chunks(count: int) -> Iterator[tuple[int, int]]:
+    for low in range(0, count, CHUNK_ITEMS):
+        yield low, min(low + CHUNK_ITEMS, count)

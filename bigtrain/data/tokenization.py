@@ -1,0 +1,271 @@
+"""Tokenizers: training, loading, identity, and encoding of batches.
+
+The only file of the data layer that imports transformers, and only inside the functions that need
+it: a tokenizing worker gets along with `tokenizers`, whose import is a hundred times faster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bigtrain.errors import DataError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+MIN_VOCAB_SIZE = 257
+"""One token per byte and the end of document."""
+
+HUB_TIMEOUT_S = 10.0
+
+# Llama 3's: words with one leading space or mark, digits in threes, runs of marks, line ends, and
+# indentation apart from the word after it.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Documents as tokens: `tokens` int64 [sum of lengths], `lengths` int64 [documents].
+
+    Each document ends with the end-of-document token, counted in its length; a document without
+    tokens has length 0 and no end, as in Megatron's ``preprocess_data.py``.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
+class Encoder:
+    """Turns texts into tokens, with the reference library `tokenizers`. Can be pickled.
+
+    Special tokens are neither added nor recognised in the text: a document that holds the letters
+    ``<|endoftext|>`` becomes the tokens of these letters, so no document can inject a control
+    token.
+    """
+
+    def __init__(self, tokenizer_json: str, end_of_document_id: int) -> None:
+        self.tokenizer_json = tokenizer_json
+        self.end_of_document_id = end_of_document_id
+        self._backend: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_backend": None}
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Encode documents, in all threads that `tokenizers` was given (RAYON_NUM_THREADS)."""
+        if self._backend is None:
+            from tokenizers import Tokenizer
+
+            self._backend = Tokenizer.from_str(self.tokenizer_json)
+            self._backend.encode_special_tokens = True
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        end = [self.end_of_document_id]
+        ids = [encoding.ids for encoding in encodings]
+        lengths = np.fromiter((len(i) + 1 if i else 0 for i in ids), np.int64, len(ids))
+        tokens = np.fromiter(
+            chain.from_iterable(chain(i, end) for i in ids if i), np.int64, int(lengths.sum())
+        )
+        return Encoded(tokens, lengths)
+
+    @staticmethod
+    def engine() -> str:
+        """Library and version, for the manifest."""
+        import tokenizers
+
+        return f"tokenizers {tokenizers.__version__}"
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A loaded Hugging Face tokenizer and what a dataset records of it.
+
+    Token ids are below `vocab_size`, which counts added tokens and holes. `hash` is
+    `tokenizer_hash`.
+    """
+
+    name: str
+    hash: str
+    vocab_size: int
+    end_of_document_id: int
+    huggingface: Any
+
+    def encoder(self) -> Encoder:
+        return Encoder(self.huggingface.backend_tokenizer.to_str(), self.end_of_document_id)
+
+    def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
+        """Text of `tokens`, special tokens included."""
+        ids = [int(token) for token in tokens]
+        return str(
+            self.huggingface.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def save(self, directory: Path) -> None:
+        """Write what ``AutoTokenizer.from_pretrained(directory)`` loads."""
+        self.huggingface.save_pretrained(str(directory))
+
+
+def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE of `vocab_size` tokens on batches of texts.
+
+    Every text can be encoded and decodes to itself. Id 0 is ``<|endoftext|>``, the 256 bytes
+    follow. On little text there may be fewer merges than asked for: see `vocab_size` of the
+    result. Raises DataError for a `vocab_size` below 257 and where there is no text.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise DataError(
+            f"--vocab-size {vocab_size} is too small: 256 bytes and {END_OF_DOCUMENT} need "
+            f"{MIN_VOCAB_SIZE}"
+        )
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+
+    backend: Any = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    seen = [0]
+    backend.train_from_iterator(_counted(batches, seen), trainer)
+    if not seen[0]:
+        raise DataError("there is no text to train a tokenizer on: every document is empty")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=END_OF_DOCUMENT,
+        clean_up_tokenization_spaces=False,
+    )
+    return _describe("trained here", wrapped)
+
+
+def _counted(batches: Iterable[Sequence[str]], seen: list[int]) -> Iterator[Sequence[str]]:
+    for batch in batches:
+        seen[0] += sum(map(len, batch))
+        yield batch
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer in directory `name`, or of that name on the Hugging Face hub or in its cache.
+
+    Raises DataError where there is none, where the hub cannot be reached (found out in seconds),
+    and where the tokenizer has no fast implementation or no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    directory = Path(name)
+    arguments: dict[str, Any] = {}
+    if directory.exists():
+        if (
+            not (directory / "tokenizer_config.json").is_file()
+            and not (directory / "tokenizer.json").is_file()
+        ):
+            raise DataError(
+                f"{name} holds no tokenizer (tokenizer.json or tokenizer_config.json) -> train "
+                "one with `bigtrain tokenizer`"
+            )
+        arguments["local_files_only"] = True
+    else:
+        problem = _hub_problem(name)
+        if problem is not None:
+            arguments["local_files_only"] = True
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    try:
+        loaded = AutoTokenizer.from_pretrained(name, **arguments)
+    except Exception as error:  # whatever a foreign tokenizer's files make transformers raise
+        if directory.exists():
+            raise DataError(
+                f"the tokenizer in {name} cannot be loaded: {_first_line(error)}"
+            ) from error
+        raise DataError(
+            f"tokenizer {name}: not a directory here, and "
+            + (problem or f"the Hugging Face hub's cannot be loaded: {_first_line(error)}")
+            + " -> name a directory (`bigtrain tokenizer` trains one) or a hub tokenizer"
+        ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    return _describe(name, loaded)
+
+
+def _hub_problem(name: str) -> str | None:
+    """Why the hub does not give `name`; None where it does.
+
+    Asked first with one short request: transformers itself retries an unreachable hub for a
+    minute and a half, and prints every try.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    except HFValidationError:
+        return "not a possible name on the Hugging Face hub"
+    except RepositoryNotFoundError:
+        return "the Hugging Face hub has none of this name (or it is private: `hf auth login`)"
+    except Exception as error:  # the client's transport errors differ between its versions
+        return (
+            "the Hugging Face hub cannot be reached, nor is it in the local cache "
+            f"({_first_line(error)})"
+        )
+    return None
+
+
+def tokenizer_hash(huggingface: Any) -> str:
+    """SHA-256 of what decides how `huggingface` encodes documents, as 64 hexadecimal digits.
+
+    That is normalizer, pre-tokenizer, model and added tokens of the fast tokenizer's canonical
+    JSON, and the end-of-document id. Truncation, padding, post-processor and decoder play no part
+    in encoding documents. The same after saving and loading.
+    """
+    tree = json.loads(huggingface.backend_tokenizer.to_str())
+    parts = {key: tree.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
+    parts["end_of_document_id"] = huggingface.eos_token_id
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _describe(name: str, huggingface: Any) -> Tokenizer:
+    if getattr(huggingface, "backend_tokenizer", None) is None:
+        raise DataError(f"tokenizer {name} has no fast implementation (tokenizer.json)")
+    if huggingface.eos_token_id is None:
+        raise DataError(
+            f"tokenizer {name} has no end-of-sequence token to end documents with -> set eos_token "
+            "in its tokenizer_config.json"
+        )
+    highest = max(huggingface.get_vocab().values())
+    return Tokenizer(
+        name=name,
+        hash=tokenizer_hash(huggingface),
+        vocab_size=max(len(huggingface), highest + 1),
+        end_of_document_id=int(huggingface.eos_token_id),
+        huggingface=huggingface,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
