@@ -1,0 +1,97 @@
+"""What people see of a run: a bar on a terminal, plain lines elsewhere, and log.txt in any case."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self, TextIO
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Text of one run on standard error and in ``log.txt``, which is appended to.
+
+    Parameters: `log_path`; `total_steps` of the run; `first_step`, from which it goes on;
+    `terminal`: a bar (True) or plain lines (False); None asks standard error what it is.
+    """
+
+    def __init__(
+        self, log_path: Path, *, total_steps: int, first_step: int = 0, terminal: bool | None = None
+    ) -> None:
+        self._stream: TextIO = sys.stderr
+        self._log = log_path.open("a", encoding="utf-8", buffering=1)
+        self._bar: tqdm[NoReturn] | None = None
+        if self._stream.isatty() if terminal is None else terminal:
+            self._bar = tqdm(
+                total=total_steps,
+                initial=first_step,
+                unit="step",
+                file=self._stream,
+                dynamic_ncols=True,
+                # The step of one log line may take minutes: no estimate from tqdm's own clock.
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}",
+            )
+
+    def step(self, step: int, line: str, figures: str) -> None:
+        """Show that `step` is done: `figures` beside the bar, or else the whole `line`."""
+        self._log.write(line + "\n")
+        if self._bar is None:
+            print(line, file=self._stream, flush=True)
+        else:
+            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.update(step - self._bar.n)
+            self._bar.refresh()
+
+    def say(self, text: str) -> None:
+        """Show any other line or lines."""
+        self._log.write(text + "\n")
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._bar.write(text, file=self._stream)
+
+    def close(self) -> None:
+        """Leave the bar as it stands and close log.txt. May be called again."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def format_duration(seconds: float) -> str:
+    """`seconds` for people: 42s, 4m10s, 3h07m, 2d05h."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def format_lr(lr: float) -> str:
+    """A learning rate without the zeros of Python's exponents: 1.0e-3, 0."""
+    return re.sub(r"e([-+])0*(\d)", r"e\1\2", f"{lr:.2e}") if lr else "0"
+
+
+def format_rate(per_second: float) -> str:
+    """A rate with thousands separators: 5,300; below ten with two decimals."""
+    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2f}"

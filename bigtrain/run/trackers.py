@@ -1,0 +1,160 @@
+"""Trackers of ``accelerate.tracking``: TensorBoard, Weights & Biases, MLflow and Comet, by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import LaunchError, Problem
+
+# Package to import and package to install, by the name accelerate gives the tracker.
+_PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow"),
+    "comet_ml": ("comet_ml", "comet-ml"),
+}
+
+
+def check_trackers(names: Sequence[str]) -> list[Problem]:
+    """A problem for every tracker of ``logging.trackers`` whose package is not installed.
+
+    Looks for the packages without importing them.
+    """
+    problems = []
+    for name in names:
+        module, distribution = _PACKAGES[name]
+        spec = importlib.util.find_spec(module)
+        # A folder such as the ./wandb that W&B itself leaves behind is found as well, but has no
+        # origin: it is not the package.
+        if spec is None or spec.origin is None:
+            problems.append(
+                Problem(
+                    "logging.trackers",
+                    name,
+                    f"needs the package {distribution}, which is not installed",
+                    f"pip install {distribution}, or take {name} out of the list",
+                )
+            )
+    return problems
+
+
+class Trackers:
+    """The trackers of one run. Made by its main process only; calls no collective.
+
+    Parameters: `names` as in ``logging.trackers``; `directory` of the run, below which TensorBoard
+    writes ``tensorboard/``; `project` and the directory's name as project and run name;
+    `run_config`, nested, shown flat; `resume_step`, after which TensorBoard forgets what an
+    earlier part of the run wrote; `report` is told about a tracker that fails later on.
+
+    Raises LaunchError where a tracker does not start (no login, say).
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        directory: Path,
+        project: str,
+        run_config: Mapping[str, object],
+        resume_step: int,
+        report: Callable[[str], None],
+    ) -> None:
+        self._report = report
+        self._trackers: dict[str, Any] = {}
+        settings = flatten(run_config)
+        for name in names:
+            try:
+                with _standard_logging():
+                    tracker = _make(name, directory, project, resume_step)
+                    tracker.start()
+                    tracker.store_init_configuration(settings)
+            except Exception as error:
+                self.finish()
+                raise LaunchError(
+                    f"logging.trackers = {name!r}: the tracker does not start: {error} -> mend "
+                    f"that, or take {name} out of the list"
+                ) from error
+            self._trackers[name] = tracker
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Send `values` of `step` to each tracker. One that fails is reported and left out: a
+        tracker's server must not end a run."""
+        self._call(lambda tracker: tracker.log(dict(values), step=step))
+
+    def finish(self) -> None:
+        """Flush and close each tracker. May be called again."""
+        self._call(lambda tracker: tracker.finish())
+        self._trackers.clear()
+
+    def _call(self, action: Callable[[Any], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                with _standard_logging():
+                    action(tracker)
+            except Exception as error:
+                del self._trackers[name]
+                self._report(f"tracker {name} failed and gets no more figures: {error}")
+
+
+def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, str | int | float | bool]:
+    """`tree` with dotted keys and values that every tracker takes: others become text."""
+    flat: dict[str, str | int | float | bool] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            plain = isinstance(value, str | int | float | bool)
+            flat[f"{prefix}{key}"] = value if plain else str(value)  # type: ignore[assignment]
+    return flat
+
+
+def _make(name: str, directory: Path, project: str, resume_step: int) -> Any:
+    from accelerate import tracking
+
+    run_name = directory.resolve().name
+    tracker: Any
+    if name == "tensorboard":
+        purge = {"purge_step": resume_step + 1} if resume_step else {}
+        tracker = tracking.TensorBoardTracker("tensorboard", directory, **purge)
+    elif name == "wandb":
+        tracker = tracking.WandBTracker(project, name=run_name, dir=str(directory))
+    elif name == "mlflow":
+        tracker = tracking.MLflowTracker(experiment_name=project, run_name=run_name)
+    else:
+        assert name == "comet_ml", name
+        tracker = tracking.CometMLTracker(project)
+    # accelerate would ask its PartialState which process is the main one; only that one is here.
+    tracker.main_process_only = False
+    return tracker
+
+
+class _StandardLogger(logging.LoggerAdapter[logging.Logger]):
+    """accelerate's logger for one process: takes its extra arguments, needs no PartialState."""
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("main_process_only", "in_order")}
+        return msg, kwargs
+
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        self.warning(*args, **kwargs)
+
+
+@contextmanager
+def _standard_logging() -> Iterator[None]:
+    """Let accelerate's trackers log without a PartialState, whose making sets devices, thread
+    counts and environment variables, and may wait for the other processes."""
+    from accelerate import tracking
+
+    original = tracking.logger
+    tracking.logger = _StandardLogger(logging.getLogger(tracking.__name__), {})
+    try:
+        yield
+    finally:
+        tracking.logger = original
