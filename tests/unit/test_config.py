@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -308,4 +309,4 @@ def test_rates_stay_between_zero_and_the_peak(kind: str, total: int, data: st.Da
     )
     assert all(0 <= value <= 2.0 + 1e-12 for value in values)
     after = values[warmup:]
-    assert all(b <= a + 1e-12 for a, b in zip(after, after[1:], strict=False))
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(after))
