@@ -153,7 +153,8 @@ def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokeni
     backend.train_from_iterator(_counted(batches, seen), trainer)
     if not seen[0]:
         raise DataError("there is no text to train a tokenizer on: every document is empty")
-    wrapped = PreTrainedTokenizerFast(
+    wrapper: Any = PreTrainedTokenizerFast
+    wrapped = wrapper(
         tokenizer_object=backend,
         eos_token=END_OF_DOCUMENT,
         clean_up_tokenization_spaces=False,

@@ -1,0 +1,95 @@
+"""`bigtrain tokenize`: turn text into token shards."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bigtrain.commands.arguments import add_input_arguments, positive_int, selection_of
+
+if TYPE_CHECKING:
+    from bigtrain.data.manifest import Manifest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_input_arguments(parser)
+    parser.add_argument(
+        "--tokenizer", required=True, help="directory or name on the Hugging Face hub"
+    )
+    parser.add_argument("--output", required=True, type=Path, help="directory to write")
+    parser.add_argument(
+        "--held-out",
+        type=_fraction,
+        default=0.0,
+        metavar="FRACTION",
+        help="share of the documents kept for evaluation, chosen by their content (default: 0)",
+    )
+    parser.add_argument(
+        "--shard-tokens",
+        type=positive_int,
+        metavar="N",
+        help="most tokens in one shard (default: 2^28, 0.5 or 1 GiB)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="encoding processes; 1 encodes in the threads of one process (default: 1)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from bigtrain.data.building import DEFAULT_SHARD_TOKENS, BuildRequest, build_dataset
+
+    started_at = time.monotonic()
+    result = build_dataset(
+        BuildRequest(
+            selection=selection_of(args),
+            tokenizer=args.tokenizer,
+            output=args.output,
+            text_key=args.text_key,
+            held_out=args.held_out,
+            shard_tokens=args.shard_tokens or DEFAULT_SHARD_TOKENS,
+            workers=args.workers,
+            skip_bad=args.skip_bad,
+        )
+    )
+    if result.already_finished:
+        print(f"{args.output} is already the finished dataset of this input; nothing to do")
+    print(summary(args.output, result.manifest))
+    if not result.already_finished:
+        elapsed_s = time.monotonic() - started_at
+        tokens = sum(map(result.manifest.num_tokens, result.manifest.splits))
+        print(f"  {elapsed_s:.1f} s, {tokens / elapsed_s:,.0f} tokens/s")
+    return 0
+
+
+def summary(output: Path, manifest: Manifest) -> str:
+    """The dataset in a few lines for people."""
+    lines = [
+        f"{output}: {manifest.token_dtype} tokens of {manifest.tokenizer.name} "
+        f"({manifest.tokenizer.vocab_size} ids)"
+    ]
+    for split, shards in manifest.splits.items():
+        text_bytes = sum(shard.text_bytes for shard in shards)
+        tokens = manifest.num_tokens(split)
+        lines.append(
+            f"  {split + ':':9} {manifest.num_documents(split):,} documents, {tokens:,} tokens, "
+            f"{text_bytes:,} bytes of text ({text_bytes / max(1, tokens):.2f} per token), "
+            f"{len(shards)} shard{'s' if len(shards) != 1 else ''}"
+        )
+    if manifest.options.held_out and not manifest.num_documents("held_out"):
+        lines.append("  held_out: no document fell into it; with few documents that may happen")
+    if manifest.skipped_documents:
+        lines.append(f"  skipped:  {manifest.skipped_documents:,} unreadable documents")
+    return "\n".join(lines)
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not a fraction from 0 to below 1")
+    return value

@@ -1,0 +1,65 @@
+"""`bigtrain tokenizer`: train a byte-level BPE tokenizer on text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bigtrain.commands.arguments import add_input_arguments, positive_int, selection_of
+
+if TYPE_CHECKING:
+    from bigtrain.data.sources import DocumentReader
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_input_arguments(parser)
+    parser.add_argument(
+        "--vocab-size",
+        required=True,
+        type=positive_int,
+        metavar="N",
+        help="tokens of the vocabulary, the end-of-document token among them; at least 257",
+    )
+    parser.add_argument("--output", required=True, type=Path, help="directory to write")
+
+
+def run(args: argparse.Namespace) -> int:
+    from bigtrain.data.directories import new_directory, require_free
+    from bigtrain.data.sources import DocumentReader, Rejects, find_sources
+    from bigtrain.data.tokenization import train_tokenizer
+
+    require_free(args.output)
+    selection = selection_of(args)
+    rejects = Rejects(args.skip_bad)
+    reader = DocumentReader(find_sources(selection), selection, args.text_key, rejects)
+    tokenizer = train_tokenizer(_with_progress(reader), args.vocab_size)
+    with new_directory(args.output) as directory:
+        tokenizer.save(directory)
+    skipped = f", {rejects.count:,} unreadable documents skipped" if rejects.count else ""
+    print(
+        f"{args.output}: byte-level BPE of {tokenizer.vocab_size} tokens from "
+        f"{reader.bytes_done:,} bytes of input{skipped}"
+    )
+    if tokenizer.vocab_size < args.vocab_size:
+        print(
+            f"note: the text gives {tokenizer.vocab_size} tokens, fewer than --vocab-size "
+            f"{args.vocab_size}",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _with_progress(reader: DocumentReader) -> Iterator[list[str]]:
+    from tqdm import tqdm
+
+    from bigtrain.data.building import text_batches
+
+    with tqdm(
+        total=reader.total_bytes, unit="B", unit_scale=True, desc="read", disable=None
+    ) as bar:
+        for batch in text_batches(reader):
+            yield batch
+            bar.update(reader.bytes_done - bar.n)

@@ -1,0 +1,310 @@
+"""From documents to a finished dataset: read, encode, write in order, manifest last.
+
+Reading and writing are this process's; encoding is either also here (all cores, through the
+threads of `tokenizers`) or in worker processes. The order of the documents is the inputs', and
+shards are cut by tokens alone, so the bytes do not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from tqdm import tqdm
+
+from bigtrain.data.directories import new_directory, require_free
+from bigtrain.data.manifest import (
+    MANIFEST_NAME,
+    TOKENIZER_DIRECTORY,
+    Manifest,
+    OptionsRecord,
+    ShardRecord,
+    Split,
+    TokenizerRecord,
+    read_manifest,
+    write_manifest,
+)
+from bigtrain.data.shards import ShardWriter, Tokens, open_dataset, token_dtype
+from bigtrain.data.sources import DocumentReader, Rejects, Selection, Source, find_sources
+from bigtrain.data.tokenization import Encoder, Tokenizer, load_tokenizer
+from bigtrain.errors import DataError
+
+DEFAULT_SHARD_TOKENS = 1 << 28
+BATCH_CHARACTERS = 1 << 20
+BATCH_DOCUMENTS = 2048
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What `bigtrain tokenize` was asked for."""
+
+    selection: Selection
+    tokenizer: str
+    output: Path
+    text_key: str = "text"
+    held_out: float = 0.0
+    shard_tokens: int = DEFAULT_SHARD_TOKENS
+    workers: int = 1
+    skip_bad: bool = False
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """The dataset's manifest, and whether it was there already."""
+
+    manifest: Manifest
+    already_finished: bool
+
+
+def build_dataset(request: BuildRequest) -> BuildResult:
+    """Tokenize `request.selection` into `request.output`.
+
+    An output that is the finished dataset of the same inputs (by path, size and time), tokenizer
+    and options is left alone. Raises DataError for anything wrong, and then leaves nothing behind.
+    """
+    sources = find_sources(request.selection)
+    _refuse_output_among_inputs(request.output, sources)
+    if not (request.output / MANIFEST_NAME).exists():
+        require_free(request.output)
+    tokenizer = load_tokenizer(request.tokenizer)
+    options = OptionsRecord(
+        text_key=request.text_key,
+        held_out=request.held_out,
+        shard_tokens=request.shard_tokens,
+        skip_bad=request.skip_bad,
+    )
+    if (request.output / MANIFEST_NAME).exists():
+        manifest = _finished(request.output, sources, tokenizer, options)
+        return BuildResult(manifest, already_finished=True)
+    rejects = Rejects(request.skip_bad)
+    reader = DocumentReader(sources, request.selection, request.text_key, rejects)
+    with new_directory(request.output) as directory:
+        splits = _write_splits(reader, tokenizer, request, directory)
+        manifest = Manifest(
+            tokenizer=TokenizerRecord(
+                name=tokenizer.name,
+                hash=tokenizer.hash,
+                vocab_size=tokenizer.vocab_size,
+                end_of_document_id=tokenizer.end_of_document_id,
+                engine=Encoder.engine(),
+            ),
+            token_dtype=token_dtype(tokenizer.vocab_size),
+            sources=tuple(source.record for source in sources),
+            options=options,
+            skipped_documents=rejects.count,
+            splits=splits,
+        )
+        if not manifest.num_tokens("train"):
+            raise DataError(
+                f"there is no training token in the input: {manifest.num_documents('train')} "
+                f"training documents, {manifest.num_documents('held_out')} held-out documents with "
+                f"{manifest.num_tokens('held_out')} tokens, {rejects.count} skipped"
+            )
+        tokenizer.save(directory / TOKENIZER_DIRECTORY)
+        write_manifest(directory, manifest)
+    return BuildResult(manifest, already_finished=False)
+
+
+def _refuse_output_among_inputs(output: Path, sources: Sequence[Source]) -> None:
+    target = output.resolve()
+    for source in sources:
+        if Path(source.path).resolve() == target:
+            raise DataError(f"--output {output} is one of the inputs")
+
+
+def _finished(
+    output: Path, sources: Sequence[Source], tokenizer: Tokenizer, options: OptionsRecord
+) -> Manifest:
+    """The manifest in `output`, if it is of this input. Raises DataError saying what differs."""
+    manifest = read_manifest(output)
+    different = [
+        what
+        for what, same in (
+            ("input files", manifest.sources == tuple(source.record for source in sources)),
+            ("tokenizer", manifest.tokenizer.hash == tokenizer.hash),
+            ("options", manifest.options == options),
+        )
+        if not same
+    ]
+    if different:
+        raise DataError(
+            f"{output} holds a dataset of other {' and '.join(different)}; nothing was written -> "
+            "name another --output, or remove it first"
+        )
+    open_dataset(output, check="sizes")
+    return manifest
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each."""
+
+    tokens: Tokens
+    lengths: npt.NDArray[np.int64]
+    held_out: npt.NDArray[np.bool_]
+    text_bytes: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What encoding needs besides the texts; sent to each worker once."""
+
+    encoder: Encoder
+    dtype: Literal["uint16", "int32"]
+    held_out: float
+
+    def run(self, texts: Sequence[str]) -> _Batch:
+        contents = [text.encode("utf-8") for text in texts]
+        encoded = self.encoder.encode(texts)
+        return _Batch(
+            encoded.tokens.astype(self.dtype),
+            encoded.lengths,
+            np.fromiter((is_held_out(c, self.held_out) for c in contents), bool, len(contents)),
+            np.fromiter(map(len, contents), np.int64, len(contents)),
+        )
+
+
+def is_held_out(content: bytes, fraction: float) -> bool:
+    """Whether the document with UTF-8 `content` belongs to the held-out split.
+
+    Decided by the document alone, so the split stands when data is appended, and a duplicate is
+    on the same side as its original.
+    """
+    return xxhash.xxh3_64_intdigest(content) < int(fraction * 2**64)
+
+
+@dataclass
+class _SplitWriter:
+    """Writes one split, beginning a new shard before a document that would overfill this one."""
+
+    directory: Path
+    split: Split
+    dtype: Literal["uint16", "int32"]
+    shard_tokens: int
+    records: list[ShardRecord] = field(default_factory=list)
+    current: ShardWriter | None = None
+
+    def add(
+        self, tokens: Tokens, lengths: npt.NDArray[np.int64], text_bytes: npt.NDArray[np.int64]
+    ) -> None:
+        first, token = 0, 0
+        ends = np.cumsum(lengths)
+        while first < len(lengths):
+            if self.current is None:
+                name = f"{self.split}-{len(self.records):05d}"
+                self.current = ShardWriter(self.directory, name, self.dtype)
+            room = max(0, self.shard_tokens - self.current.num_tokens)
+            last = int(np.searchsorted(ends, token + room, side="right"))
+            if last == first and not self.current.num_tokens:
+                last = first + 1  # a document longer than a shard has one of its own
+            if last > first:
+                end = int(ends[last - 1])
+                self.current.add(
+                    tokens[token:end], lengths[first:last], int(text_bytes[first:last].sum())
+                )
+                first, token = last, end
+            if first < len(lengths):
+                self.close()
+
+    def close(self) -> None:
+        if self.current is not None:
+            self.records.append(self.current.close())
+            self.current = None
+
+
+def _write_splits(
+    reader: DocumentReader, tokenizer: Tokenizer, request: BuildRequest, directory: Path
+) -> dict[Split, tuple[ShardRecord, ...]]:
+    dtype = token_dtype(tokenizer.vocab_size)
+    job = _Job(tokenizer.encoder(), dtype, request.held_out)
+    splits: tuple[Split, ...] = ("train", "held_out")
+    writers = {
+        split: _SplitWriter(directory, split, dtype, request.shard_tokens) for split in splits
+    }
+    num_tokens = 0
+    with tqdm(
+        total=reader.total_bytes, unit="B", unit_scale=True, desc="tokenize", disable=None
+    ) as bar:
+        for batch in _encode(text_batches(reader), job, request.workers):
+            of_document = np.repeat(batch.held_out, batch.lengths)
+            for split, writer in writers.items():
+                wanted = split == "held_out"
+                documents = batch.held_out == wanted
+                writer.add(
+                    batch.tokens[of_document == wanted],
+                    batch.lengths[documents],
+                    batch.text_bytes[documents],
+                )
+            num_tokens += len(batch.tokens)
+            bar.update(reader.bytes_done - bar.n)
+            bar.set_postfix_str(f"{num_tokens / 1e6:.1f}M tokens", refresh=False)
+    for writer in writers.values():
+        writer.close()
+    return {
+        split: tuple(writer.records)
+        for split, writer in writers.items()
+        if writer.records or split == "train"
+    }
+
+
+def text_batches(reader: DocumentReader) -> Iterator[list[str]]:
+    """The documents of `reader` in lists of about a million characters, at least one each."""
+    batch: list[str] = []
+    characters = 0
+    for text in reader:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(batches: Iterator[list[str]], job: _Job, workers: int) -> Iterator[_Batch]:
+    """Encoded `batches`, in order. Never more than two batches per worker are under way."""
+    if workers == 1:
+        yield from map(job.run, batches)
+        return
+    # Not fork: the threads of a tokenizer that was already used do not survive it.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job,))
+    pending: deque[Future[_Batch]] = deque()
+    try:
+        for batch in batches:
+            pending.append(pool.submit(_run_in_worker, batch))
+            if len(pending) >= 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a tokenizing process died, most likely for want of memory -> fewer --workers"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker_state: dict[str, Any] = {}
+
+
+def _start_worker(job: _Job) -> None:
+    """In a worker: one thread per process, before `tokenizers` is imported and starts more."""
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker_state["job"] = job
+
+
+def _run_in_worker(texts: list[str]) -> _Batch:
+    job: _Job = _worker_state["job"]
+    return job.run(texts)
