@@ -1,0 +1,153 @@
+"""Importing does nothing, costs little, and is never hijacked by a file's name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigtrain.cli import COMMANDS, main
+from tests.architecture.test_layers import MODULES, PACKAGE, PURE, imports_of, parse
+from tests.support.worlds import ROOT
+
+# Every import of a library that stands in bigtrain, as a statement: transformers loads a submodule
+# only when a name is taken from it.
+LIBRARY_IMPORTS = sorted(
+    {
+        ast.unparse(node)
+        for path in MODULES.values()
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for _, name in imports_of(node)
+        if name.split(".")[0] not in sys.stdlib_module_names | {"bigtrain", "__future__"}
+    }
+)
+HEAVY = ["torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "numpy"]
+
+
+def run_python(code: str, cwd: Path = ROOT) -> Any:
+    """Run `code` in a fresh interpreter; returns the JSON in the last line of its output."""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_no_name_shadows_a_module_of_python_or_of_a_package() -> None:
+    """The launchers put bigtrain/ itself first on sys.path, where `import config` finds ours."""
+    ours = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    distributions = importlib.metadata.packages_distributions()
+    installed = {name for name, owners in distributions.items() if set(owners) != {"bigtrain"}}
+    assert "torch" in installed
+    assert ours & (installed | sys.stdlib_module_names) - {"__init__"} == set()
+
+
+def test_pure_modules_load_without_big_libraries() -> None:
+    loaded = run_python(
+        "import importlib, json, sys\n"
+        f"for name in {sorted(PURE)!r}: importlib.import_module(name)\n"
+        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    assert loaded == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        *([command, "--help"] for command in sorted(COMMANDS)),
+        ["check", "--config", "quickstart"],
+        ["check", "--config", "quickstart", "--world-size", "2"],
+    ],
+    ids=" ".join,
+)
+def test_command_line_answers_without_big_libraries(arguments: list[str]) -> None:
+    loaded = run_python(
+        "import json, sys\n"
+        "from bigtrain.cli import main\n"
+        f"try: code = main({arguments!r})\n"
+        "except SystemExit as exit: code = exit.code\n"
+        "assert code == 0, code\n"
+        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    assert loaded == []
+
+
+def test_importing_does_nothing(tmp_path: Path) -> None:
+    """No environment writes, files, CUDA, process group, threads, random numbers or handlers.
+
+    The libraries come first: what they do at import is theirs.
+    """
+    changed = run_python(
+        f"""
+import importlib, json, logging, os, random, signal, sys
+import torch
+for statement in {LIBRARY_IMPORTS!r}:
+    exec(statement)
+
+def state():
+    return {{
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "path": list(sys.path),
+        "threads": torch.get_num_threads(),
+        "dtype": str(torch.get_default_dtype()),
+        "torch random": torch.random.get_rng_state().tolist(),
+        "random": list(random.getstate()[1]),
+        "handlers": [repr(handler) for handler in logging.root.handlers],
+        "signals": [repr(signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGUSR1)],
+        "hook": repr(sys.excepthook),
+        "process group": torch.distributed.is_initialized(),
+        "cuda": torch.cuda.is_initialized(),
+    }}
+
+before = state()
+for name in {sorted(MODULES)!r}:
+    importlib.import_module(name)
+after = state()
+print()
+print(json.dumps([[key, repr(after[key])] for key in before if before[key] != after[key]]))
+""",
+        cwd=tmp_path,
+    )
+    assert changed == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_has_a_module_and_help(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(f"bigtrain.commands.{command}")
+    assert callable(module.run)
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, "--help"])
+    assert exit_info.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: bigtrain {command}")
+    assert " ".join(COMMANDS[command].split()[:3]).lower() in shown.lower()
+
+
+def test_every_module_that_runs_is_a_command() -> None:
+    """Beside them commands/ holds only what several commands share."""
+    runnable = {
+        path.stem
+        for path in (PACKAGE / "commands").glob("*.py")
+        if any(isinstance(n, ast.FunctionDef) and n.name == "run" for n in parse(path).body)
+    }
+    assert runnable == set(COMMANDS)

@@ -1,0 +1,69 @@
+"""pyproject.toml and constraints.txt say what is true."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.architecture.test_layers import MODULES, PACKAGE, imports_of, parse
+from tests.support.worlds import ROOT
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+REQUIREMENTS = [
+    Requirement(text)
+    for texts in (
+        PROJECT["project"]["dependencies"],
+        *PROJECT["project"]["optional-dependencies"].values(),
+    )
+    for text in texts
+]
+# Distributions by the module they are imported as, where the two differ.
+DISTRIBUTIONS = {"yaml": "pyyaml"}
+# Imported only together with the distribution that brings them.
+BROUGHT_ALONG = {"pyarrow": "datasets", "huggingface_hub": "transformers"}
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_every_requirement_is_pinned_within_its_range(requirement: Requirement) -> None:
+    version = pins()[canonicalize_name(requirement.name)]
+    assert requirement.specifier.contains(version)
+
+
+def test_pins_name_no_build_of_torch() -> None:
+    """A local version such as +cpu would keep GPU machines from installing."""
+    assert pins()["torch"] == "2.13.0"
+    assert not any("+" in version for version in pins().values())
+
+
+def test_every_folder_of_the_package_is_installed() -> None:
+    folders = {
+        ".".join(os.path.relpath(path.parent, ROOT).split(os.sep))
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and path.suffix in (".py", ".yaml", ".json", ".typed")
+    }
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders | {"bigtrain.ds_configs"}
+
+
+def test_what_is_imported_is_required() -> None:
+    """Every library that bigtrain imports stands in pyproject.toml, and the other way round."""
+    import sys
+
+    imported = {
+        name.split(".")[0] for path in MODULES.values() for _, name in imports_of(parse(path))
+    }
+    imported -= sys.stdlib_module_names | {"bigtrain"}
+    needed = {DISTRIBUTIONS.get(name, BROUGHT_ALONG.get(name, name)) for name in imported}
+    required = {Requirement(text).name for text in PROJECT["project"]["dependencies"]}
+    # Not imported by name: DeepSpeed runs ninja, a tracker loads tensorboard.
+    assert needed == required - {"ninja", "tensorboard"}

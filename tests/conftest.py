@@ -1,0 +1,55 @@
+"""What every test may use, and the environment that tests and their child processes run in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.worlds import ROOT
+from tests.support.worlds import free_port as find_free_port
+
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def pytest_configure() -> None:
+    """Before any test module imports a library that reads these once.
+
+    TORCH_EXTENSIONS_DIR stays as it is: DeepSpeed's CPU operators are compiled once per machine.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"  # several processes share few cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["HF_HUB_OFFLINE"] = "1"  # no test uses the network
+    os.environ["HF_DATASETS_OFFLINE"] = "1"
+    # DeepSpeed looks for the ninja of this environment on PATH.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+@pytest.fixture(scope="session")
+def run_cli() -> RunCli:
+    """``run_cli("check", "--config", "x.yaml", cwd=tmp_path)``: `bigtrain` as a process.
+
+    Never raises for an exit code; `stdout` and `stderr` of the result are text.
+    """
+
+    def run(*args: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "bigtrain.cli", *map(str, args)],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on just now."""
+    return find_free_port()
