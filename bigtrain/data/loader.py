@@ -225,8 +225,8 @@ def _read_micro_batch(
     tokens = np.zeros((rows, dataset.sequence_length + 1), dtype=np.int64)
     for row, window in enumerate(windows):
         dataset.read_into(int(window), tokens[row])
-    input_ids = np.ascontiguousarray(tokens[:, :-1])
-    labels = np.ascontiguousarray(tokens[:, 1:])
+    input_ids = tokens[:, :-1].copy()  # not ascontiguousarray: one row is contiguous as it is,
+    labels = tokens[:, 1:].copy()  # and masking labels would write into the inputs
     labels[len(windows) :] = IGNORED_LABEL
     if end_of_document_id is not None:
         labels[input_ids == end_of_document_id] = IGNORED_LABEL
