@@ -86,9 +86,6 @@ class MetricsWriter:
         terminal: bool | None = None,
     ) -> None:
         self._total_steps = total_steps
-        path = directory / "metrics.jsonl"
-        kept, num_dropped = _cut(path, resume_step)
-        self._tally = _Tally(resume_step, kept)
         self._progress = Progress(
             directory / "log.txt",
             total_steps=total_steps,
@@ -96,11 +93,6 @@ class MetricsWriter:
             terminal=terminal,
         )
         try:
-            if num_dropped:
-                self.info(
-                    f"metrics.jsonl: dropped {num_dropped} lines of steps after {resume_step}, "
-                    f"which are trained again"
-                )
             self._trackers = Trackers(
                 trackers,
                 directory=directory,
@@ -112,6 +104,15 @@ class MetricsWriter:
         except BaseException:
             self._progress.close()
             raise
+        # Last, so that a tracker that does not start costs no line.
+        path = directory / "metrics.jsonl"
+        kept, num_dropped = _cut(path, resume_step)
+        if num_dropped:
+            self.info(
+                f"metrics.jsonl: dropped {num_dropped} lines of steps after {resume_step}, "
+                f"which are trained again"
+            )
+        self._tally = _Tally(resume_step, kept)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def log_step(self, metrics: StepMetrics) -> None:

@@ -275,9 +275,12 @@ def test_every_tracker_of_the_configuration_is_known() -> None:
 
 
 def test_a_tracker_that_does_not_start_is_refused_by_name(tmp_path: Path) -> None:
+    with writer(tmp_path) as metrics:
+        metrics.log_step(step_metrics(10))
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
     with pytest.raises(LaunchError, match=r"logging\.trackers = 'tensorboard': .* does not start"):
         writer(tmp_path, trackers=("tensorboard",))
+    assert [line["step"] for line in lines_of(tmp_path)] == [10]
 
 
 def test_a_tracker_that_fails_later_is_reported_and_left_out(
