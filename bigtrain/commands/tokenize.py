@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `bigtrain tokenize`."""
     add_input_arguments(parser)
     parser.add_argument(
         "--tokenizer", required=True, help="directory or name on the Hugging Face hub"
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Tokenize and print a summary. Raises DataError; then nothing is left behind."""
     from bigtrain.data.building import DEFAULT_SHARD_TOKENS, BuildRequest, build_dataset
 
     started_at = time.monotonic()

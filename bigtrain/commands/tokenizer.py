@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `bigtrain tokenizer`."""
     add_input_arguments(parser)
     parser.add_argument(
         "--vocab-size",
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train, save and print a summary. Raises DataError; then nothing is left behind."""
     from bigtrain.data.directories import new_directory, require_free
     from bigtrain.data.sources import DocumentReader, Rejects, find_sources
     from bigtrain.data.tokenization import train_tokenizer

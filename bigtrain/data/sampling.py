@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 ROUNDS = 6
-_MIN_HALF_BITS = 3  # on fewer bits the rounds reach too few of the permutations
+_SMALL = 64
+"""Up to this many windows are sorted by their image instead: on so few bits a network reaches too
+few of the permutations, and walking costs more than sorting."""
 
 Indices = npt.NDArray[np.int64]
 
@@ -51,8 +53,11 @@ def permute(indices: Indices, size: int, seed: int, epoch: int) -> Indices:
     the constants of MurmurHash3's finaliser; not meant to resist an adversary.
     """
     assert 1 <= size <= 1 << 62
-    half_bits = max(_MIN_HALF_BITS, ((size - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
+    if size <= _SMALL:
+        images = _feistel(np.arange(size, dtype=np.uint64), 16, keys)
+        return np.argsort(images)[indices].astype(np.int64)
+    half_bits = ((size - 1).bit_length() + 1) // 2
     values = indices.astype(np.uint64)
     limit = np.uint64(size)
     values = _feistel(values, half_bits, keys)

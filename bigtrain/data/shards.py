@@ -1,8 +1,7 @@
 """Token shards in Megatron's `.bin/.idx` format, and datasets of them. numpy only.
 
 The `.bin` is the tokens of all documents, one after another, little-endian. The `.idx`
-(Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``; the same in GPT-NeoX and DeepSpeed)
-is::
+(Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``) is::
 
     9 bytes  b"MMIDIDX\\x00\\x00"
     uint64   version, 1
@@ -12,6 +11,9 @@ is::
     int32    [S]      tokens of each sequence
     int64    [S]      byte offset of each sequence in the .bin
     int64    [D + 1]  first sequence of each document, then S
+
+DeepSpeed 0.19.8 gives the codes from 6 on another meaning (uint16 is 6 there), so it reads int32
+shards as they are, uint16 shards not.
 
 As ``preprocess_data.py --append-eod`` does, a document is one sequence that ends with the
 end-of-document token; a document without any text is one without sequences.

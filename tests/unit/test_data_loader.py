@@ -1,0 +1,181 @@
+"""Batches: the same samples for every division over processes."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bigtrain.config import RunConfig
+from bigtrain.data.loader import (
+    HeldOutBatches,
+    MicroBatch,
+    TrainingBatches,
+    open_held_out,
+    open_training_data,
+)
+from bigtrain.data.sampling import SampleOrder
+from bigtrain.errors import DataError
+from bigtrain.topology import BatchPlan
+from tests.support.datasets import write_dataset
+
+LENGTH = 4
+
+
+class Numbered:
+    """Window w holds w * 10, w * 10 + 1, ...: every row says which window it is."""
+
+    sequence_length = LENGTH
+
+    def __init__(self, num_windows: int) -> None:
+        self.num_windows = num_windows
+
+    def read_into(self, window_index: int, out: np.ndarray) -> None:
+        if window_index == 666:
+            raise DataError("window 666")
+        out[:] = window_index * 10 + np.arange(LENGTH + 1)
+
+
+def make_plan(data_size: int, micro_samples: int, accumulation: int) -> BatchPlan:
+    samples = data_size * micro_samples * accumulation
+    return BatchPlan(samples, micro_samples, data_size, accumulation, LENGTH)
+
+
+def training(plan: BatchPlan, rank: int, num_windows: int, **options: Any) -> TrainingBatches:
+    options = {"end_of_document_id": None, **options}
+    return TrainingBatches(Numbered(num_windows), plan, rank, 3, **options)
+
+
+def rows(batches: list[MicroBatch]) -> list[list[int]]:
+    return [(batch.input_ids[:, 0] // 10).tolist() for batch in batches]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    data_size=st.integers(1, 16),
+    micro_samples=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+    num_windows=st.integers(1, 300),
+    resume_step=st.integers(0, 5),
+)
+def test_global_order_is_the_same_for_every_division(
+    data_size: int, micro_samples: int, accumulation: int, num_windows: int, resume_step: int
+) -> None:
+    plan = make_plan(data_size, micro_samples, accumulation)
+    expected = SampleOrder(num_windows, 3)
+    ranks = [training(plan, rank, num_windows) for rank in range(data_size)]
+    try:
+        for step in (resume_step, resume_step + 1):
+            first = step * plan.global_samples
+            per_rank = [rows(batches.step(first)) for batches in ranks]
+            in_order = [
+                row
+                for micro_step in range(accumulation)
+                for rank in range(data_size)
+                for row in per_rank[rank][micro_step]
+            ]
+            assert in_order == expected.windows(first, plan.global_samples).tolist()
+    finally:
+        for batches in ranks:
+            batches.close()
+
+
+def test_shapes_labels_and_any_order_of_steps() -> None:
+    plan = make_plan(1, 2, 3)
+    with closing(training(plan, 0, 50)) as batches:
+        straight = [batches.step(first) for first in (0, 6, 12)]
+        again = [batches.step(first) for first in (12, 0, 6)]
+    assert [len(step) for step in straight] == [3, 3, 3]
+    batch = straight[0][0]
+    assert batch.input_ids.shape == batch.labels.shape == (2, LENGTH)
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+    assert batch.input_ids.is_contiguous()
+    assert batch.labels.is_contiguous()
+    assert torch.equal(batch.labels, batch.input_ids + 1)
+    for first, second in zip((straight[2], straight[0], straight[1]), again, strict=True):
+        assert all(
+            torch.equal(a.input_ids, b.input_ids) for a, b in zip(first, second, strict=True)
+        )
+
+
+def test_no_loss_after_the_end_of_a_document() -> None:
+    plan = make_plan(1, 1, 1)
+    with closing(training(plan, 0, 1, end_of_document_id=2)) as batches:
+        (batch,) = batches.step(0)
+    assert batch.input_ids.tolist() == [[0, 1, 2, 3]]
+    assert batch.labels.tolist() == [[1, 2, -100, 4]]
+
+
+def test_an_error_of_the_reading_thread_surfaces() -> None:
+    plan = make_plan(1, 700, 1)
+    with closing(training(plan, 0, 700)) as batches, pytest.raises(DataError, match="window 666"):
+        batches.step(0)
+
+
+@pytest.mark.parametrize("data_size", [1, 2, 3, 5])
+@pytest.mark.parametrize(("samples", "num_windows"), [(10, 40), (11, 40), (1, 40), (50, 13)])
+def test_held_out_samples_are_the_same_for_every_size(
+    data_size: int, samples: int, num_windows: int
+) -> None:
+    plan = make_plan(data_size, 2, 1)
+    per_rank = [
+        list(HeldOutBatches(Numbered(num_windows), plan, rank, samples, end_of_document_id=None))
+        for rank in range(data_size)
+    ]
+    assert len({len(batches) for batches in per_rank}) == 1
+    seen = []
+    for batch in (batch for batches in per_rank for batch in batches):
+        assert batch.input_ids.shape == (2, LENGTH)
+        real = (batch.labels != -100).any(dim=1)
+        assert torch.equal(batch.labels[real], batch.input_ids[real] + 1)
+        seen += (batch.input_ids[real][:, 0] // 10).tolist()
+    expected = SampleOrder(num_windows, 0).windows(0, min(samples, num_windows))
+    assert sorted(seen) == sorted(expected.tolist())
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("loader") / "d", vocab_size=50)
+
+
+def config_for(dataset: Path, **data: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"config": {"model_type": "llama", "vocab_size": 50}},
+            "data": {"path": str(dataset), **data},
+            "batch": {"sequence_length": LENGTH, "global_samples": 4, "micro_samples": 2},
+            "train": {"steps": 2},
+            "optimizer": {"lr": 1e-3},
+            "output": {"directory": "unused"},
+            "evaluation": {"samples": 6},
+        }
+    )
+
+
+def test_from_a_run_configuration(dataset: Path) -> None:
+    plan = BatchPlan(4, 2, 1, 2, LENGTH)
+    config = config_for(dataset, mask_end_of_document=True)
+    with closing(open_training_data(config, plan, 0)) as batches:
+        steps = [batches.step(first) for first in range(0, 40, 4)]
+    after_end = 0
+    for batch in (batch for step in steps for batch in step):
+        masked = batch.labels == -100
+        assert torch.equal(masked, batch.input_ids == 0)
+        after_end += int(masked.sum())
+    assert after_end > 0
+    held_out = open_held_out(config, plan, 0)
+    assert held_out is not None
+    assert len(held_out) == 3
+    assert [batch.input_ids.shape for batch in held_out] == [(2, LENGTH)] * 3
+
+
+def test_held_out_split_too_short(dataset: Path) -> None:
+    plan = BatchPlan(4, 2, 1, 2, 900)
+    with pytest.raises(DataError, match=r"the held-out split of .*: \d+ tokens are too few"):
+        open_held_out(config_for(dataset), plan, 0)
