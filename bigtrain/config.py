@@ -99,8 +99,10 @@ class BatchSection(Section):
             )
         if self.global_tokens is not None and self.global_tokens % self.sequence_length:
             below = self.global_tokens // self.sequence_length * self.sequence_length
-            nearest = f"{below} or {below + self.sequence_length}" if below else (
-                f"{self.sequence_length}"
+            nearest = (
+                f"{below} or {below + self.sequence_length}"
+                if below
+                else (f"{self.sequence_length}")
             )
             raise ValueError(
                 f"batch.global_tokens = {self.global_tokens} is not a multiple of "
@@ -136,9 +138,10 @@ class OptimizerSection(Section):
 
     type: Literal["adamw"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = Field(description="peak learning rate")
-    betas: tuple[
-        Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]
-    ] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         default=0.1, description="decoupled decay of the decay group"

@@ -48,7 +48,7 @@ _Loader.add_implicit_resolver(
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+        key = loader.construct_object(key_node, deep=True)
         if key in seen:
             raise yaml.constructor.ConstructorError(
                 None, None, f"key {key!r} is given twice", key_node.start_mark
@@ -91,8 +91,8 @@ def parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
     except yaml.YAMLError as error:
         raise ConfigError(
-            Problem("YAML", None, " ".join(str(error).split()), "correct the file")
-        , source) from error
+            Problem("YAML", None, " ".join(str(error).split()), "correct the file"), source
+        ) from error
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Problem]:
@@ -186,9 +186,7 @@ def _location(parts: Sequence[int | str]) -> list[str]:
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
     candidates = (annotation, *get_args(annotation))
-    return next(
-        (c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None
-    )
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
 def _fields_at(location: Sequence[str]) -> list[str]:

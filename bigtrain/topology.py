@@ -82,12 +82,12 @@ def plan_batch(batch: BatchSection, data_size: int) -> tuple[BatchPlan | None, l
             f"{batch.micro_samples} x {data_size} = {per_pass}"
             + (f" samples = {per_pass * unit} tokens" if unit > 1 else "")
         )
-        fitting = _largest_divisor(samples // data_size, batch.micro_samples) if (
-            samples % data_size == 0
-        ) else None
-        remedy = f"nearest: {nearest}" + (
-            f", or batch.micro_samples: {fitting}" if fitting else ""
+        fitting = (
+            _largest_divisor(samples // data_size, batch.micro_samples)
+            if (samples % data_size == 0)
+            else None
         )
+        remedy = f"nearest: {nearest}" + (f", or batch.micro_samples: {fitting}" if fitting else "")
         return None, [Problem(key, samples * unit, rule, remedy)]
     plan = BatchPlan(
         samples, batch.micro_samples, data_size, samples // per_pass, batch.sequence_length

@@ -1,0 +1,27 @@
+"""`bigtrain export`: a run's weights as a verified Hugging Face directory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--run", required=True, type=Path, help="run directory")
+    parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest)")
+    parser.add_argument("--output", required=True, type=Path, help="directory to write")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the stored weights (default: the one the run computed in)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write and verify the directory, and say where it is."""
+    from bigtrain.run.export import export_run
+
+    step = export_run(args.run, args.output, step=args.step, dtype=args.dtype)
+    print(f"{args.output}: step {step}, reloaded with transformers and compared: same logits")
+    return 0

@@ -1,0 +1,227 @@
+"""A DeepSpeed engine over a Hugging Face model, and the optimizer step as bigtrain defines it.
+
+The loss of a step is the mean over all target tokens of the *global* batch: every micro-batch
+contributes its summed cross-entropy divided by that one number. So gradients do not depend on how
+the batch is cut into micro-batches and processes, also where labels are masked unevenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from bigtrain.config import OptimizerSection, RunConfig
+from bigtrain.data.loader import IGNORED_LABEL, MicroBatch
+from bigtrain.engine.deepspeed_config import EngineConfig
+from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
+from bigtrain.topology import BatchPlan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; tensors stay on the device so that nothing waits for it.
+
+    loss_sum: this process's share of the summed cross-entropy, in nats.
+    num_targets: target tokens of the whole global batch.
+    """
+
+    loss_sum: torch.Tensor
+    num_targets: torch.Tensor
+
+
+class TrainEngine:
+    """Trains one model by optimizer steps. Every method is collective over all processes."""
+
+    def __init__(self, engine: Any, plan: BatchPlan, device: torch.device) -> None:
+        self.engine = engine
+        self.plan = plan
+        self.device = device
+        config = engine.module.config
+        self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
+
+    @property
+    def module(self) -> nn.Module:
+        """The Hugging Face model; its parameters may be partitioned."""
+        module: nn.Module = self.engine.module
+        return module
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        """Forward and backward of this process's micro-batches, then one optimizer update.
+
+        Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this very update.
+        """
+        assert len(micro_batches) == self.plan.accumulation
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        num_targets = self._count_targets(micro_batches)
+        # DeepSpeed divides the summed gradients by the data-parallel size.
+        scale = self.plan.data_size / num_targets.clamp(min=1)
+        loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
+        self.engine.train()
+        for batch in micro_batches:
+            outputs = self._forward(batch)
+            cross_entropy = _summed_cross_entropy(outputs.logits, self._to_device(batch.labels))
+            loss_sum += cross_entropy.detach()
+            loss = cross_entropy * scale
+            if getattr(outputs, "aux_loss", None) is not None:
+                loss = loss + self._aux_coefficient * outputs.aux_loss / self.plan.accumulation
+            self.engine.backward(loss, scale_wrt_gas=False)
+            if batch is micro_batches[-1]:
+                self._norm = self._gradient_norm_before_step()
+            self.engine.step()
+        return StepResult(loss_sum, num_targets)
+
+    def _gradient_norm_before_step(self) -> torch.Tensor | None:
+        # The plain torch optimizer of fp32 ZeRO 0 keeps no norm, and after step() the gradients
+        # are gone; every other engine measures it while it clips.
+        if hasattr(self.engine.optimizer, "_global_grad_norm"):
+            return None
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def gradient_norm(self) -> float:
+        """Norm of the whole last gradient before clipping. Waits for the device."""
+        norm = self._norm if self._norm is not None else self.engine.get_global_grad_norm()
+        return float(norm) if norm is not None else float("nan")
+
+    def step_loss(self, result: StepResult) -> float:
+        """Mean loss of a step over the global batch, in nats per token. Waits for the device."""
+        total = result.loss_sum.clone()
+        dist.all_reduce(total)
+        return float(total / result.num_targets.clamp(min=1))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+        """Mean loss in nats per token, and the number of tokens, over all processes' `batches`.
+
+        Every process must bring the same number of batches.
+        """
+        totals = torch.zeros(2, device=self.device, dtype=torch.float64)
+        self.engine.eval()
+        for batch in batches:
+            labels = self._to_device(batch.labels)
+            totals[0] += _summed_cross_entropy(self._forward(batch).logits, labels)
+            totals[1] += (labels != IGNORED_LABEL).sum()
+        self.engine.train()
+        dist.all_reduce(totals)
+        num_tokens = int(totals[1])
+        return float(totals[0]) / max(1, num_tokens), num_tokens
+
+    @torch.no_grad()
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits of `input_ids` [samples, tokens] in evaluation mode: float32, on the CPU.
+
+        Every process computes the same; all must call it with the same input.
+        """
+        self.engine.eval()
+        outputs = self.engine(input_ids=self._to_device(input_ids), use_cache=False)
+        self.engine.train()
+        logits: torch.Tensor = outputs.logits.float().cpu()
+        return logits
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the model."""
+        self.engine.destroy()
+
+    def _forward(self, batch: MicroBatch) -> Any:
+        return self.engine(input_ids=self._to_device(batch.input_ids), use_cache=False)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        own = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in micro_batches)
+        count = torch.tensor(own, device=self.device, dtype=torch.int64)
+        dist.all_reduce(count)
+        return count
+
+
+def _summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in nats summed over targets: logits [B, T, V] any dtype, labels [B, T]."""
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+    )
+
+
+def build_engine(
+    config: RunConfig,
+    engine_config: EngineConfig,
+    plan: BatchPlan,
+    hf_config: Any,
+    device: torch.device,
+) -> TrainEngine:
+    """Build the run's model and hand it to DeepSpeed. Collective over all processes.
+
+    ZeRO-3 models are partitioned while they are built: no process ever holds the whole model.
+    """
+    model = build_model(
+        config.model,
+        hf_config,
+        seed=config.seed,
+        dtype=_build_dtype(config, engine_config),
+        partitioning=_partitioning(engine_config),
+    )
+    # `initialize` writes into the dict it is given.
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=_parameter_groups(model, config.optimizer),
+        config=_copy(engine_config.deepspeed),
+    )
+    return TrainEngine(engine, plan, device)
+
+
+def _build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
+    # ZeRO-3 partitions parameters as they are built, so they are born in their final dtype. The
+    # other stages cast the whole model when they take it over and make the fp32 masters from that,
+    # so all of them start from the same, rounded weights.
+    return _DTYPES[config.precision.dtype] if engine_config.zero_stage == 3 else torch.float32
+
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def _partitioning(engine_config: EngineConfig) -> Partitioning:
+    if engine_config.zero_stage != 3:
+        return WHOLE
+
+    def construct() -> AbstractContextManager[Any]:
+        # No overrides: constructors keep the dtype they ask for, so rotary buffers stay float32.
+        context: AbstractContextManager[Any] = deepspeed.zero.Init(
+            config_dict_or_path=_copy(engine_config.deepspeed), tensor_overrides=[]
+        )
+        return context
+
+    gather: Callable[[list[nn.Parameter]], AbstractContextManager[Any]] = lambda parameters: (
+        deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+    )
+    return Partitioning(construct, gather, dist.get_rank() == 0, _copy(engine_config.deepspeed))
+
+
+def _parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
+    groups = split_by_decay(model, decay_embeddings=section.decay_embeddings)
+    both = [
+        {"params": groups.decay, "weight_decay": section.weight_decay, "name": "decay"},
+        {"params": groups.no_decay, "weight_decay": 0.0, "name": "no_decay"},
+    ]
+    return [group for group in both if group["params"]]
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,66 @@
+"""Saving and restoring a whole training engine, in a form that does not know the topology.
+
+Both functions are collective. What a checkpoint directory is, and when it exists, is the business
+of `bigtrain.run.checkpoints`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigtrain.engine.build import TrainEngine
+from bigtrain.engine.checkpoint_io import read_tensors, write_tensors
+from bigtrain.engine.fragments import (
+    ensure_optimizer_states,
+    optimizer_step_count,
+    owned_fragments,
+    refresh_parameters,
+    set_optimizer_step_count,
+)
+
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:
+    """Write masters, optimizer states and buffers below `directory`; returns what goes to JSON.
+
+    Collective over all processes, which must see the same `directory`.
+    """
+    ensure_optimizer_states(engine.engine)
+    write_tensors(directory, owned_fragments(engine.engine), _buffers(engine))
+    return {
+        "optimizer_steps": optimizer_step_count(engine.engine),
+        "loss_scaler": _scaler_state(engine),
+    }
+
+
+def restore_engine(engine: TrainEngine, directory: Path, scalars: dict[str, Any]) -> None:
+    """Fill the engine from `directory`, written at any topology, and from `save_engine`'s dict.
+
+    Collective over all processes. Raises CheckpointError for tensors missing or of other shapes.
+    """
+    ensure_optimizer_states(engine.engine)
+    read_tensors(directory, owned_fragments(engine.engine), _buffers(engine))
+    set_optimizer_step_count(engine.engine, int(scalars["optimizer_steps"]))
+    scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
+    for name, value in scalars.get("loss_scaler", {}).items():
+        if hasattr(scaler, name):
+            setattr(scaler, name, value)
+    refresh_parameters(engine.engine)
+
+
+def _buffers(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    """Buffers that a state dict holds, by name; the same on every process."""
+    kept = set()
+    for prefix, module in engine.module.named_modules():
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            kept.add(f"{prefix}.{name}" if prefix else name)
+    return {name: buffer for name, buffer in engine.module.named_buffers() if name in kept}
+
+
+def _scaler_state(engine: TrainEngine) -> dict[str, Any]:
+    scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
+    return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}

@@ -1,0 +1,253 @@
+"""What each process owns of the model and its optimizer, as flat ranges of full parameters.
+
+DeepSpeed keeps fp32 masters and optimizer states in a different shape for every ZeRO stage. Here
+they all become `Fragment`s: live views into DeepSpeed's own storage, described in terms of the
+full Hugging Face parameter. Saving reads through the views, loading writes through them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigtrain.errors import CheckpointError
+
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A flat range of one full parameter, and this process's storage for it.
+
+    name: the parameter's Hugging Face name. shape: of the full parameter. start: of the range, in
+    elements. tensors: 1-D views by kind (`MASTER`, then each optimizer state by its own name).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensors: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A rectangle of a full tensor, and the range of a fragment (in elements) that fills it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def rectangles(shape: tuple[int, ...], start: int, count: int) -> list[Rectangle]:
+    """Cut the flat range [start, start + count) of a row-major tensor into rectangles.
+
+    At most 2 * ndim - 1 of them: a partial first row, whole rows, a partial last row, and so on
+    inside the partial ones. In order of the flat range.
+    """
+    found: list[Rectangle] = []
+    _cut(shape, (), start, start + count, 0, found)
+    return found
+
+
+def _cut(
+    shape: tuple[int, ...],
+    prefix: tuple[int, ...],
+    begin: int,
+    end: int,
+    filled: int,
+    found: list[Rectangle],
+) -> int:
+    """Cut [begin, end) of the sub-tensor at index `prefix`; returns elements filled so far."""
+    if begin >= end:
+        return filled
+    row = math.prod(shape[1:])
+    if len(shape) <= 1 or (begin % row == 0 and end % row == 0):
+        rows = (begin // row, end // row)
+        ones = (1,) * len(prefix)
+        size = end - begin
+        found.append(
+            Rectangle(
+                (*prefix, rows[0], *(0 for _ in shape[1:])),
+                (*ones, rows[1] - rows[0], *shape[1:]),
+                filled,
+                filled + size,
+            )
+        )
+        return filled + size
+    first, last = begin // row, (end - 1) // row
+    if first == last:
+        base = first * row
+        return _cut(shape[1:], (*prefix, first), begin - base, end - base, filled, found)
+    whole_from = first
+    if begin % row:
+        base = first * row
+        filled = _cut(shape[1:], (*prefix, first), begin - base, row, filled, found)
+        whole_from = first + 1
+    whole_to = end // row
+    filled = _cut(shape, prefix, whole_from * row, whole_to * row, filled, found)
+    base = whole_to * row
+    return _cut(shape[1:], (*prefix, whole_to), 0, end - base, filled, found)
+
+
+def owned_fragments(engine: Any) -> list[Fragment]:
+    """All fragments of this process. Parameters that are replicated appear on every process.
+
+    Optimizer states must exist (`ensure_optimizer_states`). Not collective.
+    """
+    find = _finder(engine)
+    fragments = []
+    for name, parameter in engine.module.named_parameters():
+        fragment = find(name, parameter) if parameter.requires_grad else _frozen(name, parameter)
+        if fragment is not None and fragment.tensors[MASTER].numel():
+            fragments.append(fragment)
+    return fragments
+
+
+def inner_optimizer(engine: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside DeepSpeed's wrappers."""
+    optimizer = engine.optimizer
+    while not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+@torch.no_grad()
+def ensure_optimizer_states(engine: Any) -> None:
+    """Make a fresh optimizer allocate its states, leaving masters as they are.
+
+    One update with zero gradients and zero learning rate: every optimizer allocates its states on
+    its first update. What the states hold then is for the caller to overwrite.
+    """
+    optimizer = inner_optimizer(engine)
+    if optimizer.state:
+        return
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    gradients = [[p.grad for p in group["params"]] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, rate, kept in zip(optimizer.param_groups, learning_rates, gradients, strict=True):
+        group["lr"] = rate
+        for parameter, gradient in zip(group["params"], kept, strict=True):
+            parameter.grad = gradient
+
+
+def optimizer_step_count(engine: Any) -> int:
+    """Updates the optimizer has made, as it counts them for bias correction."""
+    for state in inner_optimizer(engine).state.values():
+        if "step" in state:
+            return int(state["step"])
+    return 0
+
+
+def set_optimizer_step_count(engine: Any, count: int) -> None:
+    """Set the optimizer's own count of updates, in every parameter's state."""
+    for state in inner_optimizer(engine).state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"].fill_(count)
+        elif "step" in state:
+            state["step"] = count
+
+
+@torch.no_grad()
+def refresh_parameters(engine: Any) -> None:
+    """Make the parameters used in forward agree with the masters. Collective."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        persistent = optimizer.persistent_parameters
+        if persistent:
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
+    elif hasattr(optimizer, "fp32_groups"):
+        for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for master, parameter in zip(masters, parameters, strict=True):
+                parameter.data.copy_(master.data)
+
+
+def _finder(engine: Any) -> Any:
+    optimizer = engine.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return lambda name, p: _whole(name, p, p, optimizer.state[p])
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return lambda name, p: _zero3(name, p, optimizer)
+    if hasattr(optimizer, "update_lp_params"):
+        optimizer._lazy_init_hp_params_optimizer_state()
+        return _zero12
+    if hasattr(optimizer, "fp32_groups"):
+        masters = {
+            id(p): master
+            for group, lows in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+            for p, master in zip(lows, group, strict=True)
+        }
+        return lambda name, p: _whole(
+            name, p, masters[id(p)], optimizer.optimizer.state[masters[id(p)]]
+        )
+    raise CheckpointError(
+        f"the optimizer {type(optimizer).__name__} keeps its masters in a way that bigtrain does "
+        "not know how to save"
+    )
+
+
+def _whole(name: str, parameter: nn.Parameter, master: Any, state: dict[str, Any]) -> Fragment:
+    tensors = {MASTER: master.data.view(-1)}
+    for kind, value in state.items():
+        if torch.is_tensor(value) and value.shape == master.shape and value.ndim:
+            tensors[kind] = value.view(-1)
+    return Fragment(name, _shape(parameter), 0, tensors)
+
+
+def _zero12(name: str, parameter: nn.Parameter) -> Fragment | None:
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return None
+    tensors = {MASTER: mapping.get_hp_fragment().data}
+    for kind in mapping.get_optim_state_keys():
+        tensors[kind] = mapping.get_hp_fragment(kind)
+    return Fragment(name, _shape(parameter), mapping.lp_fragment_address.start, tensors)
+
+
+def _zero3(name: str, parameter: Any, optimizer: Any) -> Fragment | None:
+    if optimizer.swap_optimizer:
+        raise CheckpointError(
+            "optimizer states on NVMe cannot be saved yet: use offload_optimizer.device = cpu"
+        )
+    group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
+    flat = optimizer.fp32_partitioned_groups_flat[group]
+    tensors = {MASTER: flat.data.narrow(0, offset, count)}
+    for kind, value in optimizer.optimizer.state[flat].items():
+        if torch.is_tensor(value) and value.shape == flat.shape and value.ndim:
+            tensors[kind] = value.narrow(0, offset, count)
+    return Fragment(name, _shape(parameter), start, tensors)
+
+
+def _frozen(name: str, parameter: Any) -> Fragment:
+    if not hasattr(parameter, "ds_tensor"):
+        return Fragment(name, _shape(parameter), 0, {MASTER: parameter.data.view(-1)})
+    rank = torch.distributed.get_rank(group=parameter.ds_process_group)
+    start, count = _partition_range(parameter, rank)
+    return Fragment(name, _shape(parameter), start, {MASTER: parameter.ds_tensor.data[:count]})
+
+
+def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:
+    """(start, count) of a ZeRO-3 partition within the full parameter, padding left out."""
+    capacity = parameter.ds_tensor.ds_numel
+    start = min(capacity * rank, parameter.ds_numel)
+    return start, min(capacity, parameter.ds_numel - start)
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    return shape or (1,)

@@ -1,0 +1,110 @@
+"""Finding and checking the Hugging Face configuration a run names."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from bigtrain.config import ModelSection
+from bigtrain.errors import ModelError
+
+
+def load_hf_config(section: ModelSection) -> PreTrainedConfig:
+    """The Hugging Face configuration of the run's model, overrides applied.
+
+    Reads a local directory or the hub's cache; goes to the hub only for a name that is neither.
+    Raises ModelError for a name that does not exist, a model type that transformers does not know,
+    a key that the configuration class does not have, or values it refuses.
+    """
+    if isinstance(section.config, dict):
+        values = {**section.config, **section.overrides}
+        return _from_values(values.pop("model_type"), values)
+    source = section.path if section.path is not None else section.config
+    assert source is not None
+    key = "model.path" if section.path is not None else "model.config"
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{key} = {source!r}: {_why_not_found(source, error)}") from error
+    if section.overrides:
+        values = {**config.to_diff_dict(), **section.overrides}
+        values.pop("model_type", None)
+        _check_keys(type(config), section.overrides, "model.overrides")
+        return _build(type(config), values, "model.overrides")
+    return config
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The language model's part of a configuration (the whole of it unless it is composite)."""
+    return config.get_text_config()
+
+
+def vocabulary_size(config: PreTrainedConfig) -> int:
+    """Rows of the embedding, padding rows included."""
+    return int(text_config(config).vocab_size)
+
+
+def _from_values(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
+    if model_type not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
+        remedy = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ModelError(
+            f"model.config.model_type = {model_type!r}: transformers knows no such type{remedy}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    _check_keys(config_class, values, "model.config")
+    return _build(config_class, values, "model.config")
+
+
+def _build(
+    config_class: type[PreTrainedConfig], values: Mapping[str, Any], key: str
+) -> PreTrainedConfig:
+    try:
+        return config_class(**values)
+    # transformers wraps its validators' errors in classes of huggingface_hub that it does not
+    # export; they all come from the values given here.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"{key}: {config_class.__name__} refuses these values: {reason}"
+        ) from error
+
+
+def _check_keys(
+    config_class: type[PreTrainedConfig], values: Mapping[str, Any], section: str
+) -> None:
+    """Refuse keys that the class does not have: transformers keeps a misspelt key silently."""
+    known = _known_keys(config_class)
+    for key in values:
+        if key not in known:
+            close = difflib.get_close_matches(key, sorted(known), n=1)
+            remedy = f"; did you mean {section}.{close[0]}?" if close else ""
+            raise ModelError(f"{section}.{key}: {config_class.__name__} has no such key{remedy}")
+
+
+def _known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+    names = {field.name for field in dataclasses.fields(config_class)}
+    names.update(config_class.attribute_map)
+    names.update(vars(config_class()))
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+def _why_not_found(source: str, error: Exception) -> str:
+    path = Path(source)
+    if path.is_dir():
+        return f"the directory holds no usable config.json ({_first_line(error)})"
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        return "no such directory"
+    return (
+        "is neither a directory here nor a model that could be reached on the Hugging Face hub "
+        f"({_first_line(error)})"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

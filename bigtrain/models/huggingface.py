@@ -1,0 +1,248 @@
+"""Building any Hugging Face causal LM, with random or trained weights, whole or partitioned.
+
+deepspeed is not imported here: whoever partitions parameters while the model is built passes a
+`Partitioning` that says how.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+from bigtrain.config import ModelSection
+from bigtrain.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """How parameters are split over processes while the model is built (ZeRO-3).
+
+    construct: context in which every new parameter is partitioned as soon as its module exists.
+    gather: context in which the given parameters are whole; what `writes_weights`' process wrote
+        to them is on every process afterwards. Collective over all processes.
+    writes_weights: whether this process is the one whose values count inside `gather`.
+    deepspeed: the DeepSpeed dict, for transformers' own partitioned loading of trained weights.
+    """
+
+    construct: Callable[[], AbstractContextManager[Any]]
+    gather: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
+    writes_weights: bool
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+
+
+WHOLE = Partitioning(construct=nullcontext, gather=lambda _: nullcontext(), writes_weights=True)
+
+
+def build_model(
+    section: ModelSection,
+    hf_config: PreTrainedConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    partitioning: Partitioning = WHOLE,
+) -> PreTrainedModel:
+    """The run's model on the CPU (partitioned models: where `partitioning` puts them).
+
+    Random weights depend on `seed` and parameter names alone: not on dtype beyond rounding, the
+    number of processes, partitioning or device. Collective over all processes when partitioned.
+    Raises ModelError for weights that are missing, incomplete, or of another architecture.
+    """
+    if section.path is not None:
+        model = _load(section, hf_config, dtype, partitioning)
+    else:
+        model = _construct(hf_config, section.attention, seed, dtype, partitioning)
+        initialize_weights(model, seed, partitioning)
+    _set_gradient_checkpointing(model, section)
+    model.config.use_cache = False
+    return model
+
+
+def _construct(
+    hf_config: PreTrainedConfig,
+    attention: str,
+    seed: int,
+    dtype: torch.dtype,
+    partitioning: Partitioning,
+) -> PreTrainedModel:
+    try:
+        with torch.random.fork_rng(devices=[]), no_init_weights(), partitioning.construct():
+            # Few constructors draw numbers themselves; `_init_weights` does nearly all of it.
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=dtype, attn_implementation=attention
+            )
+    except (ValueError, ImportError) as error:
+        raise ModelError(f"model.config: {error}") from error
+    # no_init_weights also leaves out the tying that post_init would do.
+    model.tie_weights()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _load(
+    section: ModelSection,
+    hf_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    partitioning: Partitioning,
+) -> PreTrainedModel:
+    # transformers partitions while it loads as long as this object lives.
+    keep = HfDeepSpeedConfig(partitioning.deepspeed) if partitioning.deepspeed else None
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(section.path),
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=section.attention,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ModelError(f"model.path = {section.path!r}: {error}") from error
+    finally:
+        del keep
+    model, info = loaded
+    wrong = {
+        name: sorted(map(str, info[name]))
+        for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if info.get(name)
+    }
+    if wrong:
+        shown = "; ".join(f"{name}: {', '.join(keys[:5])}" for name, keys in wrong.items())
+        raise ModelError(
+            f"model.path = {section.path!r}: its weights are not those of a {hf_config.model_type} "
+            f"causal LM of this configuration ({shown})"
+        )
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _set_gradient_checkpointing(model: PreTrainedModel, section: ModelSection) -> None:
+    if section.gradient_checkpointing == "none":
+        return
+    every = 1 if section.gradient_checkpointing == "full" else section.gradient_checkpointing
+    try:
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}, every_n_layers=every
+        )
+    except ValueError as error:
+        raise ModelError(
+            f"model.gradient_checkpointing = {section.gradient_checkpointing!r}: {error}"
+        ) from error
+
+
+@torch.no_grad()
+def initialize_weights(
+    model: PreTrainedModel, seed: int, partitioning: Partitioning = WHOLE
+) -> None:
+    """Fill every parameter by the model's own rules, from a random stream of its own.
+
+    The values come from the architecture's `_init_weights`, called as transformers calls it
+    (children before parents), but each module draws from a CPU generator seeded with (seed,
+    module name), in float32. So they are the same at every ZeRO stage and world size and on every
+    device, and one layer at a time is whole. Collective over all processes when partitioned.
+    """
+    done: set[int] = set()
+    for prefix, owner, module, recurse in _units(model, "", model):
+        parameters = _unique(module.parameters(recurse=recurse), done)
+        with partitioning.gather(parameters):
+            if partitioning.writes_weights:
+                with _float32_on_cpu(parameters), torch.random.fork_rng(devices=[]):
+                    for name, child, child_owner in _post_order(module, prefix, owner, recurse):
+                        torch.manual_seed(_seed_of(seed, name))
+                        child_owner._init_weights(child)
+        for parameter in parameters:
+            # transformers' init functions leave flagged tensors alone: a tied weight, or a layer
+            # that a container's rule would touch again when it is no longer whole.
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            done.add(id(parameter))
+
+
+def _units(
+    module: nn.Module, prefix: str, owner: PreTrainedModel
+) -> Iterator[tuple[str, PreTrainedModel, nn.Module, bool]]:
+    """Split the tree where it is wide: layers are units, what holds lists of them is walked.
+
+    Yields (name, owning PreTrainedModel, module, whether its whole subtree belongs to the unit).
+    """
+    if isinstance(module, PreTrainedModel):
+        owner = module
+    if not any(isinstance(child, nn.ModuleList) for child in module.modules()):
+        yield prefix, owner, module, True
+        return
+    for name, child in module.named_children():
+        yield from _units(child, f"{prefix}.{name}" if prefix else name, owner)
+    yield prefix, owner, module, False
+
+
+def _post_order(
+    module: nn.Module, prefix: str, owner: PreTrainedModel, recurse: bool
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    if isinstance(module, PreTrainedModel):
+        owner = module
+    if recurse:
+        for name, child in module.named_children():
+            yield from _post_order(child, f"{prefix}.{name}" if prefix else name, owner, True)
+    yield prefix, module, owner
+
+
+def _unique(parameters: Iterable[nn.Parameter], done: set[int]) -> list[nn.Parameter]:
+    return list({id(p): p for p in parameters if id(p) not in done}.values())
+
+
+@contextmanager
+def _float32_on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Let the parameters be float32 CPU tensors inside, rounded back into place after.
+
+    They keep what the constructor gave them, since some rules leave such parameters as they are.
+    """
+    homes = [parameter.data for parameter in parameters]
+    for parameter, home in zip(parameters, homes, strict=True):
+        parameter.data = home.to(device="cpu", dtype=torch.float32, copy=True)
+    try:
+        yield
+    finally:
+        for parameter, home in zip(parameters, homes, strict=True):
+            home.copy_(parameter.data)
+            parameter.data = home
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """Parameters that decay and those that do not, each in the model's order."""
+
+    decay: list[nn.Parameter]
+    no_decay: list[nn.Parameter]
+
+
+def split_by_decay(model: nn.Module, *, decay_embeddings: bool) -> ParameterGroups:
+    """Decay matrices, not biases, norms or other vectors; embeddings as asked.
+
+    Frozen parameters are in neither group. Partitioned parameters are judged by their full shape.
+    """
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    groups = ParameterGroups([], [])
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
+        decays = num_dims >= 2 and (decay_embeddings or id(parameter) not in embeddings)
+        (groups.decay if decays else groups.no_decay).append(parameter)
+    return groups

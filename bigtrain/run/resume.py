@@ -1,0 +1,125 @@
+"""Saving a run and going on with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from bigtrain.config import RunConfig
+from bigtrain.engine.build import TrainEngine
+from bigtrain.engine.checkpoint import restore_engine, save_engine
+from bigtrain.errors import CheckpointError
+from bigtrain.models.export import Probe
+from bigtrain.run import checkpoints
+from bigtrain.run.session import Session, describe_environment
+from bigtrain.run.state import TrainState
+
+# What may differ between a run and the run that goes on with it: none of it changes the
+# mathematics. Everything else must be equal.
+_FREE = {
+    "batch.micro_samples",
+    "model.attention",
+    "model.gradient_checkpointing",
+    "data.path",
+    "data.tokenizer",
+}
+_FREE_SECTIONS = {"output", "logging", "checkpoint", "evaluation", "engine", "parallel"}
+
+
+def save(session: Session, engine: TrainEngine, state: TrainState, data_hash: str) -> None:
+    """Write the checkpoint of `state` and drop those that are no longer kept. Collective.
+
+    `data_hash` identifies the dataset (`TokenDataset.fingerprint`).
+    """
+    directory = checkpoints.checkpoint_path(session.directory, state.step)
+    if session.world.is_main:
+        checkpoints.prepare(directory)
+    dist.barrier()
+    scalars = save_engine(engine, directory / checkpoints.TENSORS)
+    probe = _probe(session.run.config, engine)
+    if session.world.is_main:
+        document = {
+            "format": checkpoints.FORMAT,
+            **asdict(state),
+            "engine": scalars,
+            "data_hash": data_hash,
+            "config": session.run.config.model_dump(mode="json"),
+            "deepspeed": session.run.engine.deepspeed,
+            "environment": describe_environment(session),
+        }
+        (directory / checkpoints.STATE).write_text(json.dumps(document, indent=1))
+        probe.save(directory / checkpoints.PROBE)
+        checkpoints.commit(directory)
+        checkpoints.retain(session.directory, session.run.config.checkpoint.keep_last)
+        session.say(f"checkpoint of step {state.step}: {directory}")
+    dist.barrier()
+
+
+def restore_or_start(session: Session, engine: TrainEngine, data_hash: str) -> TrainState:
+    """Go on from the newest valid checkpoint of the run directory, or begin. Collective.
+
+    Raises CheckpointError on every process if the checkpoint's run was another one, with what
+    differs.
+    """
+    found: list[str | None] = [None]
+    if session.world.is_main:
+        newest = checkpoints.newest_valid(session.directory, session.say)
+        found = [str(newest) if newest is not None else None]
+    # One process looks, so that all go on from the same checkpoint whatever each would see.
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        return TrainState()
+    directory = Path(found[0])
+    document = checkpoints.read_state(directory)
+    _refuse_another_run(document, session.run.config, data_hash, directory)
+    restore_engine(engine, directory / checkpoints.TENSORS, document["engine"])
+    state = TrainState(document["step"], document["samples"], document["tokens"])
+    session.say(f"resumed at step {state.step} from {directory}")
+    return state
+
+
+def _refuse_another_run(
+    document: dict[str, Any], config: RunConfig, data_hash: str, directory: Path
+) -> None:
+    before = _mathematics(document["config"])
+    now = _mathematics(config.model_dump(mode="json"))
+    before["data"], now["data"] = document["data_hash"], data_hash
+    changes = [
+        f"  {key}: {before.get(key)!r} there, {now.get(key)!r} now"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if changes:
+        raise CheckpointError(
+            f"{directory} belongs to a run with other settings; use another output.directory, or "
+            "restore the settings:\n" + "\n".join(changes)
+        )
+
+
+def _mathematics(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings that change the mathematics, flat; the batch in samples however it was given."""
+    flat: dict[str, Any] = {}
+    for section, value in config.items():
+        if section in _FREE_SECTIONS:
+            continue
+        for key, item in value.items() if isinstance(value, dict) else [(None, value)]:
+            name = f"{section}.{key}" if key else section
+            if name not in _FREE:
+                flat[name] = item
+    tokens = flat.pop("batch.global_tokens", None)
+    if tokens is not None:
+        flat["batch.global_samples"] = tokens // flat["batch.sequence_length"]
+    return flat
+
+
+def _probe(config: RunConfig, engine: TrainEngine) -> Probe:
+    hf_config = engine.module.config
+    ids = Probe.make_input(
+        hf_config.get_text_config().vocab_size,  # type: ignore[operator, union-attr]
+        config.batch.sequence_length,
+    )
+    return Probe(ids, engine.logits(ids), config.precision.dtype)

@@ -1,0 +1,186 @@
+"""Every process-wide effect of a run, begun on entry and undone on exit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bigtrain
+from bigtrain.engine.build import TrainEngine
+from bigtrain.engine.distributed import process_group
+from bigtrain.engine.resolve import ResolvedRun
+from bigtrain.run.flops import (
+    ModelShape,
+    flops_per_token,
+    model_flops_utilization,
+    model_shape,
+    peak_flops_per_second,
+)
+from bigtrain.run.metrics import MetricsWriter
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.state import TrainState
+from bigtrain.world import World
+
+_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "numpy")
+
+
+@dataclass
+class Session:
+    """A process's part in a run: its place, its device, and (main process) what it writes."""
+
+    run: ResolvedRun
+    world: World
+    device: torch.device
+    directory: Path
+    metrics: MetricsWriter | None = field(default=None)
+    _flops_per_token: int | None = field(default=None)
+
+    def begin_metrics(self, state: TrainState) -> None:
+        """Open metrics and log where the run stands, on the main process. Not collective."""
+        if self.world.is_main:
+            config = self.run.config
+            self.metrics = MetricsWriter(
+                self.directory,
+                total_steps=config.train.steps,
+                trackers=config.logging.trackers,
+                project=config.logging.project,
+                run_config=config.model_dump(mode="json"),
+                resume_step=state.step,
+            )
+
+    def say(self, text: str) -> None:
+        """A line for people, from the main process."""
+        if self.metrics is not None:
+            self.metrics.info(text)
+        elif self.world.is_main:
+            print(text, flush=True)
+
+    def utilization(self, engine: TrainEngine, tokens_per_second: float) -> float | None:
+        """Model FLOPs utilization, or None where the device's peak or the formula is not known."""
+        if self.device.type != "cuda":
+            return None
+        peak = peak_flops_per_second(
+            torch.cuda.get_device_name(self.device), self.run.config.precision.dtype
+        )
+        if self._flops_per_token is None:
+            shape = _shape_of(engine.module)
+            if shape is None:
+                return None
+            self._flops_per_token = flops_per_token(shape, self.run.plan.sequence_length)
+        return model_flops_utilization(
+            tokens_per_second, self._flops_per_token, peak, num_devices=self.world.size
+        )
+
+    def seed_step(self, step: int) -> None:
+        """Give this process the random stream of optimizer step `step`.
+
+        Dropout is so a function of (seed, step, data-parallel rank) alone, and a resumed run needs
+        no generator states.
+        """
+        key = f"{self.run.config.seed}:{step}:{self.world.rank}"
+        digest = hashlib.sha256(key.encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@contextmanager
+def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Session]:
+    """Join the process group and create the run directory. Collective over all processes."""
+    num_threads = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
+        torch.set_num_threads(max(1, num_threads // local_size))
+    directory = Path(run.config.output.directory)
+    try:
+        with process_group(world) as device:
+            session = Session(run, world, device, directory)
+            if world.is_main:
+                _write_run_directory(session, inputs)
+            try:
+                yield session
+            finally:
+                if session.metrics is not None:
+                    session.metrics.close([])
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _write_run_directory(session: Session, inputs: Inputs) -> None:
+    directory, run = session.directory, session.run
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_json(directory / "config.json", run.config.model_dump(mode="json"))
+    _write_json(directory / "deepspeed.json", run.engine.deepspeed)
+    _write_json(directory / "environment.json", describe_environment(session))
+    inputs.hf_config.save_pretrained(directory / "model_config")
+    shutil.copytree(
+        Path(run.config.data.path) / "tokenizer", directory / "tokenizer", dirs_exist_ok=True
+    )
+
+
+def describe_environment(session: Session) -> dict[str, Any]:
+    """Versions, git commit, topology and device: what is needed to run the same again."""
+    device = session.device
+    return {
+        "bigtrain": bigtrain.__version__,
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "host": socket.gethostname(),
+        "topology": asdict(session.run.topology),
+        "batch": session.run.plan.equation(),
+    }
+
+
+def _shape_of(model: Any) -> ModelShape | None:
+    parameters = dict(model.named_parameters())
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    return model_shape(
+        model.config.get_text_config(),
+        # Under ZeRO-3 numel() is that of this process's part.
+        [(name, getattr(p, "ds_numel", p.numel())) for name, p in parameters.items()],
+        next(name for name, p in parameters.items() if p is embedding),
+        tied=head is not None and head.weight is embedding,
+    )
+
+
+def _git_commit() -> str | None:
+    checkout = Path(bigtrain.__file__).resolve().parents[1]
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(checkout), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _write_json(path: Path, value: object) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.rename(path)

@@ -1,0 +1,91 @@
+"""Train: the program that every launcher starts.
+
+    deepspeed --num_accelerators 2 bigtrain/train.py --config quickstart train.steps=20
+    torchrun --nproc_per_node 2 bigtrain/train.py --config RUN.yaml --deepspeed_config zero3
+
+Exit code 0 when the run is complete, 2 for an error the user can mend (one text, no traceback).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Launchers put bigtrain/ itself first on sys.path, which would make its modules importable
+    # under names such as `config`; the checkout belongs there instead.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bigtrain.engine.resolve import ResolvedRun, resolve_run_files
+from bigtrain.errors import BigtrainError
+from bigtrain.world import World, read_world
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of train.py."""
+    parser = argparse.ArgumentParser(prog="train.py", description="Train a causal LM.")
+    parser.add_argument("--config", required=True, help="run YAML, or the name of a recipe")
+    parser.add_argument(
+        "--deepspeed_config",
+        "--deepspeed-config",
+        help="DeepSpeed JSON, or the name of one in ds_configs/ (default: the run's)",
+    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="SECTION.KEY=VALUE")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run to the end, from wherever the run directory stands. Returns the exit code."""
+    args = build_parser().parse_intermixed_args(argv)
+    try:
+        world = read_world(os.environ)
+    except BigtrainError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return error.exit_code
+    try:
+        run = resolve_run_files(args.config, args.overrides, world.size, args.deepspeed_config)
+        train_run(run, world)
+    except BigtrainError as error:
+        if world.is_main:
+            print(f"train.py: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def train_run(run: ResolvedRun, world: World) -> None:
+    """Train a resolved run. Collective over all processes of `world`."""
+    # Here, so that a configuration that is wrong is refused before torch is imported.
+    from bigtrain.data.loader import open_held_out, open_training_data
+    from bigtrain.engine.build import build_engine
+    from bigtrain.run.evaluation import Evaluator
+    from bigtrain.run.finish import finish
+    from bigtrain.run.loop import train
+    from bigtrain.run.preflight import inspect_inputs
+    from bigtrain.run.resume import restore_or_start, save
+    from bigtrain.run.session import open_session
+
+    inputs = inspect_inputs(run)
+    with open_session(run, inputs, world) as session:
+        engine = build_engine(run.config, run.engine, run.plan, inputs.hf_config, session.device)
+        batches = open_training_data(run.config, run.plan, world.rank)
+        held_out = open_held_out(run.config, run.plan, world.rank)
+        evaluator = Evaluator(session, engine, held_out)
+        state = restore_or_start(session, engine, inputs.data_hash)
+        session.begin_metrics(state)
+        state = train(
+            session,
+            engine,
+            batches,
+            evaluator,
+            state,
+            save=lambda state: save(session, engine, state, inputs.data_hash),
+        )
+        finish(session, engine, state)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Which process of which world this is, read from the launcher's environment. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bigtrain.errors import LaunchError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's global rank, the number of processes, and its rank on its host."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes files and talks to people."""
+        return self.rank == 0
+
+
+def read_world(environment: Mapping[str, str]) -> World:
+    """The world that deepspeed, torchrun or accelerate launch described; one process without any.
+
+    Raises LaunchError for variables that are no numbers, incomplete, or contradict each other.
+    """
+    given = {name: environment[name] for name in _VARIABLES if name in environment}
+    if not {"RANK", "WORLD_SIZE"} & given.keys():
+        return World(0, 1, 0)
+    if not {"RANK", "WORLD_SIZE"} <= given.keys():
+        raise LaunchError(
+            f"the environment has {', '.join(given)} but not all of RANK and WORLD_SIZE: start "
+            "with deepspeed, torchrun or accelerate launch, or unset them to run one process"
+        )
+    try:
+        rank, size = int(given["RANK"]), int(given["WORLD_SIZE"])
+        local_rank = int(given.get("LOCAL_RANK", 0))
+    except ValueError as error:
+        raise LaunchError(f"launcher environment {given}: {error}") from error
+    if not (0 <= rank < size and local_rank >= 0):
+        raise LaunchError(f"launcher environment {given}: RANK must be in 0..WORLD_SIZE-1")
+    return World(rank, size, local_rank)

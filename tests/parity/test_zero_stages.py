@@ -1,0 +1,90 @@
+"""The same numbers as a loop of plain transformers and torch.optim.AdamW in one process."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from bigtrain.config import ModelSection
+from bigtrain.data.packing import PackedWindows, split_stream
+from bigtrain.data.sampling import SampleOrder
+from bigtrain.data.shards import open_dataset
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.huggingface import build_model
+from tests.parity.conftest import STEPS, Case, llama, matrix, run_config
+from tests.support.datasets import END_OF_DOCUMENT
+
+
+def plain_training(data: Path, hf_directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Train with nothing of bigtrain but the stored tokens and which sample comes when."""
+    model = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=torch.float32)
+    model.train()
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": decay, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=config["optimizer"]["lr"],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    length = config["batch"]["sequence_length"]
+    num_samples = config["batch"]["global_samples"]
+    windows = PackedWindows(split_stream(open_dataset(data), "train"), length)
+    order = SampleOrder(windows.num_windows, config["seed"])
+    losses, norms = [], []
+    warmup = config["schedule"]["warmup_steps"]
+    for step in range(STEPS):
+        rows = torch.zeros((num_samples, length + 1), dtype=torch.int64)
+        for row, window in enumerate(order.windows(step * num_samples, num_samples)):
+            windows.read_into(int(window), rows[row].numpy())
+        inputs, labels = rows[:, :-1], rows[:, 1:].clone()
+        labels[inputs == END_OF_DOCUMENT] = -100
+        logits = model(input_ids=inputs, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        rate = (
+            (step + 1) / warmup
+            if step < warmup
+            else 0.1 + 0.45 * (1 + math.cos(math.pi * (step + 1 - warmup) / (STEPS - warmup)))
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = config["optimizer"]["lr"] * rate
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "norms": norms}
+
+
+@pytest.fixture(scope="module")
+def reference(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    section = ModelSection(config=llama())
+    model = build_model(section, load_hf_config(section), seed=7)
+    directory = tmp_path_factory.mktemp("reference") / "hf"
+    model.save_pretrained(directory)
+    return plain_training(dataset, directory, run_config(dataset, {}, micro_samples=8))
+
+
+def test_reference_learns_and_clips(reference: dict[str, Any]) -> None:
+    assert reference["losses"][-1] < reference["losses"][0] - 0.3
+    assert min(reference["norms"]) > 0.5
+
+
+@pytest.mark.parametrize("case", matrix(), ids=lambda case: case.name)
+def test_equals_plain_training(
+    case: Case, reference: dict[str, Any], results: dict[str, Any]
+) -> None:
+    result = results[case.name]
+    assert result["accumulation"] == case.accumulation
+    for step in range(STEPS):
+        assert result["losses"][step] == pytest.approx(reference["losses"][step], abs=1e-5), step
+        assert result["norms"][step] == pytest.approx(reference["norms"][step], rel=1e-4), step

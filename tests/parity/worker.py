@@ -1,0 +1,55 @@
+"""One process of a world that trains many small cases after each other in one process group.
+
+Started by `tests/parity/conftest.py` with RANK, WORLD_SIZE and a rendezvous in the environment.
+Arguments: a JSON file with the cases, and a file for rank 0 to write the results to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigtrain.config import RunConfig
+from bigtrain.data.loader import open_training_data
+from bigtrain.engine.build import build_engine
+from bigtrain.engine.distributed import process_group
+from bigtrain.engine.resolve import resolve_run
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.schedule import learning_rate_at
+from bigtrain.world import World, read_world
+
+
+def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
+    config = RunConfig.model_validate(case["config"])
+    run = resolve_run(config, world.size, case["deepspeed_config"], device.type)
+    engine = build_engine(config, run.engine, run.plan, load_hf_config(config.model), device)
+    batches = open_training_data(config, run.plan, world.rank)
+    losses, norms = [], []
+    for step in range(config.train.steps):
+        lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
+        result = engine.train_step(batches.step(step * run.plan.global_samples), lr)
+        losses.append(engine.step_loss(result))
+        norms.append(engine.gradient_norm())
+    engine.close()
+    return {"losses": losses, "norms": norms, "accumulation": run.plan.accumulation}
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    world = read_world(os.environ)
+    results = {}
+    with process_group(world) as device:
+        for name, case in cases.items():
+            results[name] = run_case(case, world, device)
+    if world.is_main:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

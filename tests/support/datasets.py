@@ -1,0 +1,59 @@
+"""Small real datasets for tests, written through the project's own writer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from bigtrain.data.manifest import (
+    Manifest,
+    OptionsRecord,
+    TokenizerRecord,
+    write_manifest,
+)
+from bigtrain.data.shards import ShardWriter, token_dtype
+
+END_OF_DOCUMENT = 0
+
+
+def write_dataset(
+    directory: Path, *, vocab_size: int, num_documents: int = 60, seed: int = 0
+) -> Path:
+    """Random documents of 5 to 60 tokens with a learnable pattern, each closed by token 0.
+
+    A tenth of them are held out. There is no tokenizer beside them: nothing here reads text.
+    """
+    directory.mkdir(parents=True)
+    generator = np.random.default_rng(seed)
+    dtype = token_dtype(vocab_size)
+    splits = {}
+    for split, count in (("train", num_documents), ("held_out", max(1, num_documents // 10))):
+        with ShardWriter(directory, f"{split}_00000", dtype) as writer:
+            for _ in range(count):
+                length = int(generator.integers(5, 60))
+                start = int(generator.integers(1, vocab_size))
+                stride = int(generator.integers(1, 4))
+                body = (start + stride * np.arange(length)) % (vocab_size - 1) + 1
+                tokens = np.append(body, END_OF_DOCUMENT).astype(np.int64)
+                writer.add(tokens, np.array([len(tokens)]), len(tokens))
+            splits[split] = (writer.close(),)
+    write_manifest(
+        directory,
+        Manifest(
+            tokenizer=TokenizerRecord(
+                name="synthetic",
+                hash="0" * 16,
+                vocab_size=vocab_size,
+                end_of_document_id=END_OF_DOCUMENT,
+                engine="none",
+            ),
+            token_dtype=dtype,
+            sources=(),
+            options=OptionsRecord(
+                text_key="text", held_out=0.1, shard_tokens=1 << 30, skip_bad=False
+            ),
+            splits=splits,
+        ),
+    )
+    return directory
