@@ -1,0 +1,258 @@
+"""`bigtrain tokenizer` and `bigtrain tokenize`, from text to batches and back."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from bigtrain.cli import main
+from bigtrain.data.building import is_held_out
+from bigtrain.data.manifest import Manifest
+from bigtrain.data.shards import open_dataset
+from bigtrain.data.tokenization import load_tokenizer
+
+
+def documents(count: int, seed: int = 0) -> list[str]:
+    words = "alpha beta gamma delta <|endoftext|> épsilon 東京 return self\n    if for".split(" ")
+    chooser = random.Random(seed)
+    return [" ".join(chooser.choices(words, k=chooser.randint(0, 80))) for _ in range(count)]
+
+
+def write_lines(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def bigtrain(*arguments: str | Path | int | float) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return documents(400)
+
+
+@pytest.fixture(scope="module")
+def corpus(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lines(tmp_path_factory.mktemp("corpus") / "docs.jsonl", texts)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus: Path) -> Path:
+    output = corpus.parent / "tokenizer"
+    assert bigtrain("tokenizer", "--input", corpus, "--vocab-size", 310, "--output", output) == 0
+    return output
+
+
+@pytest.fixture(scope="module")
+def dataset(corpus: Path, tokenizer: Path) -> Path:
+    output = corpus.parent / "shards"
+    command = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--output", output]
+    assert bigtrain(*command, "--held-out", 0.1, "--shard-tokens", 5000) == 0
+    return output
+
+
+def test_every_document_comes_back_in_order(dataset: Path, texts: list[str]) -> None:
+    opened = open_dataset(dataset, check="contents")
+    tokenizer = load_tokenizer(str(opened.tokenizer_path))
+    assert tokenizer.hash == opened.manifest.tokenizer.hash
+    for split, wanted in (("train", False), ("held_out", True)):
+        shards = opened.shards(split)  # type: ignore[arg-type]
+        tokens = [shard.document(i) for shard in shards for i in range(shard.num_documents)]
+        expected = [text for text in texts if is_held_out(text.encode(), 0.1) == wanted]
+        assert [tokenizer.decode(document[:-1]) for document in tokens] == expected
+        assert all(document[-1] == 0 for document in tokens if len(document))
+        assert not any((document[:-1] == 0).any() for document in tokens)
+    records = opened.manifest.shards("train")
+    assert len(records) > 2
+    assert all(record.tokens <= 5000 for record in records)
+    assert sum(record.text_bytes for record in records) == sum(
+        len(text.encode()) for text in texts if not is_held_out(text.encode(), 0.1)
+    )
+
+
+def test_manifest_says_where_it_comes_from(dataset: Path, corpus: Path, tokenizer: Path) -> None:
+    manifest = Manifest.model_validate_json((dataset / "manifest.json").read_bytes())
+    (source,) = manifest.sources
+    assert (source.path, source.bytes) == (str(corpus), corpus.stat().st_size)
+    assert manifest.tokenizer.name == str(tokenizer)
+    assert manifest.tokenizer.vocab_size == 310
+    assert manifest.token_dtype == "uint16"
+    for record in manifest.shards("train"):
+        content = (dataset / f"{record.name}.bin").read_bytes()
+        assert record.xxh3 == xxhash.xxh3_64_hexdigest(content)
+
+
+def test_workers_do_not_change_a_byte(
+    dataset: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bigtrain.data.building.BATCH_CHARACTERS", 1500)
+    output = corpus.parent / "two"
+    command = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--output", output]
+    options = ["--held-out", 0.1, "--shard-tokens", 5000, "--workers", 2]
+    assert bigtrain(*command, *options) == 0
+    assert files_of(output) == files_of(dataset)
+
+
+def test_a_finished_dataset_is_left_alone(
+    dataset: Path, corpus: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files_of(dataset)
+    command = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--output", dataset]
+    assert bigtrain(*command, "--held-out", 0.1, "--shard-tokens", 5000, "--workers", 2) == 0
+    assert "is already the finished dataset of this input; nothing to do" in capsys.readouterr().out
+    assert bigtrain(*command) == 2
+    error = capsys.readouterr().err
+    assert "holds a dataset of other options; nothing was written -> name another" in error
+    assert files_of(dataset) == before
+
+
+def test_held_out_documents_stay_when_text_is_appended(
+    dataset: Path, texts: list[str], tokenizer: Path, tmp_path: Path
+) -> None:
+    more = write_lines(tmp_path / "more.jsonl", texts + documents(200, seed=1) + texts)
+    command = ["tokenize", "--input", more, "--tokenizer", tokenizer, "--output", tmp_path / "d"]
+    assert bigtrain(*command, "--held-out", 0.1) == 0
+
+    def held_out(path: Path) -> set[bytes]:
+        return {
+            shard.document(i).tobytes()
+            for shard in open_dataset(path).shards("held_out")
+            for i in range(shard.num_documents)
+        }
+
+    def trained(path: Path) -> set[bytes]:
+        return {
+            shard.document(i).tobytes()
+            for shard in open_dataset(path).shards("train")
+            for i in range(shard.num_documents)
+        }
+
+    assert held_out(dataset) < held_out(tmp_path / "d")
+    assert not held_out(tmp_path / "d") & trained(tmp_path / "d")
+    assert 0.05 < len(held_out(tmp_path / "d")) / 600 < 0.15
+
+
+def test_summary(dataset: Path, corpus: Path, tokenizer: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "a.txt").write_bytes("good ä".encode())
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    command = ["tokenize", "--input", tmp_path, "--tokenizer", tokenizer]
+    assert bigtrain(*command, "--output", tmp_path / "out", "--skip-bad") == 0
+    out = capsys.readouterr().out
+    assert "train:    1 documents," in out
+    assert "7 bytes of text" in out
+    assert "skipped:  1 unreadable documents" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "fine"}\n{"text": "broken', "in.jsonl:2: not JSON"),
+        (b'{"text": "fine"}\n{"body": "x"}', "in.jsonl:2: no key 'text'; keys here: body"),
+        (b'{"text": ""}\n', "there is no training token in the input: 1 training documents"),
+        (b"", "there is no training token in the input: 0 training documents"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_refused_input_leaves_nothing(
+    tokenizer: Path,
+    tmp_path: Path,
+    content: bytes,
+    message: str,
+    workers: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(content)
+    command = ["tokenize", "--input", tmp_path / "in.jsonl", "--tokenizer", tokenizer]
+    assert bigtrain(*command, "--output", tmp_path / "a" / "b", "--workers", workers) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bigtrain tokenize: ")
+    assert message in error
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_outputs_are_never_overwritten(
+    corpus: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("keep")
+    for output in (tmp_path, tmp_path / "mine"):
+        command = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--output", output]
+        assert bigtrain(*command) == 2
+        assert "exists and is not" in capsys.readouterr().err
+        command = ["tokenizer", "--input", corpus, "--vocab-size", 300, "--output", output]
+        assert bigtrain(*command) == 2
+        assert "exists and is not" in capsys.readouterr().err
+    assert files_of(tmp_path) == {"mine": b"keep"}
+
+
+def test_what_a_killed_process_left_is_cleared(
+    corpus: Path, tokenizer: Path, dataset: Path, tmp_path: Path
+) -> None:
+    left = tmp_path / ".d.partial"
+    (left / "tokenizer").mkdir(parents=True)
+    (left / "train-00000.bin.partial").write_bytes(b"half")
+    (tmp_path / "d").mkdir()
+    command = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--output", tmp_path / "d"]
+    assert bigtrain(*command, "--held-out", 0.1, "--shard-tokens", 5000) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+    assert files_of(tmp_path / "d") == files_of(dataset)
+
+
+def test_missing_tokenizer_and_small_vocabulary(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "none"
+    command = ["tokenize", "--input", corpus, "--tokenizer", missing, "--output", tmp_path / "d"]
+    assert bigtrain(*command) == 2
+    assert f"tokenizer {missing}: not a directory here, and" in capsys.readouterr().err
+    command = ["tokenizer", "--input", corpus, "--vocab-size", 10, "--output", tmp_path / "t"]
+    assert bigtrain(*command) == 2
+    assert "--vocab-size 10 is too small" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_of_broken_text_is_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "fine"}\n{')
+    command = ["tokenizer", "--input", tmp_path / "in.jsonl", "--vocab-size", 300]
+    assert bigtrain(*command, "--output", tmp_path / "t") == 2
+    assert "in.jsonl:2: not JSON" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_fewer_tokens_than_asked_for_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.txt").write_text("aa aa")
+    command = ["tokenizer", "--input", tmp_path / "in.txt", "--vocab-size", 300]
+    assert bigtrain(*command, "--output", tmp_path / "t") == 0
+    assert "the text gives 259 tokens, fewer than --vocab-size 300" in capsys.readouterr().err
+
+
+def test_training_twice_gives_the_same_tokenizer(corpus: Path, tokenizer: Path) -> None:
+    output = corpus.parent / "again"
+    assert bigtrain("tokenizer", "--input", corpus, "--vocab-size", 310, "--output", output) == 0
+    assert files_of(output) == files_of(tokenizer)
+
+
+def test_documents_longer_than_a_shard(tokenizer: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ["a", "", "b " * 50, "c", "d " * 3, ""])
+    command = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--shard-tokens", 8]
+    assert bigtrain(*command, "--output", tmp_path / "d") == 0
+    opened = open_dataset(tmp_path / "d", check="contents")
+    assert sum(shard.num_documents for shard in opened.shards("train")) == 6
+    tokens = np.concatenate([shard.tokens for shard in opened.shards("train")])
+    assert int((tokens == 0).sum()) == 4
+    longer = [shard for shard in opened.shards("train") if shard.num_tokens > 8]
+    assert [int((shard.tokens == 0).sum()) for shard in longer] == [1]

@@ -1,0 +1,100 @@
+"""What is refused before a run starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigtrain.config import RunConfig
+from bigtrain.data.checks import check_dataset, known_vocab_size
+from bigtrain.data.tokenization import train_tokenizer
+from tests.support.datasets import write_dataset
+from tests.support.worlds import ROOT
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("checks") / "d", vocab_size=50)
+
+
+def config_for(path: Path, *, vocab_size: int = 50, **sections: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "model": {"config": {"model_type": "llama", "vocab_size": vocab_size}},
+        "data": {"path": str(path)},
+        "batch": {"sequence_length": 8, "global_samples": 4},
+        "train": {"steps": 2},
+        "optimizer": {"lr": 1e-3},
+        "output": {"directory": "unused"},
+    }
+    return RunConfig.model_validate({**tree, **sections})
+
+
+def texts(config: RunConfig, *arguments: int) -> list[str]:
+    return [str(problem) for problem in check_dataset(config, *arguments)]
+
+
+@pytest.mark.parametrize("vocab_size", [50, 64, 50 + 1024])
+def test_a_dataset_that_fits(dataset: Path, vocab_size: int) -> None:
+    assert texts(config_for(dataset, vocab_size=vocab_size)) == []
+
+
+def test_missing(tmp_path: Path) -> None:
+    (problem,) = texts(config_for(tmp_path / "none"))
+    assert problem.startswith("data.path = ")
+    assert "none does not exist -> make it with `bigtrain tokenize --output`" in problem
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "rule"), [(49, "too small"), (32, "too small"), (50 + 1025, "too large")]
+)
+def test_shards_of_another_tokenizer(dataset: Path, vocab_size: int, rule: str) -> None:
+    (problem,) = texts(config_for(dataset, vocab_size=vocab_size))
+    assert problem.startswith(f"model vocab_size = {vocab_size}: {rule}: the shards were made with")
+    assert "has 50 tokens" in problem
+    assert texts(config_for(dataset), vocab_size) == [problem]
+
+
+def test_too_short(dataset: Path) -> None:
+    batch = {"sequence_length": 300, "global_samples": 1000}
+    problems = texts(config_for(dataset, batch=batch))
+    assert len(problems) == 2
+    assert "too short for one global batch" in problems[0]
+    assert "one step takes 1000" in problems[0]
+    assert "the held-out split has" in problems[1]
+
+
+def test_tokenizer_of_the_run(dataset: Path, tmp_path: Path) -> None:
+    train_tokenizer([["some text"]], 257).save(tmp_path / "t")
+    data = {"path": str(dataset), "tokenizer": str(tmp_path / "t")}
+    (problem,) = texts(config_for(dataset, data=data))
+    assert "another tokenizer than the one the shards were made with (synthetic, 50" in problem
+    data["tokenizer"] = str(tmp_path / "none")
+    (problem,) = texts(config_for(dataset, data=data))
+    assert problem.startswith("data.tokenizer = ")
+
+
+def test_vocabulary_as_far_as_it_is_known(tmp_path: Path) -> None:
+    def known(**model: Any) -> int | None:
+        return known_vocab_size(config_for(tmp_path, model=model).model)
+
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 7}))
+    nested = {"model_type": "x", "text_config": {"vocab_size": 9}}
+    assert known(path=str(tmp_path)) == 7
+    assert known(config=str(tmp_path), overrides={"vocab_size": 8}) == 8
+    assert known(config=nested) == 9
+    assert known(config="nobody/on-the-hub") is None
+    assert known(config={"model_type": "llama"}) is None
+
+
+def test_checks_need_no_torch() -> None:
+    code = (
+        "import sys, bigtrain.data.checks, bigtrain.data.building\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
