@@ -139,6 +139,7 @@ class DocumentReader:
 
     def _read_lines(self, source: Source) -> Iterator[tuple[str, Any, int]]:
         with open(source.path, "rb", buffering=0) as raw, _decompressed(raw, source.path) as file:
+            seekable = raw.seekable()  # a named pipe is not, and has no size either
             for number, line in enumerate(file, start=1):
                 where = f"{source.path}:{number}"
                 if number == 1:
@@ -159,7 +160,7 @@ class DocumentReader:
                         keys = ", ".join(sorted(document)[:20]) or "none"
                         self.rejects.add(where, f"no key {self.text_key!r}; keys here: {keys}")
                     else:
-                        yield where, document[self.text_key], raw.tell()
+                        yield where, document[self.text_key], raw.tell() if seekable else 0
 
     def _read_parquet(self, source: Source) -> Iterator[tuple[str, Any, int]]:
         import pyarrow

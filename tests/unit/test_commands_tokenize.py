@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +19,7 @@ from bigtrain.data.building import is_held_out
 from bigtrain.data.manifest import Manifest
 from bigtrain.data.shards import open_dataset
 from bigtrain.data.tokenization import load_tokenizer
+from tests.support.worlds import ROOT
 
 
 def documents(count: int, seed: int = 0) -> list[str]:
@@ -206,6 +211,27 @@ def test_what_a_killed_process_left_is_cleared(
     assert bigtrain(*command, "--held-out", 0.1, "--shard-tokens", 5000) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
     assert files_of(tmp_path / "d") == files_of(dataset)
+
+
+def test_a_killed_process_leaves_no_dataset_and_no_workers(tokenizer: Path, tmp_path: Path) -> None:
+    """Killed between two batches, which a pipe as input makes a certain moment."""
+    os.mkfifo(tmp_path / "in.jsonl")
+    arguments = ["tokenize", "--input", tmp_path / "in.jsonl", "--tokenizer", tokenizer]
+    arguments += ["--output", tmp_path / "d", "--workers", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bigtrain.cli", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+    )
+    line = json.dumps({"text": "word " * 1000}) + "\n"
+    with process, (tmp_path / "in.jsonl").open("w") as pipe:
+        # More than the batches that may be under way: the process waits for results, then reads.
+        pipe.write(line * 1500)
+        process.kill()
+        # Workers hold the other end of stderr: it ends only when they have ended as well.
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".d.partial", "in.jsonl"]
 
 
 def test_missing_tokenizer_and_small_vocabulary(
