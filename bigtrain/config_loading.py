@@ -88,7 +88,7 @@ def find_config(name_or_path: str) -> Path:
 def parse_yaml(text: str, source: str) -> Any:
     """`text` as YAML 1.2 data. Raises ConfigError with file and line where it is not."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(
             Problem("YAML", None, " ".join(str(error).split()), "correct the file"), source

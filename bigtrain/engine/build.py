@@ -7,7 +7,7 @@ the batch is cut into micro-batches and processes, also where labels are masked 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +82,7 @@ class TrainEngine:
     def _gradient_norm_before_step(self) -> torch.Tensor | None:
         # The plain torch optimizer of fp32 ZeRO 0 keeps no norm, and after step() the gradients
         # are gone; every other engine measures it while it clips.
-        if hasattr(self.engine.optimizer, "_global_grad_norm"):
+        if not isinstance(self.engine.optimizer, torch.optim.Optimizer):
             return None
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
@@ -206,9 +206,12 @@ def _partitioning(engine_config: EngineConfig) -> Partitioning:
         )
         return context
 
-    gather: Callable[[list[nn.Parameter]], AbstractContextManager[Any]] = lambda parameters: (
-        deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
-    )
+    def gather(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+            parameters, modifier_rank=0
+        )
+        return context
+
     return Partitioning(construct, gather, dist.get_rank() == 0, _copy(engine_config.deepspeed))
 
 

@@ -8,7 +8,8 @@ Keys are ``KIND/PARAMETER`` (`master/...`, `exp_avg/...`) and ``buffer/NAME``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from bigtrain.engine.fragments import MASTER, Fragment, rectangles
 from bigtrain.errors import CheckpointError
+
+BUFFER = "buffer"
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def _chunks(
                 found.append(_Chunk(key, fragment.shape, cut.offsets, view))
     for name, buffer in buffers.items():
         view = buffer if buffer.ndim else buffer.view(1)
-        found.append(_Chunk(f"buffer/{name}", tuple(view.shape), (0,) * view.ndim, view))
+        found.append(_Chunk(f"{BUFFER}/{name}", tuple(view.shape), (0,) * view.ndim, view))
     return {chunk.index: chunk for chunk in found}
 
 
@@ -150,9 +153,9 @@ def write_tensors(
 def read_tensors(
     directory: Path, fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fill every process's fragments and buffers in place, whatever topology wrote them. Collective.
+    """Fill every process's fragments and buffers in place, whatever topology wrote them.
 
-    Raises CheckpointError when a tensor is missing or has another shape.
+    Collective. Raises CheckpointError when a tensor is missing or has another shape.
     """
     chunks = _chunks(fragments, buffers)
     try:
@@ -167,16 +170,26 @@ def read_tensors(
 
 
 def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:
-    """All fp32 masters and buffers as full CPU tensors by name, in one process, without a group.
+    """All fp32 masters and buffers as full CPU tensors by Hugging Face name; see `read_full`."""
+    found = read_full(directory, kinds=(MASTER, BUFFER))
+    return {key.split("/", 1)[1]: tensor for key, tensor in found.items()}
 
-    Buffers come under their own names. Takes as much memory as they do.
+
+def read_full(directory: Path, kinds: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Full CPU tensors by key, of some or all kinds, in one process, without a process group.
+
+    Takes as much memory as they do.
     """
     reader = FileSystemReader(directory)
     stored: dict[str, Any] = {
         key: value
         for key, value in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(value, TensorStorageMetadata) and key.split("/", 1)[0] in (MASTER, "buffer")
+        if isinstance(value, TensorStorageMetadata)
+        and (kinds is None or key.split("/", 1)[0] in kinds)
     }
     tensors = {key: torch.empty(v.size, dtype=v.properties.dtype) for key, v in stored.items()}
-    dcp_load(tensors, storage_reader=reader, no_dist=True)
-    return {key.split("/", 1)[1]: tensor for key, tensor in tensors.items()}
+    with warnings.catch_warnings():
+        # That it runs without a process group is what is wanted here.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp_load(tensors, storage_reader=reader, no_dist=True)
+    return tensors

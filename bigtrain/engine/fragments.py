@@ -8,7 +8,6 @@ full Hugging Face parameter. Saving reads through the views, loading writes thro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,17 +126,38 @@ def ensure_optimizer_states(engine: Any) -> None:
     optimizer = inner_optimizer(engine)
     if optimizer.state:
         return
+    masters = [
+        _masters_of_group(engine.optimizer, index, group)
+        for index, group in enumerate(optimizer.param_groups)
+    ]
     learning_rates = [group["lr"] for group in optimizer.param_groups]
-    gradients = [[p.grad for p in group["params"]] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
+    parameters = [group["params"] for group in optimizer.param_groups]
+    gradients = [[master.grad for master in group] for group in masters]
+    for group, group_masters in zip(optimizer.param_groups, masters, strict=True):
         group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+        group["params"] = group_masters
+        for master in group_masters:
+            master.grad = torch.zeros_like(master)
     optimizer.step()
-    for group, rate, kept in zip(optimizer.param_groups, learning_rates, gradients, strict=True):
-        group["lr"] = rate
-        for parameter, gradient in zip(group["params"], kept, strict=True):
-            parameter.grad = gradient
+    for index, group in enumerate(optimizer.param_groups):
+        group["lr"] = learning_rates[index]
+        group["params"] = parameters[index]
+        for master, gradient in zip(masters[index], gradients[index], strict=True):
+            master.grad = gradient
+
+
+def _masters_of_group(optimizer: Any, index: int, group: dict[str, Any]) -> list[Any]:
+    """What the torch optimizer updates in its group `index`.
+
+    ZeRO-3 leaves the group empty between updates, and puts its sub-groups there one by one.
+    """
+    if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return list(group["params"])
+    return [
+        flat
+        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat)
+        if optimizer.sub_group_to_group_id[number] == index
+    ]
 
 
 def optimizer_step_count(engine: Any) -> int:
@@ -183,8 +203,13 @@ def _finder(engine: Any) -> Any:
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return lambda name, p: _zero3(name, p, optimizer)
     if hasattr(optimizer, "update_lp_params"):
-        optimizer._lazy_init_hp_params_optimizer_state()
-        return _zero12
+        # ZeRO-1 and 2, and BF16_Optimizer, by the names each gives its partitions.
+        partitions = getattr(
+            optimizer,
+            "single_partition_of_fp32_groups",
+            getattr(optimizer, "fp32_groups_flat_partition", None),
+        )
+        return lambda name, p: _zero12(name, p, partitions, optimizer.optimizer.state)
     if hasattr(optimizer, "fp32_groups"):
         masters = {
             id(p): master
@@ -208,13 +233,18 @@ def _whole(name: str, parameter: nn.Parameter, master: Any, state: dict[str, Any
     return Fragment(name, _shape(parameter), 0, tensors)
 
 
-def _zero12(name: str, parameter: nn.Parameter) -> Fragment | None:
+def _zero12(name: str, parameter: nn.Parameter, partitions: Any, states: Any) -> Fragment | None:
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is None:
         return None
-    tensors = {MASTER: mapping.get_hp_fragment().data}
-    for kind in mapping.get_optim_state_keys():
-        tensors[kind] = mapping.get_hp_fragment(kind)
+    # Not through mapping.optim_fragment: DeepSpeed links it after the first group's first update,
+    # when the other groups have no state yet, and never again.
+    flat = partitions[mapping.param_group_index]
+    address = mapping.hp_fragment_address
+    tensors = {MASTER: flat.data.narrow(0, address.start, address.numel)}
+    for kind, value in states[flat].items():
+        if torch.is_tensor(value) and value.shape == flat.shape and value.ndim:
+            tensors[kind] = value.narrow(0, address.start, address.numel)
     return Fragment(name, _shape(parameter), mapping.lp_fragment_address.start, tensors)
 
 

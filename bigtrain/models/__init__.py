@@ -1,1 +1,1 @@
-"""Layer 1: Hugging Face models; the only place beside data/tokenization.py that imports transformers."""
+"""Layer 1: Hugging Face models. Beside data/tokenization.py, transformers is imported only here."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError
 
@@ -71,6 +72,7 @@ def export_model(
     if output.exists():
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
     temporary = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
+    disable_progress_bar()
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         _save(weights, hf_config, temporary, dtype)
@@ -78,6 +80,7 @@ def export_model(
         _verify(temporary, probe, output)
         temporary.rename(output)
     finally:
+        enable_progress_bar()
         shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -9,6 +9,7 @@ import platform
 import shutil
 import socket
 import subprocess
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -104,7 +105,10 @@ def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Ses
         torch.set_num_threads(max(1, num_threads // local_size))
     directory = Path(run.config.output.directory)
     try:
-        with process_group(world) as device:
+        with warnings.catch_warnings(), process_group(world) as device:
+            # DeepSpeed's own calls; nothing that a user could do about it.
+            warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
+            warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
             session = Session(run, world, device, directory)
             if world.is_main:
                 _write_run_directory(session, inputs)

@@ -16,7 +16,8 @@ import torch
 
 from bigtrain.config import RunConfig
 from bigtrain.data.loader import open_training_data
-from bigtrain.engine.build import build_engine
+from bigtrain.engine.build import TrainEngine, build_engine
+from bigtrain.engine.checkpoint import restore_engine, save_engine
 from bigtrain.engine.distributed import process_group
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.models.configuration import load_hf_config
@@ -30,13 +31,33 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     engine = build_engine(config, run.engine, run.plan, load_hf_config(config.model), device)
     batches = open_training_data(config, run.plan, world.rank)
     losses, norms = [], []
-    for step in range(config.train.steps):
+    first = case.get("first_step", 0)
+    if first:
+        scalars = json.loads(Path(case["restore_from"], "scalars.json").read_text())
+        restore_engine(engine, Path(case["restore_from"], "tensors"), scalars)
+        if "save_again_to" in case:
+            save(engine, Path(case["save_again_to"]), world)
+    for step in range(first, case.get("last_step", config.train.steps)):
+        torch.manual_seed(1000 * step + world.rank)
         lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
         result = engine.train_step(batches.step(step * run.plan.global_samples), lr)
         losses.append(engine.step_loss(result))
         norms.append(engine.gradient_norm())
+        if step + 1 == case.get("save_at"):
+            save(engine, Path(case["save_to"]), world)
+    batches.close()
     engine.close()
     return {"losses": losses, "norms": norms, "accumulation": run.plan.accumulation}
+
+
+def save(engine: TrainEngine, directory: Path, world: World) -> None:
+    if world.is_main:
+        directory.mkdir(parents=True)
+    torch.distributed.barrier()
+    scalars = save_engine(engine, directory / "tensors")
+    if world.is_main:
+        (directory / "scalars.json").write_text(json.dumps(scalars))
+    torch.distributed.barrier()
 
 
 def main() -> None:
