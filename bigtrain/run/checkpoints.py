@@ -137,9 +137,14 @@ def read_state(directory: Path) -> dict[str, Any]:
     return state
 
 
-def retain(run_directory: Path, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` checkpoints, and what unfinished saves left."""
-    kept = {checkpoint_path(run_directory, step) for step in steps(run_directory)[-keep_last:]}
+def retain(run_directory: Path, saved_step: int, keep_last: int) -> None:
+    """Keep the checkpoint of `saved_step` and those before it, `keep_last` in all; remove the rest.
+
+    The rest are older ones, what unfinished saves left, and later ones: those were damaged and
+    passed over when the run went on, or it would stand there.
+    """
+    until_now = [step for step in steps(run_directory) if step <= saved_step]
+    kept = {checkpoint_path(run_directory, step) for step in until_now[-keep_last:]}
     for path in (run_directory / "checkpoints").glob("step-*"):
         if path not in kept:
             remove(path)

@@ -54,7 +54,8 @@ def save(session: Session, engine: TrainEngine, state: TrainState, data_hash: st
         (directory / checkpoints.STATE).write_text(json.dumps(document, indent=1))
         probe.save(directory / checkpoints.PROBE)
         checkpoints.commit(directory)
-        checkpoints.retain(session.directory, session.run.config.checkpoint.keep_last)
+        keep_last = session.run.config.checkpoint.keep_last
+        checkpoints.retain(session.directory, state.step, keep_last)
         session.say(f"checkpoint of step {state.step}: {directory}")
     dist.barrier()
 

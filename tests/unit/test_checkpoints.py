@@ -1,0 +1,209 @@
+"""Checkpoint directories: what makes one exist, what is found wrong with it, which ones stay."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bigtrain.errors import CheckpointError
+from bigtrain.run import checkpoints
+
+PAYLOAD = bytes(range(256)) * 40
+
+
+def write_checkpoint(run: Path, step: int, *, finished: bool = True) -> Path:
+    directory = checkpoints.checkpoint_path(run, step)
+    checkpoints.prepare(directory)
+    (directory / checkpoints.TENSORS / "__0_0.distcp").write_bytes(PAYLOAD)
+    (directory / checkpoints.TENSORS / ".metadata").write_bytes(b"which tensor is where")
+    (directory / checkpoints.STATE).write_text(json.dumps({"step": step}))
+    if finished:
+        checkpoints.commit(directory)
+    return directory
+
+
+def shown(reason: str | None) -> str:
+    assert reason is not None
+    return reason
+
+
+def test_committed_checkpoint_is_whole(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 200)
+    assert directory == tmp_path / "checkpoints" / "step-00000200"
+    assert checkpoints.damage(directory, checksums=True) is None
+    assert checkpoints.steps(tmp_path) == [200]
+    assert checkpoints.newest_valid(tmp_path, pytest.fail) == directory
+    assert checkpoints.read_state(directory) == {"step": 200}
+    listed = json.loads((directory / checkpoints.MANIFEST).read_text())["files"]
+    assert listed.keys() == {"tensors/__0_0.distcp", "tensors/.metadata", "state.json"}
+    assert listed["tensors/__0_0.distcp"]["bytes"] == len(PAYLOAD)
+    assert {path.name for path in directory.iterdir()} == {"tensors", "state.json", "manifest.json"}
+
+
+def test_unfinished_checkpoint_does_not_exist(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 4, finished=False)
+    assert checkpoints.steps(tmp_path) == []
+    assert checkpoints.newest_valid(tmp_path, pytest.fail) is None
+    assert shown(checkpoints.damage(directory)) == f"{directory / 'manifest.json'}: missing"
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4; steps: none"):
+        checkpoints.find(tmp_path, 4)
+
+
+def test_truncated_file_is_damage(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    file = directory / "tensors" / "__0_0.distcp"
+    file.write_bytes(PAYLOAD[:-1])
+    expected = f"{file}: {len(PAYLOAD) - 1} bytes, should be {len(PAYLOAD)}"
+    assert checkpoints.damage(directory) == expected
+
+
+def test_flipped_byte_is_found_by_checksum_only(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    file = directory / "tensors" / "__0_0.distcp"
+    flipped = bytearray(PAYLOAD)
+    flipped[5000] ^= 1
+    file.write_bytes(flipped)
+    assert checkpoints.damage(directory) is None
+    expected = f"{file}: contents do not match their checksum"
+    assert checkpoints.damage(directory, checksums=True) == expected
+
+
+@pytest.mark.parametrize("name", ["tensors/__0_0.distcp", "tensors/.metadata", "state.json"])
+def test_missing_file_is_damage(tmp_path: Path, name: str) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    (directory / name).unlink()
+    assert checkpoints.damage(directory) == f"{directory / name}: missing"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not json",
+        "[1, 2]",
+        "3",
+        '{"format": 1}',
+        '{"format": 1, "files": 7}',
+        '{"format": 1, "files": {"state.json": 3}}',
+        '{"format": 1, "files": {"state.json": {}}}',
+        "\udcff",
+    ],
+)
+def test_manifest_of_garbage_is_damage(tmp_path: Path, text: str) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    manifest = directory / checkpoints.MANIFEST
+    manifest.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert shown(checkpoints.damage(directory)).startswith(f"{manifest}: unreadable (")
+
+
+def test_manifest_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    manifest = directory / checkpoints.MANIFEST
+    document = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**document, "format": 2}))
+    assert checkpoints.damage(directory) == f"{manifest}: format 2, this is format 1"
+
+
+def test_newest_valid_passes_over_damage_and_says_so(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        write_checkpoint(tmp_path, step)
+    (checkpoints.checkpoint_path(tmp_path, 40) / "state.json").unlink()
+    (checkpoints.checkpoint_path(tmp_path, 30) / "manifest.json").write_text("{")
+    write_checkpoint(tmp_path, 50, finished=False)
+    said: list[str] = []
+    assert checkpoints.newest_valid(tmp_path, said.append) == checkpoints.checkpoint_path(
+        tmp_path, 20
+    )
+    assert len(said) == 2
+    assert "checkpoint of step 40 is damaged and passed over" in said[0]
+    assert "state.json: missing" in said[0]
+    assert "checkpoint of step 30 is damaged and passed over" in said[1]
+
+
+def test_find_names_what_there_is(tmp_path: Path) -> None:
+    for step in (10, 20):
+        write_checkpoint(tmp_path, step)
+    assert checkpoints.find(tmp_path, None) == checkpoints.checkpoint_path(tmp_path, 20)
+    assert checkpoints.find(tmp_path, 10) == checkpoints.checkpoint_path(tmp_path, 10)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 15; steps: 10, 20"):
+        checkpoints.find(tmp_path, 15)
+    (checkpoints.checkpoint_path(tmp_path, 20) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 20 is damaged: .*state\.json"):
+        checkpoints.find(tmp_path, 20)
+    (checkpoints.checkpoint_path(tmp_path, 10) / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match="holds no usable checkpoint; checkpoint of step 20"):
+        checkpoints.find(tmp_path, None)
+
+
+def test_find_in_a_directory_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere: holds no usable checkpoint$"):
+        checkpoints.find(tmp_path / "nowhere", None)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_state_must_be_an_object(tmp_path: Path, text: str) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    (directory / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"state\.json: "):
+        checkpoints.read_state(directory)
+
+
+@pytest.mark.parametrize(("keep_last", "left"), [(1, [40]), (2, [30, 40]), (9, [10, 20, 30, 40])])
+def test_retain_keeps_the_newest(tmp_path: Path, keep_last: int, left: list[int]) -> None:
+    for step in (10, 40, 20, 30):
+        write_checkpoint(tmp_path, step)
+    checkpoints.retain(tmp_path, 40, keep_last)
+    assert checkpoints.steps(tmp_path) == left
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {f"step-{step:08d}" for step in left}
+
+
+def test_retain_removes_what_unfinished_saves_left(tmp_path: Path) -> None:
+    kept = write_checkpoint(tmp_path, 10)
+    write_checkpoint(tmp_path, 20, finished=False)
+    (tmp_path / "checkpoints" / "notes.txt").write_text("not ours")
+    checkpoints.retain(tmp_path, 10, 1)
+    assert checkpoints.damage(kept, checksums=True) is None
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "notes.txt",
+        "step-00000010",
+    }
+
+
+def test_retain_never_gives_up_what_was_just_saved(tmp_path: Path) -> None:
+    """A run that went on from step 8, past a damaged step 12, and saved step 10."""
+    for step in (8, 10, 12):
+        write_checkpoint(tmp_path, step)
+    (checkpoints.checkpoint_path(tmp_path, 12) / "state.json").unlink()
+    checkpoints.retain(tmp_path, 10, 1)
+    assert checkpoints.steps(tmp_path) == [10]
+
+
+def test_prepare_replaces_an_older_checkpoint_of_the_step(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 10)
+    checkpoints.prepare(directory)
+    assert checkpoints.steps(tmp_path) == []
+    assert [path.name for path in directory.rglob("*")] == ["tensors"]
+
+
+def test_removal_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_checkpoint(tmp_path, 10)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.remove(directory)
+    assert (directory / "tensors" / "__0_0.distcp").exists()
+    assert checkpoints.steps(tmp_path) == []
+
+
+def test_steps_of_more_digits_are_in_order(tmp_path: Path) -> None:
+    for step in (5, 123_456_789, 99_999_999):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints" / "step-7").mkdir()
+    assert checkpoints.steps(tmp_path) == [5, 99_999_999, 123_456_789]
