@@ -75,7 +75,7 @@ def train_run(run: ResolvedRun, world: World) -> None:
         held_out = open_held_out(run.config, run.plan, world.rank)
         evaluator = Evaluator(session, engine, held_out)
         state = restore_or_start(session, engine, inputs.data_hash)
-        session.begin_metrics(state)
+        session.begin_writing(state)
         state = train(
             session,
             engine,

@@ -9,6 +9,7 @@ import platform
 import shutil
 import socket
 import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,13 +47,20 @@ class Session:
     world: World
     device: torch.device
     directory: Path
+    inputs: Inputs
     metrics: MetricsWriter | None = field(default=None)
     _flops_per_token: int | None = field(default=None)
+    _said_early: list[str] = field(default_factory=list)
 
-    def begin_metrics(self, state: TrainState) -> None:
-        """Open metrics and log where the run stands, on the main process. Not collective."""
+    def begin_writing(self, state: TrainState) -> None:
+        """Write down what the run is, and open metrics and log where it stands.
+
+        On the main process; not collective. Comes after everything that can refuse the run, so
+        that a refused run creates nothing, and overwrites nothing of the run it was not.
+        """
         if self.world.is_main:
             config = self.run.config
+            _write_run_directory(self)
             self.metrics = MetricsWriter(
                 self.directory,
                 total_steps=config.train.steps,
@@ -61,13 +69,23 @@ class Session:
                 run_config=config.model_dump(mode="json"),
                 resume_step=state.step,
             )
+            while self._said_early:
+                self.metrics.info(self._said_early.pop(0))
 
     def say(self, text: str) -> None:
-        """A line for people, from the main process."""
+        """A line for people, from the main process; log.txt gets it as soon as there is one."""
         if self.metrics is not None:
             self.metrics.info(text)
         elif self.world.is_main:
-            print(text, flush=True)
+            self._said_early.append(text)
+
+    def close(self) -> None:
+        """Close what is open, and say what nobody has heard yet. May be called again."""
+        if self.metrics is not None:
+            self.metrics.close()
+        for text in self._said_early:
+            print(text, file=sys.stderr, flush=True)
+        self._said_early.clear()
 
     def utilization(self, engine: TrainEngine, tokens_per_second: float) -> float | None:
         """Model FLOPs utilization, or None where the device's peak or the formula is not known."""
@@ -98,7 +116,7 @@ class Session:
 
 @contextmanager
 def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Session]:
-    """Join the process group and create the run directory. Collective over all processes."""
+    """Join the process group; nothing is written yet. Collective over all processes."""
     num_threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
@@ -109,25 +127,22 @@ def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Ses
             # DeepSpeed's own calls; nothing that a user could do about it.
             warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
             warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
-            session = Session(run, world, device, directory)
-            if world.is_main:
-                _write_run_directory(session, inputs)
+            session = Session(run, world, device, directory, inputs)
             try:
                 yield session
             finally:
-                if session.metrics is not None:
-                    session.metrics.close([])
+                session.close()
     finally:
         torch.set_num_threads(num_threads)
 
 
-def _write_run_directory(session: Session, inputs: Inputs) -> None:
+def _write_run_directory(session: Session) -> None:
     directory, run = session.directory, session.run
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", run.config.model_dump(mode="json"))
     _write_json(directory / "deepspeed.json", run.engine.deepspeed)
     _write_json(directory / "environment.json", describe_environment(session))
-    inputs.hf_config.save_pretrained(directory / "model_config")
+    session.inputs.hf_config.save_pretrained(directory / "model_config")
     shutil.copytree(
         Path(run.config.data.path) / "tokenizer", directory / "tokenizer", dirs_exist_ok=True
     )
