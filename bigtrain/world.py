@@ -31,6 +31,13 @@ def read_world(environment: Mapping[str, str]) -> World:
     """
     given = {name: environment[name] for name in _VARIABLES if name in environment}
     if not {"RANK", "WORLD_SIZE"} & given.keys():
+        if "MASTER_ADDR" in environment:
+            raise LaunchError(
+                "the environment has MASTER_ADDR but not RANK and WORLD_SIZE, so this process does "
+                "not know which of how many it is: start with deepspeed, torchrun or accelerate "
+                "launch --multi_gpu (also for CPUs: its --cpu starts one process, whatever "
+                "--num_processes says), or unset MASTER_ADDR to run one process"
+            )
         return World(0, 1, 0)
     if not {"RANK", "WORLD_SIZE"} <= given.keys():
         raise LaunchError(
