@@ -21,6 +21,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # about 1e-6 was seen in float32 and 5e-3 in bfloat16; a wrong or misplaced weight makes about 1.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
 
+# Read by the tokenizer before and after: cases, digits, indentation, other scripts.
+_TEXT = "The w1 of 2024:\n    if x >= 10:\n\treturn 'café 東京'  # Don't"
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -76,8 +79,8 @@ def export_model(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         _save(weights, hf_config, temporary, dtype)
-        AutoTokenizer.from_pretrained(tokenizer_directory).save_pretrained(temporary)
-        _verify(temporary, probe, output)
+        _save_tokenizer(tokenizer_directory, temporary, output)
+        _verify(temporary, probe, output, max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype]))
         temporary.rename(output)
     finally:
         enable_progress_bar()
@@ -108,16 +111,29 @@ def _save(
     model.save_pretrained(output)
 
 
+def _save_tokenizer(source: Path, directory: Path, output: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.save_pretrained(directory)
+    # Beside a config.json, transformers may take the model type's own tokenizer class instead.
+    again = AutoTokenizer.from_pretrained(directory)
+    if again(_TEXT).input_ids != tokenizer(_TEXT).input_ids:
+        raise ModelError(
+            f"{output}: not written: transformers reads the run's tokenizer ({source}) as a "
+            f"{type(again).__name__} beside this model, which gives other tokens -> train with a "
+            "byte-level BPE (`bigtrain tokenizer`) or with the model's own tokenizer"
+        )
+
+
 @torch.no_grad()
-def _verify(directory: Path, probe: Probe, output: Path) -> None:
+def _verify(directory: Path, probe: Probe, output: Path, tolerance: float) -> None:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=_DTYPES[probe.dtype])
     model.eval()
     logits = model(input_ids=probe.input_ids, use_cache=False).logits.float()
     difference = relative_difference(logits, probe.logits)
-    if not difference <= _TOLERANCE[probe.dtype]:
+    if not difference <= tolerance:
         raise ModelError(
             f"{output}: not written: reloaded, its logits differ from the trained model's by "
-            f"{difference:.1e} (root mean square, relative; limit {_TOLERANCE[probe.dtype]:.0e})"
+            f"{difference:.1e} (root mean square, relative; limit {tolerance:.0e})"
         )
 
 

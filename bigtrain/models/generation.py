@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bigtrain.errors import ModelError
@@ -28,7 +29,7 @@ def generate(
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         network: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         what = "no such directory" if not Path(model).is_dir() else str(error)
         raise ModelError(f"--model = {model!r}: cannot be loaded: {what}") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -81,7 +82,7 @@ def _construct(
                 hf_config, dtype=dtype, attn_implementation=attention
             )
     except (ValueError, ImportError) as error:
-        raise ModelError(f"model.config: {error}") from error
+        raise ModelError(_why_not_built("model.config", attention, error)) from error
     # no_init_weights also leaves out the tying that post_init would do.
     model.tie_weights()
     assert isinstance(model, PreTrainedModel)
@@ -104,8 +105,9 @@ def _load(
             attn_implementation=section.attention,
             output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise ModelError(f"model.path = {section.path!r}: {error}") from error
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        key = f"model.path = {section.path!r}"
+        raise ModelError(_why_not_built(key, section.attention, error)) from error
     finally:
         del keep
     model, info = loaded
@@ -124,14 +126,24 @@ def _load(
     return model
 
 
+def _why_not_built(key: str, attention: str, error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    if attention != "eager" and ("attention" in text.lower() or "flash" in text.lower()):
+        first_sentence = text.split(" yet. ", 1)[0]
+        other = "eager" if attention == "sdpa" else "sdpa"
+        return f"model.attention = {attention!r}: {first_sentence} -> set model.attention={other}"
+    return f"{key}: {text}"
+
+
 def _set_gradient_checkpointing(model: PreTrainedModel, section: ModelSection) -> None:
     if section.gradient_checkpointing == "none":
         return
     every = 1 if section.gradient_checkpointing == "full" else section.gradient_checkpointing
+    # Releases before transformers 5.23 may know it by its old name only.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    enable = enable or model.gradient_checkpointing_enable
     try:
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}, every_n_layers=every
-        )
+        enable({"use_reentrant": False}, every_n_layers=every)
     except ValueError as error:
         raise ModelError(
             f"model.gradient_checkpointing = {section.gradient_checkpointing!r}: {error}"

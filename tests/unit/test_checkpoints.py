@@ -139,7 +139,7 @@ def test_find_names_what_there_is(tmp_path: Path) -> None:
 
 
 def test_find_in_a_directory_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere: holds no usable checkpoint$"):
+    with pytest.raises(CheckpointError, match=r"nowhere: holds no usable checkpoint$"):
         checkpoints.find(tmp_path / "nowhere", None)
 
 
