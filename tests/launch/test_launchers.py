@@ -1,0 +1,270 @@
+"""train.py as users start it: the same run under every launcher, stopped, resumed and exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bigtrain.cli import main as bigtrain
+from bigtrain.run import checkpoints
+from tests.launch.conftest import (
+    SAVE_EVERY,
+    STEPS,
+    VOCAB_SIZE,
+    ZERO3,
+    Inputs,
+    launch,
+    launcher,
+    metrics,
+    start,
+    wait,
+)
+
+# The first test waits for one run after the other; each takes seconds on an idle machine.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+FIELDS = [
+    "step",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "samples",
+    "tokens_per_second",
+    "step_seconds",
+    "model_flops_utilization",
+    "memory_gib",
+]
+LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
+
+
+@pytest.fixture(scope="module")
+def two_process_runs(
+    inputs: Inputs, home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Run directories of the same run on two processes with ZeRO-3, by launcher."""
+    root = tmp_path_factory.mktemp("launchers")
+    for name in LAUNCHERS:
+        finished = launch([*launcher(name), *arguments(inputs, root / name)], home)
+        assert finished.code == 0, finished.output
+    return {name: root / name for name in LAUNCHERS}
+
+
+def arguments(inputs: Inputs, directory: Path) -> list[str | Path]:
+    paths = ["--config", inputs.run_yaml, "--deepspeed_config", ZERO3]
+    return [*paths, f"output.directory={directory}"]
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_launchers_agree(two_process_runs: dict[str, Path], finished_run: Path) -> None:
+    alone = metrics(finished_run)
+    assert list(alone) == list(range(1, STEPS + 1))
+    assert alone[STEPS] < alone[1] - 0.3
+    reference = metrics(two_process_runs["deepspeed"])
+    assert reference == pytest.approx(alone, abs=1e-5)
+    for name in LAUNCHERS:
+        for key in ("loss", "grad_norm", "lr", "tokens", "samples", "held_out_loss"):
+            expected = metrics(two_process_runs["deepspeed"], key)
+            assert metrics(two_process_runs[name], key) == expected, (name, key)
+
+
+@pytest.mark.parametrize("name", ["python", *LAUNCHERS])
+def test_run_directory_is_whole(
+    name: str, two_process_runs: dict[str, Path], finished_run: Path, inputs: Inputs
+) -> None:
+    run = finished_run if name == "python" else two_process_runs[name]
+    assert {path.name for path in run.iterdir()} == {
+        "checkpoints",
+        "config.json",
+        "deepspeed.json",
+        "environment.json",
+        "hf",
+        "log.txt",
+        "metrics.jsonl",
+        "model_config",
+        "tokenizer",
+    }
+    assert checkpoints.steps(run) == [8, 12]  # keep_last: 2
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        "step-00000008",
+        "step-00000012",
+    }
+    assert checkpoints.damage(run / "checkpoints" / "step-00000012", checksums=True) is None
+    world_size = 1 if name == "python" else 2
+    environment = read_json(run / "environment.json")
+    assert environment["topology"]["world_size"] == world_size
+    assert {"bigtrain", "torch", "deepspeed", "transformers", "git_commit"} <= environment.keys()
+    assert read_json(run / "config.json")["data"]["path"] == str(inputs.shards)
+    rendered = read_json(run / "deepspeed.json")
+    assert rendered["zero_optimization"]["stage"] == (0 if name == "python" else 3)
+    assert "auto" not in (run / "deepspeed.json").read_text()
+    log = (run / "log.txt").read_text()
+    assert f"step {STEPS}/{STEPS} loss" in log
+    assert f"checkpoint of step {STEPS}" in log
+    assert "same logits" in log
+
+
+def test_metrics_hold_exactly_the_documented_fields(finished_run: Path) -> None:
+    lines = [json.loads(line) for line in (finished_run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "loss" not in line]
+    assert len(steps) == STEPS
+    assert all(list(line) == FIELDS for line in steps)
+    assert steps[-1]["samples"] == 8 * STEPS
+    assert steps[-1]["tokens"] == 8 * 32 * STEPS
+    names = ["step", "held_out_loss", "held_out_perplexity", "held_out_tokens"]
+    assert [list(line) for line in evaluations] == [names, names]
+    assert [line["step"] for line in evaluations] == [6, 12]
+    assert steps[1]["lr"] == pytest.approx(5e-3)
+    assert steps[0]["lr"] == pytest.approx(2.5e-3)  # half-way up the warm-up of two steps
+
+
+def test_plain_transformers_loads_the_export(
+    two_process_runs: dict[str, Path], finished_run: Path
+) -> None:
+    texts = "Ada proved a theorem. 東京"
+    answers = []
+    for run in (finished_run, two_process_runs["torchrun"]):
+        model = AutoModelForCausalLM.from_pretrained(run / "hf")
+        tokenizer = AutoTokenizer.from_pretrained(run / "hf")
+        assert model.config.vocab_size == VOCAB_SIZE
+        assert model.dtype == torch.float32
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        ids = tokenizer(texts, return_tensors="pt").input_ids
+        assert tokenizer.decode(ids[0]) == texts
+        with torch.no_grad():
+            answers.append(model(input_ids=ids, labels=ids))
+    # Trained on just such sentences, and the same at any world size.
+    assert float(answers[0].loss) < metrics(finished_run)[1]
+    torch.testing.assert_close(answers[0].logits, answers[1].logits, atol=1e-4, rtol=1e-4)
+
+
+def test_generate_continues_a_prompt(
+    finished_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", "--model", str(finished_run / "hf"), "--prompt", "Emmy proved"]
+    printed = []
+    for temperature in ("0", "1.5", "1.5"):
+        assert bigtrain([*command, "--max-new-tokens", "8", "--temperature", temperature]) == 0
+        printed.append(capsys.readouterr().out)
+    assert all(text.startswith("Emmy proved") for text in printed)
+    assert len(printed[1]) > len("Emmy proved\n")
+    assert printed[1] == printed[2]  # the same seed
+
+
+def test_export_writes_the_same_bytes_again(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bigtrain(["export", "--run", str(finished_run), "--output", str(tmp_path / "hf")]) == 0
+    assert f"step {STEPS}" in capsys.readouterr().out
+    for file in (finished_run / "hf").iterdir():
+        assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert len(list((tmp_path / "hf").iterdir())) == len(list((finished_run / "hf").iterdir()))
+
+
+def test_export_of_an_earlier_step_in_another_dtype(finished_run: Path, tmp_path: Path) -> None:
+    command = ["export", "--run", str(finished_run), "--output", str(tmp_path / "hf")]
+    assert bigtrain([*command, "--step", "8", "--dtype", "bfloat16"]) == 0
+    earlier = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert earlier.dtype == torch.bfloat16
+    last = AutoModelForCausalLM.from_pretrained(finished_run / "hf")
+    assert not torch.allclose(earlier.lm_head.weight.float(), last.lm_head.weight, atol=1e-4)
+
+
+def test_killed_run_goes_on_bit_for_bit(
+    two_process_runs: dict[str, Path], inputs: Inputs, home: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start([*launcher("deepspeed"), *arguments(inputs, run)], home)
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if f"checkpoint of step {SAVE_EVERY}" in line:
+            os.killpg(process.pid, signal.SIGKILL)
+            break
+    killed = wait(process)
+    assert killed.code == -signal.SIGKILL, "".join(seen) + killed.output
+    assert SAVE_EVERY in checkpoints.steps(run)
+    assert STEPS not in checkpoints.steps(run), "the run was over before it was killed"
+    assert not (run / "hf").exists()
+    # What a kill in the middle of a save leaves behind.
+    half = checkpoints.checkpoint_path(run, STEPS)
+    (half / "tensors").mkdir(parents=True, exist_ok=True)
+    (half / "tensors" / "__0_0.distcp").write_bytes(b"half of it")
+    (half / "state.json").write_text('{"step": 12')
+
+    finished = launch([*launcher("deepspeed"), *arguments(inputs, run)], home)
+    assert finished.code == 0, finished.output
+    # From step 8 where the processes were quicker than the kill.
+    assert re.search(r"resumed at step [48] ", finished.output)
+    assert "resumed at step " in (run / "log.txt").read_text()
+    uninterrupted = two_process_runs["deepspeed"]
+    for key in ("loss", "grad_norm", "lr", "samples", "tokens", "held_out_loss"):
+        assert metrics(run, key) == metrics(uninterrupted, key), key
+    weights = "hf/model.safetensors"
+    assert (run / weights).read_bytes() == (uninterrupted / weights).read_bytes()
+
+
+def test_finished_run_started_again_stays_as_it_is(
+    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    again = ["--config", inputs.run_yaml, f"output.directory={run}"]
+    finished = launch([*launcher("python"), *again], home)
+    assert finished.code == 0, finished.output
+    assert f"resumed at step {STEPS} " in finished.output
+    assert (run / "metrics.jsonl").read_bytes() == (finished_run / "metrics.jsonl").read_bytes()
+    for name in ("hf", "checkpoints/step-00000008", "checkpoints/step-00000012"):
+        for file in (path for path in (finished_run / name).rglob("*") if path.is_file()):
+            path = run / file.relative_to(finished_run)
+            assert path.read_bytes() == file.read_bytes(), path
+
+
+def test_damaged_newest_checkpoint_is_passed_over(
+    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    [tensors] = (run / "checkpoints" / "step-00000012" / "tensors").glob("*.distcp")
+    os.truncate(tensors, tensors.stat().st_size - 1)
+    again = ["--config", inputs.run_yaml, f"output.directory={run}"]
+    finished = launch([*launcher("python"), *again], home)
+    assert finished.code == 0, finished.output
+    passed_over = f"checkpoint of step 12 is damaged and passed over: {tensors}: "
+    for text in (finished.output, (run / "log.txt").read_text()):
+        assert passed_over in text
+        assert "resumed at step 8 " in text
+        assert "metrics.jsonl: dropped" in text
+    for key in ("loss", "grad_norm", "lr", "samples", "held_out_loss"):
+        assert metrics(run, key) == metrics(finished_run, key), key
+    assert checkpoints.damage(run / "checkpoints" / "step-00000012", checksums=True) is None
+
+
+def test_another_run_is_refused_with_what_differs(
+    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    changed = [f"output.directory={run}", "optimizer.lr=0.01", "logging.every_steps=2"]
+    finished = launch([*launcher("python"), "--config", inputs.run_yaml, *changed], home)
+    assert finished.code == 2, finished.output
+    assert "Traceback" not in finished.output
+    assert finished.output.count("belongs to a run with other settings") == 1
+    assert "optimizer.lr: 0.005 there, 0.01 now" in finished.output
+    assert "logging" not in finished.output
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
