@@ -58,17 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train_run(run: ResolvedRun, world: World) -> None:
     """Train a resolved run. Collective over all processes of `world`."""
-    # Here, so that a configuration that is wrong is refused before torch is imported.
+    # Here, so that a configuration that is wrong is refused before torch is imported, and inputs
+    # that are wrong before DeepSpeed, which looks for devices and talks while it is.
+    from bigtrain.run.preflight import inspect_inputs
+
+    inputs = inspect_inputs(run)
+
     from bigtrain.data.loader import open_held_out, open_training_data
     from bigtrain.engine.build import build_engine
     from bigtrain.run.evaluation import Evaluator
     from bigtrain.run.finish import finish
     from bigtrain.run.loop import train
-    from bigtrain.run.preflight import inspect_inputs
     from bigtrain.run.resume import restore_or_start, save
     from bigtrain.run.session import open_session
 
-    inputs = inspect_inputs(run)
     with open_session(run, inputs, world) as session:
         engine = build_engine(run.config, run.engine, run.plan, inputs.hf_config, session.device)
         batches = open_training_data(run.config, run.plan, world.rank)

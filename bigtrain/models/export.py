@@ -112,7 +112,11 @@ def _save(
 
 
 def _save_tokenizer(source: Path, directory: Path, output: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        what = "no such directory" if not source.is_dir() else " ".join(str(error).split())
+        raise ModelError(f"tokenizer {source}: cannot be loaded: {what}") from error
     tokenizer.save_pretrained(directory)
     # Beside a config.json, transformers may take the model type's own tokenizer class instead.
     again = AutoTokenizer.from_pretrained(directory)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError
 
@@ -26,23 +27,20 @@ def generate(
 
     Raises ModelError for a model or tokenizer that cannot be loaded, or an empty prompt.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        network: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    except (OSError, ValueError, SafetensorError) as error:
-        what = "no such directory" if not Path(model).is_dir() else str(error)
-        raise ModelError(f"--model = {model!r}: cannot be loaded: {what}") from error
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
-    if inputs.input_ids.shape[1] == 0:
+    tokenizer = _load(AutoTokenizer, model)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    if inputs.input_ids.numel() == 0:
         raise ModelError("--prompt: is empty; give at least one token to continue")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    network = _load(AutoModelForCausalLM, model, dtype="auto").to(device)
+    inputs = inputs.to(device)
     torch.manual_seed(seed)
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_p": top_p}
         if temperature > 0
         else {"do_sample": False}
     )
-    output = network.to(device).generate(
+    output = network.generate(
         input_ids=inputs.input_ids,
         attention_mask=inputs.attention_mask,
         max_new_tokens=max_new_tokens,
@@ -50,3 +48,20 @@ def generate(
         **sampling,
     )
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+def _load(factory: Any, model: str, **options: Any) -> Any:
+    disable_progress_bar()
+    try:
+        return factory.from_pretrained(model, **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        what = " ".join(str(error).split()) if Path(model).is_dir() else _not_found(model)
+        raise ModelError(f"--model = {model!r}: cannot be loaded: {what}") from error
+    finally:
+        enable_progress_bar()
+
+
+def _not_found(model: str) -> str:
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        return "no such directory"
+    return "neither a directory here nor a model that could be reached on the Hugging Face hub"

@@ -94,11 +94,13 @@ def steps(run_directory: Path) -> list[int]:
     return sorted(found)
 
 
-def newest_valid(run_directory: Path, warn: Callable[[str], None]) -> Path | None:
+def newest_valid(
+    run_directory: Path, warn: Callable[[str], None], *, checksums: bool = False
+) -> Path | None:
     """The newest checkpoint that is whole; damaged newer ones are named to `warn`."""
     for step in reversed(steps(run_directory)):
         directory = checkpoint_path(run_directory, step)
-        reason = damage(directory)
+        reason = damage(directory, checksums=checksums)
         if reason is None:
             return directory
         warn(f"checkpoint of step {step} is damaged and passed over: {reason}")
@@ -106,19 +108,22 @@ def newest_valid(run_directory: Path, warn: Callable[[str], None]) -> Path | Non
 
 
 def find(run_directory: Path, step: int | None) -> Path:
-    """The checkpoint of `step`, or the newest valid one. Raises CheckpointError without one."""
+    """The checkpoint of `step`, or the newest valid one; every byte of it is read and compared.
+
+    Raises CheckpointError without one.
+    """
     available = steps(run_directory)
     if step is not None:
         directory = checkpoint_path(run_directory, step)
         if step not in available:
             known = ", ".join(map(str, available)) or "none"
             raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
-        reason = damage(directory)
+        reason = damage(directory, checksums=True)
         if reason is not None:
             raise CheckpointError(f"checkpoint of step {step} is damaged: {reason}")
         return directory
     reasons: list[str] = []
-    newest = newest_valid(run_directory, reasons.append)
+    newest = newest_valid(run_directory, reasons.append, checksums=True)
     if newest is None:
         raise CheckpointError(
             f"{run_directory}: holds no usable checkpoint" + "".join(f"; {r}" for r in reasons)
