@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,9 @@ if __name__ == "__main__":
 from bigtrain.engine.resolve import ResolvedRun, resolve_run_files
 from bigtrain.errors import BigtrainError
 from bigtrain.world import World, read_world
+
+# Longer than the processes of a world take to start one after the other.
+MAIN_SPEAKS_FIRST_SECONDS = 30.0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,10 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = resolve_run_files(args.config, args.overrides, world.size, args.deepspeed_config)
         train_run(run, world)
     except BigtrainError as error:
-        if world.is_main:
-            print(f"train.py: {error}", file=sys.stderr, flush=True)
+        _report(error, world)
         return error.exit_code
     return 0
+
+
+def _report(error: BigtrainError, world: World) -> None:
+    """Say it once. As a rule every process fails alike and the main one speaks.
+
+    A launcher ends all processes as soon as one has ended, so the others wait for that end. One
+    that nobody ended failed alone, and says so itself.
+    """
+    who = ""
+    if not world.is_main:
+        time.sleep(MAIN_SPEAKS_FIRST_SECONDS)
+        who = f" (process {world.rank} of {world.size})"
+    print(f"train.py{who}: {error}", file=sys.stderr, flush=True)
 
 
 def train_run(run: ResolvedRun, world: World) -> None:
