@@ -21,6 +21,7 @@ from torch import nn
 from bigtrain.config import OptimizerSection, RunConfig
 from bigtrain.data.loader import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.deepspeed_config import EngineConfig
+from bigtrain.engine.fragments import undo_trial_update
 from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
 from bigtrain.topology import BatchPlan
 
@@ -178,6 +179,7 @@ def build_engine(
         model_parameters=_parameter_groups(model, config.optimizer),
         config=_copy(engine_config.deepspeed),
     )
+    undo_trial_update(engine)
     return TrainEngine(engine, plan, device)
 
 

@@ -160,6 +160,18 @@ def _masters_of_group(optimizer: Any, index: int, group: dict[str, Any]) -> list
     ]
 
 
+@torch.no_grad()
+def undo_trial_update(engine: Any) -> None:
+    """Take back the update that DeepSpeed makes while it wraps a 16-bit optimizer of ZeRO 0.
+
+    It runs the optimizer once with zero gradients to allocate states. That decays the masters, and
+    counts in the bias correction, which makes the first real update of AdamW 26% too small.
+    """
+    inner_optimizer(engine).state.clear()
+    for parameter, master in _zero0_masters(engine.optimizer):
+        master.copy_(parameter.data.view(-1))
+
+
 def optimizer_step_count(engine: Any) -> int:
     """Updates the optimizer has made, as it counts them for bias correction."""
     for state in inner_optimizer(engine).state.values():
@@ -190,16 +202,42 @@ def refresh_parameters(engine: Any) -> None:
         if persistent:
             persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
-    elif hasattr(optimizer, "fp32_groups"):
-        for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-            for master, parameter in zip(masters, parameters, strict=True):
-                parameter.data.copy_(master.data)
+    else:
+        for parameter, master in _zero0_masters(optimizer):
+            parameter.data.view(-1).copy_(master)
+
+
+def _zero0_masters(optimizer: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """(parameter, its flat fp32 master) of DeepSpeed's 16-bit wrappers for ZeRO 0; else none."""
+    return [
+        (parameter, flat.data.view(-1).narrow(0, offset, parameter.numel()))
+        for parameter, flat, offset in _zero0_layout(optimizer)
+    ]
+
+
+def _zero0_layout(optimizer: Any) -> list[tuple[nn.Parameter, Any, int]]:
+    """(parameter, tensor that holds its master, offset in it) of the same wrappers.
+
+    FP16_UnfusedOptimizer keeps a master per parameter, FP16_Optimizer one per group.
+    """
+    if not hasattr(optimizer, "fp16_groups") or hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return []
+    found = []
+    for index, group in enumerate(optimizer.fp16_groups):
+        offset = 0
+        for number, parameter in enumerate(group):
+            if hasattr(optimizer, "fp32_groups_flat"):
+                found.append((parameter, optimizer.fp32_groups_flat[index], offset))
+                offset += parameter.numel()
+            else:
+                found.append((parameter, optimizer.fp32_groups[index][number], 0))
+    return found
 
 
 def _finder(engine: Any) -> Any:
     optimizer = engine.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
-        return lambda name, p: _whole(name, p, p, optimizer.state[p])
+        return lambda name, p: _part_of(name, p, p, 0, optimizer.state)
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return lambda name, p: _zero3(name, p, optimizer)
     if hasattr(optimizer, "update_lp_params"):
@@ -210,27 +248,32 @@ def _finder(engine: Any) -> Any:
             getattr(optimizer, "fp32_groups_flat_partition", None),
         )
         return lambda name, p: _zero12(name, p, partitions, optimizer.optimizer.state)
-    if hasattr(optimizer, "fp32_groups"):
-        masters = {
-            id(p): master
-            for group, lows in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
-            for p, master in zip(lows, group, strict=True)
-        }
-        return lambda name, p: _whole(
-            name, p, masters[id(p)], optimizer.optimizer.state[masters[id(p)]]
-        )
+    layout = {id(p): (flat, offset) for p, flat, offset in _zero0_layout(optimizer)}
+    if layout:
+        return lambda name, p: _part_of(name, p, *layout[id(p)], optimizer.optimizer.state)
     raise CheckpointError(
         f"the optimizer {type(optimizer).__name__} keeps its masters in a way that bigtrain does "
         "not know how to save"
     )
 
 
-def _whole(name: str, parameter: nn.Parameter, master: Any, state: dict[str, Any]) -> Fragment:
-    tensors = {MASTER: master.data.view(-1)}
-    for kind, value in state.items():
-        if torch.is_tensor(value) and value.shape == master.shape and value.ndim:
-            tensors[kind] = value.view(-1)
+def _part_of(name: str, parameter: nn.Parameter, master: Any, offset: int, states: Any) -> Fragment:
+    """A whole parameter whose master is a range of the tensor `master`."""
+    tensors = _ranges(master, states[master], offset, parameter.numel())
     return Fragment(name, _shape(parameter), 0, tensors)
+
+
+def _ranges(master: Any, state: dict[str, Any], offset: int, count: int) -> dict[str, torch.Tensor]:
+    """The range of a master and of every optimizer state that is shaped like it, by kind."""
+    alike = {
+        kind: value
+        for kind, value in state.items()
+        if torch.is_tensor(value) and value.shape == master.shape and value.ndim
+    }
+    return {
+        kind: value.view(-1).narrow(0, offset, count)
+        for kind, value in {MASTER: master.data, **alike}.items()
+    }
 
 
 def _zero12(name: str, parameter: nn.Parameter, partitions: Any, states: Any) -> Fragment | None:
@@ -241,10 +284,7 @@ def _zero12(name: str, parameter: nn.Parameter, partitions: Any, states: Any) ->
     # when the other groups have no state yet, and never again.
     flat = partitions[mapping.param_group_index]
     address = mapping.hp_fragment_address
-    tensors = {MASTER: flat.data.narrow(0, address.start, address.numel)}
-    for kind, value in states[flat].items():
-        if torch.is_tensor(value) and value.shape == flat.shape and value.ndim:
-            tensors[kind] = value.narrow(0, address.start, address.numel)
+    tensors = _ranges(flat, states[flat], address.start, address.numel)
     return Fragment(name, _shape(parameter), mapping.lp_fragment_address.start, tensors)
 
 
@@ -256,10 +296,7 @@ def _zero3(name: str, parameter: Any, optimizer: Any) -> Fragment | None:
     group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
     flat = optimizer.fp32_partitioned_groups_flat[group]
-    tensors = {MASTER: flat.data.narrow(0, offset, count)}
-    for kind, value in optimizer.optimizer.state[flat].items():
-        if torch.is_tensor(value) and value.shape == flat.shape and value.ndim:
-            tensors[kind] = value.narrow(0, offset, count)
+    tensors = _ranges(flat, optimizer.optimizer.state[flat], offset, count)
     return Fragment(name, _shape(parameter), start, tensors)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,7 @@ def _check_keys(
     """Refuse keys that the class does not have: transformers keeps a misspelt key silently."""
     known = _known_keys(config_class)
     for key in values:
-        if key not in known:
+        if key not in known and not _model_reads(config_class, key):
             close = difflib.get_close_matches(key, sorted(known), n=1)
             remedy = f"; did you mean {section}.{close[0]}?" if close else ""
             raise ModelError(f"{section}.{key}: {config_class.__name__} has no such key{remedy}")
@@ -92,6 +94,20 @@ def _known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     names.update(config_class.attribute_map)
     names.update(vars(config_class()))
     return frozenset(name for name in names if not name.startswith("_"))
+
+
+def _model_reads(config_class: type[PreTrainedConfig], key: str) -> bool:
+    """Whether the architecture's own source names `key`.
+
+    Some models read keys that their configuration does not declare, and that published
+    checkpoints have: Qwen3-MoE's head_dim, for one.
+    """
+    module = config_class.__module__.replace(".configuration_", ".modeling_")
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return False
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    return re.search(rf"\b{re.escape(key)}\b", source) is not None
 
 
 def _why_not_found(source: str, error: Exception) -> str:

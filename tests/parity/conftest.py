@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+from bigtrain.config import ModelSection
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.huggingface import build_model
 from tests.support.datasets import write_dataset
 from tests.support.worlds import run_world
 
 VOCAB_SIZE = 97
+SEED = 7
 STEPS = 20
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -25,12 +29,16 @@ class Case:
     deepspeed_config: str
     accumulation: int
     gradient_checkpointing: str | int
+    architecture: str = "llama"
+    trained_weights: bool = False
+    dtype: str = "float32"
 
     @property
     def name(self) -> str:
         return (
             f"{self.deepspeed_config}-world{self.world_size}-accumulation{self.accumulation}-"
-            f"checkpointing_{self.gradient_checkpointing}"
+            f"checkpointing_{self.gradient_checkpointing}-{self.architecture}"
+            f"{'-trained' if self.trained_weights else ''}-{self.dtype}"
         )
 
 
@@ -43,7 +51,21 @@ def matrix() -> list[Case]:
         for config in configs
         for accumulation in (1, 4)
         for checkpointing in ("none", "full")
-    ] + [Case(2, "zero3", 1, 2)]
+    ] + [
+        Case(2, "zero3", 1, 2),
+        Case(1, "zero2", 8, "none"),
+        Case(1, "zero1", 1, "none", trained_weights=True),
+        Case(2, "zero3", 1, "none", trained_weights=True),
+        *(
+            Case(2, config, 2, "full", architecture)
+            for config in ("zero1", "zero3")
+            for architecture in ("gpt2", "qwen3_moe")
+        ),
+        *(
+            Case(size, config, 2, "none", dtype="bfloat16")
+            for size, config in ((1, "zero0"), (2, "zero1"), (2, "zero2"), (2, "zero3"))
+        ),
+    ]
 
 
 def run_config(data: Path, model: dict[str, Any], *, micro_samples: int, **sections: Any) -> Any:
@@ -57,7 +79,7 @@ def run_config(data: Path, model: dict[str, Any], *, micro_samples: int, **secti
         "schedule": {"type": "cosine", "warmup_steps": 4},
         "precision": {"dtype": "float32"},
         "output": {"directory": "unused"},
-        "seed": 7,
+        "seed": SEED,
         **sections,
     }
 
@@ -82,8 +104,53 @@ def llama(**changes: Any) -> dict[str, Any]:
     }
 
 
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": llama(),
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "max_position_embeddings": 64,
+    },
+}
+
+
 @pytest.fixture(scope="session")
-def results(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def hf_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models that every case starts from, as Hugging Face directories."""
+    found = {}
+    for name, config in ARCHITECTURES.items():
+        section = ModelSection(config=config)
+        model = build_model(section, load_hf_config(section), seed=SEED)
+        found[name] = tmp_path_factory.mktemp("hf") / name
+        model.save_pretrained(found[name])
+    return found
+
+
+@pytest.fixture(scope="session")
+def results(
+    dataset: Path, hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Losses and gradient norms of every case of the matrix, by name."""
     found: dict[str, Any] = {}
     for world_size in (1, 2):
@@ -91,10 +158,18 @@ def results(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         for case in matrix():
             if case.world_size != world_size:
                 continue
-            model = {"config": llama(), "gradient_checkpointing": case.gradient_checkpointing}
-            micro_samples = 8 // (world_size * case.accumulation)
+            model: dict[str, Any] = {"gradient_checkpointing": case.gradient_checkpointing}
+            if case.trained_weights:
+                model["path"] = str(hf_directories[case.architecture])
+            else:
+                model["config"] = ARCHITECTURES[case.architecture]
             cases[case.name] = {
-                "config": run_config(dataset, model, micro_samples=micro_samples),
+                "config": run_config(
+                    dataset,
+                    model,
+                    micro_samples=8 // (world_size * case.accumulation),
+                    precision={"dtype": case.dtype},
+                ),
                 "deepspeed_config": case.deepspeed_config,
             }
         found.update(train_cases(world_size, cases, tmp_path_factory.mktemp("parity")))

@@ -20,7 +20,7 @@ def free_port() -> int:
     return port
 
 
-def run_world(world_size: int, command: list[str], timeout_seconds: int = 280) -> str:
+def run_world(world_size: int, command: list[str], timeout_seconds: int = 900) -> str:
     """Run `command` (arguments to Python) in `world_size` processes; returns their joined output.
 
     Fails with the output if any process does not exit with 0; none is left behind.
