@@ -76,8 +76,10 @@ def train_run(run: ResolvedRun, world: World) -> None:
     """Train a resolved run. Collective over all processes of `world`."""
     # Here, so that a configuration that is wrong is refused before torch is imported, and inputs
     # that are wrong before DeepSpeed, which looks for devices and talks while it is.
+    from bigtrain.engine.device import refuse_for_device
     from bigtrain.run.preflight import inspect_inputs
 
+    refuse_for_device(run.config, world.size)
     inputs = inspect_inputs(run)
 
     from bigtrain.data.loader import open_held_out, open_training_data

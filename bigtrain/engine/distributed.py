@@ -8,20 +8,15 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
+from bigtrain.engine.device import device_kind
 from bigtrain.world import World
 
 PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)
-
-
-def device_kind() -> Literal["cpu", "cuda"]:
-    """What this machine trains on."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @contextmanager
