@@ -39,8 +39,10 @@ class ModelSection(Section):
         description="keys of the Hugging Face configuration to change (not the vocabulary when "
         "weights are loaded)",
     )
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
-        default="sdpa", description="attention implementation of transformers"
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
+        default="auto",
+        description="attention implementation of transformers; auto: sdpa where the model has it, "
+        "or else eager",
     )
     gradient_checkpointing: Literal["none", "full"] | PositiveInt = Field(
         default="none",

@@ -64,15 +64,17 @@ def export_model(
     *,
     dtype: str,
     probe: Probe,
+    replace: bool = False,
 ) -> None:
     """Write `weights` as a Hugging Face directory that answers `probe` as the trained model did.
 
     Parameters: `weights`, full tensors by Hugging Face name, tied ones once; `dtype`, name of the
     dtype they are stored in. One process; needs the weights in memory twice. The directory appears
     under its name only after it has been reloaded with plain transformers and has answered right.
-    Raises ModelError otherwise, or if `output` exists.
+    Raises ModelError otherwise, or if `output` exists and is not to be replaced; what is to be
+    replaced stays until then.
     """
-    if output.exists():
+    if output.exists() and not replace:
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
     temporary = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
     disable_progress_bar()
@@ -81,6 +83,8 @@ def export_model(
         _save(weights, hf_config, temporary, dtype)
         _save_tokenizer(tokenizer_directory, temporary, output)
         _verify(temporary, probe, output, max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype]))
+        if replace:
+            shutil.rmtree(output, ignore_errors=True)
         temporary.rename(output)
     finally:
         enable_progress_bar()

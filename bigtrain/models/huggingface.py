@@ -79,7 +79,7 @@ def _construct(
             # Few constructors draw numbers themselves; `_init_weights` does nearly all of it.
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(
-                hf_config, dtype=dtype, attn_implementation=attention
+                hf_config, dtype=dtype, attn_implementation=_implementation(attention)
             )
     except (ValueError, ImportError) as error:
         raise ModelError(_why_not_built("model.config", attention, error)) from error
@@ -102,7 +102,7 @@ def _load(
             str(section.path),
             config=hf_config,
             dtype=dtype,
-            attn_implementation=section.attention,
+            attn_implementation=_implementation(section.attention),
             output_loading_info=True,
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
@@ -126,9 +126,16 @@ def _load(
     return model
 
 
+def _implementation(attention: str) -> str | None:
+    """transformers chooses where it is given None."""
+    return None if attention == "auto" else attention
+
+
 def _why_not_built(key: str, attention: str, error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
-    if attention != "eager" and ("attention" in text.lower() or "flash" in text.lower()):
+    if attention not in ("auto", "eager") and (
+        "attention" in text.lower() or "flash" in text.lower()
+    ):
         first_sentence = text.split(" yet. ", 1)[0]
         other = "eager" if attention == "sdpa" else "sdpa"
         return f"model.attention = {attention!r}: {first_sentence} -> set model.attention={other}"

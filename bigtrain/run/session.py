@@ -24,6 +24,7 @@ import bigtrain
 from bigtrain.engine.build import TrainEngine
 from bigtrain.engine.distributed import process_group
 from bigtrain.engine.resolve import ResolvedRun
+from bigtrain.run.export import MODEL_CONFIG
 from bigtrain.run.flops import (
     ModelShape,
     flops_per_token,
@@ -142,7 +143,7 @@ def _write_run_directory(session: Session) -> None:
     _write_json(directory / "config.json", run.config.model_dump(mode="json"))
     _write_json(directory / "deepspeed.json", run.engine.deepspeed)
     _write_json(directory / "environment.json", describe_environment(session))
-    session.inputs.hf_config.save_pretrained(directory / "model_config")
+    session.inputs.hf_config.save_pretrained(directory / MODEL_CONFIG)
     shutil.copytree(
         Path(run.config.data.path) / "tokenizer", directory / "tokenizer", dirs_exist_ok=True
     )

@@ -66,13 +66,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "pad_token_id": 1,
     },
 }
-# Their attention has no torch.nn.functional.scaled_dot_product_attention in transformers.
-EAGER = ("gemma2",)
 
 
 def section_of(name: str, **changes: Any) -> ModelSection:
     config = {"model_type": name, **ARCHITECTURES[name], **changes}
-    return ModelSection(config=config, attention="eager" if name in EAGER else "sdpa")
+    return ModelSection(config=config)
 
 
 def build(name: str, seed: int = 1, **changes: Any) -> PreTrainedModel:
@@ -277,7 +275,8 @@ def test_misspelt_override_of_a_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_attention_that_an_architecture_lacks_is_refused_with_the_remedy() -> None:
-    section = ModelSection(config={"model_type": "gemma2", **ARCHITECTURES["gemma2"]})
+    config = {"model_type": "gemma2", **ARCHITECTURES["gemma2"]}
+    section = ModelSection(config=config, attention="sdpa")
     message = r"model\.attention = 'sdpa': Gemma2ForCausalLM .* -> set model\.attention=eager$"
     with pytest.raises(ModelError, match=message):
         build_model(section, load_hf_config(section), seed=1)
