@@ -38,7 +38,7 @@ def new_directory(path: Path) -> Iterator[Path]:
         require_free(path)
         # Renaming over an empty directory is atomic; over anything else it fails.
         partial.rename(path)
-        _sync(path.parent)
+        sync_to_disk(path.parent)
         created = []
     finally:
         if lock is not None:
@@ -99,11 +99,12 @@ def _clear(directory: Path) -> None:
 def _sync_tree(directory: Path) -> None:
     for root, _, files in os.walk(directory):
         for name in files:
-            _sync(Path(root, name))
-        _sync(Path(root))
+            sync_to_disk(Path(root, name))
+        sync_to_disk(Path(root))
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """fsync a file or directory (of which that makes its entries durable)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

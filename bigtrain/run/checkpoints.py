@@ -15,15 +15,14 @@ garbage that the next save removes. Nothing here is collective: the main process
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from bigtrain.data.directories import sync_to_disk
+from bigtrain.data.shards import file_checksum
 from bigtrain.errors import CheckpointError
 
 FORMAT = 1
@@ -49,18 +48,18 @@ def commit(directory: Path) -> None:
     """Make the checkpoint exist: list every file with size and checksum, then rename the list."""
     files = {}
     for path in _files(directory):
-        _fsync(path)
+        sync_to_disk(path)
         files[path.relative_to(directory).as_posix()] = {
             "bytes": path.stat().st_size,
-            "xxh3": checksum(path),
+            "xxh3": file_checksum(path),
         }
     temporary = directory / f"{MANIFEST}.tmp"
     temporary.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
-    _fsync(temporary)
-    _fsync(directory / TENSORS)
+    sync_to_disk(temporary)
+    sync_to_disk(directory / TENSORS)
     temporary.rename(directory / MANIFEST)
-    _fsync(directory)
-    _fsync(directory.parent)
+    sync_to_disk(directory)
+    sync_to_disk(directory.parent)
 
 
 def damage(directory: Path, *, checksums: bool = False) -> str | None:
@@ -75,7 +74,7 @@ def damage(directory: Path, *, checksums: bool = False) -> str | None:
                 return f"{path}: missing"
             if path.stat().st_size != expected["bytes"]:
                 return f"{path}: {path.stat().st_size} bytes, should be {expected['bytes']}"
-            if checksums and checksum(path) != expected["xxh3"]:
+            if checksums and file_checksum(path) != expected["xxh3"]:
                 return f"{path}: contents do not match their checksum"
     except FileNotFoundError:
         return f"{directory / MANIFEST}: missing"
@@ -161,22 +160,5 @@ def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def checksum(path: Path) -> str:
-    """xxh3-64 of a file's contents, in hexadecimal; reads 16 MiB at a time."""
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(16 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _files(directory: Path) -> list[Path]:
     return sorted(p for p in directory.rglob("*") if p.is_file() and p.name != MANIFEST)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
