@@ -17,6 +17,9 @@ from bigtrain.data.shards import open_dataset
 from tests.parity.conftest import STEPS, Case, matrix, run_config
 from tests.support.datasets import END_OF_DOCUMENT
 
+# The whole matrix is trained in the first test's set-up: minutes on two busy cores.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+
 LOSS = {"float32": 1e-5, "bfloat16": 2e-3}
 NORM = {"float32": 1e-4, "bfloat16": 1e-2}
 
