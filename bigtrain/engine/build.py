@@ -16,6 +16,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.runtime.utils import clip_grad_norm_
 from torch import nn
 
 from bigtrain.config import OptimizerSection, RunConfig
@@ -47,6 +48,9 @@ class TrainEngine:
         self.device = device
         config = engine.module.config
         self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
+        self._norm: torch.Tensor | None = None
+        if isinstance(engine.optimizer, torch.optim.Optimizer):
+            engine.clip_fp32_gradients = self._clip_gradients
 
     @property
     def module(self) -> nn.Module:
@@ -80,10 +84,20 @@ class TrainEngine:
             self.engine.step()
         return StepResult(loss_sum, num_targets)
 
+    def _clip_gradients(self) -> None:
+        # As the method of DeepSpeed (0.19.8, runtime/engine.py:3502) that this stands for, which
+        # throws the norm away: measuring it once more would be another pass over all gradients.
+        self._norm = clip_grad_norm_(
+            parameters=self.module.parameters(),
+            max_norm=self.engine.gradient_clipping(),
+            mpu=self.engine.mpu,
+        )
+
     def _gradient_norm_before_step(self) -> torch.Tensor | None:
         # The plain torch optimizer of fp32 ZeRO 0 keeps no norm, and after step() the gradients
-        # are gone; every other engine measures it while it clips.
-        if not isinstance(self.engine.optimizer, torch.optim.Optimizer):
+        # are gone; every other engine, and `_clip_gradients`, measures it while it clips.
+        plain = isinstance(self.engine.optimizer, torch.optim.Optimizer)
+        if not plain or self.engine.gradient_clipping() > 0:
             return None
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
@@ -180,7 +194,24 @@ def build_engine(
         config=_copy(engine_config.deepspeed),
     )
     undo_trial_update(engine)
+    _leave_out_lone_reduction(engine)
     return TrainEngine(engine, plan, device)
+
+
+def _leave_out_lone_reduction(engine: Any) -> None:
+    """Spare fp32 ZeRO 0 in one process the copy of all gradients that it would reduce with nobody.
+
+    DeepSpeed 0.19.8 (runtime/engine.py:3828) flattens them, multiplies by 1 and copies them back.
+    What it does before, giving zeros to parameters without a gradient, stays.
+    """
+    if (
+        dist.get_world_size() == 1
+        and isinstance(engine.optimizer, torch.optim.Optimizer)
+        # Other settings round the gradients on the way.
+        and engine.communication_data_type == torch.float32
+        and engine.gradient_predivide_factor() == 1.0
+    ):
+        engine.allreduce_no_retain = lambda *_, **__: None
 
 
 def _build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
