@@ -24,6 +24,15 @@ import xxhash
 from tqdm import tqdm
 
 from bigtrain.data.directories import new_directory, require_free
+from bigtrain.data.encoders import (
+    Checks,
+    CheckSampler,
+    Choice,
+    Encoder,
+    EncoderError,
+    EncoderQueue,
+    choose_encoder,
+)
 from bigtrain.data.manifest import (
     MANIFEST_NAME,
     TOKENIZER_DIRECTORY,
@@ -37,7 +46,7 @@ from bigtrain.data.manifest import (
 )
 from bigtrain.data.shards import ShardWriter, Tokens, open_dataset, token_dtype
 from bigtrain.data.sources import DocumentReader, Rejects, Selection, Source, find_sources
-from bigtrain.data.tokenization import Encoder, Tokenizer, load_tokenizer
+from bigtrain.data.tokenization import Tokenizer, load_tokenizer
 from bigtrain.errors import DataError
 
 DEFAULT_SHARD_TOKENS = 1 << 28
@@ -57,6 +66,8 @@ class BuildRequest:
     shard_tokens: int = DEFAULT_SHARD_TOKENS
     workers: int = 1
     skip_bad: bool = False
+    encoder: Choice = "auto"
+    parse_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,21 +94,34 @@ def build_dataset(request: BuildRequest) -> BuildResult:
         held_out=request.held_out,
         shard_tokens=request.shard_tokens,
         skip_bad=request.skip_bad,
+        parse_special_tokens=request.parse_special_tokens,
     )
     if (request.output / MANIFEST_NAME).exists():
         manifest = _finished(request.output, sources, tokenizer, options)
         return BuildResult(manifest, already_finished=True)
-    rejects = Rejects(request.skip_bad)
-    reader = DocumentReader(sources, request.selection, request.text_key, rejects)
+    encoders = choose_encoder(
+        tokenizer.encoder(request.parse_special_tokens),
+        request.encoder,
+        read_once=any(_is_read_once(source) for source in sources),
+    )
     with new_directory(request.output) as directory:
-        splits = _write_splits(reader, tokenizer, request, directory)
+        while True:
+            rejects = Rejects(request.skip_bad)
+            reader = DocumentReader(sources, request.selection, request.text_key, rejects)
+            try:
+                splits = _write_splits(reader, tokenizer, encoders, request, directory)
+                break
+            except EncoderError as error:
+                # What it wrote so far may be wrong as well: the next one begins from the start.
+                encoders.reject(str(error))
         manifest = Manifest(
             tokenizer=TokenizerRecord(
                 name=tokenizer.name,
                 hash=tokenizer.hash,
                 vocab_size=tokenizer.vocab_size,
                 end_of_document_id=tokenizer.end_of_document_id,
-                engine=Encoder.engine(),
+                engine=encoders.current.engine(),
+                engine_reason=encoders.reason,
             ),
             token_dtype=token_dtype(tokenizer.vocab_size),
             sources=tuple(source.record for source in sources),
@@ -121,6 +145,11 @@ def _refuse_output_among_inputs(output: Path, sources: Sequence[Source]) -> None
     for source in sources:
         if Path(source.path).resolve() == target:
             raise DataError(f"--output {output} is one of the inputs")
+
+
+def _is_read_once(source: Source) -> bool:
+    path = Path(source.path)
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _finished(
@@ -157,16 +186,26 @@ class _Batch:
 
 
 @dataclass(frozen=True)
+class _Texts:
+    """Documents as UTF-8, and what of them is compared with the reference."""
+
+    contents: list[bytes]
+    checks: Checks
+
+
+@dataclass(frozen=True)
 class _Job:
     """What encoding needs besides the texts; sent to each worker once."""
 
     encoder: Encoder
+    reference: Encoder
     dtype: Literal["uint16", "int32"]
     held_out: float
 
-    def run(self, texts: Sequence[str]) -> _Batch:
-        contents = [text.encode("utf-8") for text in texts]
-        encoded = self.encoder.encode(texts)
+    def run(self, texts: _Texts) -> _Batch:
+        contents = texts.contents
+        encoded = self.encoder.encode_utf8(contents)
+        texts.checks.run(self.encoder, self.reference, contents, encoded)
         return _Batch(
             encoded.tokens.astype(self.dtype),
             encoded.lengths,
@@ -222,21 +261,55 @@ class _SplitWriter:
             self.records.append(self.current.close())
             self.current = None
 
+    def discard(self) -> None:
+        """Remove every file this split has."""
+        if self.current is not None:
+            self.current.discard()
+        for record in self.records:
+            for suffix in ("bin", "idx"):
+                (self.directory / f"{record.name}.{suffix}").unlink(missing_ok=True)
+
 
 def _write_splits(
-    reader: DocumentReader, tokenizer: Tokenizer, request: BuildRequest, directory: Path
+    reader: DocumentReader,
+    tokenizer: Tokenizer,
+    encoders: EncoderQueue,
+    request: BuildRequest,
+    directory: Path,
 ) -> dict[Split, tuple[ShardRecord, ...]]:
+    """Raises EncoderError where the current encoder is found wrong; then no file is left."""
     dtype = token_dtype(tokenizer.vocab_size)
-    job = _Job(tokenizer.encoder(), dtype, request.held_out)
+    job = _Job(encoders.current, encoders.reference, dtype, request.held_out)
     splits: tuple[Split, ...] = ("train", "held_out")
     writers = {
         split: _SplitWriter(directory, split, dtype, request.shard_tokens) for split in splits
     }
+    sampler = None if encoders.is_reference else CheckSampler()
+    try:
+        _fill(writers, reader, sampler, job, request.workers)
+    except BaseException:
+        for writer in writers.values():
+            writer.discard()
+        raise
+    return {
+        split: tuple(writer.records)
+        for split, writer in writers.items()
+        if writer.records or split == "train"
+    }
+
+
+def _fill(
+    writers: dict[Split, _SplitWriter],
+    reader: DocumentReader,
+    sampler: CheckSampler | None,
+    job: _Job,
+    workers: int,
+) -> None:
     num_tokens = 0
     with tqdm(
         total=reader.total_bytes, unit="B", unit_scale=True, desc="tokenize", disable=None
     ) as bar:
-        for batch in _encode(text_batches(reader), job, request.workers):
+        for batch in _encode(_texts(reader, sampler), job, workers):
             of_document = np.repeat(batch.held_out, batch.lengths)
             for split, writer in writers.items():
                 wanted = split == "held_out"
@@ -251,11 +324,12 @@ def _write_splits(
             bar.set_postfix_str(f"{num_tokens / 1e6:.1f}M tokens", refresh=False)
     for writer in writers.values():
         writer.close()
-    return {
-        split: tuple(writer.records)
-        for split, writer in writers.items()
-        if writer.records or split == "train"
-    }
+
+
+def _texts(reader: DocumentReader, sampler: CheckSampler | None) -> Iterator[_Texts]:
+    for batch in text_batches(reader):
+        contents = [text.encode("utf-8") for text in batch]
+        yield _Texts(contents, sampler.choose(contents) if sampler else Checks())
 
 
 def text_batches(reader: DocumentReader) -> Iterator[list[str]]:
@@ -272,7 +346,7 @@ def text_batches(reader: DocumentReader) -> Iterator[list[str]]:
         yield batch
 
 
-def _encode(batches: Iterator[list[str]], job: _Job, workers: int) -> Iterator[_Batch]:
+def _encode(batches: Iterator[_Texts], job: _Job, workers: int) -> Iterator[_Batch]:
     """Encoded `batches`, in order. Never more than two batches per worker are under way."""
     if workers == 1:
         yield from map(job.run, batches)
@@ -316,6 +390,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run_in_worker(texts: list[str]) -> _Batch:
+def _run_in_worker(texts: _Texts) -> _Batch:
     job: _Job = _worker_state["job"]
     return job.run(texts)

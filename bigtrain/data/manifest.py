@@ -46,6 +46,9 @@ class TokenizerRecord(Record):
     )
     end_of_document_id: Count
     engine: str = Field(description="library and version that encoded")
+    engine_reason: str = Field(
+        default="", description="why not the fastest encoder; empty where it was the fastest"
+    )
 
     @model_validator(mode="after")
     def _id_in_vocabulary(self) -> Self:
@@ -70,6 +73,7 @@ class OptionsRecord(Record):
     held_out: Annotated[float, Field(ge=0, le=1)]
     shard_tokens: Annotated[int, Field(ge=1)]
     skip_bad: bool
+    parse_special_tokens: bool = False
 
 
 class ShardRecord(Record):

@@ -152,6 +152,10 @@ class ShardWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what has no final name yet; what `close` finished stays."""
         self._bin.file.close()
         for suffix in ("bin", "idx"):
             self._partial(suffix).unlink(missing_ok=True)

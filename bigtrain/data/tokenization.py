@@ -1,4 +1,4 @@
-"""Tokenizers: training, loading, identity, and encoding of batches.
+"""Tokenizers: training, loading, identity; `bigtrain.data.encoders` encodes.
 
 The only file of the data layer that imports transformers, and only inside the functions that need
 it: a tokenizing worker gets along with `tokenizers`, whose import is a hundred times faster.
@@ -11,13 +11,12 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
+from bigtrain.data.encoders import ReferenceEncoder
 from bigtrain.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -35,60 +34,6 @@ SPLIT_PATTERN = (
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Documents as tokens: `tokens` int64 [sum of lengths], `lengths` int64 [documents].
-
-    Each document ends with the end-of-document token, counted in its length; a document without
-    tokens has length 0 and no end, as in Megatron's ``preprocess_data.py``.
-    """
-
-    tokens: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-
-
-class Encoder:
-    """Turns texts into tokens, with the reference library `tokenizers`. Can be pickled.
-
-    Special tokens are neither added nor recognised in the text: a document that holds the letters
-    ``<|endoftext|>`` becomes the tokens of these letters, so no document can inject a control
-    token.
-    """
-
-    def __init__(self, tokenizer_json: str, end_of_document_id: int) -> None:
-        self.tokenizer_json = tokenizer_json
-        self.end_of_document_id = end_of_document_id
-        self._backend: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_backend": None}
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        """Encode documents, in all threads that `tokenizers` was given (RAYON_NUM_THREADS)."""
-        if self._backend is None:
-            from tokenizers import Tokenizer
-
-            self._backend = Tokenizer.from_str(self.tokenizer_json)
-            self._backend.encode_special_tokens = True
-            self._backend.no_truncation()
-            self._backend.no_padding()
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        end = [self.end_of_document_id]
-        ids = [encoding.ids for encoding in encodings]
-        lengths = np.fromiter((len(i) + 1 if i else 0 for i in ids), np.int64, len(ids))
-        tokens = np.fromiter(
-            chain.from_iterable(chain(i, end) for i in ids if i), np.int64, int(lengths.sum())
-        )
-        return Encoded(tokens, lengths)
-
-    @staticmethod
-    def engine() -> str:
-        """Library and version, for the manifest."""
-        import tokenizers
-
-        return f"tokenizers {tokenizers.__version__}"
-
-
-@dataclass(frozen=True)
 class Tokenizer:
     """A loaded Hugging Face tokenizer and what a dataset records of it.
 
@@ -102,8 +47,13 @@ class Tokenizer:
     end_of_document_id: int
     huggingface: Any
 
-    def encoder(self) -> Encoder:
-        return Encoder(self.huggingface.backend_tokenizer.to_str(), self.end_of_document_id)
+    def encoder(self, parse_special_tokens: bool = False) -> ReferenceEncoder:
+        """The reference encoder; `bigtrain.data.encoders.choose_encoder` finds a faster one."""
+        return ReferenceEncoder(
+            self.huggingface.backend_tokenizer.to_str(),
+            self.end_of_document_id,
+            parse_special_tokens,
+        )
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
         """Text of `tokens`, special tokens included."""
