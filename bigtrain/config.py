@@ -62,10 +62,32 @@ class ModelSection(Section):
         return self
 
 
+class SourceSection(Section):
+    """One dataset of a mixture."""
+
+    path: str = Field(description="directory written by `bigtrain tokenize`")
+    weight: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="share of the run's samples, relative to the other sources' weights",
+    )
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="instead of weights: how often this source is read while every other one is "
+        "read as often as its own epochs say; the share is epochs times its number of samples",
+    )
+
+
 class DataSection(Section):
     """Which token shards, and how samples are cut from them."""
 
-    path: str = Field(description="directory written by `bigtrain tokenize`")
+    path: str | None = Field(
+        default=None, description="directory written by `bigtrain tokenize`: the only dataset"
+    )
+    sources: tuple[SourceSection, ...] = Field(
+        default=(),
+        description="instead of path: datasets to mix, each read without repetition until its own "
+        "epoch ends",
+    )
     tokenizer: str | None = Field(
         default=None,
         description="tokenizer the shards must have been made with (directory or hub name); "
@@ -76,6 +98,34 @@ class DataSection(Section):
         description="give no loss to the token after an end-of-document token, which cannot be "
         "predicted from the document before it (Megatron's eod_mask_loss)",
     )
+
+    @model_validator(mode="after")
+    def _one_kind_of_share(self) -> Self:
+        if (self.path is None) == (not self.sources):
+            raise ValueError(
+                "exactly one of data.path (one dataset) and data.sources (a mixture) must be set"
+            )
+        kinds = {(s.weight is not None, s.epochs is not None) for s in self.sources}
+        if kinds and kinds not in ({(True, False)}, {(False, True)}):
+            raise ValueError(
+                "data.sources: every source must have a weight, or every one epochs, and none both"
+            )
+        paths = [source.path for source in self.sources]
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        if twice is not None:
+            raise ValueError(f"data.sources: {twice} is listed twice; give it one weight")
+        return self
+
+    @property
+    def mixture(self) -> tuple[SourceSection, ...]:
+        """The sources, however they were given; `path` is a mixture of one."""
+        if self.path is not None:
+            return (SourceSection(path=self.path, weight=1.0),)
+        return self.sources
+
+    def key_of(self, source_index: int) -> str:
+        """The configuration key that names the path of a source."""
+        return "data.path" if self.path is not None else f"data.sources.{source_index}.path"
 
 
 class BatchSection(Section):

@@ -5,7 +5,7 @@ Shapes: B = samples of a micro-batch, T = sequence length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,9 +15,11 @@ import numpy.typing as npt
 import torch
 
 from bigtrain.config import RunConfig
+from bigtrain.data.manifest import Split
+from bigtrain.data.mixture import MixedWindows, MixtureOrder, Windows, integer_weights
 from bigtrain.data.packing import PackedWindows, split_stream
-from bigtrain.data.sampling import SampleOrder
-from bigtrain.data.shards import open_dataset
+from bigtrain.data.sampling import Indices, SampleOrder
+from bigtrain.data.shards import Level, TokenDataset, open_dataset
 from bigtrain.errors import DataError
 from bigtrain.topology import BatchPlan
 
@@ -28,14 +30,11 @@ HELD_OUT_ORDER_SEED = 0
 """Not the run's seed: two runs on the same data are measured on the same samples."""
 
 
-class Windows(Protocol):
-    """What the loader asks of a dataset; `bigtrain.data.packing.PackedWindows` is one."""
+class Order(Protocol):
+    """Which windows the samples of a run are: `SampleOrder`, or `MixtureOrder`."""
 
-    num_windows: int
-    sequence_length: int
-
-    def read_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
-        """Fill `out`, int64 [sequence_length + 1]: inputs, and the last label."""
+    def windows(self, first_sample: int, count: int) -> Indices:
+        """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class TrainingBatches:
         dataset: Windows,
         plan: BatchPlan,
         data_rank: int,
-        seed: int,
+        order: Order,
         *,
         end_of_document_id: int | None,
         device_pin: bool = False,
@@ -75,7 +74,7 @@ class TrainingBatches:
         self.dataset = dataset
         self.plan = plan
         self.data_rank = data_rank
-        self.order = SampleOrder(dataset.num_windows, seed)
+        self.order = order
         self.end_of_document_id = end_of_document_id
         self.device_pin = device_pin
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
@@ -165,22 +164,19 @@ class HeldOutBatches:
 def open_training_data(
     config: RunConfig, plan: BatchPlan, data_rank: int, *, device_pin: bool = False
 ) -> TrainingBatches:
-    """The training batches of rank `data_rank`, from `config.data`.
+    """The training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
 
-    No collective. Raises DataError where the dataset is missing, damaged or too short.
+    No collective. Raises DataError where a dataset is missing, damaged or too short.
     """
-    dataset = open_dataset(config.data.path)
-    windows = PackedWindows(split_stream(dataset, "train"), plan.sequence_length)
+    datasets = _open_sources(config, "index")
+    sources = [_windows(dataset, "train", plan.sequence_length) for dataset in datasets]
+    sizes = [source.num_windows for source in sources]
     return TrainingBatches(
-        windows,
+        MixedWindows(sources),
         plan,
         data_rank,
-        config.seed,
-        end_of_document_id=(
-            dataset.manifest.tokenizer.end_of_document_id
-            if config.data.mask_end_of_document
-            else None
-        ),
+        MixtureOrder(sizes, integer_weights(config.data.mixture, sizes), config.seed),
+        end_of_document_id=_masked_end(config, datasets),
         device_pin=device_pin,
     )
 
@@ -188,30 +184,46 @@ def open_training_data(
 def open_held_out(
     config: RunConfig, plan: BatchPlan, data_rank: int, *, device_pin: bool = False
 ) -> HeldOutBatches | None:
-    """The held-out batches of rank `data_rank`; None where the dataset has no held-out documents.
+    """The held-out batches of rank `data_rank`; None where no dataset has held-out documents.
 
-    No collective. Raises DataError where there are some, but too few for one sample.
+    Those of a mixture are taken together, every held-out window as likely as every other.
+
+    No collective. Raises DataError where a dataset has some, but too few for one sample.
     """
-    dataset = open_dataset(config.data.path, check="sizes")
-    stream = split_stream(dataset, "held_out")
-    if not stream.num_tokens:
+    datasets = _open_sources(config, "sizes")
+    sources = [
+        _windows(dataset, "held_out", plan.sequence_length)
+        for dataset in datasets
+        if dataset.manifest.num_tokens("held_out")
+    ]
+    if not sources:
         return None
-    try:
-        windows = PackedWindows(stream, plan.sequence_length)
-    except DataError as error:
-        raise DataError(f"the held-out split of {dataset.path}: {error}") from error
     return HeldOutBatches(
-        windows,
+        MixedWindows(sources),
         plan,
         data_rank,
         config.evaluation.samples,
-        end_of_document_id=(
-            dataset.manifest.tokenizer.end_of_document_id
-            if config.data.mask_end_of_document
-            else None
-        ),
+        end_of_document_id=_masked_end(config, datasets),
         device_pin=device_pin,
     )
+
+
+def _open_sources(config: RunConfig, check: Level) -> list[TokenDataset]:
+    return [open_dataset(source.path, check) for source in config.data.mixture]
+
+
+def _windows(dataset: TokenDataset, split: Split, sequence_length: int) -> PackedWindows:
+    try:
+        return PackedWindows(split_stream(dataset, split), sequence_length)
+    except DataError as error:
+        name = {"train": "training", "held_out": "held-out"}[split]
+        raise DataError(f"the {name} split of {dataset.path}: {error}") from error
+
+
+def _masked_end(config: RunConfig, datasets: Sequence[TokenDataset]) -> int | None:
+    # Preflight has found all datasets to have the same tokenizer.
+    first = datasets[0].manifest.tokenizer
+    return first.end_of_document_id if config.data.mask_end_of_document else None
 
 
 def _read_micro_batch(

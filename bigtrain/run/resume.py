@@ -24,7 +24,9 @@ _FREE = {
     "batch.micro_samples",
     "model.attention",
     "model.gradient_checkpointing",
+    # Which tokens, in which proportions, is what the data hash says.
     "data.path",
+    "data.sources",
     "data.tokenizer",
 }
 _FREE_SECTIONS = {"output", "logging", "checkpoint", "evaluation", "engine", "parallel"}
@@ -33,7 +35,7 @@ _FREE_SECTIONS = {"output", "logging", "checkpoint", "evaluation", "engine", "pa
 def save(session: Session, engine: TrainEngine, state: TrainState, data_hash: str) -> None:
     """Write the checkpoint of `state` and drop those that are no longer kept. Collective.
 
-    `data_hash` identifies the dataset (`TokenDataset.fingerprint`).
+    `data_hash` identifies the dataset (`bigtrain.run.preflight.data_hash`).
     """
     directory = checkpoints.checkpoint_path(session.directory, state.step)
     if session.world.is_main:

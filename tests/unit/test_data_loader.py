@@ -49,7 +49,9 @@ def make_plan(data_size: int, micro_samples: int, accumulation: int) -> BatchPla
 
 def training(plan: BatchPlan, rank: int, num_windows: int, **options: Any) -> TrainingBatches:
     options = {"end_of_document_id": None, **options}
-    return TrainingBatches(Numbered(num_windows), plan, rank, 3, **options)
+    return TrainingBatches(
+        Numbered(num_windows), plan, rank, SampleOrder(num_windows, 3), **options
+    )
 
 
 def rows(batches: list[MicroBatch]) -> list[list[int]]:
