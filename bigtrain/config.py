@@ -98,6 +98,12 @@ class DataSection(Section):
         description="give no loss to the token after an end-of-document token, which cannot be "
         "predicted from the document before it (Megatron's eod_mask_loss)",
     )
+    document_boundaries: Literal["ignore", "isolate"] = Field(
+        default="ignore",
+        description="of documents that share a sample; ignore: attention sees the documents "
+        "before; isolate: neither attention nor loss crosses a boundary, and positions, in tokens, "
+        "count from each document's beginning in the sample",
+    )
 
     @model_validator(mode="after")
     def _one_kind_of_share(self) -> Self:
@@ -309,6 +315,17 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
     seed: NonNegativeInt = Field(default=0, description="of weights, dropout and sample order")
+
+    @model_validator(mode="after")
+    def _boundaries_have_a_mask(self) -> Self:
+        # transformers' flash attention reads boundaries from positions at micro-batch 1 only, and
+        # ignores them silently above.
+        if self.data.document_boundaries == "isolate" and self.model.attention.startswith("flash"):
+            raise ValueError(
+                f"model.attention = {self.model.attention!r} cannot isolate documents "
+                "(data.document_boundaries = 'isolate'); set model.attention=sdpa"
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:

@@ -42,11 +42,14 @@ class MicroBatch:
     """One forward pass of one data-parallel rank, on the host.
 
     `input_ids` int64 [B, T]; `labels` int64 [B, T], already shifted: ``labels[b, t]`` is the token
-    to predict from ``input_ids[b, : t + 1]``, or -100 where there is no loss.
+    to predict from ``input_ids[b, : t + 1]``, or -100 where there is no loss. `position_ids` int64
+    [B, T], where documents are isolated: 0 at the first token of each document and of each row;
+    the label that would cross a boundary has no loss.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
+    position_ids: torch.Tensor | None = None
 
 
 class TrainingBatches:
@@ -55,8 +58,9 @@ class TrainingBatches:
     Which sample is which row: `bigtrain.topology.BatchPlan`. The batches of the following step are
     read in a thread while this one is computed; `close` ends it.
 
-    `end_of_document_id` is given where the token after an end-of-document token gets no loss
-    (Megatron's ``eod_mask_loss``). `device_pin` returns page-locked tensors (CUDA only).
+    `isolate` keeps documents apart, as `MicroBatch` says. `end_of_document_id` is given where the
+    token after an end-of-document token gets no loss (Megatron's ``eod_mask_loss``). `device_pin`
+    returns page-locked tensors (CUDA only).
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class TrainingBatches:
         order: Order,
         *,
         end_of_document_id: int | None,
+        isolate: bool = False,
         device_pin: bool = False,
     ) -> None:
         assert 0 <= data_rank < plan.data_size
@@ -76,6 +81,7 @@ class TrainingBatches:
         self.data_rank = data_rank
         self.order = order
         self.end_of_document_id = end_of_document_id
+        self.isolate = isolate
         self.device_pin = device_pin
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
@@ -109,7 +115,12 @@ class TrainingBatches:
         ]
         return [
             _read_micro_batch(
-                self.dataset, rows, plan.micro_samples, self.end_of_document_id, self.device_pin
+                self.dataset,
+                rows,
+                plan.micro_samples,
+                self.end_of_document_id,
+                self.isolate,
+                self.device_pin,
             )
             for rows in mine
         ]
@@ -131,6 +142,7 @@ class HeldOutBatches:
         samples: int,
         *,
         end_of_document_id: int | None,
+        isolate: bool = False,
         device_pin: bool = False,
     ) -> None:
         assert 0 <= data_rank < plan.data_size
@@ -141,6 +153,7 @@ class HeldOutBatches:
         self.num_samples = min(samples, dataset.num_windows)
         self.num_batches = -(-self.num_samples // (plan.micro_samples * plan.data_size))
         self.end_of_document_id = end_of_document_id
+        self.isolate = isolate
         self.device_pin = device_pin
 
     def __len__(self) -> int:
@@ -157,6 +170,7 @@ class HeldOutBatches:
                 order.windows(first, count),
                 plan.micro_samples,
                 self.end_of_document_id,
+                self.isolate,
                 self.device_pin,
             )
 
@@ -177,6 +191,7 @@ def open_training_data(
         data_rank,
         MixtureOrder(sizes, integer_weights(config.data.mixture, sizes), config.seed),
         end_of_document_id=_masked_end(config, datasets),
+        isolate=config.data.document_boundaries == "isolate",
         device_pin=device_pin,
     )
 
@@ -204,6 +219,7 @@ def open_held_out(
         data_rank,
         config.evaluation.samples,
         end_of_document_id=_masked_end(config, datasets),
+        isolate=config.data.document_boundaries == "isolate",
         device_pin=device_pin,
     )
 
@@ -231,6 +247,7 @@ def _read_micro_batch(
     windows: npt.NDArray[np.int64],
     rows: int,
     end_of_document_id: int | None,
+    isolate: bool,
     pin: bool,
 ) -> MicroBatch:
     """Micro-batch of `rows` rows; those beyond `windows` are padding, token 0 without loss."""
@@ -242,7 +259,11 @@ def _read_micro_batch(
     labels[len(windows) :] = IGNORED_LABEL
     if end_of_document_id is not None:
         labels[input_ids == end_of_document_id] = IGNORED_LABEL
-    batch = MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(labels))
-    if pin:
-        batch = MicroBatch(batch.input_ids.pin_memory(), batch.labels.pin_memory())
-    return batch
+    parts = [torch.from_numpy(input_ids), torch.from_numpy(labels)]
+    if isolate:
+        positions = np.tile(np.arange(tokens.shape[1], dtype=np.int64), (rows, 1))
+        for row, window in enumerate(windows):
+            dataset.positions_into(int(window), positions[row])
+        labels[positions[:, 1:] == 0] = IGNORED_LABEL
+        parts.append(torch.from_numpy(positions[:, :-1].copy()))
+    return MicroBatch(*(part.pin_memory() for part in parts) if pin else parts)

@@ -41,6 +41,9 @@ class Windows(Protocol):
     def read_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
         """Fill `out`, int64 [sequence_length + 1]: inputs, and the last label."""
 
+    def positions_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
+        """Fill `out`, int64 [sequence_length + 1], with positions from each document's first."""
+
 
 class MixedWindows:
     """The windows of several sources, numbered one source after another."""
@@ -56,6 +59,11 @@ class MixedWindows:
         """Fill `out`, int64 [sequence_length + 1], with window `window_index` of the mixture."""
         source, window = self._find(window_index)
         source.read_into(window, out)
+
+    def positions_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
+        """Fill `out`, int64 [sequence_length + 1], with positions from each document's first."""
+        source, window = self._find(window_index)
+        source.positions_into(window, out)
 
     def _find(self, window_index: int) -> tuple[Windows, int]:
         assert 0 <= window_index < self.num_windows

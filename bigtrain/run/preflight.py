@@ -15,6 +15,7 @@ from bigtrain.data.manifest import read_manifest
 from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
+from bigtrain.models.isolation import check_isolation
 from bigtrain.run.metrics import check_trackers
 
 
@@ -42,6 +43,8 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         *_check_sequence(config.batch.sequence_length, hf_config),
         *check_dataset(config, vocabulary_size(hf_config)),
     ]
+    if config.data.document_boundaries == "isolate" and not problems:
+        problems += check_isolation(hf_config, config.model.attention)
     if problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(hf_config, data_hash(config.data))

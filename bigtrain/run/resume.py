@@ -29,6 +29,8 @@ _FREE = {
     "data.sources",
     "data.tokenizer",
 }
+# Settings younger than some checkpoints, with what such a run did.
+_BEFORE = {"data.document_boundaries": "ignore"}
 _FREE_SECTIONS = {"output", "logging", "checkpoint", "evaluation", "engine", "parallel"}
 
 
@@ -88,7 +90,7 @@ def restore_or_start(session: Session, engine: TrainEngine, data_hash: str) -> T
 def _refuse_another_run(
     document: dict[str, Any], config: RunConfig, data_hash: str, directory: Path
 ) -> None:
-    before = _mathematics(document["config"])
+    before = _BEFORE | _mathematics(document["config"])
     now = _mathematics(config.model_dump(mode="json"))
     before["data"], now["data"] = document["data_hash"], data_hash
     changes = [
