@@ -62,10 +62,32 @@ class ModelSection(Section):
         return self
 
 
+class SourceSection(Section):
+    """One dataset of a mixture."""
+
+    path: str = Field(description="directory written by `bigtrain tokenize`")
+    weight: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="share of the run's samples, relative to the other sources' weights",
+    )
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="instead of weights: how often this source is read while every other one is "
+        "read as often as its own epochs say; the share is epochs times its number of samples",
+    )
+
+
 class DataSection(Section):
     """Which token shards, and how samples are cut from them."""
 
-    path: str = Field(description="directory written by `bigtrain tokenize`")
+    path: str | None = Field(
+        default=None, description="directory written by `bigtrain tokenize`: the only dataset"
+    )
+    sources: tuple[SourceSection, ...] = Field(
+        default=(),
+        description="instead of path: datasets to mix, each read without repetition until its own "
+        "epoch ends",
+    )
     tokenizer: str | None = Field(
         default=None,
         description="tokenizer the shards must have been made with (directory or hub name); "
@@ -76,6 +98,40 @@ class DataSection(Section):
         description="give no loss to the token after an end-of-document token, which cannot be "
         "predicted from the document before it (Megatron's eod_mask_loss)",
     )
+    document_boundaries: Literal["ignore", "isolate"] = Field(
+        default="ignore",
+        description="of documents that share a sample; ignore: attention sees the documents "
+        "before; isolate: neither attention nor loss crosses a boundary, and positions, in tokens, "
+        "count from each document's beginning in the sample",
+    )
+
+    @model_validator(mode="after")
+    def _one_kind_of_share(self) -> Self:
+        if (self.path is None) == (not self.sources):
+            raise ValueError(
+                "exactly one of data.path (one dataset) and data.sources (a mixture) must be set"
+            )
+        kinds = {(s.weight is not None, s.epochs is not None) for s in self.sources}
+        if kinds and kinds not in ({(True, False)}, {(False, True)}):
+            raise ValueError(
+                "data.sources: every source must have a weight, or every one epochs, and none both"
+            )
+        paths = [source.path for source in self.sources]
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        if twice is not None:
+            raise ValueError(f"data.sources: {twice} is listed twice; give it one weight")
+        return self
+
+    @property
+    def mixture(self) -> tuple[SourceSection, ...]:
+        """The sources, however they were given; `path` is a mixture of one."""
+        if self.path is not None:
+            return (SourceSection(path=self.path, weight=1.0),)
+        return self.sources
+
+    def key_of(self, source_index: int) -> str:
+        """The configuration key that names the path of a source."""
+        return "data.path" if self.path is not None else f"data.sources.{source_index}.path"
 
 
 class BatchSection(Section):
@@ -259,6 +315,17 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
     seed: NonNegativeInt = Field(default=0, description="of weights, dropout and sample order")
+
+    @model_validator(mode="after")
+    def _boundaries_have_a_mask(self) -> Self:
+        # transformers' flash attention reads boundaries from positions at micro-batch 1 only, and
+        # ignores them silently above.
+        if self.data.document_boundaries == "isolate" and self.model.attention.startswith("flash"):
+            raise ValueError(
+                f"model.attention = {self.model.attention!r} cannot isolate documents "
+                "(data.document_boundaries = 'isolate'); set model.attention=sdpa"
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:

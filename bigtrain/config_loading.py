@@ -178,7 +178,7 @@ def _location(parts: Sequence[int | str]) -> list[str]:
         if model is None and isinstance(part, str):
             break
         names.append(str(part))
-        if model is not None:
+        if model is not None and isinstance(part, str):  # a number is a place in a list of models
             field = model.model_fields.get(str(part))
             model = _section_of(field.annotation) if field else None
     return names
@@ -192,6 +192,8 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 def _fields_at(location: Sequence[str]) -> list[str]:
     model: type[BaseModel] | None = RunConfig
     for name in location:
+        if name.isdigit():
+            continue
         field = model.model_fields.get(name) if model else None
         model = _section_of(field.annotation) if field else None
     return sorted(model.model_fields) if model else []

@@ -6,6 +6,7 @@ Each function returns problems instead of raising, so that they can be reported 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,47 +29,92 @@ def check_dataset(config: RunConfig, model_vocab_size: int | None = None) -> lis
     not checked where they stand only on the hub. Reads headers and sizes of the shards, and loads
     a tokenizer only where data.tokenizer names one.
     """
-    try:
-        dataset = open_dataset(config.data.path, check="sizes")
-    except DataError as error:
-        return [Problem("data.path", config.data.path, str(error))]
-    manifest = dataset.manifest
-    problems = check_length(config, manifest)
+    problems: list[Problem] = []
+    manifests: list[Manifest] = []
+    for number, source in enumerate(config.data.mixture):
+        try:
+            manifests.append(open_dataset(source.path, check="sizes").manifest)
+        except DataError as error:
+            problems.append(Problem(config.data.key_of(number), source.path, str(error)))
+    if problems:
+        return problems
+    problems = check_length(config, manifests) + check_same_tokenizer(config, manifests)
     if model_vocab_size is None:
         model_vocab_size = known_vocab_size(config.model)
     if model_vocab_size is not None:
-        problems += check_vocabulary(manifest, model_vocab_size)
+        problems += check_vocabulary(manifests[0], model_vocab_size)
     if config.data.tokenizer is not None:
-        problems += _check_tokenizer(manifest, config.data.tokenizer)
+        problems += _check_tokenizer(manifests[0], config.data.tokenizer)
     return problems
 
 
-def check_length(config: RunConfig, manifest: Manifest) -> list[Problem]:
-    """Whether the splits hold enough tokens for one global batch and for one evaluation."""
+def check_same_tokenizer(config: RunConfig, manifests: Sequence[Manifest]) -> list[Problem]:
+    """Whether one tokenizer made all sources: their token ids would mean different text."""
+
+    def identity(manifest: Manifest) -> tuple[str, int, int]:
+        tokenizer = manifest.tokenizer
+        return tokenizer.hash, tokenizer.vocab_size, tokenizer.end_of_document_id
+
+    def described(number: int) -> str:
+        hash_, size, end = identity(manifests[number])
+        name = manifests[number].tokenizer.name
+        return f"{name}, hash {hash_}, {size} tokens, end of document {end}"
+
+    return [
+        Problem(
+            config.data.key_of(number),
+            config.data.mixture[number].path,
+            f"was made with another tokenizer ({described(number)}) than "
+            f"{config.data.mixture[0].path} ({described(0)})",
+            "tokenize all sources of a mixture with the same tokenizer",
+        )
+        for number, manifest in enumerate(manifests)
+        if identity(manifest) != identity(manifests[0])
+    ]
+
+
+def check_length(config: RunConfig, manifests: Sequence[Manifest]) -> list[Problem]:
+    """Whether the splits hold enough tokens for one global batch and for one evaluation.
+
+    Every source must hold one sample, and all of them together one global batch.
+    """
     length = config.batch.sequence_length
-    tokens = manifest.num_tokens("train")
-    samples = count_windows(tokens, length)
+    tokens = [manifest.num_tokens("train") for manifest in manifests]
+    samples = [count_windows(number, length) for number in tokens]
+    key, value = ("data.path", config.data.path) if config.data.path else ("data.sources", None)
     problems = []
-    if samples < config.batch.samples_per_step:
+    if sum(samples) < config.batch.samples_per_step:
         problems.append(
             Problem(
-                "data.path",
-                config.data.path,
-                f"too short for one global batch: {tokens} training tokens are {samples} samples "
-                f"of {length} tokens, one step takes {config.batch.samples_per_step}",
+                key,
+                value,
+                f"too short for one global batch: {sum(tokens)} training tokens are {sum(samples)} "
+                f"samples of {length} tokens, one step takes {config.batch.samples_per_step}",
                 "tokenize more text, or set a smaller batch",
             )
         )
-    held_out = manifest.num_tokens("held_out")
-    if held_out and not count_windows(held_out, length):
-        problems.append(
-            Problem(
-                "data.path",
-                config.data.path,
-                f"the held-out split has {held_out} tokens, too few for one sample of {length} + 1",
-                "tokenize again with a larger --held-out, or with none",
+    for number, manifest in enumerate(manifests):
+        key, path = config.data.key_of(number), config.data.mixture[number].path
+        if not samples[number] and len(manifests) > 1:
+            problems.append(
+                Problem(
+                    key,
+                    path,
+                    f"has {tokens[number]} training tokens, too few for one sample of {length} + 1",
+                    "leave it out, tokenize more text, or set a smaller batch.sequence_length",
+                )
             )
-        )
+        held_out = manifest.num_tokens("held_out")
+        if held_out and not count_windows(held_out, length):
+            problems.append(
+                Problem(
+                    key,
+                    path,
+                    f"the held-out split has {held_out} tokens, too few for one sample of "
+                    f"{length} + 1",
+                    "tokenize again with a larger --held-out, or with none",
+                )
+            )
     return problems
 
 

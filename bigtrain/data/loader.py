@@ -5,7 +5,7 @@ Shapes: B = samples of a micro-batch, T = sequence length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,9 +15,11 @@ import numpy.typing as npt
 import torch
 
 from bigtrain.config import RunConfig
+from bigtrain.data.manifest import Split
+from bigtrain.data.mixture import MixedWindows, MixtureOrder, Windows, integer_weights
 from bigtrain.data.packing import PackedWindows, split_stream
-from bigtrain.data.sampling import SampleOrder
-from bigtrain.data.shards import open_dataset
+from bigtrain.data.sampling import Indices, SampleOrder
+from bigtrain.data.shards import Level, TokenDataset, open_dataset
 from bigtrain.errors import DataError
 from bigtrain.topology import BatchPlan
 
@@ -28,14 +30,11 @@ HELD_OUT_ORDER_SEED = 0
 """Not the run's seed: two runs on the same data are measured on the same samples."""
 
 
-class Windows(Protocol):
-    """What the loader asks of a dataset; `bigtrain.data.packing.PackedWindows` is one."""
+class Order(Protocol):
+    """Which windows the samples of a run are: `SampleOrder`, or `MixtureOrder`."""
 
-    num_windows: int
-    sequence_length: int
-
-    def read_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
-        """Fill `out`, int64 [sequence_length + 1]: inputs, and the last label."""
+    def windows(self, first_sample: int, count: int) -> Indices:
+        """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,14 @@ class MicroBatch:
     """One forward pass of one data-parallel rank, on the host.
 
     `input_ids` int64 [B, T]; `labels` int64 [B, T], already shifted: ``labels[b, t]`` is the token
-    to predict from ``input_ids[b, : t + 1]``, or -100 where there is no loss.
+    to predict from ``input_ids[b, : t + 1]``, or -100 where there is no loss. `position_ids` int64
+    [B, T], where documents are isolated: 0 at the first token of each document and of each row;
+    the label that would cross a boundary has no loss.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
+    position_ids: torch.Tensor | None = None
 
 
 class TrainingBatches:
@@ -56,8 +58,9 @@ class TrainingBatches:
     Which sample is which row: `bigtrain.topology.BatchPlan`. The batches of the following step are
     read in a thread while this one is computed; `close` ends it.
 
-    `end_of_document_id` is given where the token after an end-of-document token gets no loss
-    (Megatron's ``eod_mask_loss``). `device_pin` returns page-locked tensors (CUDA only).
+    `isolate` keeps documents apart, as `MicroBatch` says. `end_of_document_id` is given where the
+    token after an end-of-document token gets no loss (Megatron's ``eod_mask_loss``). `device_pin`
+    returns page-locked tensors (CUDA only).
     """
 
     def __init__(
@@ -65,9 +68,10 @@ class TrainingBatches:
         dataset: Windows,
         plan: BatchPlan,
         data_rank: int,
-        seed: int,
+        order: Order,
         *,
         end_of_document_id: int | None,
+        isolate: bool = False,
         device_pin: bool = False,
     ) -> None:
         assert 0 <= data_rank < plan.data_size
@@ -75,8 +79,9 @@ class TrainingBatches:
         self.dataset = dataset
         self.plan = plan
         self.data_rank = data_rank
-        self.order = SampleOrder(dataset.num_windows, seed)
+        self.order = order
         self.end_of_document_id = end_of_document_id
+        self.isolate = isolate
         self.device_pin = device_pin
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
@@ -110,7 +115,12 @@ class TrainingBatches:
         ]
         return [
             _read_micro_batch(
-                self.dataset, rows, plan.micro_samples, self.end_of_document_id, self.device_pin
+                self.dataset,
+                rows,
+                plan.micro_samples,
+                self.end_of_document_id,
+                self.isolate,
+                self.device_pin,
             )
             for rows in mine
         ]
@@ -132,6 +142,7 @@ class HeldOutBatches:
         samples: int,
         *,
         end_of_document_id: int | None,
+        isolate: bool = False,
         device_pin: bool = False,
     ) -> None:
         assert 0 <= data_rank < plan.data_size
@@ -142,6 +153,7 @@ class HeldOutBatches:
         self.num_samples = min(samples, dataset.num_windows)
         self.num_batches = -(-self.num_samples // (plan.micro_samples * plan.data_size))
         self.end_of_document_id = end_of_document_id
+        self.isolate = isolate
         self.device_pin = device_pin
 
     def __len__(self) -> int:
@@ -158,6 +170,7 @@ class HeldOutBatches:
                 order.windows(first, count),
                 plan.micro_samples,
                 self.end_of_document_id,
+                self.isolate,
                 self.device_pin,
             )
 
@@ -165,22 +178,20 @@ class HeldOutBatches:
 def open_training_data(
     config: RunConfig, plan: BatchPlan, data_rank: int, *, device_pin: bool = False
 ) -> TrainingBatches:
-    """The training batches of rank `data_rank`, from `config.data`.
+    """The training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
 
-    No collective. Raises DataError where the dataset is missing, damaged or too short.
+    No collective. Raises DataError where a dataset is missing, damaged or too short.
     """
-    dataset = open_dataset(config.data.path)
-    windows = PackedWindows(split_stream(dataset, "train"), plan.sequence_length)
+    datasets = _open_sources(config, "index")
+    sources = [_windows(dataset, "train", plan.sequence_length) for dataset in datasets]
+    sizes = [source.num_windows for source in sources]
     return TrainingBatches(
-        windows,
+        MixedWindows(sources),
         plan,
         data_rank,
-        config.seed,
-        end_of_document_id=(
-            dataset.manifest.tokenizer.end_of_document_id
-            if config.data.mask_end_of_document
-            else None
-        ),
+        MixtureOrder(sizes, integer_weights(config.data.mixture, sizes), config.seed),
+        end_of_document_id=_masked_end(config, datasets),
+        isolate=config.data.document_boundaries == "isolate",
         device_pin=device_pin,
     )
 
@@ -188,30 +199,47 @@ def open_training_data(
 def open_held_out(
     config: RunConfig, plan: BatchPlan, data_rank: int, *, device_pin: bool = False
 ) -> HeldOutBatches | None:
-    """The held-out batches of rank `data_rank`; None where the dataset has no held-out documents.
+    """The held-out batches of rank `data_rank`; None where no dataset has held-out documents.
 
-    No collective. Raises DataError where there are some, but too few for one sample.
+    Those of a mixture are taken together, every held-out window as likely as every other.
+
+    No collective. Raises DataError where a dataset has some, but too few for one sample.
     """
-    dataset = open_dataset(config.data.path, check="sizes")
-    stream = split_stream(dataset, "held_out")
-    if not stream.num_tokens:
+    datasets = _open_sources(config, "sizes")
+    sources = [
+        _windows(dataset, "held_out", plan.sequence_length)
+        for dataset in datasets
+        if dataset.manifest.num_tokens("held_out")
+    ]
+    if not sources:
         return None
-    try:
-        windows = PackedWindows(stream, plan.sequence_length)
-    except DataError as error:
-        raise DataError(f"the held-out split of {dataset.path}: {error}") from error
     return HeldOutBatches(
-        windows,
+        MixedWindows(sources),
         plan,
         data_rank,
         config.evaluation.samples,
-        end_of_document_id=(
-            dataset.manifest.tokenizer.end_of_document_id
-            if config.data.mask_end_of_document
-            else None
-        ),
+        end_of_document_id=_masked_end(config, datasets),
+        isolate=config.data.document_boundaries == "isolate",
         device_pin=device_pin,
     )
+
+
+def _open_sources(config: RunConfig, check: Level) -> list[TokenDataset]:
+    return [open_dataset(source.path, check) for source in config.data.mixture]
+
+
+def _windows(dataset: TokenDataset, split: Split, sequence_length: int) -> PackedWindows:
+    try:
+        return PackedWindows(split_stream(dataset, split), sequence_length)
+    except DataError as error:
+        name = {"train": "training", "held_out": "held-out"}[split]
+        raise DataError(f"the {name} split of {dataset.path}: {error}") from error
+
+
+def _masked_end(config: RunConfig, datasets: Sequence[TokenDataset]) -> int | None:
+    # Preflight has found all datasets to have the same tokenizer.
+    first = datasets[0].manifest.tokenizer
+    return first.end_of_document_id if config.data.mask_end_of_document else None
 
 
 def _read_micro_batch(
@@ -219,6 +247,7 @@ def _read_micro_batch(
     windows: npt.NDArray[np.int64],
     rows: int,
     end_of_document_id: int | None,
+    isolate: bool,
     pin: bool,
 ) -> MicroBatch:
     """Micro-batch of `rows` rows; those beyond `windows` are padding, token 0 without loss."""
@@ -230,7 +259,11 @@ def _read_micro_batch(
     labels[len(windows) :] = IGNORED_LABEL
     if end_of_document_id is not None:
         labels[input_ids == end_of_document_id] = IGNORED_LABEL
-    batch = MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(labels))
-    if pin:
-        batch = MicroBatch(batch.input_ids.pin_memory(), batch.labels.pin_memory())
-    return batch
+    parts = [torch.from_numpy(input_ids), torch.from_numpy(labels)]
+    if isolate:
+        positions = np.tile(np.arange(tokens.shape[1], dtype=np.int64), (rows, 1))
+        for row, window in enumerate(windows):
+            dataset.positions_into(int(window), positions[row])
+        labels[positions[:, 1:] == 0] = IGNORED_LABEL
+        parts.append(torch.from_numpy(positions[:, :-1].copy()))
+    return MicroBatch(*(part.pin_memory() for part in parts) if pin else parts)

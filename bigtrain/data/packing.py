@@ -56,6 +56,28 @@ class TokenStream:
                 f"vocabulary has {self.vocab_size} -> tokenize again"
             )
 
+    def positions_into(self, start: int, out: Window) -> None:
+        """Fill `out` with every token's distance from the beginning of its document.
+
+        `out[0]` is token `start` of the stream and counts as a beginning. Raises DataError where an
+        index is damaged.
+        """
+        assert 0 <= start <= self.num_tokens - len(out)
+        number = bisect_right(self._ends, start)
+        begins = [np.zeros(1, dtype=np.int64)]
+        filled = 0
+        while filled < len(out):
+            shard = self.shards[number]
+            shard_begin = self._ends[number] - shard.num_tokens
+            low = start + filled - shard_begin
+            high = min(shard.num_tokens, low + len(out) - filled)
+            begins.append(shard.document_begins(low, high) + (shard_begin - start))
+            filled += high - low
+            number += 1
+        found = np.unique(np.concatenate(begins))
+        lengths = np.diff(found, append=len(out))
+        np.subtract(np.arange(len(out)), np.repeat(found, lengths), out=out)
+
 
 class PackedWindows:
     """Windows of `sequence_length` + 1 tokens, `sequence_length` apart, of one stream.
@@ -80,6 +102,13 @@ class PackedWindows:
         assert 0 <= window_index < self.num_windows
         assert len(out) == self.sequence_length + 1
         self.stream.read_into(window_index * self.sequence_length, out)
+
+    def positions_into(self, window_index: int, out: Window) -> None:
+        """Fill `out`, int64 [sequence_length + 1], with positions counted from each document's
+        beginning; 0 is the first token of a document, or of the window."""
+        assert 0 <= window_index < self.num_windows
+        assert len(out) == self.sequence_length + 1
+        self.stream.positions_into(window_index * self.sequence_length, out)
 
 
 def count_windows(num_tokens: int, sequence_length: int) -> int:

@@ -23,13 +23,15 @@ Indices = npt.NDArray[np.int64]
 class SampleOrder:
     """The order in which a run reads `num_windows` windows, epoch after epoch.
 
-    Every epoch is its own permutation: no window repeats in it and none is left out.
+    Every epoch is its own permutation: no window repeats in it and none is left out. `source`
+    tells the datasets of a mixture apart (`bigtrain.data.mixture`).
     """
 
-    def __init__(self, num_windows: int, seed: int) -> None:
+    def __init__(self, num_windows: int, seed: int, source: int = 0) -> None:
         assert num_windows >= 1
         self.num_windows = num_windows
         self.seed = seed
+        self.source = source
 
     def windows(self, first_sample: int, count: int) -> Indices:
         """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
@@ -39,13 +41,13 @@ class SampleOrder:
             epoch, offset = divmod(position, self.num_windows)
             length = min(end - position, self.num_windows - offset)
             samples = np.arange(offset, offset + length, dtype=np.int64)
-            parts.append(permute(samples, self.num_windows, self.seed, epoch))
+            parts.append(permute(samples, self.num_windows, self.seed, epoch, self.source))
             position += length
         return np.concatenate(parts)
 
 
-def permute(indices: Indices, size: int, seed: int, epoch: int) -> Indices:
-    """Where the permutation of ``range(size)`` that belongs to (seed, epoch) sends `indices`.
+def permute(indices: Indices, size: int, seed: int, epoch: int, source: int = 0) -> Indices:
+    """Where the permutation of ``range(size)`` of (seed, epoch, source) sends `indices`.
 
     A balanced Feistel network of `ROUNDS` rounds on the next even number of bits, walked along its
     cycle until it is back below `size` (Black and Rogaway 2002, "Ciphers with arbitrary finite
@@ -53,7 +55,18 @@ def permute(indices: Indices, size: int, seed: int, epoch: int) -> Indices:
     the constants of MurmurHash3's finaliser; not meant to resist an adversary.
     """
     assert 1 <= size <= 1 << 62
-    keys = _round_keys(seed, epoch)
+    label = f"bigtrain sample order 1, seed {seed}, epoch {epoch}"
+    return _permute(indices, size, label + (f", source {source}" if source else ""))
+
+
+def shuffle_block(size: int, seed: int, block: int) -> Indices:
+    """The permutation of ``range(size)`` inside block `block` of a mixture, int64 [size]."""
+    label = f"bigtrain mixture order 1, seed {seed}, block {block}"
+    return _permute(np.arange(size, dtype=np.int64), size, label)
+
+
+def _permute(indices: Indices, size: int, label: str) -> Indices:
+    keys = _round_keys(label)
     if size <= _SMALL:
         images = _feistel(np.arange(size, dtype=np.uint64), 16, keys)
         return np.argsort(images)[indices].astype(np.int64)
@@ -69,9 +82,8 @@ def permute(indices: Indices, size: int, seed: int, epoch: int) -> Indices:
     return values.astype(np.int64)
 
 
-def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    label = f"bigtrain sample order 1, seed {seed}, epoch {epoch}".encode()
-    digest = hashlib.blake2b(label, digest_size=4 * ROUNDS).digest()
+def _round_keys(label: str) -> npt.NDArray[np.uint64]:
+    digest = hashlib.blake2b(label.encode(), digest_size=4 * ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u4").astype(np.uint64)
 
 

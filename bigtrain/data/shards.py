@@ -238,6 +238,28 @@ class Shard:
             raise self._damaged(f"document {index} is at bytes {begin} to {end}")
         return self.tokens[begin // self.dtype.itemsize : end // self.dtype.itemsize]
 
+    def document_begins(self, low: int, high: int) -> npt.NDArray[np.int64]:
+        """Where documents begin in tokens `low` to `high` (exclusive), int64, ascending.
+
+        Searches the index by bisection, so it costs a few pages of it at any size. Raises DataError
+        where the index contradicts itself there.
+        """
+        item = self.dtype.itemsize
+        first, last = np.searchsorted(self.sequence_pointers, (low * item, high * item))
+        sequences = np.arange(first, last, dtype=np.int64)
+        if len(self.document_starts) != len(self.sequence_pointers) + 1:
+            # Documents of several sequences, or of none.
+            entries = np.searchsorted(self.document_starts, sequences)
+            if len(entries) and entries.max() >= len(self.document_starts):
+                raise self._damaged(f"its documents end before sequence {last}")
+            sequences = sequences[self.document_starts[entries] == sequences]
+        begins = self.sequence_pointers[sequences] // item
+        if len(begins) and not (
+            begins[0] >= low and begins[-1] < high and (np.diff(begins) >= 0).all()
+        ):
+            raise self._damaged(f"sequences {first} to {last} are out of order")
+        return begins
+
     def check_index(self) -> None:
         """Raises DataError unless sequences and documents cover the `.bin` without gap or overlap.
 

@@ -147,7 +147,12 @@ class TrainEngine:
         self.engine.destroy()
 
     def _forward(self, batch: MicroBatch) -> Any:
-        return self.engine(input_ids=self._to_device(batch.input_ids), use_cache=False)
+        inputs = {"input_ids": self._to_device(batch.input_ids)}
+        if batch.position_ids is not None:
+            # Without an attention mask and a cache, transformers keeps apart what positions that
+            # start anew keep apart; `models.isolation` has shown it for this model.
+            inputs["position_ids"] = self._to_device(batch.position_ids)
+        return self.engine(**inputs, use_cache=False)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)

@@ -9,11 +9,13 @@ from typing import Any
 
 import xxhash
 
+from bigtrain.config import DataSection
 from bigtrain.data.checks import check_dataset
-from bigtrain.data.manifest import Manifest, read_manifest
+from bigtrain.data.manifest import read_manifest
 from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
+from bigtrain.models.isolation import check_isolation
 from bigtrain.run.metrics import check_trackers
 
 
@@ -41,16 +43,25 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         *_check_sequence(config.batch.sequence_length, hf_config),
         *check_dataset(config, vocabulary_size(hf_config)),
     ]
+    if config.data.document_boundaries == "isolate" and not problems:
+        problems += check_isolation(hf_config, config.model.attention)
     if problems:
         raise ConfigError(problems, "the run's inputs")
-    return Inputs(hf_config, data_hash(read_manifest(Path(config.data.path))))
+    return Inputs(hf_config, data_hash(config.data))
 
 
-def data_hash(manifest: Manifest) -> str:
-    """Identity of what is trained on: tokenizer and training tokens in order, wherever they lie."""
-    digest = xxhash.xxh3_64(manifest.tokenizer.hash.encode())
-    for shard in manifest.shards("train"):
-        digest.update(f"{shard.tokens}:{shard.xxh3}".encode())
+def data_hash(data: DataSection) -> str:
+    """Identity of what is trained on: tokenizer and training tokens in order, wherever they lie.
+
+    A mixture's is also that of its weights; a mixture of one source is that source.
+    """
+    manifests = [read_manifest(Path(source.path)) for source in data.mixture]
+    digest = xxhash.xxh3_64(manifests[0].tokenizer.hash.encode())
+    for source, manifest in zip(data.mixture, manifests, strict=True):
+        if len(manifests) > 1:
+            digest.update(f"source:{source.weight!r}:{source.epochs!r}".encode())
+        for shard in manifest.shards("train"):
+            digest.update(f"{shard.tokens}:{shard.xxh3}".encode())
     return digest.hexdigest()
 
 

@@ -24,16 +24,20 @@ _FREE = {
     "batch.micro_samples",
     "model.attention",
     "model.gradient_checkpointing",
+    # Which tokens, in which proportions, is what the data hash says.
     "data.path",
+    "data.sources",
     "data.tokenizer",
 }
+# Settings younger than some checkpoints, with what such a run did.
+_BEFORE = {"data.document_boundaries": "ignore"}
 _FREE_SECTIONS = {"output", "logging", "checkpoint", "evaluation", "engine", "parallel"}
 
 
 def save(session: Session, engine: TrainEngine, state: TrainState, data_hash: str) -> None:
     """Write the checkpoint of `state` and drop those that are no longer kept. Collective.
 
-    `data_hash` identifies the dataset (`TokenDataset.fingerprint`).
+    `data_hash` identifies the dataset (`bigtrain.run.preflight.data_hash`).
     """
     directory = checkpoints.checkpoint_path(session.directory, state.step)
     if session.world.is_main:
@@ -86,7 +90,7 @@ def restore_or_start(session: Session, engine: TrainEngine, data_hash: str) -> T
 def _refuse_another_run(
     document: dict[str, Any], config: RunConfig, data_hash: str, directory: Path
 ) -> None:
-    before = _mathematics(document["config"])
+    before = _BEFORE | _mathematics(document["config"])
     now = _mathematics(config.model_dump(mode="json"))
     before["data"], now["data"] = document["data_hash"], data_hash
     changes = [

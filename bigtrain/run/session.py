@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import bigtrain
+from bigtrain.data.manifest import TOKENIZER_DIRECTORY
 from bigtrain.engine.build import TrainEngine
 from bigtrain.engine.distributed import process_group
 from bigtrain.engine.resolve import ResolvedRun
@@ -144,9 +145,8 @@ def _write_run_directory(session: Session) -> None:
     _write_json(directory / "deepspeed.json", run.engine.deepspeed)
     _write_json(directory / "environment.json", describe_environment(session))
     session.inputs.hf_config.save_pretrained(directory / MODEL_CONFIG)
-    shutil.copytree(
-        Path(run.config.data.path) / "tokenizer", directory / "tokenizer", dirs_exist_ok=True
-    )
+    tokens = Path(run.config.data.mixture[0].path)  # all sources have the same tokenizer
+    shutil.copytree(tokens / TOKENIZER_DIRECTORY, directory / "tokenizer", dirs_exist_ok=True)
 
 
 def describe_environment(session: Session) -> dict[str, Any]:

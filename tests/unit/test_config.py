@@ -177,6 +177,37 @@ def test_values_that_do_not_fit(tmp_path: Path, overrides: list[str], message: s
     assert message in "\n".join(problems_of(tmp_path, make_tree(), *overrides))
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "data: exactly one of data.path (one dataset) and data.sources (a mixture)"),
+        ({"path": "a", "sources": [{"path": "b", "weight": 1}]}, "data: exactly one of data.path"),
+        ({"sources": [{"path": "a"}]}, "data: data.sources: every source must have a weight, or"),
+        (
+            {"sources": [{"path": "a", "weight": 1}, {"path": "b", "epochs": 2}]},
+            "data: data.sources: every source must have a weight, or every one epochs",
+        ),
+        (
+            {"sources": [{"path": "a", "weight": 1, "epochs": 1}]},
+            "data: data.sources: every source must have a weight, or every one epochs, and none",
+        ),
+        (
+            {"sources": [{"path": "a", "weight": 1}, {"path": "a", "weight": 1}]},
+            "data: data.sources: a is listed twice; give it one weight",
+        ),
+        ({"sources": [{"path": "a", "weight": 0}]}, "data.sources.0.weight = 0: input should be"),
+        (
+            {"sources": [{"path": "a", "weight": 1, "epoch": 1}]},
+            "data.sources.0.epoch = 1: unknown key -> did you mean data.sources.0.epochs? known "
+            "here: epochs, path, weight",
+        ),
+    ],
+)
+def test_mixtures_that_are_refused(tmp_path: Path, data: object, message: str) -> None:
+    problems = problems_of(tmp_path, make_tree() | {"data": data})
+    assert any(problem.startswith(message) for problem in problems), problems
+
+
 def test_errors_carry_problems_source_and_exit_code() -> None:
     error = ConfigError([Problem("a", 1, "is odd", "take 2"), Problem("b", None, "is absent")], "f")
     assert isinstance(error, BigtrainError)

@@ -98,3 +98,37 @@ def test_checks_need_no_torch() -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def mixture(*paths: Path) -> dict[str, Any]:
+    return {"sources": [{"path": str(path), "weight": 1} for path in paths]}
+
+
+def test_a_mixture_that_fits(dataset: Path, tmp_path: Path) -> None:
+    other = write_dataset(tmp_path / "other", vocab_size=50, seed=1)
+    assert texts(config_for(dataset, data=mixture(dataset, other))) == []
+
+
+def test_every_missing_source_is_named(dataset: Path, tmp_path: Path) -> None:
+    data = mixture(tmp_path / "a", dataset, tmp_path / "b")
+    first, second = texts(config_for(dataset, data=data))
+    assert first.startswith("data.sources.0.path = ")
+    assert "a does not exist" in first
+    assert second.startswith("data.sources.2.path = ")
+
+
+def test_sources_of_two_tokenizers(dataset: Path, tmp_path: Path) -> None:
+    other = write_dataset(tmp_path / "other", vocab_size=48)
+    (problem,) = texts(config_for(dataset, data=mixture(dataset, other)))
+    assert problem.startswith(f"data.sources.1.path = '{other}': was made with another tokenizer")
+    assert "hash 0000000000000000, 48 tokens, end of document 0" in problem
+    assert f"than {dataset} (synthetic, hash 0000000000000000, 50 tokens" in problem
+
+
+def test_a_source_shorter_than_one_sample(dataset: Path, tmp_path: Path) -> None:
+    short = write_dataset(tmp_path / "short", vocab_size=50, num_documents=1)
+    batch = {"sequence_length": 100, "global_samples": 2}
+    first, second = texts(config_for(dataset, data=mixture(dataset, short), batch=batch))
+    assert first.startswith("data.sources.1.path = ")
+    assert "training tokens, too few for one sample of 100 + 1" in first
+    assert "the held-out split has" in second

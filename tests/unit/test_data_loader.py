@@ -49,7 +49,9 @@ def make_plan(data_size: int, micro_samples: int, accumulation: int) -> BatchPla
 
 def training(plan: BatchPlan, rank: int, num_windows: int, **options: Any) -> TrainingBatches:
     options = {"end_of_document_id": None, **options}
-    return TrainingBatches(Numbered(num_windows), plan, rank, 3, **options)
+    return TrainingBatches(
+        Numbered(num_windows), plan, rank, SampleOrder(num_windows, 3), **options
+    )
 
 
 def rows(batches: list[MicroBatch]) -> list[list[int]]:
@@ -173,6 +175,31 @@ def test_from_a_run_configuration(dataset: Path) -> None:
     assert held_out is not None
     assert len(held_out) == 3
     assert [batch.input_ids.shape for batch in held_out] == [(2, LENGTH)] * 3
+
+
+def test_isolated_documents(dataset: Path) -> None:
+    """Positions restart after every end of document, and no label crosses one, padding included."""
+    plan = BatchPlan(8, 8, 1, 1, 24)
+    config = config_for(dataset, document_boundaries="isolate")
+    with closing(open_training_data(config, plan, 0)) as batches:
+        (batch,) = batches.step(0)
+    held_out = open_held_out(config, plan, 0)
+    assert held_out is not None
+    crossings = 0
+    for some in (batch, *held_out):
+        assert some.position_ids is not None
+        for ids, labels, positions in zip(
+            some.input_ids.tolist(), some.labels.tolist(), some.position_ids.tolist(), strict=True
+        ):
+            if set(labels) == {-100}:
+                continue  # a row of padding
+            expected = 0
+            for token, label, position in zip(ids, labels, positions, strict=True):
+                assert position == expected
+                expected = 0 if token == 0 else expected + 1
+                assert (label == -100) == (token == 0)
+                crossings += token == 0
+    assert crossings > 5
 
 
 def test_held_out_split_too_short(dataset: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bigtrain.data.packing import PackedWindows, TokenStream, split_stream
-from bigtrain.data.shards import Shard, ShardWriter, open_dataset
+from bigtrain.data.shards import HEADER, MAGIC, Shard, ShardWriter, open_dataset
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
 
@@ -63,3 +63,80 @@ def test_tokens_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
     path.write_bytes(content.tobytes())
     with pytest.raises(DataError, match=r"is damaged: .* the vocabulary has 50"):
         stream.read_into(0, np.zeros(10, dtype=np.int64))
+
+
+def write_documents(directory: Path, shards: list[list[int]]) -> tuple[TokenStream, list[int]]:
+    """Shards of documents of the given lengths, and each token's distance from its document's."""
+    opened, positions = [], []
+    for number, lengths in enumerate(shards):
+        with ShardWriter(directory, f"p{number}", "int32") as writer:
+            writer.add(np.zeros(sum(lengths), np.int64), np.array(lengths, np.int64), 0)
+            writer.close()
+        opened.append(Shard(directory / f"p{number}"))
+        positions += [position for length in lengths for position in range(length)]
+    return TokenStream(opened, 1), positions
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    shards=st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=1, max_size=4),
+    sequence_length=st.integers(1, 12),
+)
+def test_positions_restart_where_documents_begin(
+    tmp_path: Path, shards: list[list[int]], sequence_length: int
+) -> None:
+    stream, expected = write_documents(tmp_path, shards)
+    if len(expected) <= sequence_length:
+        return
+    windows = PackedWindows(stream, sequence_length)
+    for index in range(windows.num_windows):
+        out = np.full(sequence_length + 1, -1, dtype=np.int64)
+        windows.positions_into(index, out)
+        begin = index * sequence_length
+        wanted = [
+            min(position, offset)
+            for offset, position in enumerate(expected[begin : begin + len(out)])
+        ]
+        assert out.tolist() == wanted
+
+
+def test_documents_of_several_sequences_have_one_beginning(tmp_path: Path) -> None:
+    """As Megatron's index of a text split into sentences: document entries skip sequences."""
+    lengths, starts = np.array([3, 2, 4, 1], "<i4"), np.array([0, 2, 2, 4], "<i8")
+    pointers = np.array([0, 3, 5, 9], "<i8") * 4
+    header = HEADER.pack(MAGIC, 1, 4, len(lengths), len(starts))
+    (tmp_path / "s.idx").write_bytes(
+        header + lengths.tobytes() + pointers.tobytes() + starts.tobytes()
+    )
+    (tmp_path / "s.bin").write_bytes(np.zeros(10, "<i4").tobytes())
+    assert Shard(tmp_path / "s").document_begins(0, 10).tolist() == [0, 5]
+    assert Shard(tmp_path / "s").document_begins(1, 5).tolist() == []
+
+
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    places=st.lists(st.tuples(st.integers(34, 300), st.integers(0, 255)), min_size=1, max_size=20)
+)
+def test_a_damaged_index_gives_positions_or_an_error(
+    tmp_path: Path, places: list[tuple[int, int]]
+) -> None:
+    """Whatever stands in it, nothing outside of the window is read or written."""
+    write_documents(tmp_path, [[3, 4, 2, 5, 1, 1, 7, 3]])
+    content = bytearray((tmp_path / "p0.idx").read_bytes())
+    for place, value in places:
+        if place < len(content):
+            content[place] = value
+    (tmp_path / "p0.idx").write_bytes(content)
+    stream = TokenStream([Shard(tmp_path / "p0")], 1)
+    for start in range(0, 20, 3):
+        out = np.full(6, -1, dtype=np.int64)
+        try:
+            stream.positions_into(start, out)
+        except DataError:
+            continue
+        assert out[0] == 0
+        assert ((out >= 0) & (out < 6)).all()

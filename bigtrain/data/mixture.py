@@ -1,0 +1,173 @@
+"""Several datasets read as one: which source sample n comes from, and which of its windows.
+
+Sample n lies in block ``n // BLOCK_SAMPLES``. How many samples every source has given before a
+block is the Webster (Sainte-Lague) apportionment of that many seats by weight, so a block's quotas
+are the difference of two apportionments; inside the block a keyed permutation mixes the sources.
+The k-th sample of a source is window ``permutation(seed, k // N, source)[k % N]`` of its N windows.
+All of it is a pure function of (seed, n) and the weights: there is no state to save, any sample is
+found in the time of one block, and a mixture of one source is exactly `sampling.SampleOrder`.
+
+Webster's method is monotone in the number of seats (no source ever takes a sample back; Balinski
+and Young 1982, "Fair representation"), which largest remainders are not. numpy only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bigtrain.config import SourceSection
+from bigtrain.data.sampling import Indices, SampleOrder, shuffle_block
+
+BLOCK_SAMPLES = 1024
+"""Proportions hold at every multiple of this; a resumed run computes at most one block again."""
+
+
+class Windows(Protocol):
+    """What the loader asks of a dataset; `bigtrain.data.packing.PackedWindows` is one."""
+
+    num_windows: int
+    sequence_length: int
+
+    def read_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
+        """Fill `out`, int64 [sequence_length + 1]: inputs, and the last label."""
+
+    def positions_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
+        """Fill `out`, int64 [sequence_length + 1], with positions from each document's first."""
+
+
+class MixedWindows:
+    """The windows of several sources, numbered one source after another."""
+
+    def __init__(self, sources: Sequence[Windows]) -> None:
+        assert len({source.sequence_length for source in sources}) == 1
+        self.sources = tuple(sources)
+        self.sequence_length = self.sources[0].sequence_length
+        self._ends = list(accumulate(source.num_windows for source in self.sources))
+        self.num_windows = self._ends[-1]
+
+    def read_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
+        """Fill `out`, int64 [sequence_length + 1], with window `window_index` of the mixture."""
+        source, window = self._find(window_index)
+        source.read_into(window, out)
+
+    def positions_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
+        """Fill `out`, int64 [sequence_length + 1], with positions from each document's first."""
+        source, window = self._find(window_index)
+        source.positions_into(window, out)
+
+    def _find(self, window_index: int) -> tuple[Windows, int]:
+        assert 0 <= window_index < self.num_windows
+        number = bisect_right(self._ends, window_index)
+        source = self.sources[number]
+        return source, window_index - (self._ends[number] - source.num_windows)
+
+
+class MixtureOrder:
+    """The order in which a run reads sources of `sizes` windows in the proportions of `weights`.
+
+    `weights` are positive integers (see `integer_weights`). Windows are numbered as `MixedWindows`
+    does, one source after another.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[int], seed: int) -> None:
+        assert len(sizes) == len(weights) >= 1
+        assert min(weights) >= 1
+        self.weights = tuple(weights)
+        self.seed = seed
+        self._orders = [SampleOrder(size, seed, source) for source, size in enumerate(sizes)]
+        self._offsets = [0, *accumulate(sizes)][:-1]
+        # Steps are smaller than blocks as a rule, so several read the same one.
+        self._block = lru_cache(maxsize=2)(self._windows_of_block)
+
+    def windows(self, first_sample: int, count: int) -> Indices:
+        """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
+        if len(self._orders) == 1:
+            return self._orders[0].windows(first_sample, count)
+        parts = [np.empty(0, np.int64)]
+        position, end = first_sample, first_sample + count
+        while position < end:
+            block, offset = divmod(position, BLOCK_SAMPLES)
+            length = min(end - position, BLOCK_SAMPLES - offset)
+            parts.append(self._block(block)[offset : offset + length])
+            position += length
+        return np.concatenate(parts)
+
+    def _windows_of_block(self, block: int) -> Indices:
+        before = apportion(self.weights, block * BLOCK_SAMPLES)
+        after = apportion(self.weights, (block + 1) * BLOCK_SAMPLES)
+        found = np.empty(BLOCK_SAMPLES, np.int64)
+        # Places of the block in shuffled order: each source takes its quota of them, and reads
+        # them from the first place to the last.
+        places = shuffle_block(BLOCK_SAMPLES, self.seed, block)
+        taken = 0
+        for order, offset, low, high in zip(
+            self._orders, self._offsets, before, after, strict=True
+        ):
+            own = np.sort(places[taken : taken + high - low])
+            found[own] = order.windows(low, high - low) + offset
+            taken += high - low
+        return found
+
+
+def apportion(weights: Sequence[int], seats: int) -> list[int]:
+    """Webster's apportionment of `seats` among positive integer `weights`; ties to the first.
+
+    Sums to `seats`, grows in no entry when `seats` shrinks, and is within ``(1 + len(weights)) /
+    2`` of the exact share in every entry. Exact at any size: integer arithmetic throughout.
+    """
+    total = sum(weights)
+    # Rounded exact shares are a Webster apportionment of their own sum; what is missing or too
+    # much is given or taken by the same rule, one seat at a time.
+    counts = [(2 * seats * weight + total) // (2 * total) for weight in weights]
+    missing = seats - sum(counts)
+    if missing > 0:
+        queue = [
+            (-Fraction(w, 2 * c + 1), i)
+            for i, (w, c) in enumerate(zip(weights, counts, strict=True))
+        ]
+        heapq.heapify(queue)
+        for _ in range(missing):
+            i = queue[0][1]
+            counts[i] += 1
+            heapq.heapreplace(queue, (-Fraction(weights[i], 2 * counts[i] + 1), i))
+    elif missing < 0:
+        queue = [
+            (Fraction(w, 2 * c - 1), -i)
+            for i, (w, c) in enumerate(zip(weights, counts, strict=True))
+            if c
+        ]
+        heapq.heapify(queue)
+        for _ in range(-missing):
+            i = -heapq.heappop(queue)[1]
+            counts[i] -= 1
+            if counts[i]:
+                heapq.heappush(queue, (Fraction(weights[i], 2 * counts[i] - 1), -i))
+    return counts
+
+
+def integer_weights(sources: Sequence[SourceSection], sizes: Sequence[int]) -> list[int]:
+    """The proportions of `sources` of `sizes` windows, as integers without a common divisor.
+
+    Weights are what they say in decimal, not their nearest binary fraction, so that 0.1 and 0.3
+    are 1 to 3 on every machine.
+    """
+    shares = [
+        Fraction(repr(source.weight))
+        if source.weight is not None
+        else Fraction(repr(source.epochs)) * size
+        for source, size in zip(sources, sizes, strict=True)
+    ]
+    common = math.lcm(*(share.denominator for share in shares))
+    whole = [int(share * common) for share in shares]
+    divisor = math.gcd(*whole)
+    return [weight // divisor for weight in whole]
