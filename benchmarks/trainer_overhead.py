@@ -21,9 +21,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,333 +30,25 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
-from bigtrain.config import ModelSection, RunConfig
-from bigtrain.data.loader import IGNORED_LABEL, MicroBatch, TrainingBatches, open_training_data
-from bigtrain.data.manifest import Manifest, OptionsRecord, TokenizerRecord, write_manifest
-from bigtrain.data.shards import ShardWriter, token_dtype
-from bigtrain.engine.build import build_engine
-from bigtrain.engine.deepspeed_config import find_deepspeed_config
-from bigtrain.engine.resolve import ResolvedRun, resolve_run
-from bigtrain.models.huggingface import build_model, split_by_decay
-from bigtrain.run.evaluation import Evaluator
-from bigtrain.run.loop import train
+from benchmarks.support.contenders import (
+    DTYPES,
+    LOG_EVERY_STEPS,
+    SIZES,
+    BareLoop,
+    Bigtrain,
+    Point,
+    Stopwatch,
+    resolve_point,
+    run_hf_trainer,
+)
+from bigtrain.data.loader import IGNORED_LABEL, open_training_data
 from bigtrain.run.preflight import inspect_inputs
-from bigtrain.run.session import Session, open_session
-from bigtrain.run.state import TrainState
+from bigtrain.run.session import open_session
 from bigtrain.world import World
 
 CONTENDERS = ("bare", "bigtrain", "hf")
-LOG_EVERY_STEPS = 10
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-
-# Llama's shape; "50m" has 50.0 million parameters.
-SIZES: dict[str, dict[str, int]] = {
-    "50m": {
-        "vocab_size": 32000,
-        "hidden_size": 512,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "sequence_length": 256,
-    },
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "sequence_length": 32,
-    },
-}
-
-
-@dataclass(frozen=True)
-class Point:
-    """One comparison: everything that is the same for all contenders."""
-
-    size: str
-    zero_stage: int
-    accumulation: int
-    micro_samples: int
-    dtype: str
-    rounds: int
-    steps_per_round: int
-    threads: int
-    contenders: tuple[str, ...]
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of every contender: the first round warms up and is not counted."""
-        return (self.rounds + 1) * self.steps_per_round
-
-
-def write_random_dataset(directory: Path, *, vocab_size: int, num_tokens: int) -> None:
-    """One shard of uniformly random tokens, written as `bigtrain tokenize` writes shards."""
-    directory.mkdir(parents=True)
-    (directory / "tokenizer").mkdir()  # the run directory keeps a copy; nothing here reads text
-    dtype = token_dtype(vocab_size)
-    tokens = np.random.default_rng(0).integers(1, vocab_size, num_tokens, dtype=np.int64)
-    with ShardWriter(directory, "train_00000", dtype) as writer:
-        writer.add(tokens, np.array([num_tokens]), num_tokens)
-        record = writer.close()
-    write_manifest(
-        directory,
-        Manifest(
-            tokenizer=TokenizerRecord(
-                name="random",
-                hash="0" * 16,
-                vocab_size=vocab_size,
-                end_of_document_id=0,
-                engine="none",
-            ),
-            token_dtype=dtype,
-            sources=(),
-            options=OptionsRecord(
-                text_key="text", held_out=0.0, shard_tokens=1 << 30, skip_bad=False
-            ),
-            splits={"train": (record,), "held_out": ()},
-        ),
-    )
-
-
-def resolve_point(point: Point, directory: Path) -> ResolvedRun:
-    """The point as a run of bigtrain in one process, and its dataset."""
-    shape = dict(SIZES[point.size])
-    sequence_length = shape.pop("sequence_length")
-    global_samples = point.micro_samples * point.accumulation
-    # A round more than is trained: the loader reads ahead, and the loop must not reach its end,
-    # where it would evaluate and save.
-    num_tokens = (point.total_steps + 2) * global_samples * sequence_length + 1
-    write_random_dataset(
-        directory / "shards", vocab_size=shape["vocab_size"], num_tokens=num_tokens
-    )
-    config = {
-        "model": {
-            "config": {
-                "model_type": "llama",
-                **shape,
-                "max_position_embeddings": sequence_length,
-                "tie_word_embeddings": True,
-                "bos_token_id": None,
-                "eos_token_id": None,
-            }
-        },
-        "data": {"path": str(directory / "shards")},
-        "batch": {
-            "sequence_length": sequence_length,
-            "global_samples": global_samples,
-            "micro_samples": point.micro_samples,
-        },
-        "train": {"steps": point.total_steps + 1},
-        "optimizer": {"lr": 1e-4, "clip_norm": 1.0},
-        "schedule": {"type": "constant"},
-        "precision": {"dtype": DTYPES[point.dtype]},
-        "logging": {"every_steps": LOG_EVERY_STEPS},
-        "output": {"directory": str(directory / "run")},
-    }
-    return resolve_run(RunConfig.model_validate(config), 1, f"zero{point.zero_stage}")
-
-
-class BareLoop:
-    """The arithmetic of a step and nothing else."""
-
-    def __init__(
-        self, run: ResolvedRun, hf_config: Any, steps: list[list[MicroBatch]], device: torch.device
-    ) -> None:
-        config = run.config
-        self.model = build_model(config.model, hf_config, seed=config.seed).to(device).train()
-        groups = split_by_decay(self.model, decay_embeddings=config.optimizer.decay_embeddings)
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": groups.decay, "weight_decay": config.optimizer.weight_decay},
-                {"params": groups.no_decay, "weight_decay": 0.0},
-            ],
-            lr=config.optimizer.lr,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            fused=True,
-        )
-        self.parameters = list(self.model.parameters())
-        self.clip_norm = config.optimizer.clip_norm
-        self.autocast = config.precision.dtype == "bfloat16"
-        self.steps = iter(steps)
-        self.device = device
-        self.losses: list[torch.Tensor] = []
-
-    def run(self, num_steps: int) -> None:
-        """Train `num_steps` optimizer steps."""
-        for _ in range(num_steps):
-            micro_batches = next(self.steps)
-            num_targets = sum(batch.labels.numel() for batch in micro_batches)
-            total = torch.zeros((), device=self.device)
-            for batch in micro_batches:
-                loss = self.summed_loss(batch) / num_targets
-                loss.backward()
-                total += loss.detach()
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.losses.append(total)
-
-    def summed_loss(self, batch: MicroBatch) -> torch.Tensor:
-        """Cross-entropy in nats summed over the targets of `batch`."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            logits = self.model(input_ids=batch.input_ids.to(self.device), use_cache=False).logits
-        labels = batch.labels.to(self.device)
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
-
-
-class _RoundOver(Exception):
-    """Raised where the loop asks for a step beyond the round."""
-
-
-class _RoundBatches:
-    """bigtrain's own batches, which end a round by raising."""
-
-    def __init__(self, batches: TrainingBatches) -> None:
-        self.batches = batches
-        self.steps_left = 0
-
-    def step(self, first_sample: int) -> list[MicroBatch]:
-        if self.steps_left == 0:
-            raise _RoundOver
-        self.steps_left -= 1
-        return self.batches.step(first_sample)
-
-
-class Bigtrain:
-    """The calls of `bigtrain.train.train_run`, a few steps at a time."""
-
-    def __init__(self, session: Session, batches: TrainingBatches) -> None:
-        run = session.run
-        self.session = session
-        self.batches = _RoundBatches(batches)
-        self.engine = build_engine(
-            run.config, run.engine, run.plan, session.inputs.hf_config, session.device
-        )
-        self.evaluator = Evaluator(session, self.engine, None)
-        self.state = TrainState()
-        session.begin_writing(self.state)
-
-    def run(self, num_steps: int) -> None:
-        """Train `num_steps` optimizer steps."""
-        self.batches.steps_left = num_steps
-        try:
-            train(
-                self.session,
-                self.engine,
-                self.batches,
-                self.evaluator,
-                self.state,
-                save=lambda state: None,
-            )
-        except _RoundOver:
-            for _ in range(num_steps):
-                self.state = self.state.after_step(self.session.run.plan)
-
-
-@dataclass
-class Stopwatch:
-    """Seconds and CPU seconds of every round, the warm-up among them, by contender."""
-
-    device: torch.device
-    threads: int
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def start(self) -> None:
-        if torch.get_num_threads() != self.threads:
-            raise RuntimeError(f"a contender set {torch.get_num_threads()} torch threads")
-        self._synchronize()
-        self._begun = (time.perf_counter(), time.process_time())
-
-    def stop(self, contender: str) -> None:
-        self._synchronize()
-        wall, cpu = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
-        self.seconds.setdefault(contender, []).append(wall)
-        self.cpu_seconds.setdefault(contender, []).append(cpu)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-class _WindowsOfSteps(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """The samples of the steps one by one; transformers shifts labels itself."""
-
-    def __init__(self, steps: list[list[MicroBatch]]) -> None:
-        self.rows = torch.cat([batch.input_ids for step in steps for batch in step])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
-
-
-def run_hf_trainer(
-    point: Point,
-    run: ResolvedRun,
-    hf_config: Any,
-    steps: list[list[MicroBatch]],
-    directory: Path,
-    others: Callable[[], None],
-    watch: Stopwatch,
-) -> list[float]:
-    """Train with transformers.Trainer; `others` has its turn before each of the Trainer's.
-
-    A turn goes from the beginning of its first step to the beginning of the step after its last.
-    Returns the losses it logged.
-    """
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class Turns(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step % point.steps_per_round:
-                return
-            if state.global_step:
-                watch.stop("hf")
-            if state.global_step == point.total_steps:
-                raise _RoundOver
-            others()
-            watch.start()
-
-    config = run.config
-    arguments = TrainingArguments(
-        output_dir=str(directory / "hf"),
-        deepspeed=str(find_deepspeed_config(f"zero{point.zero_stage}")),
-        per_device_train_batch_size=point.micro_samples,
-        gradient_accumulation_steps=point.accumulation,
-        max_steps=point.total_steps + 1,
-        learning_rate=config.optimizer.lr,
-        adam_beta1=config.optimizer.betas[0],
-        adam_beta2=config.optimizer.betas[1],
-        adam_epsilon=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-        max_grad_norm=config.optimizer.clip_norm,
-        lr_scheduler_type="constant",
-        bf16=point.dtype == "bf16",
-        use_cpu=watch.device.type == "cpu",
-        train_sampling_strategy="sequential",
-        logging_steps=LOG_EVERY_STEPS,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=config.seed,
-    )
-    model = build_model(ModelSection.model_validate(config.model), hf_config, seed=config.seed)
-    trainer = Trainer(
-        model=model, args=arguments, train_dataset=_WindowsOfSteps(steps), callbacks=[Turns()]
-    )
-    try:
-        trainer.train()
-    except _RoundOver:
-        pass
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def measure(point: Point, directory: Path) -> dict[str, Any]:
@@ -366,7 +57,8 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
     run = resolve_point(point, directory)
     inputs = inspect_inputs(run)
     with open_session(run, inputs, World(0, 1, 0)) as session:
-        batches = open_training_data(run.config, run.plan, 0)
+        pin = session.device.type == "cuda"
+        batches = open_training_data(run.config, run.plan, 0, device_pin=pin)
         count = point.total_steps + 1
         steps = [batches.step(i * run.plan.global_samples) for i in range(count)]
         assert not any((b.labels == IGNORED_LABEL).any() for step in steps for b in step)
@@ -384,19 +76,16 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
                 loops[name](point.steps_per_round)
                 watch.stop(name)
 
-        hf_losses = []
         if "hf" in point.contenders:
-            hf_losses = run_hf_trainer(
-                point, run, inputs.hf_config, steps, directory, others, watch
-            )
+            run_hf_trainer(point, run, inputs.hf_config, steps, directory, others, watch)
         else:
             for _ in range(point.rounds + 1):
                 others()
         batches.close()
         num_parameters = sum(p.numel() for p in bare.parameters)
-        losses = {"bare": [float(loss) for loss in bare.losses], "hf": hf_losses}
-    losses["bigtrain"] = _logged_losses(directory / "run" / "metrics.jsonl")
-    difference = _check_losses(point, losses)
+        expected = [float(loss) for loss in bare.losses]
+    found = _logged_losses(directory / "run" / "metrics.jsonl")
+    difference = _check_losses(point, expected, found)
     return {
         "point": asdict(point),
         "num_parameters": num_parameters,
@@ -410,16 +99,14 @@ def _logged_losses(path: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-def _check_losses(point: Point, losses: dict[str, list[float]]) -> float | None:
+def _check_losses(point: Point, bare: list[float], bigtrain: list[float]) -> float | None:
     """Largest difference of bigtrain's logged losses from the bare loop's: the same work?"""
-    expected = losses["bare"][LOG_EVERY_STEPS - 1 :: LOG_EVERY_STEPS]
-    found = losses["bigtrain"]
-    if not found:
+    expected = bare[LOG_EVERY_STEPS - 1 :: LOG_EVERY_STEPS]
+    if not bigtrain:
         return None
-    difference = max(abs(a - b) for a, b in zip(found, expected, strict=True))
-    tolerance = 1e-4 if point.dtype == "fp32" else 2e-2
-    if not difference <= tolerance:
-        raise RuntimeError(f"bigtrain's losses {found} are not those of the bare loop, {expected}")
+    difference = max(abs(a - b) for a, b in zip(bigtrain, expected, strict=True))
+    if not difference <= (1e-4 if point.dtype == "fp32" else 2e-2):
+        raise RuntimeError(f"losses of bigtrain {bigtrain}, of the bare loop {expected}")
     return difference
 
 
@@ -473,9 +160,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-samples", type=int, default=4)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--rounds", type=int, default=10, help="counted rounds")
-    parser.add_argument("--steps-per-round", type=int, default=2, help="steps of a turn")
+    parser.add_argument("--steps-per-round", type=int, default=1, help="steps of a turn")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=CONTENDERS,
+        default=list(CONTENDERS),
+        help="beside the bare loop, which all are compared with",
+    )
     parser.add_argument("--output", type=Path, help="JSON file for all figures")
     return parser
 
@@ -529,7 +222,13 @@ def main() -> None:
         point = Point(**{**measured, "contenders": tuple(measured["contenders"])})
         (directory / "result.json").write_text(json.dumps(measure(point, directory)))
         return
-    args = build_parser().parse_args()
+    parser = build_parser()
+    args = parser.parse_args()
+    numbers = [args.micro_samples, args.rounds, args.steps_per_round, args.threads]
+    if min(*numbers, *args.accumulation) < 1:
+        parser.error("every number but --zero must be at least 1")
+    if args.output is not None and not args.output.parent.is_dir():
+        parser.error(f"--output {args.output}: no directory {args.output.parent}")
     # Before a child imports torch; DeepSpeed's operators are built by the ninja beside Python.
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

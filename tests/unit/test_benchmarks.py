@@ -1,0 +1,51 @@
+"""The benchmarks run and say what they measured; what that is, no test asserts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.worlds import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "trainer_overhead.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # where DeepSpeed has to compile its FusedAdam for HF Trainer first
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_contender_is_compared(dtype: str, tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    finished = run(
+        *("--size", "tiny", "--dtype", dtype, "--threads", "1", "--output", str(output)),
+        *("--zero", "1", "--accumulation", "2"),
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = [line.split() for line in finished.stdout.splitlines() if line.split()[:2] == ["1", "2"]]
+    assert [row[2] for row in rows] == ["bare", "bigtrain", "hf"]
+    assert all(float(row[4]) > 0 for row in rows)
+    figures = json.loads(output.read_text())
+    assert figures["machine"]["threads"] == 1
+    (point,) = figures["points"]
+    assert point["loss_difference"] is not None  # the step logged last did the same work
+    assert point["contenders"]["bare"]["ratio"] == 1.0
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    finished = run("--output", str(tmp_path / "absent" / "figures.json"))
+    assert finished.returncode == 2
+    assert "absent/figures.json: no directory" in finished.stderr
+    assert not list(tmp_path.iterdir())
