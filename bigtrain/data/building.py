@@ -1,8 +1,8 @@
 """From documents to a finished dataset: read, encode, write in order, manifest last.
 
-Reading and writing are this process's; encoding is either also here (all cores, through the
-threads of `tokenizers`) or in worker processes. The order of the documents is the inputs', and
-shards are cut by tokens alone, so the bytes do not depend on the number of workers.
+Reading and writing are this process's, while encoding goes on either in its threads (on all cores,
+which the libraries use by themselves) or in worker processes. The order of the documents is the
+inputs', and shards are cut by tokens alone, so the bytes do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,8 +50,10 @@ from bigtrain.data.tokenization import Tokenizer, load_tokenizer
 from bigtrain.errors import DataError
 
 DEFAULT_SHARD_TOKENS = 1 << 28
-BATCH_CHARACTERS = 1 << 20
+BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 2048
+ENCODING_THREADS = 2
+"""Batches encoded at once in one process: while one is put together the other has the cores."""
 
 
 @dataclass(frozen=True)
@@ -203,15 +205,21 @@ class _Job:
     held_out: float
 
     def run(self, texts: _Texts) -> _Batch:
+        """Raises EncoderError where the encoder is wrong or fails."""
         contents = texts.contents
         encoded = self.encoder.encode_utf8(contents)
         texts.checks.run(self.encoder, self.reference, contents, encoded)
         return _Batch(
             encoded.tokens.astype(self.dtype),
             encoded.lengths,
-            np.fromiter((is_held_out(c, self.held_out) for c in contents), bool, len(contents)),
+            self._held_out(contents),
             np.fromiter(map(len, contents), np.int64, len(contents)),
         )
+
+    def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        if not self.held_out:
+            return np.zeros(len(contents), bool)
+        return np.fromiter((is_held_out(c, self.held_out) for c in contents), bool, len(contents))
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
@@ -310,6 +318,12 @@ def _fill(
         total=reader.total_bytes, unit="B", unit_scale=True, desc="tokenize", disable=None
     ) as bar:
         for batch in _encode(_texts(reader, sampler), job, workers):
+            num_tokens += len(batch.tokens)
+            bar.update(reader.bytes_done - bar.n)
+            bar.set_postfix_str(f"{num_tokens / 1e6:.1f}M tokens", refresh=False)
+            if not batch.held_out.any():
+                writers["train"].add(batch.tokens, batch.lengths, batch.text_bytes)
+                continue
             of_document = np.repeat(batch.held_out, batch.lengths)
             for split, writer in writers.items():
                 wanted = split == "held_out"
@@ -319,46 +333,57 @@ def _fill(
                     batch.lengths[documents],
                     batch.text_bytes[documents],
                 )
-            num_tokens += len(batch.tokens)
-            bar.update(reader.bytes_done - bar.n)
-            bar.set_postfix_str(f"{num_tokens / 1e6:.1f}M tokens", refresh=False)
     for writer in writers.values():
         writer.close()
 
 
 def _texts(reader: DocumentReader, sampler: CheckSampler | None) -> Iterator[_Texts]:
-    for batch in text_batches(reader):
-        contents = [text.encode("utf-8") for text in batch]
+    for contents in _content_batches(reader):
         yield _Texts(contents, sampler.choose(contents) if sampler else Checks())
 
 
-def text_batches(reader: DocumentReader) -> Iterator[list[str]]:
-    """The documents of `reader` in lists of about a million characters, at least one each."""
-    batch: list[str] = []
-    characters = 0
-    for text in reader:
-        batch.append(text)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
-            yield batch
-            batch, characters = [], 0
+def _content_batches(reader: DocumentReader) -> Iterator[list[bytes]]:
+    """The documents of `reader` in lists of about a million bytes, at least one each."""
+    batch: list[bytes] = []
+    size = 0
+    for block in reader.blocks():
+        for content in block:
+            batch.append(content)
+            size += len(content)
+            if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
+                yield batch
+                batch, size = [], 0
     if batch:
         yield batch
 
 
+def text_batches(reader: DocumentReader) -> Iterator[list[str]]:
+    """The documents of `reader` as texts, in lists of about a million bytes."""
+    for contents in _content_batches(reader):
+        yield [content.decode("utf-8") for content in contents]
+
+
 def _encode(batches: Iterator[_Texts], job: _Job, workers: int) -> Iterator[_Batch]:
-    """Encoded `batches`, in order. Never more than two batches per worker are under way."""
+    """Encoded `batches`, in order, while this process reads and writes.
+
+    Never more than two batches per worker or thread are under way.
+    """
+    pool: Executor
     if workers == 1:
-        yield from map(job.run, batches)
-        return
-    # Not fork: the threads of a tokenizer that was already used do not survive it.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job,))
+        job.encoder.encode_utf8([])  # loaded once, not by every thread
+        num_encoding = ENCODING_THREADS
+        pool, run = ThreadPoolExecutor(num_encoding), job.run
+    else:
+        # Not fork: the threads of a tokenizer that was already used do not survive it.
+        context = multiprocessing.get_context("spawn")
+        num_encoding = workers
+        pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job,))
+        run = _run_in_worker
     pending: deque[Future[_Batch]] = deque()
     try:
         for batch in batches:
-            pending.append(pool.submit(_run_in_worker, batch))
-            if len(pending) >= 2 * workers:
+            pending.append(pool.submit(run, batch))
+            if len(pending) >= 2 * num_encoding:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()

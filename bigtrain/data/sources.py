@@ -23,6 +23,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import orjson
+
 from bigtrain.data.manifest import SourceRecord
 from bigtrain.data.zstd import open_zstd
 from bigtrain.errors import DataError
@@ -38,6 +40,7 @@ DECOMPRESSION_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 DATASET_BUILDERS = {".csv": "csv", ".json": "json", ".arrow": "arrow"}
 ROWS_PER_READ = 256
+BLOCK_BYTES = 1 << 20
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_TIMEOUT_S = 10.0
 
@@ -99,34 +102,46 @@ class DocumentReader:
 
     def __iter__(self) -> Iterator[str]:
         """Raises DataError naming file and line of what cannot be read; see `Rejects`."""
+        for block in self.blocks():
+            for content in block:
+                yield content.decode("utf-8")
+
+    def blocks(self) -> Iterator[list[bytes]]:
+        """The documents as UTF-8, in lists of those that were read together; raises as above."""
         finished = 0
         for source in self.sources:
-            for where, value, position in self._read(source):
+            for documents, position in self._read(source):
                 self.bytes_done = finished + position
-                if not isinstance(value, str):
-                    found = "nothing" if value is None else type(value).__name__
-                    self.rejects.add(where, f"{self.text_key!r} is not text but {found}")
-                elif not _is_unicode(value):
-                    self.rejects.add(where, "the text holds half of a surrogate pair")
-                else:
-                    yield value
+                yield documents
             finished += source.record.bytes or 0
             self.bytes_done = finished
 
-    def _read(self, source: Source) -> Iterator[tuple[str, Any, int]]:
-        """(place, value of the text key, bytes of the file read so far) of every document."""
+    def _read(self, source: Source) -> Iterator[tuple[list[bytes], int]]:
+        """(documents, bytes of the file read so far) of every block."""
         try:
-            if source.kind == "text":
-                yield from self._read_text(source)
-            elif source.kind == "jsonl":
+            if source.kind == "jsonl":
                 yield from self._read_lines(source)
-            elif source.kind == "parquet":
-                yield from self._read_parquet(source)
-            else:
-                yield from self._read_dataset(source)
+                return
+            read = {"text": self._read_text, "parquet": self._read_parquet}
+            for where, value, position in read.get(source.kind, self._read_dataset)(source):
+                content = self._accept(where, value)
+                if content is not None:
+                    yield [content], position
         except DECOMPRESSION_ERRORS as error:
             what = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise DataError(f"{source.path} cannot be read: {what}") from error
+
+    def _accept(self, where: str, value: object) -> bytes | None:
+        """`value` as UTF-8; None where it is not text, which `Rejects` is told."""
+        if not isinstance(value, str):
+            found = "nothing" if value is None else type(value).__name__
+            self.rejects.add(where, f"{self.text_key!r} is not text but {found}")
+            return None
+        try:
+            return value.encode("utf-8")
+        except UnicodeEncodeError:
+            self.rejects.add(where, "the text holds half of a surrogate pair")
+            return None
 
     def _read_text(self, source: Source) -> Iterator[tuple[str, Any, int]]:
         with open(source.path, "rb", buffering=0) as raw, _decompressed(raw, source.path) as file:
@@ -137,30 +152,47 @@ class DocumentReader:
             line = content.count(b"\n", 0, error.start) + 1
             self.rejects.add(f"{source.path}:{line}", f"not UTF-8 ({error.reason})")
 
-    def _read_lines(self, source: Source) -> Iterator[tuple[str, Any, int]]:
+    def _read_lines(self, source: Source) -> Iterator[tuple[list[bytes], int]]:
         with open(source.path, "rb", buffering=0) as raw, _decompressed(raw, source.path) as file:
             seekable = raw.seekable()  # a named pipe is not, and has no size either
-            for number, line in enumerate(file, start=1):
-                where = f"{source.path}:{number}"
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if not line.strip():
-                    continue
-                try:
-                    document = json.loads(line.decode("utf-8"))
-                except UnicodeDecodeError as error:
-                    self.rejects.add(where, f"not UTF-8 ({error.reason})")
-                except (ValueError, RecursionError) as error:
-                    self.rejects.add(where, f"not JSON ({error})")
-                else:
-                    if not isinstance(document, dict):
-                        found = type(document).__name__
-                        self.rejects.add(where, f"not a JSON object but {found}")
-                    elif self.text_key not in document:
-                        keys = ", ".join(sorted(document)[:20]) or "none"
-                        self.rejects.add(where, f"no key {self.text_key!r}; keys here: {keys}")
-                    else:
-                        yield where, document[self.text_key], raw.tell() if seekable else 0
+            first = 1
+            while lines := file.readlines(BLOCK_BYTES):
+                yield self._parse(source.path, first, lines), raw.tell() if seekable else 0
+                first += len(lines)
+
+    def _parse(self, path: str, first: int, lines: list[bytes]) -> list[bytes]:
+        """Documents of `lines`, the first of which is line number `first` of `path`."""
+        key = self.text_key
+        try:
+            # What orjson refuses, and it refuses more than json does, is looked at one by one.
+            return [orjson.loads(line)[key].encode() for line in lines]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            parsed = (
+                self._parse_line(path, number, line) for number, line in enumerate(lines, first)
+            )
+            return [content for content in parsed if content is not None]
+
+    def _parse_line(self, path: str, number: int, line: bytes) -> bytes | None:
+        where = f"{path}:{number}"
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            return None
+        try:
+            document = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            self.rejects.add(where, f"not UTF-8 ({error.reason})")
+        except (ValueError, RecursionError) as error:
+            self.rejects.add(where, f"not JSON ({error})")
+        else:
+            if not isinstance(document, dict):
+                self.rejects.add(where, f"not a JSON object but {type(document).__name__}")
+            elif self.text_key not in document:
+                keys = ", ".join(sorted(document)[:20]) or "none"
+                self.rejects.add(where, f"no key {self.text_key!r}; keys here: {keys}")
+            else:
+                return self._accept(where, document[self.text_key])
+        return None
 
     def _read_parquet(self, source: Source) -> Iterator[tuple[str, Any, int]]:
         import pyarrow
@@ -354,14 +386,6 @@ def _decompressed(raw: IO[bytes], path: str) -> IO[bytes]:
 def _without_compression(name: str) -> str:
     suffix = Path(name).suffix
     return name.removesuffix(suffix) if suffix in COMPRESSIONS else name
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _first_line(error: BaseException) -> str:

@@ -163,12 +163,12 @@ def test_a_wrong_encoder_is_found_in_the_middle(
     wrong: type[Encoder], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [f"document {n} of many" for n in range(2500)]
-    texts[2000] = "a zebra"  # the next one that is compared after the first 256 and the 1000th
+    texts[2000] = "a zebra"  # the next one that is compared after number 1000
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     command = ["tokenize", "--input", str(source), "--tokenizer", str(saved)]
     command += ["--held-out", "0.1", "--shard-tokens", "9000"]
-    monkeypatch.setattr("bigtrain.data.building.BATCH_CHARACTERS", 5000)
+    monkeypatch.setattr("bigtrain.data.building.BATCH_BYTES", 5000)
     assert main([*command, "--output", str(tmp_path / "a"), "--encoder", "reference"]) == 0
     monkeypatch.setitem(FAST_ENCODERS, "gigatoken", wrong)
     assert main([*command, "--output", str(tmp_path / "b")]) == 0
@@ -183,14 +183,14 @@ def test_a_wrong_encoder_is_found_in_the_middle(
 
 def test_which_documents_are_compared() -> None:
     sampler = CheckSampler()
-    assert sampler.choose([b"x"] * 300).documents == tuple(range(256))
+    assert sampler.choose([b"x"] * 300).documents == tuple(range(64))
     later = sampler.choose([b"x"] * 800 + ["Ω".encode()] * 40)
-    assert later.documents == (700, *range(800, 816)), "number 1000, and the first 16 in Greek"
+    assert later.documents == (700, *range(800, 808)), "number 1000, and the first 8 in Greek"
     long = sampler.choose([b"x" * 90_000 + "ж".encode() * 90_000])
     assert long.documents == ()
     (piece,) = long.pieces
     assert piece.startswith(b"x" * 256 + "ж".encode())
-    assert len(piece) <= 1 << 14
+    assert len(piece) <= 1 << 12
 
 
 def test_documents_without_tokens(tokenizer: Tokenizer) -> None:

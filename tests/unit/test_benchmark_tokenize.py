@@ -1,0 +1,24 @@
+"""The benchmark of `bigtrain tokenize` runs, on very little text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.support.worlds import ROOT
+
+
+def test_tiny() -> None:
+    words = [sys.executable, "benchmarks/tokenizing.py", "--megabytes", "0.1"]
+    words += ["--vocab-size", "300"]
+    result = subprocess.run(
+        words,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    for figure in ("ratio whole / encoder alone", "reference encoder alone", "peak memory"):
+        assert figure in result.stdout
