@@ -19,7 +19,7 @@ from bigtrain.data.manifest import Split
 from bigtrain.data.mixture import MixedWindows, MixtureOrder, Windows, integer_weights
 from bigtrain.data.packing import PackedWindows, split_stream
 from bigtrain.data.sampling import Indices, SampleOrder
-from bigtrain.data.shards import Level, TokenDataset, open_dataset
+from bigtrain.data.shards import TokenDataset, open_dataset
 from bigtrain.errors import DataError
 from bigtrain.topology import BatchPlan
 
@@ -182,7 +182,7 @@ def open_training_data(
 
     No collective. Raises DataError where a dataset is missing, damaged or too short.
     """
-    datasets = _open_sources(config, "index")
+    datasets = _open_sources(config)
     sources = [_windows(dataset, "train", plan.sequence_length) for dataset in datasets]
     sizes = [source.num_windows for source in sources]
     return TrainingBatches(
@@ -205,7 +205,7 @@ def open_held_out(
 
     No collective. Raises DataError where a dataset has some, but too few for one sample.
     """
-    datasets = _open_sources(config, "sizes")
+    datasets = _open_sources(config)
     sources = [
         _windows(dataset, "held_out", plan.sequence_length)
         for dataset in datasets
@@ -224,8 +224,10 @@ def open_held_out(
     )
 
 
-def _open_sources(config: RunConfig, check: Level) -> list[TokenDataset]:
-    return [open_dataset(source.path, check) for source in config.data.mixture]
+def _open_sources(config: RunConfig) -> list[TokenDataset]:
+    # Sizes alone, in the same time for any number of documents. What is read of an index or a
+    # shard is checked when it is; `bigtrain tokenize` has checked the rest.
+    return [open_dataset(source.path, check="sizes") for source in config.data.mixture]
 
 
 def _windows(dataset: TokenDataset, split: Split, sequence_length: int) -> PackedWindows:
@@ -251,19 +253,22 @@ def _read_micro_batch(
     pin: bool,
 ) -> MicroBatch:
     """Micro-batch of `rows` rows; those beyond `windows` are padding, token 0 without loss."""
-    tokens = np.zeros((rows, dataset.sequence_length + 1), dtype=np.int64)
+    tokens = np.empty((rows, dataset.sequence_length + 1), dtype=np.int64)
+    tokens[len(windows) :] = 0
     for row, window in enumerate(windows):
         dataset.read_into(int(window), tokens[row])
     input_ids = tokens[:, :-1].copy()  # not ascontiguousarray: one row is contiguous as it is,
     labels = tokens[:, 1:].copy()  # and masking labels would write into the inputs
-    labels[len(windows) :] = IGNORED_LABEL
-    if end_of_document_id is not None:
-        labels[input_ids == end_of_document_id] = IGNORED_LABEL
-    parts = [torch.from_numpy(input_ids), torch.from_numpy(labels)]
+    positions: npt.NDArray[np.int64] | None = None
     if isolate:
         positions = np.tile(np.arange(tokens.shape[1], dtype=np.int64), (rows, 1))
         for row, window in enumerate(windows):
             dataset.positions_into(int(window), positions[row])
+    labels[len(windows) :] = IGNORED_LABEL
+    if end_of_document_id is not None:
+        labels[input_ids == end_of_document_id] = IGNORED_LABEL
+    parts = [torch.from_numpy(input_ids), torch.from_numpy(labels)]
+    if positions is not None:
         labels[positions[:, 1:] == 0] = IGNORED_LABEL
         parts.append(torch.from_numpy(positions[:, :-1].copy()))
     return MicroBatch(*(part.pin_memory() for part in parts) if pin else parts)

@@ -86,13 +86,11 @@ class MixtureOrder:
         self.seed = seed
         self._orders = [SampleOrder(size, seed, source) for source, size in enumerate(sizes)]
         self._offsets = [0, *accumulate(sizes)][:-1]
-        # Steps are smaller than blocks as a rule, so several read the same one.
+        # A block costs as much as a few samples of it, and several steps read the same one.
         self._block = lru_cache(maxsize=2)(self._windows_of_block)
 
     def windows(self, first_sample: int, count: int) -> Indices:
         """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
-        if len(self._orders) == 1:
-            return self._orders[0].windows(first_sample, count)
         parts = [np.empty(0, np.int64)]
         position, end = first_sample, first_sample + count
         while position < end:
@@ -103,6 +101,8 @@ class MixtureOrder:
         return np.concatenate(parts)
 
     def _windows_of_block(self, block: int) -> Indices:
+        if len(self._orders) == 1:
+            return self._orders[0].windows(block * BLOCK_SAMPLES, BLOCK_SAMPLES)
         before = apportion(self.weights, block * BLOCK_SAMPLES)
         after = apportion(self.weights, (block + 1) * BLOCK_SAMPLES)
         found = np.empty(BLOCK_SAMPLES, np.int64)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.manifest import Split
+from bigtrain.data.reading import TokenReader
 from bigtrain.data.shards import Shard, TokenDataset
 from bigtrain.errors import DataError
 
@@ -22,11 +23,14 @@ Window = npt.NDArray[np.int64]
 
 
 class TokenStream:
-    """The tokens of `shards`, one after another. `vocab_size` bounds what may be read."""
+    """The tokens of `shards`, one after another. `vocab_size` bounds what may be read.
+
+    For one thread at a time.
+    """
 
     def __init__(self, shards: Sequence[Shard], vocab_size: int) -> None:
         self.shards = tuple(shards)
-        self.vocab_size = vocab_size
+        self._reader = TokenReader(vocab_size)
         self._ends: list[int] = []
         self.num_tokens = 0
         for shard in self.shards:
@@ -36,8 +40,7 @@ class TokenStream:
     def read_into(self, start: int, out: Window) -> None:
         """Fill `out` with the tokens from `start` on, across shards.
 
-        Raises DataError where a token is not in the vocabulary, which is a damaged file: it would
-        otherwise be an out-of-range read of the embedding.
+        Raises DataError where a shard cannot be read or holds a token beyond the vocabulary.
         """
         assert 0 <= start <= self.num_tokens - len(out)
         number = bisect_right(self._ends, start)
@@ -45,16 +48,10 @@ class TokenStream:
         while filled < len(out):
             shard = self.shards[number]
             offset = start + filled - (self._ends[number] - shard.num_tokens)
-            part = shard.tokens[offset : offset + len(out) - filled]
-            out[filled : filled + len(part)] = part
+            part = out[filled : filled + shard.num_tokens - offset]
+            self._reader.read_into(shard, offset, part)
             filled += len(part)
             number += 1
-        if len(out) and not (out.min() >= 0 and out.max() < self.vocab_size):
-            raise DataError(
-                f"{self.shards[number - 1].bin_path.parent} is damaged: a token at position {start}"
-                f" to {start + len(out)} of the stream is {out.min()} or {out.max()}, the "
-                f"vocabulary has {self.vocab_size} -> tokenize again"
-            )
 
     def positions_into(self, start: int, out: Window) -> None:
         """Fill `out` with every token's distance from the beginning of its document.
@@ -64,19 +61,24 @@ class TokenStream:
         """
         assert 0 <= start <= self.num_tokens - len(out)
         number = bisect_right(self._ends, start)
-        begins = [np.zeros(1, dtype=np.int64)]
+        out[:] = 1
+        out[:1] = 0
         filled = 0
+        last_begin = 0
         while filled < len(out):
             shard = self.shards[number]
             shard_begin = self._ends[number] - shard.num_tokens
             low = start + filled - shard_begin
             high = min(shard.num_tokens, low + len(out) - filled)
-            begins.append(shard.document_begins(low, high) + (shard_begin - start))
+            for begin in shard.document_begins(low, high).tolist():
+                place = begin + shard_begin - start
+                if place > last_begin:
+                    # Where the running sum below starts anew.
+                    out[place] = 1 - (place - last_begin)
+                    last_begin = place
             filled += high - low
             number += 1
-        found = np.unique(np.concatenate(begins))
-        lengths = np.diff(found, append=len(out))
-        np.subtract(np.arange(len(out)), np.repeat(found, lengths), out=out)
+        np.cumsum(out, out=out)
 
 
 class PackedWindows:

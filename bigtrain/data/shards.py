@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import struct
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
@@ -165,10 +167,9 @@ class ShardWriter:
 
 
 class Shard:
-    """One memory-mapped `.bin/.idx` pair.
+    """One `.bin/.idx` pair, whose arrays are memory maps.
 
-    `tokens` is the whole `.bin`; `sequence_lengths`, `sequence_pointers` and `document_starts` are
-    the arrays of the `.idx`. Opening reads the header and the file sizes and costs nothing else;
+    Opening reads the header and the file sizes and costs nothing else;
     `check_index` reads the whole index. Pages are read when they are touched, so a file must not
     be shortened while it is open.
 
@@ -203,18 +204,36 @@ class Shard:
             )
         self.dtype = dtype
         self.num_documents = int(num_starts) - 1
-        self.sequence_lengths = _map(self.index_path, "<i4", HEADER.size, num_sequences)
-        self.sequence_pointers = _map(
-            self.index_path, "<i8", HEADER.size + 4 * num_sequences, num_sequences
-        )
-        self.document_starts = _map(
-            self.index_path, "<i8", HEADER.size + 12 * num_sequences, num_starts
-        )
-        self.tokens: Tokens = _map(self.bin_path, dtype.str, 0, self.num_bytes // dtype.itemsize)
+        self.num_sequences = int(num_sequences)
+
+    # Mapped when they are first looked at: a training run reads tokens by positioned reads, and
+    # most of them need nothing of the index.
+
+    @cached_property
+    def sequence_lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each sequence, int32 [num_sequences]."""
+        return _map(self.index_path, "<i4", HEADER.size, self.num_sequences)
+
+    @cached_property
+    def sequence_pointers(self) -> npt.NDArray[np.int64]:
+        """Byte offset of each sequence in the `.bin`, int64 [num_sequences]."""
+        offset = HEADER.size + 4 * self.num_sequences
+        return _map(self.index_path, "<i8", offset, self.num_sequences)
+
+    @cached_property
+    def document_starts(self) -> npt.NDArray[np.int64]:
+        """First sequence of each document, then the number of them, int64 [num_documents + 1]."""
+        offset = HEADER.size + 12 * self.num_sequences
+        return _map(self.index_path, "<i8", offset, self.num_documents + 1)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """The whole `.bin`."""
+        return _map(self.bin_path, self.dtype.str, 0, self.num_tokens)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens)
+        return self.num_bytes // self.dtype.itemsize
 
     def document(self, index: int) -> Tokens:
         """Tokens of document `index`, with its end-of-document token; a view of the map.
@@ -245,15 +264,21 @@ class Shard:
         where the index contradicts itself there.
         """
         item = self.dtype.itemsize
-        first, last = np.searchsorted(self.sequence_pointers, (low * item, high * item))
-        sequences = np.arange(first, last, dtype=np.int64)
-        if len(self.document_starts) != len(self.sequence_pointers) + 1:
+        # Not np.searchsorted: the arrays of an .idx are not aligned, and numpy would copy all of
+        # them first.
+        first = bisect_left(self.sequence_pointers, low * item)
+        last = bisect_left(self.sequence_pointers, high * item, lo=first)
+        begins = self.sequence_pointers[first:last] // item
+        if self.num_documents != self.num_sequences:
             # Documents of several sequences, or of none.
-            entries = np.searchsorted(self.document_starts, sequences)
-            if len(entries) and entries.max() >= len(self.document_starts):
+            entries = [bisect_left(self.document_starts, number) for number in range(first, last)]
+            if entries and entries[-1] >= len(self.document_starts):
                 raise self._damaged(f"its documents end before sequence {last}")
-            sequences = sequences[self.document_starts[entries] == sequences]
-        begins = self.sequence_pointers[sequences] // item
+            is_first = [
+                int(self.document_starts[entry]) == number
+                for number, entry in enumerate(entries, first)
+            ]
+            begins = begins[np.array(is_first, dtype=bool)]
         if len(begins) and not (
             begins[0] >= low and begins[-1] < high and (np.diff(begins) >= 0).all()
         ):
