@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from bigtrain.config import BatchSection, ParallelSection
 from bigtrain.errors import Problem
+
+Axis = Literal["data", "pipeline", "sequence", "tensor"]
+
+AXES: tuple[Axis, ...] = ("data", "pipeline", "sequence", "tensor")
+"""From outermost to innermost. Tensor-parallel processes exchange most and are neighbours, so that
+a group of them stays on one host; replicas exchange once a step."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a process stands on each axis of a topology."""
+
+    data_rank: int
+    pipeline_rank: int
+    sequence_rank: int
+    tensor_rank: int
 
 
 @dataclass(frozen=True)
@@ -17,6 +34,32 @@ class Topology:
     tensor_size: int = 1
     pipeline_size: int = 1
     sequence_size: int = 1
+
+    def size(self, axis: Axis) -> int:
+        """Processes along `axis`."""
+        return int(getattr(self, f"{axis}_size"))
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where process `rank` stands: ``rank = ((data * pipeline_size + pipeline) *
+        sequence_size + sequence) * tensor_size + tensor``."""
+        assert 0 <= rank < self.world_size
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[f"{axis}_rank"] = divmod(rank, self.size(axis))
+        return Coordinates(**found)
+
+    def groups(self, *axes: Axis) -> list[list[int]]:
+        """The groups of ranks that differ along `axes` alone, each ascending; together the world.
+
+        ``groups("tensor")`` are the tensor-parallel groups, ``groups("data", "sequence")`` those
+        that hold the same parameters.
+        """
+        fixed = [f"{axis}_rank" for axis in AXES if axis not in axes]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            groups.setdefault(tuple(getattr(place, name) for name in fixed), []).append(rank)
+        return list(groups.values())
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,9 @@ def train_run(run: ResolvedRun, world: World) -> None:
     with open_session(run, inputs, world) as session:
         engine = build_engine(run.config, run.engine, run.plan, inputs.hf_config, session.device)
         pin = session.device.type == "cuda"
-        batches = open_training_data(run.config, run.plan, world.rank, device_pin=pin)
-        held_out = open_held_out(run.config, run.plan, world.rank, device_pin=pin)
+        data_rank = run.topology.coordinates(world.rank).data_rank
+        batches = open_training_data(run.config, run.plan, data_rank, device_pin=pin)
+        held_out = open_held_out(run.config, run.plan, data_rank, device_pin=pin)
         evaluator = Evaluator(session, engine, held_out)
         state = restore_or_start(session, engine, inputs.data_hash)
         session.begin_writing(state)
