@@ -1,0 +1,50 @@
+"""One of four processes that opens meshes of several topologies and sums ranks over each group."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.engine.distributed import process_group
+from bigtrain.engine.mesh import ModelParallelUnit, open_mesh
+from bigtrain.topology import AXES, Topology
+from bigtrain.world import read_world
+
+TOPOLOGIES = [
+    Topology(4, 4),
+    Topology(4, 2, tensor_size=2),
+    Topology(4, 1, tensor_size=2, pipeline_size=2),
+    Topology(4, 1, tensor_size=4),
+    Topology(4, 2, sequence_size=2),
+]
+COMBINED = {"replicas": ("data", "sequence"), "model": ("pipeline", "tensor")}
+
+
+def check(topology: Topology, rank: int) -> None:
+    mesh = open_mesh(topology, rank)
+    names = {axis: (axis,) for axis in AXES} | COMBINED
+    for name, axes in names.items():
+        (members,) = [group for group in topology.groups(*axes) if rank in group]
+        total = torch.tensor(rank)
+        dist.all_reduce(total, group=getattr(mesh, name))
+        assert int(total) == sum(members), (topology, name, total, members)
+    unit = ModelParallelUnit(mesh)
+    place = topology.coordinates(rank)
+    assert unit.get_tensor_model_parallel_rank() == place.tensor_rank
+    assert unit.get_data_parallel_rank() == place.data_rank
+    assert unit.get_data_parallel_world_size() == topology.data_size
+    assert unit.get_model_parallel_world_size() == topology.tensor_size * topology.pipeline_size
+    assert unit.get_sequence_data_parallel_group() is mesh.replicas
+    assert not hasattr(unit, "initialize_sequence_parallel")
+
+
+if __name__ == "__main__":
+    world = read_world(os.environ)
+    with process_group(world):
+        for topology in TOPOLOGIES:
+            check(topology, world.rank)
+    Path(sys.argv[1], f"{world.rank}.done").touch()

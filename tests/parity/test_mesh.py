@@ -1,0 +1,15 @@
+"""Process groups hold the processes that the topology says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.worlds import run_world
+
+
+@pytest.mark.distributed
+def test_groups_of_four_processes(tmp_path: Path) -> None:
+    run_world(4, [str(Path(__file__).with_name("mesh_worker.py")), str(tmp_path)])
+    assert len(list(tmp_path.glob("*.done"))) == 4
