@@ -30,6 +30,7 @@ class Facts:
     tensor_size: int = 1
     pipeline_size: int = 1
     sequence_size: int = 1
+    sequence_length: int = 1 << 12
     dtype: str = "bfloat16"
     gradient_dtype: str | None = None
     offload_optimizer: str | None = None
@@ -111,12 +112,29 @@ _PARALLEL_RULES = (
         "parallel.pipeline=1, and ZeRO 3 (ds_configs/zero3.json) for models too large for one "
         "device",
     ),
-    _rule(
-        "sequence parallelism is not built",
-        lambda f: f.sequence_size > 1,
+    _rule(  # the stages' inputs are whole samples
+        "sequence parallelism in pipeline stages",
+        lambda f: f.sequence_size > 1 and f.pipeline_size > 1,
         ("parallel.sequence", lambda f: f.sequence_size),
-        "sequence parallelism is not available yet; the degrees available are: 1",
-        "parallel.sequence=1, and model.gradient_checkpointing=full for long sequences",
+        "pipeline stages pass whole samples on",
+        "parallel.sequence=1, or parallel.pipeline=1",
+    ),
+    _rule(
+        "sequence parallelism with tensor parallelism",
+        lambda f: f.sequence_size > 1 and f.tensor_size > 1,
+        ("parallel.sequence", lambda f: f.sequence_size),
+        "both divide the attention heads, and no test has shown their numbers together",
+        "parallel.sequence=1, or parallel.tensor=1",
+    ),
+    _rule(
+        "samples that do not divide",
+        lambda f: f.sequence_length % f.sequence_size != 0,
+        ("batch.sequence_length", lambda f: f.sequence_length),
+        "every process of parallel.sequence computes an equal part of each sample",
+        lambda f: (
+            f"{-(-f.sequence_length // f.sequence_size) * f.sequence_size}, or parallel.sequence="
+            f"{_largest_divisor(f.sequence_length, f.sequence_size)}"
+        ),
     ),
     _rule(  # runtime/pipe/engine.py:76, which says so only after the whole model is built
         "ZeRO 2 and 3 with pipeline",

@@ -8,7 +8,7 @@ the batch is cut into micro-batches and processes, also where labels are masked 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,10 @@ from bigtrain.config import OptimizerSection, RunConfig
 from bigtrain.data.loader import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.deepspeed_config import EngineConfig
 from bigtrain.engine.fragments import undo_trial_update
+from bigtrain.engine.mesh import open_mesh
 from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
-from bigtrain.topology import BatchPlan
+from bigtrain.models.sequence_parallel import GroupExchange, SequenceParallel
+from bigtrain.topology import BatchPlan, Topology
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,17 @@ class StepResult:
 class TrainEngine:
     """Trains one model by optimizer steps. Every method is collective over all processes."""
 
-    def __init__(self, engine: Any, plan: BatchPlan, device: torch.device) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        plan: BatchPlan,
+        device: torch.device,
+        sequence: SequenceParallel | None = None,
+    ) -> None:
         self.engine = engine
         self.plan = plan
         self.device = device
+        self.sequence = sequence
         config = engine.module.config
         self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self._norm: torch.Tensor | None = None
@@ -67,13 +76,17 @@ class TrainEngine:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         num_targets = self._count_targets(micro_batches)
-        # DeepSpeed divides the summed gradients by the data-parallel size.
-        scale = self.plan.data_size / num_targets.clamp(min=1)
+        # DeepSpeed divides the summed gradients by the number of replicas, and the processes that
+        # share a sample are replicas to it.
+        replicas = self.plan.data_size * (self.sequence.size if self.sequence else 1)
+        scale = replicas / num_targets.clamp(min=1)
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         self.engine.train()
         for batch in micro_batches:
             outputs = self._forward(batch)
-            cross_entropy = _summed_cross_entropy(outputs.logits, self._to_device(batch.labels))
+            cross_entropy = _summed_cross_entropy(
+                outputs.logits, self._to_device(self._labels(batch))
+            )
             loss_sum += cross_entropy.detach()
             loss = cross_entropy * scale
             if getattr(outputs, "aux_loss", None) is not None:
@@ -122,7 +135,7 @@ class TrainEngine:
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         self.engine.eval()
         for batch in batches:
-            labels = self._to_device(batch.labels)
+            labels = self._to_device(self._labels(batch))
             totals[0] += _summed_cross_entropy(self._forward(batch).logits, labels)
             totals[1] += (labels != IGNORED_LABEL).sum()
         self.engine.train()
@@ -137,7 +150,9 @@ class TrainEngine:
         Every process computes the same; all must call it with the same input.
         """
         self.engine.eval()
-        outputs = self.engine(input_ids=self._to_device(input_ids), use_cache=False)
+        alone = self.sequence.whole_samples() if self.sequence else nullcontext()
+        with alone:
+            outputs = self.engine(input_ids=self._to_device(input_ids), use_cache=False)
         self.engine.train()
         logits: torch.Tensor = outputs.logits.float().cpu()
         return logits
@@ -145,8 +160,23 @@ class TrainEngine:
     def close(self) -> None:
         """Take DeepSpeed's hooks off the model."""
         self.engine.destroy()
+        if self.sequence is not None:
+            self.sequence.close()
+
+    def _labels(self, batch: MicroBatch) -> torch.Tensor:
+        """The labels of the tokens that this process computes, on the host."""
+        return self.sequence.part(batch.labels) if self.sequence else batch.labels
 
     def _forward(self, batch: MicroBatch) -> Any:
+        if self.sequence is not None:
+            positions = batch.position_ids
+            return self.engine(
+                **self.sequence.inputs(
+                    self._to_device(batch.input_ids),
+                    None if positions is None else self._to_device(positions),
+                ),
+                use_cache=False,
+            )
         inputs = {"input_ids": self._to_device(batch.input_ids)}
         if batch.position_ids is not None:
             # Without an attention mask and a cache, transformers keeps apart what positions that
@@ -158,7 +188,7 @@ class TrainEngine:
         return tensor.to(self.device, non_blocking=True)
 
     def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        own = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in micro_batches)
+        own = sum(int((self._labels(batch) != IGNORED_LABEL).sum()) for batch in micro_batches)
         count = torch.tensor(own, device=self.device, dtype=torch.int64)
         dist.all_reduce(count)
         return count
@@ -178,6 +208,7 @@ def build_engine(
     config: RunConfig,
     engine_config: EngineConfig,
     plan: BatchPlan,
+    topology: Topology,
     hf_config: Any,
     device: torch.device,
 ) -> TrainEngine:
@@ -185,6 +216,7 @@ def build_engine(
 
     ZeRO-3 models are partitioned while they are built: no process ever holds the whole model.
     """
+    mesh = open_mesh(topology, dist.get_rank())
     model = build_model(
         config.model,
         hf_config,
@@ -192,6 +224,9 @@ def build_engine(
         dtype=_build_dtype(config, engine_config),
         partitioning=_partitioning(engine_config),
     )
+    sequence = None
+    if topology.sequence_size > 1:
+        sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
     # `initialize` writes into the dict it is given.
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -200,7 +235,7 @@ def build_engine(
     )
     undo_trial_update(engine)
     _leave_out_lone_reduction(engine)
-    return TrainEngine(engine, plan, device)
+    return TrainEngine(engine, plan, device, sequence)
 
 
 def _leave_out_lone_reduction(engine: Any) -> None:

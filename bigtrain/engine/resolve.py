@@ -119,6 +119,7 @@ def facts_of(
         tensor_size=config.parallel.tensor,
         pipeline_size=config.parallel.pipeline,
         sequence_size=config.parallel.sequence,
+        sequence_length=config.batch.sequence_length,
         dtype=config.precision.dtype,
         gradient_dtype=config.precision.gradient_dtype,
         offload_optimizer=offload_device(raw, "offload_optimizer"),

@@ -108,13 +108,13 @@ class Session:
     def seed_step(self, step: int) -> None:
         """Give this process the random stream of optimizer step `step`.
 
-        Dropout is so a function of (seed, step, data-parallel rank, pipeline stage) alone: equal in
-        a tensor-parallel group, and a resumed run needs no generator states.
+        Dropout is so a function of (seed, step) and what this process computes alone: equal in a
+        tensor-parallel group, and a resumed run needs no generator states.
         """
         place = self.run.topology.coordinates(self.world.rank)
         key = f"{self.run.config.seed}:{step}:{place.data_rank}"
-        if place.pipeline_rank:
-            key += f":{place.pipeline_rank}"
+        if place.pipeline_rank or place.sequence_rank:
+            key += f":{place.pipeline_rank}:{place.sequence_rank}"
         digest = hashlib.sha256(key.encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 

@@ -28,8 +28,11 @@ from bigtrain.world import World, read_world
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world.size, case["deepspeed_config"], device.type)
-    engine = build_engine(config, run.engine, run.plan, load_hf_config(config.model), device)
-    batches = open_training_data(config, run.plan, world.rank)
+    engine = build_engine(
+        config, run.engine, run.plan, run.topology, load_hf_config(config.model), device
+    )
+    place = run.topology.coordinates(world.rank)
+    batches = open_training_data(config, run.plan, place.data_rank)
     losses, norms = [], []
     first = case.get("first_step", 0)
     if first:
@@ -38,7 +41,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         if "save_again_to" in case:
             save(engine, Path(case["save_again_to"]), world)
     for step in range(first, case.get("last_step", config.train.steps)):
-        torch.manual_seed(1000 * step + world.rank)
+        torch.manual_seed(1000 * step + place.data_rank)
         lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
         result = engine.train_step(batches.step(step * run.plan.global_samples), lr)
         losses.append(engine.step_loss(result))

@@ -12,7 +12,18 @@ ZERO3 = {"zero_stage": 3}
 VIOLATIONS: dict[str, tuple[dict[str, object], str]] = {
     "tensor parallelism is not built": ({"tensor_size": 2}, "parallel.tensor = 2"),
     "pipeline parallelism is not built": ({"pipeline_size": 4}, "parallel.pipeline = 4"),
-    "sequence parallelism is not built": ({"sequence_size": 2}, "parallel.sequence = 2"),
+    "sequence parallelism in pipeline stages": (
+        {"sequence_size": 2, "pipeline_size": 2},
+        "parallel.sequence = 2",
+    ),
+    "sequence parallelism with tensor parallelism": (
+        {"sequence_size": 2, "tensor_size": 2},
+        "parallel.sequence = 2",
+    ),
+    "samples that do not divide": (
+        {"sequence_size": 3, "sequence_length": 16},
+        "batch.sequence_length = 16",
+    ),
     "ZeRO 2 and 3 with pipeline": (
         {"pipeline_size": 2, "zero_stage": 2},
         "x.json: zero_optimization.stage = 2",

@@ -1,0 +1,166 @@
+"""Samples split over processes along the sequence train as one process trains whole ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.conftest import ARCHITECTURES, STEPS, llama, run_config, train_cases
+from tests.parity.test_isolation import config_for, isolated_training
+from tests.parity.test_zero_stages import LOSS, NORM, plain_training
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+
+WINDOWED = llama(model_type="mistral", sliding_window=5, tie_word_embeddings=False)
+ONE_KEY_HEAD = llama(num_key_value_heads=1)
+MODELS = {**ARCHITECTURES, "mistral": WINDOWED, "one_key_head": ONE_KEY_HEAD}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point: 8 samples of 16 tokens, divided among `world_size` processes."""
+
+    world_size: int
+    sequence: int
+    engine: str
+    accumulation: int = 1
+    architecture: str = "llama"
+    gradient_checkpointing: str = "none"
+    dtype: str = "float32"
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        return (
+            f"sequence{self.sequence}of{self.world_size}-{self.engine}-"
+            f"accumulation{self.accumulation}-{self.gradient_checkpointing}-{self.architecture}-"
+            f"{self.dtype}"
+        )
+
+    def config(self, data: Path) -> dict[str, Any]:
+        data_size = self.world_size // self.sequence
+        config: dict[str, Any] = run_config(
+            data,
+            {
+                "config": MODELS[self.architecture],
+                "gradient_checkpointing": self.gradient_checkpointing,
+            },
+            micro_samples=8 // (data_size * self.accumulation),
+            parallel={"sequence": self.sequence},
+            precision={"dtype": self.dtype},
+        )
+        return config
+
+
+CASES = [
+    Case(2, 2, "zero0"),
+    Case(2, 2, "zero1", 4),
+    Case(2, 2, "zero2", gradient_checkpointing="full"),
+    Case(2, 2, "zero3", 4, gradient_checkpointing="full"),
+    Case(2, 2, "zero3_offload"),
+    Case(2, 2, "zero1", architecture="gpt2"),
+    Case(2, 2, "zero3", architecture="qwen3_moe"),
+    Case(2, 2, "zero1", architecture="mistral"),
+    Case(2, 2, "zero2", dtype="bfloat16"),
+    Case(4, 2, "zero1", 2, architecture="one_key_head"),
+    Case(4, 2, "zero3", 2),
+    Case(4, 4, "zero1", architecture="one_key_head", slow=True),
+    Case(4, 4, "zero3", architecture="mistral", slow=True),
+    Case(4, 2, "zero2_offload", 4, gradient_checkpointing="full", slow=True),
+    Case(4, 4, "zero0", dtype="bfloat16", slow=True),
+]
+
+
+def of_tier(*, slow: bool) -> list[Any]:
+    marks = [pytest.mark.slow] if slow else []
+    return [pytest.param(c, id=c.name, marks=marks) for c in CASES if c.slow == slow]
+
+
+@pytest.fixture(scope="module")
+def references(
+    dataset: Path, tmp_path_factory: pytest.TempPathFactory, hf_directories: dict[str, Path]
+) -> dict[str, Any]:
+    """The plain loop's figures by architecture; each is trained from bigtrain's initial weights."""
+    from bigtrain.config import ModelSection
+    from bigtrain.models.configuration import load_hf_config
+    from bigtrain.models.huggingface import build_model
+    from tests.parity.conftest import SEED
+
+    config = run_config(dataset, {}, micro_samples=8)
+    found = {}
+    for name, values in MODELS.items():
+        section = ModelSection(config=values)
+        directory = tmp_path_factory.mktemp("hf") / name
+        build_model(section, load_hf_config(section), seed=SEED).save_pretrained(directory)
+        found[name] = plain_training(dataset, directory, config)
+    return found
+
+
+def trained(dataset: Path, directory: Path, *, slow: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for world_size in (2, 4):
+        cases = {
+            case.name: {"config": case.config(dataset), "deepspeed_config": case.engine}
+            for case in CASES
+            if (case.world_size, case.slow) == (world_size, slow)
+        }
+        place = directory / str(world_size)
+        place.mkdir()
+        found.update(train_cases(world_size, cases, place) if cases else {})
+    return found
+
+
+@pytest.fixture(scope="module")
+def fast_results(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(dataset, tmp_path_factory.mktemp("sequence"), slow=False)
+
+
+@pytest.fixture(scope="module")
+def slow_results(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(dataset, tmp_path_factory.mktemp("sequence_slow"), slow=True)
+
+
+def compare(case: Case, reference: dict[str, Any], result: dict[str, Any]) -> None:
+    assert result["accumulation"] == case.accumulation
+    for step in range(STEPS):
+        loss, norm = reference["losses"][step], reference["norms"][step]
+        assert result["losses"][step] == pytest.approx(loss, abs=LOSS[case.dtype]), step
+        assert result["norms"][step] == pytest.approx(norm, rel=NORM[case.dtype]), step
+
+
+@pytest.mark.parametrize("case", of_tier(slow=False))
+def test_equals_plain_training(
+    case: Case, references: dict[str, Any], fast_results: dict[str, Any]
+) -> None:
+    compare(case, references[case.architecture], fast_results[case.name])
+
+
+@pytest.mark.parametrize("case", of_tier(slow=True))
+def test_more_points_equal_plain_training(
+    case: Case, references: dict[str, Any], slow_results: dict[str, Any]
+) -> None:
+    compare(case, references[case.architecture], slow_results[case.name])
+
+
+def test_isolated_documents_equal_separate_ones(
+    dataset: Path, hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cases = {
+        f"{architecture}-{engine}": {
+            "config": {
+                **config_for(dataset, {"config": ARCHITECTURES[architecture]}, 6),
+                "parallel": {"sequence": 2},
+            },
+            "deepspeed_config": engine,
+            "last_step": 4,
+        }
+        for architecture, engine in (("llama", "zero1"), ("gpt2", "zero3"))
+    }
+    results = train_cases(2, cases, tmp_path_factory.mktemp("isolated"))
+    for name, result in results.items():
+        expected = isolated_training(dataset, hf_directories[name.split("-")[0]], 4)
+        assert result["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4)
