@@ -16,6 +16,7 @@ from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.isolation import check_isolation
+from bigtrain.models.sequence_check import check_sequence_parallel
 from bigtrain.run.metrics import check_trackers
 
 
@@ -45,6 +46,13 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
     ]
     if config.data.document_boundaries == "isolate" and not problems:
         problems += check_isolation(hf_config, config.model.attention)
+    if config.parallel.sequence > 1 and not problems:
+        problems += check_sequence_parallel(
+            hf_config,
+            config.model.attention,
+            config.parallel.sequence,
+            isolate=config.data.document_boundaries == "isolate",
+        )
     if problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(hf_config, data_hash(config.data))

@@ -1,0 +1,159 @@
+"""Whether a model computes the same on parts of samples: tried on a small copy of it.
+
+Convolutions and recurrent layers see beyond the tokens of one process, and nothing in a
+configuration says so; attention outside transformers' registry, or with a parameter for each head,
+does not divide. So it is tried, before there is a process group: threads take the processes' part.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from bigtrain.errors import BigtrainError, Problem
+from bigtrain.models.configuration import text_config
+from bigtrain.models.sequence_parallel import SequenceParallel
+from bigtrain.models.small_copy import NUM_TOKENS, small_copy
+
+TOLERANCE = 1e-4
+"""Of the largest logit: far above float32 rounding, far below what one wrong token does."""
+
+_TOKENS_OF_PART = 6
+_DEADLOCK_SECONDS = 60.0
+
+
+def check_sequence_parallel(
+    hf_config: PreTrainedConfig, attention: str, size: int, *, isolate: bool
+) -> list[Problem]:
+    """Problems with samples of a model of `hf_config` split over `size` processes; or none.
+
+    `isolate`: documents in a sample are kept apart. Builds a few narrow layers of it with random
+    weights on the CPU and compares logits. Takes a second or so.
+    """
+    text = text_config(hf_config)
+    heads = getattr(text, "num_attention_heads", None)
+    if isinstance(heads, int) and heads % size:
+        fitting = max(n for n in range(1, size) if heads % n == 0)
+        return [_refusal(size, f"does not divide its {heads} attention heads", fitting)]
+    if getattr(text, "output_router_logits", False):
+        return [
+            _refusal(size, "the router loss (output_router_logits) is not linear in the tokens")
+        ]
+    try:
+        model = small_copy(hf_config, attention, num_heads=2 * size)
+        whole, parts, lonely = _logits(model, size, isolate=isolate)
+    except BigtrainError as error:
+        return [_refusal(size, str(error))]
+    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        return [_refusal(size, f"a small copy of {hf_config.model_type} failed: {reason}")]
+    limit = TOLERANCE * float(whole.abs().max())
+    if not float((lonely - whole).abs().max()) > 10 * limit:
+        return [_refusal(size, "random weights do not show whether parts see each other")]
+    difference = float((parts - whole).abs().max())
+    if not difference <= limit:
+        return [
+            _refusal(
+                size,
+                f"a {hf_config.model_type} has other logits in parts than whole (by "
+                f"{difference:.2g}, rounding is below {limit:.2g}): it mixes tokens outside "
+                "attention",
+            )
+        ]
+    return []
+
+
+def _refusal(size: int, reason: str, fitting: int = 1) -> Problem:
+    return Problem("parallel.sequence", size, reason, f"parallel.sequence={fitting}")
+
+
+@torch.no_grad()
+def _logits(
+    model: PreTrainedModel, size: int, *, isolate: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [B, T, V] of whole samples, of `size` parts together, and of parts each alone."""
+    length = size * _TOKENS_OF_PART
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, NUM_TOKENS, (2, length), generator=generator)
+    positions = torch.arange(length).expand(2, length)
+    if isolate:
+        # Boundaries inside parts, and none at their edges.
+        positions = positions.clone()
+        positions[:, 4:] -= 4
+        positions[1, length - 3 :] = torch.arange(3)
+    whole = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    lonely = torch.cat(
+        [
+            model(input_ids=part, position_ids=place, use_cache=False).logits
+            for part, place in zip(
+                ids.split(_TOKENS_OF_PART, 1), positions.split(_TOKENS_OF_PART, 1), strict=True
+            )
+        ],
+        1,
+    )
+    return whole, _in_parts(model, ids, positions if isolate else None, size), lonely
+
+
+def _in_parts(
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None, size: int
+) -> torch.Tensor:
+    exchange = _Threads(size)
+    sequence = SequenceParallel(model, exchange)
+
+    def compute(rank: int) -> torch.Tensor:
+        with exchange.as_rank(rank), torch.no_grad():
+            output: Any = model(**sequence.inputs(ids, positions), use_cache=False)
+            logits: torch.Tensor = output.logits
+            return logits
+
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            return torch.cat(list(pool.map(compute, range(size))), 1)
+    finally:
+        sequence.close()
+
+
+class _Threads:
+    """An exchange among the threads of this process; each says first which rank it is."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._local = threading.local()
+        self._barrier = threading.Barrier(size, timeout=_DEADLOCK_SECONDS)
+        self._sent: list[Any] = [None] * size
+
+    @property
+    def rank(self) -> int:
+        rank: int = self._local.rank
+        return rank
+
+    def as_rank(self, rank: int) -> _Rank:
+        """Context of the thread that takes the part of process `rank`."""
+        self._local.rank = rank
+        return _Rank(self._barrier)
+
+    def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
+        """See `bigtrain.models.sequence_parallel.Exchange`."""
+        self._sent[self.rank] = blocks
+        self._barrier.wait()
+        received = torch.stack([sent[self.rank] for sent in self._sent])
+        self._barrier.wait()
+        return received
+
+
+class _Rank:
+    """Lets the other threads go when this one fails, instead of waiting for it."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self._barrier = barrier
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._barrier.abort()

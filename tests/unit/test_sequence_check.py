@@ -1,0 +1,67 @@
+"""Which architectures compute the same on parts of samples, found by trying."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from bigtrain.models.sequence_check import check_sequence_parallel
+from bigtrain.models.sequence_parallel import IMPLEMENTATION
+
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def problems(model_type: str, size: int = 2, *, isolate: bool = False, **changes: Any) -> list[Any]:
+    hf_config = CONFIG_MAPPING[model_type](**{**COMMON, **changes})
+    return check_sequence_parallel(hf_config, "auto", size, isolate=isolate)
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3", "gemma3_text", "olmo2", "phi3", "gpt_neox"]
+)
+def test_attention_in_the_registry_divides(model_type: str, *, isolate: bool) -> None:
+    assert problems(model_type, isolate=isolate) == []
+
+
+def test_more_processes_than_key_heads() -> None:
+    assert problems("llama", 4, num_key_value_heads=1) == []
+
+
+def test_heads_that_do_not_divide() -> None:
+    (problem,) = problems("llama", 3)
+    assert "does not divide its 4 attention heads" in str(problem)
+    assert "parallel.sequence=2" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("bloom", "cannot be replaced"),
+        ("qwen3_next", "outside attention"),
+        ("gpt_oss", "failed"),
+    ],
+)
+def test_what_does_not_divide_is_refused(model_type: str, reason: str) -> None:
+    (problem,) = problems(model_type)
+    assert reason in str(problem)
+
+
+def test_router_loss_is_refused() -> None:
+    (problem,) = problems("qwen3_moe", output_router_logits=True)
+    assert "output_router_logits" in str(problem)
+
+
+def test_the_registry_is_left_unused() -> None:
+    problems("llama")
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**COMMON))
+    assert model.config._attn_implementation != IMPLEMENTATION
