@@ -215,6 +215,6 @@ def test_check_reports_every_problem_and_exits_with_2() -> None:
         "bigtrain check: 3 problems in the run with pipeline_zero1.json"
     )
     assert "batch.global_samples = 15" in result.stderr
-    assert "parallel.sequence = 3" in result.stderr
+    assert "batch.sequence_length = 256" in result.stderr
     assert "pipeline_zero1.json: pipeline" in result.stderr
     assert "Traceback" not in result.stderr

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.parity.conftest import ARCHITECTURES, STEPS, llama, run_config, train_cases
+from bigtrain.config import ModelSection
+from bigtrain.engine.checkpoint_io import read_full
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.huggingface import build_model
+from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_cases
 from tests.parity.test_isolation import config_for, isolated_training
 from tests.parity.test_zero_stages import LOSS, NORM, plain_training
 
@@ -84,11 +89,6 @@ def references(
     dataset: Path, tmp_path_factory: pytest.TempPathFactory, hf_directories: dict[str, Path]
 ) -> dict[str, Any]:
     """The plain loop's figures by architecture; each is trained from bigtrain's initial weights."""
-    from bigtrain.config import ModelSection
-    from bigtrain.models.configuration import load_hf_config
-    from bigtrain.models.huggingface import build_model
-    from tests.parity.conftest import SEED
-
     config = run_config(dataset, {}, micro_samples=8)
     found = {}
     for name, values in MODELS.items():
@@ -143,6 +143,35 @@ def test_more_points_equal_plain_training(
     case: Case, references: dict[str, Any], slow_results: dict[str, Any]
 ) -> None:
     compare(case, references[case.architecture], slow_results[case.name])
+
+
+def test_checkpoints_do_not_know_of_it(
+    dataset: Path, references: dict[str, Any], tmp_path: Path
+) -> None:
+    """Written by two processes that share samples, read by one that has them whole, and back."""
+    split, whole = Case(2, 2, "zero1"), Case(1, 1, "zero0")
+    results = []
+    for number, (case, first, last) in enumerate(
+        [(split, 0, 5), (whole, 5, 10), (split, 10, STEPS)]
+    ):
+        steps: dict[str, Any] = {"first_step": first, "last_step": last}
+        if last < STEPS:
+            steps |= {"save_at": last, "save_to": str(tmp_path / str(last))}
+        if first:
+            steps["restore_from"] = str(tmp_path / str(first))
+            steps["save_again_to"] = str(tmp_path / f"{first} again")
+        run = {"config": case.config(dataset), "deepspeed_config": case.engine, **steps}
+        place = tmp_path / f"part{number}"
+        place.mkdir()
+        results.append(train_cases(case.world_size, {"run": run}, place)["run"])
+    for key in ("losses", "norms"):
+        found = [value for result in results for value in result[key]]
+        assert found == pytest.approx(references["llama"][key], abs=1e-5, rel=1e-4)
+    for step in (5, 10):
+        saved = read_full(tmp_path / str(step) / "tensors")
+        again = read_full(tmp_path / f"{step} again" / "tensors")
+        assert saved.keys() == again.keys()
+        assert all(torch.equal(tensor, again[key]) for key, tensor in saved.items())
 
 
 def test_isolated_documents_equal_separate_ones(
