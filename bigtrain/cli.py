@@ -19,6 +19,7 @@ COMMANDS = {
     "tokenizer": "train a byte-level BPE tokenizer on text",
     "tokenize": "turn text into token shards",
     "check": "resolve and check a run without starting it",
+    "parity": "compare every legal topology of N processes with one process",
     "export": "write a run's weights as a verified Hugging Face directory",
     "generate": "continue a prompt with a Hugging Face directory",
 }

@@ -1,0 +1,62 @@
+"""`bigtrain parity`: train a small copy of the run's model on every legal topology, and compare."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from bigtrain.commands.arguments import positive_int
+from bigtrain.config_loading import load_run_config
+
+if TYPE_CHECKING:
+    from bigtrain.run.parity import Point, Verdict
+
+EXIT_DIFFERENT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the subcommand."""
+    parser.add_argument("--config", required=True, help="run YAML, or the name of a recipe")
+    parser.add_argument(
+        "--world-size",
+        type=positive_int,
+        default=2,
+        metavar="N",
+        help="processes, started on this machine's CPUs (default: 2)",
+    )
+    parser.add_argument(
+        "--refused", action="store_true", help="also list the topologies that are refused, and why"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table. Returns 0 where all topologies agree, or 1."""
+    config = load_run_config(args.config, args.overrides)
+
+    from bigtrain.run.parity import run_parity
+
+    refused = 0
+    print(f"{'topology':44} {'loss':>9} {'norm':>9} {'weights':>9}  verdict")
+
+    def report(point: Point, verdict: Verdict | None) -> None:
+        nonlocal refused
+        if verdict is None:
+            refused += 1
+            if args.refused:
+                print(f"{point.name:44} refused: {point.refusal}")
+            return
+        result = "same" if verdict.passed else f"DIFFERENT: first in {verdict.where}"
+        print(
+            f"{point.name:44} {verdict.loss:9.1e} {verdict.norm:9.1e} {verdict.weight:9.1e}  "
+            f"{result}"
+        )
+
+    passed = run_parity(config, args.world_size, report)
+    if refused and not args.refused:
+        print(f"{refused} topologies are refused; --refused lists them with the reasons")
+    print(
+        "differences from plain transformers and torch.optim.AdamW in one process, the worst of "
+        "all steps: of the loss in nats, of the gradient norm relative to it, of the weights"
+    )
+    return 0 if passed else EXIT_DIFFERENT

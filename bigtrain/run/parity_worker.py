@@ -1,0 +1,74 @@
+"""One process of the world that `bigtrain.run.parity` starts: trains every case after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.config import RunConfig
+from bigtrain.engine.build import build_engine
+from bigtrain.engine.checkpoint import save_engine
+from bigtrain.engine.distributed import process_group
+from bigtrain.engine.resolve import resolve_run
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.run.parity import layer_outputs, micro_batches
+from bigtrain.world import World, read_world
+
+
+def train_case(case: dict[str, Any], world: World, device: torch.device) -> None:
+    """Train one case; rank 0 writes its figures, all write the weights. Collective."""
+    config = RunConfig.model_validate(case["config"])
+    run = resolve_run(config, world.size, case["engine"], "cpu")
+    place = run.topology.coordinates(world.rank)
+    directory = Path(case["directory"])
+    if world.is_main:
+        directory.mkdir()
+    dist.barrier()
+    engine = build_engine(
+        config, run.engine, run.plan, run.topology, load_hf_config(config.model), device
+    )
+    first = micro_batches(config, run.plan, 0, place.data_rank)
+    outputs = layer_outputs(engine.module, lambda: engine.evaluate(first))
+    layers = _sum_over_processes(outputs if place.tensor_rank == 0 else {})
+    losses, norms = [], []
+    for step in range(config.train.steps):
+        batches = micro_batches(config, run.plan, step, place.data_rank)
+        result = engine.train_step(batches, config.optimizer.lr)
+        losses.append(engine.step_loss(result))
+        norms.append(engine.gradient_norm())
+        if step == 0:
+            save_engine(engine, directory / "first")
+    save_engine(engine, directory / "last")
+    engine.close()
+    if world.is_main:
+        figures = {"losses": losses, "norms": norms, "layers": layers}
+        (directory / "figures.json").write_text(json.dumps(figures))
+
+
+def _sum_over_processes(outputs: dict[str, float]) -> dict[str, float]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, outputs)
+    totals: dict[str, float] = {}
+    for part in gathered:
+        for name, value in part.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
+def main() -> None:
+    """Read the cases from the file that the first argument names."""
+    torch.set_num_threads(1)
+    world = read_world(os.environ)
+    with process_group(world) as device:
+        for case in json.loads(Path(sys.argv[1]).read_text()):
+            train_case(case, world, device)
+
+
+if __name__ == "__main__":
+    main()
