@@ -18,6 +18,7 @@ from bigtrain.errors import BigtrainError
 COMMANDS = {
     "tokenizer": "train a byte-level BPE tokenizer on text",
     "tokenize": "turn text into token shards",
+    "inspect": "show what is in token shards",
     "check": "resolve and check a run without starting it",
     "parity": "compare every legal topology of N processes with one process",
     "export": "write a run's weights as a verified Hugging Face directory",

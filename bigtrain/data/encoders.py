@@ -2,17 +2,20 @@
 
 The reference is `tokenizers`; gigatoken and fastokens encode the same text 20 to 40 times faster,
 but are young. A fast one is used only while it agrees with the reference: on a fixed hard sample
-before the first document, then on a share of the documents themselves (`CheckSampler`). What a
-fast one wrote before it was found wrong is written again, so no token depends on the choice.
+(once per tokenizer, versions and processor), then on a share of the documents themselves
+(`CheckSampler`). What a fast one wrote before it was found wrong is written again, so no token
+depends on the choice.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import platform
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import chain
@@ -21,7 +24,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from bigtrain.data import hard_sample as hard_sample_module
 from bigtrain.data.hard_sample import hard_sample
+from bigtrain.data.known import key_of, recall, remember, source_of
 from bigtrain.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -225,6 +230,42 @@ def _compare(
             )
 
 
+def prove(fast: Encoder, reference: Encoder) -> None:
+    """Compare on the hard sample, once for these encoders, versions, tokenizer and processor.
+
+    Raises EncoderError where they differ; that is found out, and said, every time.
+    """
+    key = _proof_key(fast, reference)
+    if key is not None and recall("encoders", key) is not None:
+        return
+    sample = hard_sample(reference.tokenizer_json)
+    require_equal(fast, reference, [text.encode("utf-8") for text in sample])
+    if key is not None:
+        remember("encoders", key, {"proven": f"{fast.engine()} as {reference.engine()}"})
+
+
+def _proof_key(fast: Encoder, reference: Encoder) -> str | None:
+    try:
+        own = source_of(__file__, hard_sample_module.__file__)
+    except OSError:
+        return None
+    parts: list[str | bytes] = [own, reference.tokenizer_json, _processor()]
+    for encoder in (fast, reference):
+        kind = type(encoder)
+        parts += [kind.__module__, kind.__qualname__, encoder.engine()]
+        parts += [str(encoder.end_of_document_id), str(encoder.parse_special_tokens)]
+    return key_of(parts)
+
+
+def _processor() -> str:
+    """What a library may choose its instructions by: a home directory serves many machines."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith(("flags", "Features")):
+                return line
+    return f"{platform.machine()} {platform.processor()} {platform.node()}"
+
+
 @dataclass(frozen=True)
 class Checks:
     """What of a batch is compared: documents as encoded, and pieces of long ones on their own."""
@@ -326,8 +367,7 @@ class EncoderQueue:
                 reference.parse_special_tokens,
             )
             try:
-                sample = hard_sample(reference.tokenizer_json)
-                require_equal(encoder, reference, [text.encode("utf-8") for text in sample])
+                prove(encoder, reference)
             except EncoderError as error:
                 self._note(encoder, str(error))
                 continue

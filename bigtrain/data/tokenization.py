@@ -1,7 +1,8 @@
 """Tokenizers: training, loading, identity; `bigtrain.data.encoders` encodes.
 
 The only file of the data layer that imports transformers, and only inside the functions that need
-it: a tokenizing worker gets along with `tokenizers`, whose import is a hundred times faster.
+it: a tokenizing worker gets along with `tokenizers`, whose import is a hundred times faster, and so
+does loading a directory that was loaded before (`bigtrain.data.remembered`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,20 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
 from bigtrain.data.encoders import ReferenceEncoder
+from bigtrain.data.remembered import (
+    RememberedTokenizer,
+    fingerprint,
+    recall_tokenizer,
+    remember_tokenizer,
+)
 from bigtrain.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -24,6 +32,7 @@ MIN_VOCAB_SIZE = 257
 """One token per byte and the end of document."""
 
 HUB_TIMEOUT_S = 10.0
+FACTS = ("hash", "vocab_size", "end_of_document_id")
 
 # Llama 3's: words with one leading space or mark, digits in threes, runs of marks, line ends, and
 # indentation apart from the word after it.
@@ -38,26 +47,30 @@ class Tokenizer:
     """A loaded Hugging Face tokenizer and what a dataset records of it.
 
     Token ids are below `vocab_size`, which counts added tokens and holes. `hash` is
-    `tokenizer_hash`.
+    `tokenizer_hash`. It was `loaded` by transformers, or is `remembered`, or both.
     """
 
     name: str
     hash: str
     vocab_size: int
     end_of_document_id: int
-    huggingface: Any
+    loaded: Any = None
+    remembered: RememberedTokenizer | None = None
+
+    @cached_property
+    def huggingface(self) -> Any:
+        """What ``AutoTokenizer`` makes of it; imports transformers."""
+        return _load_with_transformers(self.name) if self.loaded is None else self.loaded
 
     def encoder(self, parse_special_tokens: bool = False) -> ReferenceEncoder:
         """The reference encoder; `bigtrain.data.encoders.choose_encoder` finds a faster one."""
-        return ReferenceEncoder(
-            self.huggingface.backend_tokenizer.to_str(),
-            self.end_of_document_id,
-            parse_special_tokens,
-        )
+        return ReferenceEncoder(self._backend_json(), self.end_of_document_id, parse_special_tokens)
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
         """Text of `tokens`, special tokens included."""
         ids = [int(token) for token in tokens]
+        if self.remembered is not None and self.remembered.decodes_plainly:
+            return self.remembered.decode(ids)
         return str(
             self.huggingface.decode(
                 ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -66,7 +79,15 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         """Write what ``AutoTokenizer.from_pretrained(directory)`` loads."""
-        self.huggingface.save_pretrained(str(directory))
+        if self.remembered is not None:
+            self.remembered.save(directory)
+        else:
+            self.huggingface.save_pretrained(str(directory))
+
+    def _backend_json(self) -> str:
+        if self.remembered is not None:
+            return self.remembered.backend_json
+        return str(self.huggingface.backend_tokenizer.to_str())
 
 
 def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokenizer:
@@ -124,6 +145,31 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises DataError where there is none, where the hub cannot be reached (found out in seconds),
     and where the tokenizer has no fast implementation or no end-of-sequence token.
     """
+    directory = Path(name)
+    if not directory.is_dir():
+        return _describe(name, _load_with_transformers(name))
+    key = fingerprint(directory, name)
+    known = recall_tokenizer(directory, key) if key else None
+    if known is not None:
+        facts: Any = {fact: getattr(known, fact) for fact in FACTS}
+        return Tokenizer(name=name, remembered=known, **facts)
+    tokenizer = _describe(name, _load_with_transformers(name))
+    if key and fingerprint(directory, name) == key:  # its files are those that were loaded
+        facts = {fact: getattr(tokenizer, fact) for fact in FACTS}
+        plain = _decodes_plainly(tokenizer.loaded)
+        known = remember_tokenizer(directory, key, tokenizer.loaded, facts, plain)
+    return replace(tokenizer, remembered=known)
+
+
+def _decodes_plainly(huggingface: Any) -> bool:
+    """Whether decoding is what `tokenizers` does and nothing after it."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, plain = type(huggingface), PreTrainedTokenizerFast
+    return kind.decode is plain.decode and kind._decode is plain._decode
+
+
+def _load_with_transformers(name: str) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
@@ -146,7 +192,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
-        loaded = AutoTokenizer.from_pretrained(name, **arguments)
+        return AutoTokenizer.from_pretrained(name, **arguments)
     except Exception as error:  # whatever a foreign tokenizer's files make transformers raise
         if directory.exists():
             raise DataError(
@@ -159,7 +205,6 @@ def load_tokenizer(name: str) -> Tokenizer:
         ) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
-    return _describe(name, loaded)
 
 
 def _hub_problem(name: str) -> str | None:
@@ -213,7 +258,7 @@ def _describe(name: str, huggingface: Any) -> Tokenizer:
         hash=tokenizer_hash(huggingface),
         vocab_size=max(len(huggingface), highest + 1),
         end_of_document_id=int(huggingface.eos_token_id),
-        huggingface=huggingface,
+        loaded=huggingface,
     )
 
 

@@ -1,0 +1,154 @@
+"""`bigtrain inspect`: what is in token shards."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bigtrain.commands.arguments import positive_int
+from bigtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from bigtrain.data.inspection import Inspected
+
+DEFAULT_MAX_TOKENS = 512
+SHOWN = 20
+"""Shards and inputs listed for people; --json has them all."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "shards",
+        type=Path,
+        metavar="SHARDS",
+        help="directory of a dataset, or prefix of one .bin/.idx pair, also Megatron's or NeoX's",
+    )
+    parser.add_argument(
+        "--document",
+        type=int,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="N",
+        help="also show these documents, counted from 0 in the order of the shards",
+    )
+    parser.add_argument(
+        "--split", choices=("train", "held_out"), help="of --document (default: train)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=positive_int,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help=f"tokens of a document shown at most (default: {DEFAULT_MAX_TOKENS})",
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, help="directory to decode with (default: the dataset's own)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the description. Raises DataError; reads only."""
+    from bigtrain.data.inspection import describe, inspect_shards
+
+    inspected = inspect_shards(args.shards)
+    documents = _documents(inspected, args)
+    tree = describe(inspected)
+    if args.json:
+        print(json.dumps({**tree, "documents": documents}, ensure_ascii=False))
+        return 0
+    print("\n".join(_lines(inspected, tree)))
+    for document in documents:
+        print(
+            f"\n--- document {document['index']} of {document['split']} ({document['shard']} "
+            f"{document['index_in_shard']}), {document['num_tokens']:,} tokens"
+            + (f", the first {args.max_tokens:,}:" if document["cut"] else ":")
+        )
+        print(document["tokens"] if document["text"] is None else document["text"])
+    return 0
+
+
+def _documents(inspected: Inspected, args: argparse.Namespace) -> list[dict[str, Any]]:
+    from bigtrain.data.inspection import LONE, decoder_of
+
+    if inspected.manifest is None and args.split:
+        raise DataError(f"--split {args.split}: a lone shard has no splits -> leave it out")
+    split = LONE if inspected.manifest is None else args.split or "train"
+    if args.document and split not in inspected.splits:
+        raise DataError(f"--split {split}: {inspected.path} has no such split")
+    decoder = decoder_of(inspected, args.tokenizer)
+    documents = []
+    for index in args.document:
+        shard, within, tokens = inspected.document(split, index)
+        shown = tokens[: args.max_tokens].tolist()
+        documents.append(
+            {
+                "split": split,
+                "index": index,
+                "shard": shard.bin_path.stem,
+                "index_in_shard": within,
+                "num_tokens": len(tokens),
+                "cut": len(tokens) > len(shown),
+                "tokens": shown,
+                "text": None if decoder is None else decoder.decode(shown),
+            }
+        )
+    return documents
+
+
+def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
+    """The description for people."""
+    manifest = inspected.manifest
+    if manifest is None:
+        lines = [f"{inspected.path}: {tree['token_dtype']} tokens, a shard without a manifest"]
+    else:
+        from bigtrain.commands.tokenize import summary
+
+        lines = [summary(inspected.path, manifest)]
+        record = manifest.tokenizer
+        lines.append(
+            f"  tokenizer: {record.hash[:16]}, end of document {record.end_of_document_id}"
+        )
+        options = ", ".join(f"{key} {value}" for key, value in tree["options"].items())
+        lines.append(f"  options:  {options}")
+        lines.append(f"  inputs:   {len(manifest.sources):,}")
+        lines += [f"    {source.path}" for source in manifest.sources[:SHOWN]]
+        lines += _more(len(manifest.sources))
+    for split, part in tree["splits"].items():
+        lines.append(f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens")
+        for shard in part["shards"][:SHOWN]:
+            sequences = shard.get("sequences", shard["documents"])
+            many = f"{sequences:,} sequences, " if sequences != shard["documents"] else ""
+            lines.append(
+                f"  {shard['name']}  {shard['documents']:,} documents, {many}"
+                f"{shard['tokens']:,} tokens, {shard['bytes']:,} bytes"
+            )
+        lines += _more(len(part["shards"]))
+        if part["lengths"]:
+            lines += _length_lines(part["lengths"], part["documents"], max(1, part["tokens"]))
+    return lines
+
+
+def _more(count: int) -> list[str]:
+    return [f"    and {count - SHOWN:,} more (--json lists all)"] if count > SHOWN else []
+
+
+def _length_lines(lengths: dict[str, Any], documents: int, tokens: int) -> list[str]:
+    quantiles = ", ".join(f"{float(f):.0%} {n:,}" for f, n in lengths["quantiles"].items())
+    lines = [
+        f"  tokens per document: mean {lengths['mean']:,.1f}, least {lengths['min']:,}, "
+        f"{quantiles}, most {lengths['max']:,}"
+    ]
+    for bucket in lengths["buckets"]:
+        low, high = bucket["low"], bucket["high"]
+        name = f"{low:,}" if low == high or not high else f"{low:,} to {high:,}"
+        share = bucket["documents"] / documents
+        lines.append(
+            f"  {name:>26} {bucket['documents']:>15,} {share:7.2%} of documents "
+            f"{bucket['tokens'] / tokens:7.2%} of tokens {'#' * round(40 * share)}".rstrip()
+        )
+    return lines

@@ -1,0 +1,83 @@
+"""Facts that cost seconds to find out and stay true, kept in the user's cache directory.
+
+That is ``$BIGTRAIN_CACHE``, else ``$XDG_CACHE_HOME/bigtrain``, else ``~/.cache/bigtrain``; it may
+be removed at any time. All that a fact depends on is in its key (files by content, libraries by
+version, this package by its source), so an entry is never outdated. A cache that cannot be read or
+written is no error: the fact is found out again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def key_of(parts: Sequence[str | bytes]) -> str:
+    """What an entry is found by: SHA-256 of `parts`, each with its length."""
+    digest = hashlib.sha256()
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else part
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def recall(kind: str, key: str) -> dict[str, Any] | None:
+    """The fact that `remember` was given for `key`; None where there is none."""
+    try:
+        fact = json.loads(_path(kind, key).read_bytes())
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return fact if isinstance(fact, dict) else None
+
+
+def remember(kind: str, key: str, fact: dict[str, Any]) -> None:
+    """Keep `fact`, which appears whole or not at all."""
+    try:
+        path = _path(kind, key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(fact, file)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except (OSError, ValueError, RuntimeError):
+        return  # no home, no space, no right to write: it is found out again next time
+
+
+def versions(*libraries: str) -> str:
+    """The installed versions of `libraries`, also which are absent."""
+    return " ".join(f"{library}={_version(library)}" for library in libraries)
+
+
+def source_of(*files: str) -> bytes:
+    """Digest of modules' own files: their facts are only theirs."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(Path(file).read_bytes())
+    return digest.digest()
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _path(kind: str, key: str) -> Path:
+    own, base = os.environ.get("BIGTRAIN_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own) / kind / f"{key}.json"
+    # Its specification has a relative XDG_CACHE_HOME ignored.
+    root = Path(base) if base and os.path.isabs(base) else Path.home() / ".cache"
+    return root / "bigtrain" / kind / f"{key}.json"
