@@ -19,6 +19,8 @@ COMMANDS = {
     "tokenizer": "train a byte-level BPE tokenizer on text",
     "tokenize": "turn text into token shards",
     "check": "resolve and check a run without starting it",
+    "launch": "write what a cluster needs to start a run: a Slurm script, Kubernetes manifests",
+    "hostfile": "write or check a hostfile, and the environment its hosts are given",
     "export": "write a run's weights as a verified Hugging Face directory",
     "generate": "continue a prompt with a Hugging Face directory",
 }

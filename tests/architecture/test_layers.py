@@ -31,6 +31,13 @@ PURE = {
     "bigtrain.engine.deepspeed_keys",
     "bigtrain.engine.deepspeed_owners",
     "bigtrain.engine.resolve",
+    # What of the launch layer only reads and writes text.
+    "bigtrain.launch",
+    "bigtrain.launch.checkout",
+    "bigtrain.launch.hostfile",
+    "bigtrain.launch.kubernetes",
+    "bigtrain.launch.remote_environment",
+    "bigtrain.launch.slurm",
 }
 LAYERS = {
     "data": 1,

@@ -1,8 +1,8 @@
 """Several hosts on one machine: network namespaces with their own sshd and, if asked for, Slurm.
 
 Needs root and Debian's packages (`make cluster-deps`). Nothing of the machine changes: files of
-/etc are bound inside the hosts only, there is no route out, and the end of the test process, however
-it ends, ends every process of the cluster.
+/etc are bound inside the hosts only, there is no route out, and the end of the test process,
+however it ends, ends every process of the cluster.
 """
 
 from __future__ import annotations
