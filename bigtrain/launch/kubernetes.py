@@ -28,9 +28,9 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")  # also a prefix of pods'
 class KubernetesRequest:
     """A run, and where it runs.
 
-    `claim` is a PersistentVolumeClaim that every node can write, seen at `mount`; `gpus` 0 means CPUs
-    with `processes_per_node` processes. A pod that wrote nothing for `hang_minutes` is taken for hung
-    and everything starts again, `restarts` times at most, each from the newest checkpoint.
+    `claim` is a PersistentVolumeClaim that every node can write, seen at `mount`; `gpus` 0 means
+    CPUs with `processes_per_node` processes. A pod that wrote nothing for `hang_minutes` is taken
+    for hung and everything starts again, `restarts` times at most, each from the newest checkpoint.
     """
 
     name: str

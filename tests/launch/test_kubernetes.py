@@ -1,4 +1,4 @@
-"""`bigtrain launch kubernetes`: manifests that the CRDs' own schemas accept, and that hang together.
+"""`bigtrain launch kubernetes`: what the CRDs' own schemas accept, and what hangs together.
 
 The schemas are not part of this project; where they are not at hand their tests say so and skip.
 What no schema says (the controllers' behaviour, CEL rules) has not been tried on a cluster.
