@@ -27,6 +27,7 @@ PURE = {
     "bigtrain.world",
     # What of the engine is text alone, so that `bigtrain check` needs no torch.
     "bigtrain.engine",
+    "bigtrain.engine.accelerate_settings",
     "bigtrain.engine.deepspeed_config",
     "bigtrain.engine.deepspeed_keys",
     "bigtrain.engine.deepspeed_owners",
