@@ -21,6 +21,8 @@ COMMANDS = {
     "inspect": "show what is in token shards",
     "check": "resolve and check a run without starting it",
     "parity": "compare every legal topology of N processes with one process",
+    "launch": "write what a cluster needs to start a run: a Slurm script, Kubernetes manifests",
+    "hostfile": "write or check a hostfile, and the environment its hosts are given",
     "export": "write a run's weights as a verified Hugging Face directory",
     "generate": "continue a prompt with a Hugging Face directory",
 }

@@ -20,6 +20,7 @@ if __name__ == "__main__":
     # under names such as `config`; the checkout belongs there instead.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from bigtrain.engine.accelerate_settings import read_accelerate
 from bigtrain.engine.resolve import ResolvedRun, resolve_run_files
 from bigtrain.errors import BigtrainError
 from bigtrain.world import World, read_world
@@ -51,7 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"train.py: {error}", file=sys.stderr)
         return error.exit_code
     try:
-        run = resolve_run_files(args.config, args.overrides, world.size, args.deepspeed_config)
+        run = resolve_run_files(
+            args.config,
+            args.overrides,
+            world.size,
+            args.deepspeed_config,
+            accelerate=read_accelerate(os.environ),
+        )
         train_run(run, world)
     except BigtrainError as error:
         _report(error, world)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import get_args
+from typing import Any, get_args
 
 import yaml
 
 from bigtrain.engine.resolve import ResolvedRun, resolve_run_files
+from bigtrain.errors import ConfigError, Problem
 from bigtrain.legality import Device
 
 
@@ -29,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Device),
         help="also refuse what this kind of device cannot do (default: not known)",
     )
+    parser.add_argument(
+        "--show",
+        metavar="SECTION.KEY",
+        help="print only this setting of the run, for scripts (output.directory, say)",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
 
 
@@ -37,8 +43,18 @@ def run(args: argparse.Namespace) -> int:
     resolved = resolve_run_files(
         args.config, args.overrides, args.world_size, args.deepspeed_config, args.device
     )
-    print(describe(resolved))
+    print(describe(resolved) if args.show is None else setting(resolved, args.show))
     return 0
+
+
+def setting(resolved: ResolvedRun, key: str) -> str:
+    """One setting of the run as text; what is no text itself as JSON. Raises ConfigError."""
+    value: Any = resolved.config.model_dump(mode="json")
+    for name in key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            raise ConfigError(Problem("--show", key, "the run has no such setting"))
+        value = value[name]
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def describe(resolved: ResolvedRun) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from bigtrain.config import RunConfig
 from bigtrain.config_loading import apply_overrides, find_config, load_run_config, parse_yaml
+from bigtrain.engine.accelerate_settings import SOURCE, AccelerateSettings
 from bigtrain.engine.deepspeed_config import (
     EngineConfig,
     check_file_alone,
@@ -48,23 +49,30 @@ def resolve_run(
     world_size: int,
     deepspeed_config: str | None = None,
     device: Device | None = None,
+    accelerate: AccelerateSettings | None = None,
 ) -> ResolvedRun:
     """Resolve `config` for `world_size` processes.
 
     `deepspeed_config` (a name or path) wins over ``engine.deepspeed_config``; `device` is None
-    where it is not known, as on a login node. Raises one ConfigError with everything that is wrong:
-    batch arithmetic, unknown keys, contradictions between the two files, illegal combinations.
+    where it is not known, as on a login node; `accelerate` is what `accelerate launch` was told:
+    the engine's configuration where no JSON is named. Raises one ConfigError with everything that
+    is wrong: batch arithmetic, unknown keys, contradictions of the files, illegal combinations.
     """
     topology, problems = _topology_of(config, world_size)
     plan = None
+    if accelerate is not None:
+        config = accelerate.fill(config)
     if topology is not None:
+        if accelerate is not None:
+            config = accelerate.fill_micro_batch(config, topology.data_size)
         plan, of_batch = plan_batch(config.batch, topology.data_size)
         problems.extend(of_batch)
-    name = deepspeed_config or config.engine.deepspeed_config
-    raw, source, of_file = _read(name)
+    name, raw, source, of_file = _choose(config, deepspeed_config, accelerate)
     problems.extend(of_file)
     engine = None
     if raw is not None:
+        if accelerate is not None:
+            problems.extend(accelerate.contradictions(config, plan, raw, source))
         engine, of_engine = render(config, plan, raw, source)
         problems.extend(of_engine)
         facts = facts_of(config, raw, world_size, device, source)
@@ -81,6 +89,7 @@ def resolve_run_files(
     world_size: int,
     deepspeed_config: str | None = None,
     device: Device | None = None,
+    accelerate: AccelerateSettings | None = None,
 ) -> ResolvedRun:
     """As `resolve_run`, from the run YAML or recipe name.
 
@@ -98,7 +107,7 @@ def resolve_run_files(
             raise
         sources = " and ".join(part for part in (error.source, source) if part)
         raise ConfigError([*error.problems, *problems], sources) from error
-    return resolve_run(config, world_size, deepspeed_config, device)
+    return resolve_run(config, world_size, deepspeed_config, device, accelerate)
 
 
 def facts_of(
@@ -149,6 +158,22 @@ def _topology_of(config: RunConfig, world_size: int) -> tuple[Topology | None, l
         rule = "must be at least 1"
         return None, [Problem("world size", world_size, rule, "start at least one process")]
     return derive_topology(config.parallel, world_size)
+
+
+def _choose(
+    config: RunConfig, deepspeed_config: str | None, accelerate: AccelerateSettings | None
+) -> tuple[str, Mapping[str, Any] | None, str, list[Problem]]:
+    """What configures the engine: its name, its keys, how problems call it, and problems."""
+    name: str | None = deepspeed_config or config.engine.deepspeed_config
+    if accelerate is not None:
+        try:
+            name = accelerate.named_file(config, deepspeed_config)
+        except ConfigError as error:
+            return SOURCE, None, SOURCE, list(error.problems)
+        if name is None:
+            return SOURCE, accelerate.tree, SOURCE, []
+    assert name is not None
+    return name, *_read(name)
 
 
 def _read(name: str) -> tuple[dict[str, Any] | None, str, list[Problem]]:

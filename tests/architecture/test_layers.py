@@ -27,10 +27,18 @@ PURE = {
     "bigtrain.world",
     # What of the engine is text alone, so that `bigtrain check` needs no torch.
     "bigtrain.engine",
+    "bigtrain.engine.accelerate_settings",
     "bigtrain.engine.deepspeed_config",
     "bigtrain.engine.deepspeed_keys",
     "bigtrain.engine.deepspeed_owners",
     "bigtrain.engine.resolve",
+    # What of the launch layer only reads and writes text.
+    "bigtrain.launch",
+    "bigtrain.launch.checkout",
+    "bigtrain.launch.hostfile",
+    "bigtrain.launch.kubernetes",
+    "bigtrain.launch.remote_environment",
+    "bigtrain.launch.slurm",
 }
 LAYERS = {
     "data": 1,

@@ -52,7 +52,8 @@ def test_every_folder_of_the_package_is_installed() -> None:
         for path in PACKAGE.rglob("*")
         if path.is_file() and path.suffix in (".py", ".yaml", ".json", ".typed")
     }
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders | {"bigtrain.ds_configs"}
+    beside = {"bigtrain.ds_configs", "bigtrain.slurm"}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders | beside
 
 
 def test_what_is_imported_is_required() -> None:

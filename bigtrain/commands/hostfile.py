@@ -1,0 +1,128 @@
+"""`bigtrain hostfile`: write or check a hostfile, and the environment its hosts are given."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import subprocess
+from pathlib import Path
+
+from bigtrain.commands.arguments import positive_int
+from bigtrain.errors import LaunchError
+from bigtrain.launch.hostfile import Host, hosts_of_slurm, read_hostfile, render_hostfile
+from bigtrain.launch.remote_environment import (
+    KEEP_ALIVE,
+    NAME,
+    quoted_names,
+    render_environment,
+    select_environment,
+    write_environment,
+)
+
+_RESOLVE_SECONDS = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `bigtrain hostfile`."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--check", type=Path, metavar="FILE", help="say what is wrong with a file")
+    what.add_argument("--slurm", action="store_true", help="write one for the Slurm job this is in")
+    what.add_argument(
+        "--environment",
+        action="store_true",
+        help=f"write {NAME}: the variables that DeepSpeed gives to the hosts, without secrets",
+    )
+    parser.add_argument(
+        "--slots",
+        type=positive_int,
+        metavar="N",
+        help="with --slurm: processes on each host (default: its GPUs, or else its tasks)",
+    )
+    parser.add_argument(
+        "--include",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="with --environment: further variables, also secret ones",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"file to write (default: with --slurm print it, with --environment {NAME} here)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do one of the three. Raises LaunchError; then nothing is written."""
+    if args.check is not None:
+        return _check(args.check)
+    if args.environment:
+        return _environment(args.output or Path(NAME), args.include)
+    from bigtrain.commands.launch import write_new
+
+    text = render_hostfile(hosts_of_slurm(os.environ, args.slots))
+    if args.output is None:
+        print(text, end="")
+    else:
+        write_new(args.output, text)
+        print(f"{args.output}: {len(text.splitlines())} hosts")
+    return 0
+
+
+def _check(path: Path) -> int:
+    hosts = read_hostfile(path)
+    unknown = [host for host in hosts if not _resolves(host.name)]
+    if unknown:
+        rule = "neither this machine nor ssh's settings know a host of this name"
+        lines = [f"  line {host.line}: {host.name}: {rule}" for host in unknown]
+        raise LaunchError("\n".join([f"{len(unknown)} unknown in hostfile {path}", *lines]))
+    print(f"{path}: {len(hosts)} hosts x {hosts[0].slots} slots = {_processes(hosts)} processes")
+    return 0
+
+
+def _processes(hosts: list[Host]) -> int:
+    return sum(host.slots for host in hosts)
+
+
+def _resolves(name: str) -> bool:
+    """Whether `name`, or what ssh's settings replace it by, has an address."""
+    return any(_has_address(candidate) for candidate in (name, _name_for_ssh(name)) if candidate)
+
+
+def _has_address(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, 22))
+    except (OSError, UnicodeError):
+        return False
+
+
+def _name_for_ssh(name: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["ssh", "-G", "--", name], capture_output=True, text=True, timeout=_RESOLVE_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = (line.split() for line in result.stdout.splitlines())
+    return next((words[1] for words in lines if words[:1] == ["hostname"]), None)
+
+
+def _environment(path: Path, include: list[str]) -> int:
+    variables, withheld = select_environment(os.environ, include)
+    if path.exists() and path.read_text(errors="replace") != render_environment(variables):
+        raise LaunchError(f"{path} exists and differs: delete it, or name another --output")
+    write_environment(path, variables)
+    print(f"{path}: {', '.join(variables) or 'no variables'}")
+    if quoted := quoted_names(variables):
+        print(f"  quoted, which only pdsh takes off again: {', '.join(quoted)}")
+    if withheld:
+        print(f"  left out as secrets (--include NAME takes one along): {', '.join(withheld)}")
+    if path.name != NAME:
+        print(f"  DeepSpeed reads it with  DS_ENV_FILE={shlex.quote(path.name)}")
+    print("  start with ssh options that let a dead host end the run:")
+    print(f"  PDSH_SSH_ARGS_APPEND={shlex.quote(KEEP_ALIVE)} deepspeed --hostfile FILE ...")
+    return 0

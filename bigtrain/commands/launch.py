@@ -1,0 +1,213 @@
+"""`bigtrain launch`: write what a cluster needs to start a run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+from pathlib import Path
+
+from bigtrain.commands.arguments import positive_int
+from bigtrain.errors import LaunchError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `bigtrain launch slurm` and `bigtrain launch kubernetes`."""
+    kinds = parser.add_subparsers(dest="kind", metavar="slurm|kubernetes", required=True)
+    slurm = kinds.add_parser("slurm", help="a script for sbatch")
+    _add_common(slurm)
+    slurm.add_argument(
+        "--nodes", default="1", metavar="N[-M]", help="nodes, or fewest and most (default: 1)"
+    )
+    slurm.add_argument("--time", default="24:00:00", help="time limit (default: 24:00:00)")
+    slurm.add_argument(
+        "--save-seconds",
+        type=positive_int,
+        default=600,
+        metavar="S",
+        help="seconds before the time limit at which the run is saved and requeued (default: 600)",
+    )
+    slurm.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="further option of sbatch, such as partition=gpu; may be repeated",
+    )
+    slurm.add_argument(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="shell command that runs first, such as 'module load cuda'; may be repeated",
+    )
+    _add_kubernetes_arguments(kinds.add_parser("kubernetes", help="manifests for kubectl"))
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, help="run YAML, or the name of a recipe")
+    parser.add_argument(
+        "--deepspeed_config",
+        "--deepspeed-config",
+        metavar="NAME_OR_PATH",
+        help="DeepSpeed JSON or its name in ds_configs/ (default: engine.deepspeed_config)",
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="0 to train on CPUs (default: 8)"
+    )
+    parser.add_argument(
+        "--processes-per-node",
+        type=positive_int,
+        metavar="N",
+        help="on CPUs: processes on each node (default: 1)",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file to write")
+    parser.add_argument("--dry-run", action="store_true", help="print instead of writing")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
+def _add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    parser.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--image", required=True, help="container image, made from Dockerfile")
+    parser.add_argument(
+        "--claim",
+        required=True,
+        metavar="NAME",
+        help="PersistentVolumeClaim that all nodes can write (ReadWriteMany): data and run",
+    )
+    parser.add_argument(
+        "--mount", default="/data", metavar="PATH", help="where pods see it (default: /data)"
+    )
+    parser.add_argument("--name", help="of the job (default: from the run's file name)")
+    parser.add_argument("--namespace", help="default: kubectl's")
+    parser.add_argument("--cpus", type=positive_int, metavar="N", help="cores of each node")
+    parser.add_argument("--memory", metavar="SIZE", help="of each node, such as 400Gi")
+    parser.add_argument(
+        "--shared-memory", default="16Gi", metavar="SIZE", help="of /dev/shm (default: 16Gi)"
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=10,
+        metavar="N",
+        help="starts after failures, from the newest checkpoint each (default: 10)",
+    )
+    parser.add_argument(
+        "--hang-minutes",
+        type=positive_int,
+        default=60,
+        metavar="N",
+        help="minutes without a line of log or metrics after which a pod counts as hung; more "
+        "than saving and logging.every_steps take (default: 60)",
+    )
+    parser.add_argument(
+        "--token-secret", metavar="NAME", help="Secret whose key HF_TOKEN the pods are given"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write (or print) the file. Raises ConfigError and LaunchError; then nothing is written."""
+    slurm = args.kind == "slurm"
+    text = slurm_text(args) if slurm else kubernetes_text(args)
+    if args.dry_run:
+        print(text, end="")
+        return 0
+    suffix, start = (".sbatch", "sbatch") if slurm else (".kubernetes.yaml", "kubectl apply -f")
+    output = args.output or Path(f"{Path(args.config).stem}{suffix}")
+    write_new(output, text)
+    print(f"{output}: start it with  {start} {output}")
+    return 0
+
+
+def kubernetes_text(args: argparse.Namespace) -> str:
+    """The manifests that `args` ask for."""
+    from bigtrain.launch.kubernetes import KubernetesRequest, render_manifests
+
+    gpus, processes = processes_of(args)
+    stem = re.sub(r"[^a-z0-9-]+", "-", Path(args.config).stem.lower()).strip("-")
+    return render_manifests(
+        KubernetesRequest(
+            name=args.name or stem,
+            config=args.config,
+            overrides=tuple(args.overrides),
+            nodes=args.nodes,
+            gpus=gpus,
+            processes_per_node=processes,
+            image=args.image,
+            claim=args.claim,
+            mount=args.mount,
+            deepspeed_config=args.deepspeed_config,
+            namespace=args.namespace,
+            cpus=args.cpus,
+            memory=args.memory,
+            shared_memory=args.shared_memory,
+            restarts=args.restarts,
+            hang_minutes=args.hang_minutes,
+            token_secret=args.token_secret,
+        )
+    )
+
+
+def slurm_text(args: argparse.Namespace) -> str:
+    """The script that `args` ask for, checked by bash."""
+    from bigtrain.launch.slurm import SlurmRequest, render_script, sbatch_options
+
+    gpus, processes = processes_of(args)
+    text = render_script(
+        SlurmRequest(
+            config=absolute_config(args.config),
+            overrides=tuple(args.overrides),
+            nodes=args.nodes,
+            processes_per_node=processes,
+            time=args.time,
+            save_seconds=args.save_seconds,
+            deepspeed_config=args.deepspeed_config,
+            gpus=gpus > 0,
+            options=sbatch_options(args.sbatch),
+            setup=tuple(args.setup),
+        )
+    )
+    checked = subprocess.run(
+        ["bash", "-n"], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+    if checked.returncode != 0:
+        raise LaunchError(f"bash cannot read the script, look at --setup: {checked.stderr.strip()}")
+    return text
+
+
+def processes_of(args: argparse.Namespace) -> tuple[int, int]:
+    """GPUs and processes of one node. Raises LaunchError where the two contradict each other."""
+    gpus, processes = args.gpus_per_node, args.processes_per_node
+    if gpus < 0:
+        raise LaunchError(f"--gpus-per-node = {gpus}: must be 0 (CPUs) or more")
+    if gpus and processes not in (None, gpus):
+        raise LaunchError(
+            f"--processes-per-node = {processes} contradicts --gpus-per-node = {gpus}: a GPU has "
+            "one process -> leave it out, or --gpus-per-node 0"
+        )
+    return gpus, gpus or processes or 1
+
+
+def absolute_config(name_or_path: str) -> str:
+    """A path made absolute, so that it holds wherever the job starts; a recipe's name as it is."""
+    path = Path(name_or_path)
+    return str(path.resolve()) if path.is_file() else name_or_path
+
+
+def write_new(path: Path, text: str) -> bool:
+    """Write `text` whole; False where it stands there already.
+
+    Raises LaunchError where another text stands there, which somebody may have edited.
+    """
+    try:
+        if path.exists():
+            if path.read_text(encoding="utf-8", errors="replace") == text:
+                return False
+            raise LaunchError(f"{path} exists and differs: delete it, or name another --output")
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.rename(path)
+    except OSError as error:
+        raise LaunchError(f"cannot write {path}: {error.strerror}") from error
+    return True

@@ -1,0 +1,1 @@
+"""Where processes run: hostfiles, Slurm, Kubernetes, and the doctor that looks at hosts first."""

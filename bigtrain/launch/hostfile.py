@@ -1,0 +1,194 @@
+"""Hostfiles of DeepSpeed: read, checked with every problem of the file at once, made under Slurm.
+
+A line is ``NAME slots=NUMBER``; what follows ``#`` is a comment (deepspeed 0.19.8,
+launcher/runner.py:229). Pure but for reading the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigtrain.errors import LaunchError
+
+_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+_SLOTS_WORD = re.compile(r"(\S+)(?:\s+(.*))?")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_MOST_HOSTS = 65536  # of one expression: more is a typing error that would fill the memory
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine as `ssh` takes its name, the number of its processes, and its line in the file."""
+
+    name: str
+    slots: int
+    line: int
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of `path`, in order. Raises LaunchError with every line that is wrong."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise LaunchError(f"hostfile {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise LaunchError(f"hostfile {path} is no text: {error}") from error
+    hosts, problems = parse_hostfile(text)
+    if problems:
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in"
+        raise LaunchError("\n".join([f"{count} hostfile {path}", *(f"  {p}" for p in problems)]))
+    return hosts
+
+
+def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
+    """The hosts in `text`, and what is wrong with it: line, value, rule and remedy."""
+    if "\r" in text:
+        line = text[: text.index("\r")].count("\n") + 1
+        return [], [
+            f"line {line}: ends as on Windows (CR LF), and shells and mpirun take the CR for a "
+            "part of the last word -> sed -i 's/\\r$//' FILE"
+        ]
+    hosts: list[Host] = []
+    problems: list[str] = []
+    for number, whole in enumerate(text.split("\n"), 1):
+        words = whole.partition("#")[0].strip()
+        if not words:
+            continue
+        match = _LINE.fullmatch(words)
+        if match is None:
+            problems.append(f"line {number}: {_what_is_wrong(words)}")
+        elif int(match[2]) < 1:
+            rule = "a host has at least one slot"
+            problems.append(f"line {number}: {match[1]} slots={match[2]}: {rule} -> take it out")
+        else:
+            hosts.append(Host(match[1], int(match[2]), number))
+    problems += _conflicts(hosts)
+    if not hosts and not problems:
+        problems.append("no line names a host -> write lines such as  node-1 slots=8")
+    return hosts, problems
+
+
+def _what_is_wrong(line: str) -> str:
+    match = _SLOTS_WORD.fullmatch(line)
+    assert match is not None
+    name, rest = match[1], (match[2] or "").strip()
+    if name.startswith("slots="):
+        return f"{line!r}: no host before slots -> write its name first: node-1 {name}"
+    if not rest:
+        return f"{name}: no slots -> write the number of its processes: {name} slots=8"
+    return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots=8"
+
+
+def _conflicts(hosts: Sequence[Host]) -> list[str]:
+    problems = []
+    first: dict[str, Host] = {}
+    for host in hosts:
+        before = first.setdefault(host.name, host)
+        if before is not host:
+            problems.append(
+                f"line {host.line}: {host.name} stands in line {before.line} already -> one line "
+                f"with slots={before.slots + host.slots}, or take one out"
+            )
+    if not hosts:
+        return problems
+    counts = Counter(host.slots for host in hosts)
+    usual = max(counts, key=lambda slots: counts[slots])  # the first of equals
+    for host in hosts:
+        if host.slots != usual:
+            others = next(other for other in hosts if other.slots == usual)
+            problems.append(
+                f"line {host.line}: {host.name} has slots={host.slots}, {others.name} (line "
+                f"{others.line}) slots={usual}: groups of processes would cross hosts unevenly -> "
+                f"slots={min(host.slots, usual)} for every host, or leave {host.name} out"
+            )
+    return problems
+
+
+def render_hostfile(hosts: Sequence[Host]) -> str:
+    """The text of a hostfile."""
+    return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
+
+
+def hosts_of_slurm(environment: Mapping[str, str], slots: int | None = None) -> list[Host]:
+    """The hosts of a Slurm job, from the variables that sbatch and salloc set.
+
+    Slots of a host are `slots`, its GPUs, or its tasks, the first that is known. Raises LaunchError
+    outside a job, or where hosts would have unequal slots.
+    """
+    nodelist = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
+    if not nodelist:
+        raise LaunchError(
+            "SLURM_JOB_NODELIST is not set, so this is no Slurm job: call it in sbatch or salloc"
+        )
+    names = expand_nodelist(nodelist)
+    counts = [slots] * len(names) if slots is not None else _slots_of(environment, len(names))
+    hosts = [Host(n, count, i) for i, (n, count) in enumerate(zip(names, counts, strict=True), 1)]
+    problems = _conflicts(hosts)
+    if problems:
+        raise LaunchError("the Slurm job cannot be a hostfile\n  " + "\n  ".join(problems))
+    return hosts
+
+
+def _slots_of(environment: Mapping[str, str], num_hosts: int) -> list[int]:
+    per_node = environment.get("SLURM_GPUS_PER_NODE")
+    on_node = environment.get("SLURM_GPUS_ON_NODE")
+    tasks = environment.get("SLURM_TASKS_PER_NODE")
+    if per_node:  # "8", "h100:8", or several kinds: "h100:4,a100:4"
+        counts = [part.rpartition(":")[2] for part in per_node.split(",")]
+        if all(map(str.isdecimal, counts)):
+            return [sum(map(int, counts))] * num_hosts
+        raise LaunchError(f"SLURM_GPUS_PER_NODE = {per_node!r}: is no number of GPUs -> --slots N")
+    if on_node and on_node.isdecimal() and int(on_node) > 0:  # of this node; Slurm tells no other's
+        return [int(on_node)] * num_hosts
+    if tasks:
+        return _expand_counts(tasks, num_hosts)
+    raise LaunchError("the Slurm job has neither GPUs nor tasks per node -> give --slots N")
+
+
+def _expand_counts(text: str, num_hosts: int) -> list[int]:
+    """ "2(x3),1" is 2, 2, 2, 1 (man sbatch, SLURM_TASKS_PER_NODE)."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise LaunchError(f"SLURM_TASKS_PER_NODE = {text!r}: cannot be read -> --slots N")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if len(counts) != num_hosts:
+        raise LaunchError(f"SLURM_TASKS_PER_NODE = {text!r} is not for {num_hosts} nodes")
+    return counts
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Names in Slurm's notation: ``n[1-2,05-07],login,r[1-2]c[0-3]`` (man scontrol, hostlist).
+
+    Raises LaunchError for what is none.
+    """
+    names: list[str] = []
+    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):
+        names += _expand_name(part, text)
+        if len(names) > _MOST_HOSTS:
+            raise LaunchError(f"node list {text!r} names more than {_MOST_HOSTS} hosts")
+    if not names or text.count("[") != text.count("]"):
+        raise LaunchError(f"node list {text!r} cannot be read: scontrol show hostnames tells why")
+    return names
+
+
+def _expand_name(part: str, text: str) -> list[str]:
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        return [before]
+    inside, _, after = rest.partition("]")
+    tails = _expand_name(after, text)
+    names: list[str] = []
+    for piece in inside.split(","):
+        match = _RANGE.fullmatch(piece)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(last) < int(first) or int(last) - int(first) > _MOST_HOSTS:
+            raise LaunchError(f"node list {text!r}: {piece!r} is no range of numbers")
+        numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
+        names += [f"{before}{number}{tail}" for number in numbers for tail in tails]
+    return names

@@ -1,0 +1,117 @@
+"""Real hosts with sshd and Slurm, and a dataset that a run of seconds trains on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bigtrain.cli import main as bigtrain
+from tests.launch.conftest import VOCAB_SIZE, run_tree, tokenize, write_documents
+from tests.support.cluster import Cluster, cluster, why_not
+from tests.support.worlds import ROOT
+
+TRAIN = ROOT / "bigtrain" / "train.py"
+# Compiled once per machine, not once per cluster: a host's home directory is empty.
+EXTENSIONS = os.environ.get(
+    "TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions")
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here needs a cluster and starts several processes."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.distributed)
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A cluster, and a folder that all its hosts see, where a test's processes start."""
+
+    cluster: Cluster
+    folder: Path
+    run_yaml: Path
+
+    def run(self, host: str, *command: str | Path, **env: str) -> tuple[int, str]:
+        """`Cluster.run` in the folder of this test."""
+        return self.cluster.run(host, *command, cwd=self.folder, **COMMON, **env)
+
+
+COMMON = {
+    "PYTHONPATH": str(ROOT),
+    "TORCH_EXTENSIONS_DIR": EXTENSIONS,
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "BIGTRAIN_CHECKOUT": str(ROOT),
+}
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """n0 (login node and Slurm's controller), n1 and n2; skips where there can be none."""
+    reason = why_not(slurm=True)
+    if reason is not None:
+        pytest.skip(reason)
+    with cluster(tmp_path_factory.mktemp("cluster") / "state", 3, slurm=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run as a tree, on a dataset made here; `output.directory` is still to be set."""
+    root = tmp_path_factory.mktemp("tiny")
+    texts = write_documents(root / "texts.jsonl", 80)
+    tokenizer = root / "tokenizer"
+    words = ["tokenizer", "--input", texts, "--vocab-size", VOCAB_SIZE, "--output", tokenizer]
+    assert bigtrain(list(map(str, words))) == 0
+    return run_tree(tokenize(texts, tokenizer, root / "shards"), root / "nowhere")
+
+
+@pytest.fixture
+def lab(hosts: Cluster, tiny: dict[str, Any], tmp_path: Path) -> Iterator[Lab]:
+    """The cluster for one test; nothing of it runs on afterwards."""
+    run_yaml = tmp_path / "run.yaml"
+    tree = {**tiny, "output": {"directory": str(tmp_path / "run"), "export": False}}
+    run_yaml.write_text(yaml.safe_dump(tree))
+    yield Lab(hosts, tmp_path, run_yaml)
+    hosts.run("n0", "scancel", "--user=root", cwd=tmp_path)
+    hosts.tidy()
+
+
+@pytest.fixture(scope="session")
+def alone(tiny: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The loss by step of one process on this machine."""
+    from tests.launch.conftest import launch, metrics
+
+    root = tmp_path_factory.mktemp("one_process")
+    run_yaml = root / "run.yaml"
+    tree = {**tiny, "output": {"directory": str(root / "run"), "export": False}}
+    run_yaml.write_text(yaml.safe_dump(tree))
+    finished = launch([TRAIN, "--config", run_yaml], root)
+    assert finished.code == 0, finished.output
+    return metrics(root / "run")
+
+
+Submit = Callable[..., tuple[str, Path]]
+
+
+@pytest.fixture
+def submit(lab: Lab) -> Submit:
+    """``submit("slurm/train.sbatch", options, arguments)``: the job's number and its log."""
+
+    def run(
+        script: str | Path, options: list[str], arguments: list[str | Path], **env: str
+    ) -> tuple[str, Path]:
+        log = lab.folder / "job.log"
+        command = ["sbatch", "--parsable", f"--output={log}", *options, script, *arguments]
+        code, output = lab.run("n0", *command, **env)
+        assert code == 0, output
+        return output.strip(), log
+
+    return run

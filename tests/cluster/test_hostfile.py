@@ -1,0 +1,56 @@
+"""Two real hosts under the deepspeed launcher: over ssh, and without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.conftest import COMMON, TRAIN, Lab
+from tests.launch.conftest import metrics
+from tests.support.cluster import BINARIES, finish
+
+ARGUMENTS = ("--config", "run.yaml", "--deepspeed_config", "zero1")
+
+
+def write_hostfile(lab: Lab) -> None:
+    (lab.folder / "hosts").write_text("n1 slots=1\nn2 slots=1\n")
+
+
+def test_pdsh(lab: Lab, alone: dict[int, float]) -> None:
+    write_hostfile(lab)
+    bigtrain = [BINARIES / "python", "-m", "bigtrain.cli"]
+    code, output = lab.run("n1", *bigtrain, "hostfile", "--check", "hosts")
+    assert (code, output) == (0, "hosts: 2 hosts x 1 slots = 2 processes\n")
+    code, output = lab.run(
+        "n1", *bigtrain, "hostfile", "--environment", GLOO_SOCKET_IFNAME="eth0", HF_TOKEN="secret"
+    )
+    assert code == 0, output
+    # pdsh itself hands on nothing but PYTHON*: the rest comes by this file.
+    text = (lab.folder / ".deepspeed_env").read_text()
+    assert "GLOO_SOCKET_IFNAME=eth0" in text
+    assert "secret" not in text
+    code, output = lab.run("n1", BINARIES / "deepspeed", "--hostfile", "hosts", TRAIN, *ARGUMENTS)
+    assert code == 0, output
+    assert "n2: " in output
+    assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
+
+
+def test_no_ssh(lab: Lab, alone: dict[int, float]) -> None:
+    write_hostfile(lab)
+    common = ["--hostfile", "hosts", "--no_ssh", "--master_addr", "n1"]
+    started = [
+        lab.cluster.start(
+            host,
+            BINARIES / "deepspeed",
+            *common,
+            f"--node_rank={rank}",
+            TRAIN,
+            *ARGUMENTS,
+            cwd=lab.folder,
+            **COMMON,
+        )
+        for rank, host in ((1, "n2"), (0, "n1"))
+    ]
+    for process in started:
+        code, output = finish(process, timeout=250)
+        assert code == 0, output
+    assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)

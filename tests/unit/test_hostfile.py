@@ -1,0 +1,190 @@
+"""Hostfiles and `.deepspeed_env`: read, refused by line, made under Slurm; secrets stay here."""
+
+from __future__ import annotations
+
+import io
+import stat
+from pathlib import Path
+
+import pytest
+from deepspeed.launcher.runner import _parse_hostfile
+
+from bigtrain.cli import main as bigtrain
+from bigtrain.errors import LaunchError
+from bigtrain.launch.hostfile import (
+    expand_nodelist,
+    hosts_of_slurm,
+    parse_hostfile,
+    read_hostfile,
+    render_hostfile,
+)
+from bigtrain.launch.remote_environment import (
+    inspect_environment_file,
+    is_secret,
+    render_environment,
+    select_environment,
+    write_environment,
+)
+from tests.support.worlds import ROOT
+
+EXAMPLES = ROOT / "hostfiles"
+
+
+def problem(text: str) -> str:
+    """The one thing that is wrong with `text`."""
+    _, problems = parse_hostfile(text)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+@pytest.mark.parametrize("name", ["one_node", "two_nodes"])
+def test_examples_are_read_as_deepspeed_reads_them(name: str) -> None:
+    text = (EXAMPLES / name).read_text()
+    ours = {host.name: host.slots for host in read_hostfile(EXAMPLES / name)}
+    assert ours == dict(_parse_hostfile(text.splitlines()))
+    assert render_hostfile(read_hostfile(EXAMPLES / name)) in text + "\n"
+
+
+def test_unequal_hosts_are_refused_with_the_reason() -> None:
+    with pytest.raises(LaunchError) as raised:
+        read_hostfile(EXAMPLES / "three_nodes_refused")
+    said = str(raised.value).splitlines()[1].strip()
+    assert said.startswith("line 7: node-3 has slots=4, node-1 (line 5) slots=8: groups of proc")
+    assert said.endswith("-> slots=4 for every host, or leave node-3 out")
+    assert said[:50] in (EXAMPLES / "three_nodes_refused").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a slots=2\r\nb slots=2\r\n", "line 1: ends as on Windows (CR LF)"),
+        ("a slots=2\nb slots=2\na slots=2\n", "line 3: a stands in line 1 already -> one line"),
+        ("a slots=2\n slots=2\n", "line 2: 'slots=2': no host before slots"),
+        ("a slots=2\nb\n", "line 2: b: no slots -> write the number of its processes: b slots=8"),
+        ("a slots=2\nb slots=two\n", "line 2: 'b slots=two': is not NAME slots=NUMBER"),
+        ("a slots=2\nb 2\n", "line 2: 'b 2': is not NAME slots=NUMBER -> write b slots=8"),
+        ("a slots=2\nb slots=0\n", "line 2: b slots=0: a host has at least one slot"),
+        ("# nothing\n\n", "no line names a host"),
+    ],
+)
+def test_wrong_line_is_named(text: str, said: str) -> None:
+    assert problem(text).startswith(said)
+    assert " -> " in problem(text)
+
+
+def test_every_wrong_line_is_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\nb slots=x\nc slots=4  # fine\n")
+    with pytest.raises(LaunchError, match=r"^2 problems in .*hosts\n  line 1: a.*\n  line"):
+        read_hostfile(tmp_path / "hosts")
+
+
+def test_unknown_host_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=2\nno.such.host.invalid slots=2\n")
+    assert bigtrain(["hostfile", "--check", str(tmp_path / "hosts")]) == 2
+    assert "line 2: no.such.host.invalid: neither" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10,3],login", ["n08", "n09", "n10", "n3", "login"]),
+        ("r[1-2]c[0-1]-x", ["r1c0-x", "r1c1-x", "r2c0-x", "r2c1-x"]),
+    ],
+)
+def test_node_lists(text: str, names: list[str]) -> None:
+    assert expand_nodelist(text) == names
+
+
+@pytest.mark.parametrize("text", ["", "n[3-1]", "n[1-", "n[a]", "n[0-99999999]"])
+def test_node_lists_that_are_none(text: str) -> None:
+    with pytest.raises(LaunchError, match="node list"):
+        expand_nodelist(text)
+
+
+def test_hosts_of_a_slurm_job() -> None:
+    job = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    slots = {
+        "tasks": job,
+        "gpus": {**job, "SLURM_GPUS_PER_NODE": "h100:8"},
+        "on node": {**job, "SLURM_GPUS_ON_NODE": "4"},
+    }
+    found = {name: render_hostfile(hosts_of_slurm(slots[name])) for name in slots}
+    assert found["tasks"] == "gpu1 slots=1\ngpu2 slots=1\n"
+    assert found["gpus"] == "gpu1 slots=8\ngpu2 slots=8\n"
+    assert found["on node"] == "gpu1 slots=4\ngpu2 slots=4\n"
+    assert [host.slots for host in hosts_of_slurm(job, slots=3)] == [3, 3]
+    with pytest.raises(LaunchError, match="this is no Slurm job"):
+        hosts_of_slurm({})
+    with pytest.raises(LaunchError, match="gpu2 has slots=1"):
+        hosts_of_slurm({**job, "SLURM_TASKS_PER_NODE": "2,1"})
+
+
+def test_environment_of_the_hosts(tmp_path: Path) -> None:
+    here = {
+        "HF_HOME": "/data/hf",
+        "HF_TOKEN": "hf_secret",
+        "NCCL_DEBUG": "INFO",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "4",
+        "TORCH_CUDA_ARCH_LIST": "8.0 9.0",
+        "PYTHONPATH": "/work",
+        "WANDB_API_KEY": "secret",
+        "HOME": "/root",
+    }
+    variables, withheld = select_environment(here)
+    assert withheld == ["HF_TOKEN"]
+    assert set(variables) == set(here) - {"HF_TOKEN", "WANDB_API_KEY", "HOME"}
+    path = tmp_path / ".deepspeed_env"
+    write_environment(path, variables)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    lines = io.StringIO(path.read_text()).readlines()
+    # As deepspeed/launcher/runner.py reads it.
+    read = dict(line.split("=", maxsplit=1) for line in lines)
+    assert read["TORCH_CUDA_ARCH_LIST"].strip() == "'8.0 9.0'"
+    assert set(read) == set(variables)
+    assert inspect_environment_file(path) == []
+    assert "HF_TOKEN" in select_environment(here, ["HF_TOKEN"])[0]
+    with pytest.raises(LaunchError, match="MISSING is not set here"):
+        select_environment(here, ["MISSING"])
+    with pytest.raises(LaunchError, match="neither can hold a line end"):
+        select_environment({"HF_HOME": "a\nb"})
+
+
+def test_secrets_are_told_by_their_names() -> None:
+    secret = ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "DB_PASSWORD", "GITHUB_TOKEN"]
+    assert all(map(is_secret, secret))
+    assert not any(map(is_secret, ["TOKENIZERS_PARALLELISM", "KEYBOARD", "HF_HOME", "PATH"]))
+
+
+def test_bad_environment_file_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / ".deepspeed_env"
+    assert inspect_environment_file(path) == []
+    path.write_text("# mine\nHF_HOME=/data\n\nHF_TOKEN=hf_geheim\n")
+    path.chmod(0o644)
+    comment, blank, readable = inspect_environment_file(path)
+    assert "line 1: is no NAME=VALUE" in comment
+    assert "line 3: is blank" in blank
+    assert "mode 644 lets others read HF_TOKEN" in readable
+    assert "hf_geheim" not in readable
+    path.write_text(render_environment({"HF_TOKEN": "x"}))
+    path.chmod(0o600)
+    assert inspect_environment_file(path) == []
+
+
+def test_environment_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_geheim")
+    assert bigtrain(["hostfile", "--environment"]) == 0
+    said = capsys.readouterr().out
+    assert "left out as secrets (--include NAME takes one along): HF_TOKEN" in said
+    assert "ServerAliveInterval" in said
+    assert "hf_geheim" not in (tmp_path / ".deepspeed_env").read_text() + said
+    assert bigtrain(["hostfile", "--environment", "--include", "HF_TOKEN"]) == 2
+    assert "exists and differs" in capsys.readouterr().err
+    (tmp_path / ".deepspeed_env").unlink()
+    assert bigtrain(["hostfile", "--environment", "--include", "HF_TOKEN"]) == 0
+    assert "HF_TOKEN=hf_geheim\n" in (tmp_path / ".deepspeed_env").read_text()
