@@ -19,6 +19,7 @@ COMMANDS = {
     "tokenizer": "train a byte-level BPE tokenizer on text",
     "tokenize": "turn text into token shards",
     "inspect": "show what is in token shards",
+    "verify": "read token shards again and compare every checksum",
     "check": "resolve and check a run without starting it",
     "parity": "compare every legal topology of N processes with one process",
     "launch": "write what a cluster needs to start a run: a Slurm script, Kubernetes manifests",
