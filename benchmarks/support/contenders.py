@@ -17,6 +17,7 @@ from bigtrain.data.loader import MicroBatch, TrainingBatches
 from bigtrain.data.manifest import Manifest, OptionsRecord, TokenizerRecord, write_manifest
 from bigtrain.data.shards import ShardWriter, token_dtype
 from bigtrain.engine.build import build_engine
+from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.deepspeed_config import find_deepspeed_config
 from bigtrain.engine.resolve import ResolvedRun, resolve_run
 from bigtrain.models.huggingface import build_model, split_by_decay
@@ -211,7 +212,12 @@ class Bigtrain:
         self.session = session
         self.batches = _RoundBatches(batches)
         self.engine = build_engine(
-            run.config, run.engine, run.plan, session.inputs.hf_config, session.device
+            run.config,
+            run.engine,
+            run.plan,
+            session.inputs.hf_config,
+            session.device,
+            open_mesh(run.topology, session.world.rank),
         )
         self.evaluator = Evaluator(session, self.engine, None)
         self.state = TrainState()
