@@ -91,6 +91,7 @@ def train_run(run: ResolvedRun, world: World) -> None:
 
     from bigtrain.data.loader import open_held_out, open_training_data
     from bigtrain.engine.build import build_engine
+    from bigtrain.engine.mesh import open_mesh
     from bigtrain.run.evaluation import Evaluator
     from bigtrain.run.finish import finish
     from bigtrain.run.loop import train
@@ -98,11 +99,12 @@ def train_run(run: ResolvedRun, world: World) -> None:
     from bigtrain.run.session import open_session
 
     with open_session(run, inputs, world) as session:
+        mesh = open_mesh(run.topology, world.rank)
         engine = build_engine(
-            run.config, run.engine, run.plan, run.topology, inputs.hf_config, session.device
+            run.config, run.engine, run.plan, inputs.hf_config, session.device, mesh
         )
         pin = session.device.type == "cuda"
-        data_rank = run.topology.coordinates(world.rank).data_rank
+        data_rank = mesh.coordinates.data_rank
         batches = open_training_data(run.config, run.plan, data_rank, device_pin=pin)
         held_out = open_held_out(run.config, run.plan, data_rank, device_pin=pin)
         evaluator = Evaluator(session, engine, held_out)

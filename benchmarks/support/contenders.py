@@ -18,6 +18,7 @@ from bigtrain.data.manifest import Manifest, OptionsRecord, TokenizerRecord, wri
 from bigtrain.data.shards import ShardWriter, token_dtype
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.deepspeed_config import find_deepspeed_config
+from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import ResolvedRun, resolve_run
 from bigtrain.models.huggingface import build_model, split_by_decay
 from bigtrain.run.evaluation import Evaluator
@@ -214,9 +215,9 @@ class Bigtrain:
             run.config,
             run.engine,
             run.plan,
-            run.topology,
             session.inputs.hf_config,
             session.device,
+            open_mesh(run.topology, session.world.rank),
         )
         self.evaluator = Evaluator(session, self.engine, None)
         self.state = TrainState()

@@ -21,6 +21,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from bigtrain.config import ModelSection
 from bigtrain.errors import ModelError
+from bigtrain.models.sharding import full_shape
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,15 @@ class Partitioning:
         to them is on every process afterwards. Collective over all processes.
     writes_weights: whether this process is the one whose values count inside `gather`.
     deepspeed: the DeepSpeed dict, for transformers' own partitioned loading of trained weights.
+    prepare: called once with the whole constructed model, before its weights are filled in; then
+        `gather` is also what cuts full parameters, trained or random, on leaving.
     """
 
     construct: Callable[[], AbstractContextManager[Any]]
     gather: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
     writes_weights: bool
     deepspeed: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[PreTrainedModel], None] | None = None
 
 
 WHOLE = Partitioning(construct=nullcontext, gather=lambda _: nullcontext(), writes_weights=True)
@@ -59,8 +63,15 @@ def build_model(
     """
     if section.path is not None:
         model = _load(section, hf_config, dtype, partitioning)
+        if partitioning.prepare is not None:
+            partitioning.prepare(model)
+            for parameter in model.parameters():
+                with partitioning.gather([parameter]):
+                    pass
     else:
         model = _construct(hf_config, section.attention, seed, dtype, partitioning)
+        if partitioning.prepare is not None:
+            partitioning.prepare(model)
         initialize_weights(model, seed, partitioning)
     _set_gradient_checkpointing(model, section)
     model.config.use_cache = False
@@ -261,7 +272,7 @@ def split_by_decay(model: nn.Module, *, decay_embeddings: bool) -> ParameterGrou
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
+        num_dims = len(full_shape(parameter))
         decays = num_dims >= 2 and (decay_embeddings or id(parameter) not in embeddings)
         (groups.decay if decays else groups.no_decay).append(parameter)
     return groups

@@ -15,6 +15,7 @@ from bigtrain.config import RunConfig
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint import save_engine
 from bigtrain.engine.distributed import process_group
+from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.run.parity import layer_outputs, micro_batches
@@ -25,14 +26,14 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
     """Train one case; rank 0 writes its figures, all write the weights. Collective."""
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world.size, case["engine"], "cpu")
-    place = run.topology.coordinates(world.rank)
+    mesh = open_mesh(run.topology, world.rank)
+    place = mesh.coordinates
     directory = Path(case["directory"])
     if world.is_main:
         directory.mkdir()
     dist.barrier()
-    engine = build_engine(
-        config, run.engine, run.plan, run.topology, load_hf_config(config.model), device
-    )
+    hf_config = load_hf_config(config.model)
+    engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh)
     first = micro_batches(config, run.plan, 0, place.data_rank)
     outputs = layer_outputs(engine.module, lambda: engine.evaluate(first))
     layers = _sum_over_processes(outputs if place.tensor_rank == 0 else {})

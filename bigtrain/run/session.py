@@ -25,6 +25,7 @@ from bigtrain.data.manifest import TOKENIZER_DIRECTORY
 from bigtrain.engine.build import TrainEngine
 from bigtrain.engine.distributed import process_group
 from bigtrain.engine.resolve import ResolvedRun
+from bigtrain.models.sharding import full_numel
 from bigtrain.run.export import MODEL_CONFIG
 from bigtrain.run.flops import (
     ModelShape,
@@ -174,8 +175,7 @@ def _shape_of(model: Any) -> ModelShape | None:
     head = model.get_output_embeddings()
     return model_shape(
         model.config.get_text_config(),
-        # Under ZeRO-3 numel() is that of this process's part.
-        [(name, getattr(p, "ds_numel", p.numel())) for name, p in parameters.items()],
+        [(name, full_numel(p)) for name, p in parameters.items()],
         next(name for name, p in parameters.items() if p is embedding),
         tied=head is not None and head.weight is embedding,
     )

@@ -65,7 +65,8 @@ def plain_training(data: Path, hf_directory: Path, config: dict[str, Any]) -> di
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return {"losses": losses, "norms": norms}
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights}
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from bigtrain.data.loader import open_training_data
 from bigtrain.engine.build import TrainEngine, build_engine
 from bigtrain.engine.checkpoint import restore_engine, save_engine
 from bigtrain.engine.distributed import process_group
+from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.schedule import learning_rate_at
@@ -28,10 +29,10 @@ from bigtrain.world import World, read_world
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world.size, case["deepspeed_config"], device.type)
-    engine = build_engine(
-        config, run.engine, run.plan, run.topology, load_hf_config(config.model), device
-    )
-    place = run.topology.coordinates(world.rank)
+    mesh = open_mesh(run.topology, world.rank)
+    hf_config = load_hf_config(config.model)
+    engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh)
+    place = mesh.coordinates
     batches = open_training_data(config, run.plan, place.data_rank)
     losses, norms = [], []
     first = case.get("first_step", 0)
