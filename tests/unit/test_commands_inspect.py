@@ -35,7 +35,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = (json.dumps({"text": text}) + "\n" for text in TEXTS)
     (root / "in.jsonl").write_text("".join(lines))
     command = ["tokenize", "--input", root / "in.jsonl", "--tokenizer", root / "tokenizer"]
-    command += ["--output", root / "d", "--held-out", "0.2", "--shard-tokens", "200"]
+    command += ["--output", root / "d", "--held-out", "0.2", "--shard-size", "400"]
     assert main([*map(str, command)]) == 0
     return root / "d"
 
@@ -65,7 +65,7 @@ def test_figures_are_the_datasets(dataset: Path, capsys: pytest.CaptureFixture[s
     tree = inspect_json(capsys, dataset)
     opened = open_dataset(dataset)
     assert tree["tokenizer"]["hash"] == opened.manifest.tokenizer.hash
-    assert tree["options"]["shard_tokens"] == 200
+    assert tree["options"]["shard_bytes"] == 400
     for split, shards in opened.splits.items():
         lengths = [len(s.document(i)) for s in shards for i in range(s.num_documents)]
         part = tree["splits"][split]
@@ -114,7 +114,7 @@ def test_for_people(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens, the first 3:\nb" in out
     assert "tokens per document: mean " in out
     assert "held_out: " in out
-    assert "shard_tokens 200" in out
+    assert "shard_bytes 400" in out
 
 
 def test_it_needs_neither_torch_nor_transformers(dataset: Path) -> None:
