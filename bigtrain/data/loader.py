@@ -11,9 +11,11 @@ from typing import Protocol
 
 from bigtrain.config import RunConfig
 from bigtrain.data.batches import IGNORED_LABEL, BatchOptions, BatchReader, MicroBatch
+from bigtrain.data.identity import identify_sources
 from bigtrain.data.manifest import Split
-from bigtrain.data.mixture import MixedSamples, MixtureOrder, integer_weights
+from bigtrain.data.mixture import MixedSamples
 from bigtrain.data.packing import PackedWindows, split_stream
+from bigtrain.data.phases import Phase, first_phase
 from bigtrain.data.samples import Indices, Samples
 from bigtrain.data.sampling import SampleOrder
 from bigtrain.data.shards import TokenDataset, open_dataset
@@ -182,20 +184,31 @@ class HeldOutBatches:
 
 
 def open_training_data(
-    config: RunConfig, plan: BatchPlan, data_rank: int, *, device_pin: bool = False
+    config: RunConfig,
+    plan: BatchPlan,
+    data_rank: int,
+    phase: Phase | None = None,
+    *,
+    device_pin: bool = False,
 ) -> TrainingBatches:
     """The training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
+
+    `phase`: where the run stands in it; by default at its beginning.
 
     No collective. Raises DataError where a dataset is missing, damaged or too short.
     """
     datasets = _open_sources(config)
-    sources = [_windows(dataset, "train", plan.sequence_length) for dataset in datasets]
-    sizes = [source.num_samples for source in sources]
+    if phase is None:
+        phase = first_phase(config, identify_sources(config.data))
+    assert phase.sequence_length == plan.sequence_length
+    sources = [
+        _windows(dataset, "train", plan.sequence_length, phase.chunk_length) for dataset in datasets
+    ]
     return TrainingBatches(
         MixedSamples(sources),
         plan,
         data_rank,
-        MixtureOrder(sizes, integer_weights(config.data.mixture, sizes), config.seed),
+        phase.order(config.seed),
         _options(config, datasets, device_pin),
         workers=config.data.workers,
     )
@@ -233,9 +246,11 @@ def _open_sources(config: RunConfig) -> list[TokenDataset]:
     return [open_dataset(source.path, check="sizes") for source in config.data.mixture]
 
 
-def _windows(dataset: TokenDataset, split: Split, sequence_length: int) -> PackedWindows:
+def _windows(
+    dataset: TokenDataset, split: Split, sequence_length: int, chunk_length: int | None = None
+) -> PackedWindows:
     try:
-        return PackedWindows(split_stream(dataset, split), sequence_length)
+        return PackedWindows(split_stream(dataset, split), sequence_length, chunk_length)
     except DataError as error:
         name = {"train": "training", "held_out": "held-out"}[split]
         raise DataError(f"the {name} split of {dataset.path}: {error}") from error
