@@ -7,6 +7,7 @@ the DeepSpeed JSON (`ds_configs/`), where processes run by the launcher.
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -66,6 +67,11 @@ class SourceSection(Section):
     """One dataset of a mixture."""
 
     path: str = Field(description="directory written by `bigtrain tokenize`")
+    name: str | None = Field(
+        default=None,
+        description="what its held-out loss is called; default: the directory's own name, or its "
+        "path where two have the same",
+    )
     weight: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
         description="share of the run's samples, relative to the other sources' weights",
@@ -104,8 +110,14 @@ class DataSection(Section):
         "before; isolate: neither attention nor loss crosses a boundary, and positions, in tokens, "
         "count from each document's beginning in the sample",
     )
+    chunk_length: PositiveInt | None = Field(
+        default=None,
+        description="tokens of the pieces whose order is random, a multiple of "
+        "batch.sequence_length and by default equal to it: the longest sequence with which the run "
+        "can ever go on without reading anything twice in an epoch",
+    )
     workers: PositiveInt = Field(
-        default=2,
+        default=1,
         description="threads of each process that read the batches of coming steps, one step each; "
         "more hide the delays of a network file system",
     )
@@ -125,6 +137,8 @@ class DataSection(Section):
         twice = next((path for path in paths if paths.count(path) > 1), None)
         if twice is not None:
             raise ValueError(f"data.sources: {twice} is listed twice; give it one weight")
+        if len(set(self.names)) != len(self.names):
+            raise ValueError("data.sources: two sources have the same name")
         return self
 
     @property
@@ -133,6 +147,15 @@ class DataSection(Section):
         if self.path is not None:
             return (SourceSection(path=self.path, weight=1.0),)
         return self.sources
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the sources of `mixture` are called."""
+        own = [PurePath(source.path).name for source in self.mixture]
+        return tuple(
+            source.name or (name if own.count(name) == 1 else source.path)
+            for source, name in zip(self.mixture, own, strict=True)
+        )
 
     def key_of(self, source_index: int) -> str:
         """The configuration key that names the path of a source."""
@@ -260,6 +283,12 @@ class CheckpointSection(Section):
         default=None, description="optimizer steps between saves; default: only at the end"
     )
     keep_last: PositiveInt = Field(default=2, description="newest checkpoints kept")
+    allow_changes: tuple[str, ...] = Field(
+        default=(),
+        description="settings that may differ from the checkpoint's when a run goes on: sections "
+        "or keys, such as data, batch.sequence_length, optimizer.lr; other data goes on where each "
+        "source stands, with nothing read twice in its epoch",
+    )
 
 
 class LoggingSection(Section):
@@ -281,7 +310,8 @@ class EvaluationSection(Section):
         default=None, description="optimizer steps between evaluations; default: only at the end"
     )
     samples: PositiveInt = Field(
-        default=256, description="held-out samples per evaluation, always the same ones"
+        default=256,
+        description="held-out samples per evaluation, always the same ones; of each source",
     )
 
 
@@ -330,6 +360,28 @@ class RunConfig(Section):
                 f"model.attention = {self.model.attention!r} cannot isolate documents "
                 "(data.document_boundaries = 'isolate'); set model.attention=sdpa"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_hold_samples(self) -> Self:
+        length, chunk_length = self.batch.sequence_length, self.data.chunk_length
+        if chunk_length is not None and chunk_length % length:
+            raise ValueError(
+                f"data.chunk_length = {chunk_length} is not a multiple of batch.sequence_length = "
+                f"{length}; nearest: {-(-chunk_length // length) * length}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _changes_are_of_settings(self) -> Self:
+        for entry in self.checkpoint.allow_changes:
+            section, _, key = entry.partition(".")
+            fields = getattr(type(getattr(self, section, None)), "model_fields", {})
+            if section not in type(self).model_fields or (key and key not in fields):
+                raise ValueError(
+                    f"checkpoint.allow_changes: {entry} is neither a section nor a key "
+                    "(section.key) of a run"
+                )
         return self
 
     @model_validator(mode="after")

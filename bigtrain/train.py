@@ -105,10 +105,10 @@ def train_run(run: ResolvedRun, world: World) -> None:
         )
         pin = session.device.type == "cuda"
         data_rank = mesh.coordinates.data_rank
-        batches = open_training_data(run.config, run.plan, data_rank, device_pin=pin)
-        held_out = open_held_out(run.config, run.plan, data_rank, device_pin=pin)
-        evaluator = Evaluator(session, engine, held_out)
-        state = restore_or_start(session, engine, inputs.data_hash)
+        state = restore_or_start(session, engine)
+        data = run.config, run.plan, data_rank, state.phases[-1]
+        batches = open_training_data(*data, device_pin=pin)
+        evaluator = Evaluator(session, engine, open_held_out(*data, device_pin=pin))
         session.begin_writing(state)
         state = train(
             session,

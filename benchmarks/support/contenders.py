@@ -219,7 +219,7 @@ class Bigtrain:
             session.device,
             open_mesh(run.topology, session.world.rank),
         )
-        self.evaluator = Evaluator(session, self.engine, None)
+        self.evaluator = Evaluator(session, self.engine, [])
         self.state = TrainState()
         session.begin_writing(self.state)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
@@ -11,9 +12,11 @@ from typing import Protocol
 
 from bigtrain.config import RunConfig
 from bigtrain.data.batches import IGNORED_LABEL, BatchOptions, BatchReader, MicroBatch
+from bigtrain.data.identity import identify_sources
 from bigtrain.data.manifest import Split
-from bigtrain.data.mixture import MixedSamples, MixtureOrder, integer_weights
+from bigtrain.data.mixture import MixedSamples
 from bigtrain.data.packing import PackedWindows, split_stream
+from bigtrain.data.phases import Phase, first_phase
 from bigtrain.data.samples import Indices, Samples
 from bigtrain.data.sampling import SampleOrder
 from bigtrain.data.shards import TokenDataset, open_dataset
@@ -23,6 +26,7 @@ from bigtrain.topology import BatchPlan
 __all__ = [
     "IGNORED_LABEL",
     "HeldOutBatches",
+    "HeldOutSource",
     "MicroBatch",
     "TrainingBatches",
     "open_held_out",
@@ -181,50 +185,79 @@ class HeldOutBatches:
             yield reader.read(order.windows(first, count), plan.micro_samples)
 
 
+@dataclass(frozen=True)
+class HeldOutSource:
+    """The held-out batches of one source, its name, and its weight in the mixture."""
+
+    name: str
+    weight: int
+    batches: HeldOutBatches
+
+
 def open_training_data(
-    config: RunConfig, plan: BatchPlan, data_rank: int, *, device_pin: bool = False
+    config: RunConfig,
+    plan: BatchPlan,
+    data_rank: int,
+    phase: Phase | None = None,
+    *,
+    device_pin: bool = False,
 ) -> TrainingBatches:
     """The training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
+
+    `phase`: where the run stands in it; by default at its beginning.
 
     No collective. Raises DataError where a dataset is missing, damaged or too short.
     """
     datasets = _open_sources(config)
-    sources = [_windows(dataset, "train", plan.sequence_length) for dataset in datasets]
-    sizes = [source.num_samples for source in sources]
+    if phase is None:
+        phase = first_phase(config, identify_sources(config.data))
+    assert phase.sequence_length == plan.sequence_length
+    sources = [
+        _windows(dataset, "train", plan.sequence_length, phase.chunk_length) for dataset in datasets
+    ]
     return TrainingBatches(
         MixedSamples(sources),
         plan,
         data_rank,
-        MixtureOrder(sizes, integer_weights(config.data.mixture, sizes), config.seed),
+        phase.order(config.seed),
         _options(config, datasets, device_pin),
         workers=config.data.workers,
     )
 
 
 def open_held_out(
-    config: RunConfig, plan: BatchPlan, data_rank: int, *, device_pin: bool = False
-) -> HeldOutBatches | None:
-    """The held-out batches of rank `data_rank`; None where no dataset has held-out documents.
+    config: RunConfig,
+    plan: BatchPlan,
+    data_rank: int,
+    phase: Phase | None = None,
+    *,
+    device_pin: bool = False,
+) -> list[HeldOutSource]:
+    """The held-out batches of rank `data_rank`, of each source that has held-out documents.
 
-    Those of a mixture are taken together, every held-out window as likely as every other.
+    `phase`: where the run stands, as of `open_training_data`.
 
-    No collective. Raises DataError where a dataset has some, but too few for one sample.
+    No collective. Raises DataError where a source has some, but too few for one sample.
     """
     datasets = _open_sources(config)
-    sources = [
-        _windows(dataset, "held_out", plan.sequence_length)
-        for dataset in datasets
+    if phase is None:
+        phase = first_phase(config, identify_sources(config.data))
+    options = _options(config, datasets, device_pin)
+    return [
+        HeldOutSource(
+            name,
+            source.weight,
+            HeldOutBatches(
+                _windows(dataset, "held_out", plan.sequence_length),
+                plan,
+                data_rank,
+                config.evaluation.samples,
+                options,
+            ),
+        )
+        for name, source, dataset in zip(config.data.names, phase.read, datasets, strict=True)
         if dataset.manifest.num_tokens("held_out")
     ]
-    if not sources:
-        return None
-    return HeldOutBatches(
-        MixedSamples(sources),
-        plan,
-        data_rank,
-        config.evaluation.samples,
-        _options(config, datasets, device_pin),
-    )
 
 
 def _open_sources(config: RunConfig) -> list[TokenDataset]:
@@ -233,9 +266,11 @@ def _open_sources(config: RunConfig) -> list[TokenDataset]:
     return [open_dataset(source.path, check="sizes") for source in config.data.mixture]
 
 
-def _windows(dataset: TokenDataset, split: Split, sequence_length: int) -> PackedWindows:
+def _windows(
+    dataset: TokenDataset, split: Split, sequence_length: int, chunk_length: int | None = None
+) -> PackedWindows:
     try:
-        return PackedWindows(split_stream(dataset, split), sequence_length)
+        return PackedWindows(split_stream(dataset, split), sequence_length, chunk_length)
     except DataError as error:
         name = {"train": "training", "held_out": "held-out"}[split]
         raise DataError(f"the {name} split of {dataset.path}: {error}") from error
