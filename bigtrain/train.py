@@ -3,7 +3,8 @@
     deepspeed --num_accelerators 2 bigtrain/train.py --config quickstart train.steps=20
     torchrun --nproc_per_node 2 bigtrain/train.py --config RUN.yaml --deepspeed_config zero3
 
-Exit code 0 when the run is complete, 2 for an error the user can mend (one text, no traceback).
+Exit code 0 when the run is complete, 2 for an error the user can mend (one text, no traceback), 75
+when a signal stopped it, saved, before its end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bigtrain.engine.resolve import ResolvedRun, resolve_run_files
-from bigtrain.errors import BigtrainError
+from bigtrain.errors import EXIT_STOPPED, BigtrainError
 from bigtrain.world import World, read_world
 
 # Longer than the processes of a world take to start one after the other.
@@ -52,11 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     try:
         run = resolve_run_files(args.config, args.overrides, world.size, args.deepspeed_config)
-        train_run(run, world)
+        return train_run(run, world)
     except BigtrainError as error:
         _report(error, world)
         return error.exit_code
-    return 0
 
 
 def _report(error: BigtrainError, world: World) -> None:
@@ -72,8 +72,8 @@ def _report(error: BigtrainError, world: World) -> None:
     print(f"train.py{who}: {error}", file=sys.stderr, flush=True)
 
 
-def train_run(run: ResolvedRun, world: World) -> None:
-    """Train a resolved run. Collective over all processes of `world`."""
+def train_run(run: ResolvedRun, world: World) -> int:
+    """Train a resolved run; returns the exit code. Collective over all processes of `world`."""
     # Here, so that a configuration that is wrong is refused before torch is imported, and inputs
     # that are wrong before DeepSpeed, which looks for devices and talks while it is.
     from bigtrain.engine.device import refuse_for_device
@@ -85,9 +85,10 @@ def train_run(run: ResolvedRun, world: World) -> None:
     from bigtrain.data.loader import open_held_out, open_training_data
     from bigtrain.engine.build import build_engine
     from bigtrain.run.evaluation import Evaluator
-    from bigtrain.run.finish import finish
+    from bigtrain.run.finish import finish, stop_early
     from bigtrain.run.loop import train
-    from bigtrain.run.resume import restore_or_start, save
+    from bigtrain.run.resume import restore_or_start
+    from bigtrain.run.saving import Saver
     from bigtrain.run.session import open_session
 
     with open_session(run, inputs, world) as session:
@@ -99,16 +100,14 @@ def train_run(run: ResolvedRun, world: World) -> None:
         evaluator = Evaluator(session, engine, held_out)
         state = restore_or_start(session, engine, inputs.data_hash)
         session.begin_writing(state)
-        state = train(
-            session,
-            engine,
-            batches,
-            evaluator,
-            state,
-            save=lambda state: save(session, engine, state, inputs.data_hash),
-        )
+        with Saver(session, engine, inputs.data_hash) as saver:
+            state, received = train(session, engine, batches, evaluator, state, saver)
         batches.close()
+        if received is not None:
+            stop_early(session, engine, state, received)
+            return EXIT_STOPPED
         finish(session, engine, state)
+        return 0
 
 
 if __name__ == "__main__":

@@ -24,10 +24,16 @@ class Evaluator:
         self._engine = engine
         self._held_out = held_out
 
-    def run(self, state: TrainState) -> None:
-        """Measure and log the held-out loss at `state`. Collective over all processes."""
+    def run(self, state: TrainState) -> float | None:
+        """Measure, log and return the held-out loss at `state`, in nats per token. Collective.
+
+        None where there is nothing held out, or the loss is not finite.
+        """
         if self._held_out is None:
-            return
+            return None
         loss, num_tokens = self._engine.evaluate(self._held_out)
-        if self._session.metrics is not None and math.isfinite(loss):
+        if not math.isfinite(loss):
+            return None
+        if self._session.metrics is not None:
             self._session.metrics.log_held_out(state.step, loss, num_tokens)
+        return loss

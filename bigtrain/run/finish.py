@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from signal import Signals
+
 import torch.distributed as dist
 
 from bigtrain.engine.build import TrainEngine
@@ -9,8 +11,20 @@ from bigtrain.errors import ModelError
 from bigtrain.run.export import export_run
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
+from bigtrain.run.stopping import leave_marker
 
 EXPORT = "hf"
+
+
+def stop_early(session: Session, engine: TrainEngine, state: TrainState, received: Signals) -> None:
+    """Leave a run that a signal stopped, after `state` was saved. Collective."""
+    engine.close()
+    if session.world.is_main:
+        leave_marker(session.directory, received, state)
+    session.say(
+        f"stopped by {received.name} after step {state.step} of {session.run.config.train.steps}; "
+        "the same command goes on from there"
+    )
 
 
 def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
