@@ -19,6 +19,8 @@ COMMANDS = {
     "tokenizer": "train a byte-level BPE tokenizer on text",
     "tokenize": "turn text into token shards",
     "check": "resolve and check a run without starting it",
+    "checkpoints": "list a run's checkpoints: whole or damaged, written by what, kept why",
+    "verify": "read a run's checkpoints and compare every checksum",
     "export": "write a run's weights as a verified Hugging Face directory",
     "generate": "continue a prompt with a Hugging Face directory",
 }

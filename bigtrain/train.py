@@ -86,19 +86,24 @@ def train_run(run: ResolvedRun, world: World) -> int:
     from bigtrain.engine.build import build_engine
     from bigtrain.run.evaluation import Evaluator
     from bigtrain.run.finish import finish, stop_early
+    from bigtrain.run.initialize import weights_source
     from bigtrain.run.loop import train
     from bigtrain.run.resume import restore_or_start
     from bigtrain.run.saving import Saver
     from bigtrain.run.session import open_session
 
+    source = weights_source(run.config)
     with open_session(run, inputs, world) as session:
-        engine = build_engine(run.config, run.engine, run.plan, inputs.hf_config, session.device)
+        with source.building(run.config) as config:
+            engine = build_engine(config, run.engine, run.plan, inputs.hf_config, session.device)
         pin = session.device.type == "cuda"
         data_rank = run.topology.coordinates(world.rank).data_rank
         batches = open_training_data(run.config, run.plan, data_rank, device_pin=pin)
         held_out = open_held_out(run.config, run.plan, data_rank, device_pin=pin)
         evaluator = Evaluator(session, engine, held_out)
         state = restore_or_start(session, engine, inputs.data_hash)
+        if state.step == 0:
+            source.fill(session, engine)
         session.begin_writing(state)
         with Saver(session, engine, inputs.data_hash) as saver:
             state, received = train(session, engine, batches, evaluator, state, saver)

@@ -203,9 +203,7 @@ def test_commit_replaces_a_damaged_checkpoint_of_the_step(tmp_path: Path) -> Non
 
 def test_commit_refuses_files_that_are_not_what_was_written(tmp_path: Path) -> None:
     partial = write_checkpoint(tmp_path, 10, finished=False)
-    with pytest.raises(
-        CheckpointError, match=r"__0_0\.distcp: 10240 bytes on .* 99 bytes"
-    ):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: 10240 bytes on .* 99 bytes"):
         checkpoints.commit(partial, {"__0_0.distcp": (99, "0" * 16)})
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp: missing on the main .* share"):
         checkpoints.commit(partial, {"__1_0.distcp": (99, "0" * 16)})
