@@ -9,11 +9,11 @@ from typing import Any
 
 import xxhash
 
-from bigtrain.config import DataSection
+from bigtrain.config import DataSection, RunConfig
 from bigtrain.data.checks import check_dataset
 from bigtrain.data.manifest import read_manifest
 from bigtrain.engine.resolve import ResolvedRun
-from bigtrain.errors import ConfigError, Problem
+from bigtrain.errors import ConfigError, DataError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.isolation import check_isolation
 from bigtrain.run.metrics import check_trackers
@@ -42,6 +42,7 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         *check_trackers(config.logging.trackers),
         *_check_sequence(config.batch.sequence_length, hf_config),
         *check_dataset(config, vocabulary_size(hf_config)),
+        *_check_best(config),
     ]
     if config.data.document_boundaries == "isolate" and not problems:
         problems += check_isolation(hf_config, config.model.attention)
@@ -63,6 +64,23 @@ def data_hash(data: DataSection) -> str:
         for shard in manifest.shards("train"):
             digest.update(f"{shard.tokens}:{shard.xxh3}".encode())
     return digest.hexdigest()
+
+
+def _check_best(config: RunConfig) -> Sequence[Problem]:
+    try:
+        held_out = [read_manifest(Path(s.path)).shards("held_out") for s in config.data.mixture]
+    except DataError:
+        return []  # `check_dataset` says so
+    if config.checkpoint.keep_best == 0 or any(held_out):
+        return []
+    return [
+        Problem(
+            "checkpoint.keep_best",
+            config.checkpoint.keep_best,
+            "the data holds out no documents to tell the best checkpoint by",
+            "make shards with `bigtrain tokenize --held-out`, or set checkpoint.keep_best=0",
+        )
+    ]
 
 
 def _check_sequence(sequence_length: int, hf_config: Any) -> Sequence[Problem]:

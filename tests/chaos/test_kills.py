@@ -72,7 +72,7 @@ def test_killed_run_ends_as_the_run_nobody_killed(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    survive(server, run_yaml, run, num_kills=6, seed=1)
+    survive(server, run_yaml, run, num_kills=5, seed=1)
     assert_same_run(run, uninterrupted)
     assert_tidy(run)
 
@@ -97,7 +97,7 @@ def test_signal_to_one_process_saves_and_stops_all(
     send = {"log": str(run / "log.txt"), "delay_seconds": 0, "ranks": [1], "signal": received}
     codes, text = server.live(words, send={**send, "times": 3})  # the others change nothing
     assert codes == [75, 75], text
-    [step] = [int(line.split()[6]) for line in text.splitlines() if "stopped by" in line]
+    [step] = [int(line.split()[5]) for line in text.splitlines() if "stopped by" in line]
     assert f"stopped by {received.name} after step {step} of 24" in text
     assert checkpoints.steps(run)[-1] == step < 24
     assert (run / "requeue").exists() == (received != signal.SIGINT)
