@@ -36,7 +36,7 @@ class EngineSnapshot:
 
 
 def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> EngineSnapshot:
-    """Masters, optimizer states and buffers: the live ones, or copies in `staging`. Collective."""
+    """Masters, optimizer states and buffers, or what `staging` takes of them. Collective."""
     ensure_optimizer_states(engine.engine)
     tensors = TensorSnapshot(owned_fragments(engine.engine), _buffers(engine), staging)
     scalars = {

@@ -140,22 +140,27 @@ class _LoadPlanner(DefaultLoadPlanner):
 class Staging:
     """Host memory that saves are copied to, page-locked beside a GPU, and used again by the next.
 
-    group: of all processes, on the CPU; None: the default one.
+    group: of all processes, on the CPU; None: the default one. copies: False to divide the work
+    alone, and write from the live tensors.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, copies: bool = True) -> None:
         self._group = group
+        self._copies = copies
         self._arenas: dict[torch.dtype, torch.Tensor] = {}
         self._written_here: frozenset[MetadataIndex] | None = None
 
-    def copy(self, chunks: dict[MetadataIndex, _Chunk]) -> dict[MetadataIndex, _Chunk]:
-        """Copies of those chunks that this process is to write, valid until the next call.
+    def take(self, chunks: dict[MetadataIndex, _Chunk]) -> dict[MetadataIndex, _Chunk]:
+        """Those chunks that this process is to write; their copies are valid until the next call.
 
         Collective at the first call, which divides what several processes hold among them.
         """
         if self._written_here is None:
             self._written_here = _divide(chunks, self._group)
         own = [chunk for index, chunk in chunks.items() if index in self._written_here]
+        return {chunk.index: chunk for chunk in (self._copy(own) if self._copies else own)}
+
+    def _copy(self, own: list[_Chunk]) -> list[_Chunk]:
         num_elements: dict[torch.dtype, int] = {}
         for chunk in own:
             dtype = chunk.view.dtype
@@ -173,7 +178,7 @@ class Staging:
             used[dtype] += count
         if on_gpu:
             torch.cuda.current_stream().synchronize()
-        return {chunk.index: chunk for chunk in copies}
+        return copies
 
 
 def _divide(
@@ -208,9 +213,16 @@ class TensorSnapshot:
         buffers: Mapping[str, torch.Tensor],
         staging: Staging | None = None,
     ) -> None:
-        """Of the live tensors, or of copies in `staging`: then training may go on. Collective."""
+        """Of the live tensors, or of what `staging` takes of them. Collective."""
         chunks = _chunks(fragments, buffers)
-        self._chunks = chunks if staging is None else staging.copy(chunks)
+        self._chunks = chunks if staging is None else staging.take(chunks)
+
+    def num_bytes(self, group: dist.ProcessGroup | None = None) -> int:
+        """Of all processes' tensors together. Collective over the CPU group `group`."""
+        own = sum(chunk.view.numel() * chunk.view.itemsize for chunk in self._chunks.values())
+        total = torch.tensor(own, dtype=torch.int64)
+        dist.all_reduce(total, group=group)
+        return int(total)
 
     def write(
         self, directory: Path, group: dist.ProcessGroup | None = None

@@ -106,7 +106,8 @@ class CheckedWriter(FileSystemWriter):
     """Writes parts with their checksums; fsyncs every file."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, _extensions=[_Checked()])
+        # No copying ahead: DCP would do it on a stream of GPU 0, in a thread that has chosen none.
+        super().__init__(directory, per_thread_copy_ahead=0, _extensions=[_Checked()])
         self.fs = _CountingFileSystem()
 
     @property

@@ -32,6 +32,8 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
 
     Raises ModelError on every process if the exported model does not answer as the trained one.
     """
+    # All is saved, and the export appears whole or not at all: whoever wants this to end, may.
+    session.signals.restore()
     engine.close()
     failure: list[str | None] = [None]
     summary = session.metrics.summary() if session.metrics is not None else []

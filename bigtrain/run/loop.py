@@ -37,6 +37,7 @@ def train(
     config, plan = session.run.config, session.run.plan
     clock = _Clock()
     stop = StopAgreement(session.signals, session.world.size)
+    session.signals.listen()
     received: Signals | None = None
     while state.step < config.train.steps and received is None:
         lr = learning_rate_at(state.step, config.optimizer.lr, config.schedule, config.train.steps)

@@ -31,6 +31,10 @@ from bigtrain.run.state import TrainState
 # gone, the save fails by itself at once.
 _LAST_WAIT_SECONDS = 60.0
 
+MIB = 1 << 20
+# What a save leaves free on the disk, for probe, metadata, log and figures.
+_SPARE_BYTES = 64 * MIB
+
 
 @dataclass
 class _Write:
@@ -62,17 +66,24 @@ class Saver:
         """
         self._session = session
         self._engine = engine
-        self._data_hash = data_hash
         self._section = session.run.config.checkpoint
         # Of its own: the thread's collectives must not meet those of training.
         self._group = cpu_group()
-        self._staging = Staging(self._group) if self._section.asynchronous else None
+        self._staging = Staging(self._group, copies=self._section.asynchronous)
         self._pending: _Write | None = None
         self._num_failures = 0
         attempt = [secrets.token_hex(4)]
         dist.broadcast_object_list(attempt, src=0, group=self._group)
         self._attempt = attempt[0]
+        self._run_document: dict[str, Any] = {}
         if session.world.is_main:
+            self._run_document = {
+                "format": checkpoints.FORMAT,
+                "data_hash": data_hash,
+                "config": session.run.config.model_dump(mode="json"),
+                "deepspeed": session.run.engine.deepspeed,
+                "environment": describe_environment(session),
+            }
             checkpoints.clear_garbage(session.directory)
 
     def save(self, state: TrainState, held_out_loss: float | None) -> None:
@@ -85,14 +96,10 @@ class Saver:
         self.wait()
         snapshot = snapshot_engine(self._engine, self._staging)
         document = {
-            "format": checkpoints.FORMAT,
+            **self._run_document,
             **asdict(state),
             "held_out_loss": held_out_loss,
             "engine": snapshot.scalars,
-            "data_hash": self._data_hash,
-            "config": self._session.run.config.model_dump(mode="json"),
-            "deepspeed": self._session.run.engine.deepspeed,
-            "environment": describe_environment(self._session),
         }
         probe = _probe(self._session.run.config, self._engine)
         write = _Write(state.step, snapshot, probe, document, begun)
@@ -165,7 +172,8 @@ class Saver:
         directory = self._session.directory
         partial = checkpoints.partial_path(directory, write.step, self._attempt)
         try:
-            self._on_main(lambda: checkpoints.prepare(partial))
+            num_bytes = write.snapshot.tensors.num_bytes(self._group)
+            self._on_main(lambda: _prepare(partial, num_bytes))
             checksums = write.snapshot.tensors.write(partial / checkpoints.TENSORS, self._group)
             self._on_main(lambda: self._finish(write, partial, checksums))
         except Exception as error:
@@ -203,6 +211,17 @@ class Saver:
             retain(self._session.directory, write.step, self._section)
         except OSError as error:
             write.notes.append(f"an older checkpoint could not be removed: {error}")
+
+
+def _prepare(partial: Path, num_bytes: int) -> None:
+    checkpoints.prepare(partial)
+    # Before it is full: then the run's log and figures could not be written either.
+    free = shutil.disk_usage(partial).free
+    if free < num_bytes + _SPARE_BYTES:
+        raise CheckpointError(
+            f"no space left for it: {partial.parent} has {free / MIB:,.1f} MiB free, and "
+            f"{num_bytes / MIB:,.1f} MiB are needed, besides {_SPARE_BYTES // MIB} to spare"
+        )
 
 
 def _probe(config: RunConfig, engine: TrainEngine) -> Probe:

@@ -36,7 +36,7 @@ from bigtrain.run.flops import (
 from bigtrain.run.metrics import MetricsWriter
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.state import TrainState
-from bigtrain.run.stopping import REQUEUE, StopSignals, listening
+from bigtrain.run.stopping import REQUEUE, StopSignals
 from bigtrain.world import World
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "numpy")
@@ -131,7 +131,7 @@ def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Ses
         torch.set_num_threads(max(1, num_threads // local_size))
     directory = Path(run.config.output.directory)
     try:
-        with warnings.catch_warnings(), listening() as signals, process_group(world) as device:
+        with warnings.catch_warnings(), StopSignals() as signals, process_group(world) as device:
             # DeepSpeed's own calls; nothing that a user could do about it.
             warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
             warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)

@@ -12,10 +12,9 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -38,33 +37,40 @@ _SECONDS_BETWEEN = 0.5
 
 
 class StopSignals:
-    """The signals this process has got. Every one after the first changes nothing."""
+    """The first signal this process got while it listened; the ones after it change nothing.
+
+    A context manager, which puts the handlers of before back on leaving.
+    """
 
     def __init__(self) -> None:
         self.received = 0
         self._num_interrupts = 0
+        self._before: dict[signal.Signals, Any] = {}
 
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler of all `SIGNALS`."""
+    def listen(self) -> None:
+        """Catch `SIGNALS` from now on. Before, there is nothing to save, and they end the process."""
+        if threading.current_thread() is threading.main_thread():  # Python asks for that
+            for number in SIGNALS:
+                self._before.setdefault(number, signal.signal(number, self._handle))
+
+    def restore(self) -> None:
+        """Put the handlers of before back. May be called again."""
+        while self._before:
+            number, handler = self._before.popitem()
+            # None: of a handler that was not made in Python.
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
         self._num_interrupts += number == signal.SIGINT
         if self._num_interrupts > _PATIENCE:
             raise KeyboardInterrupt
-
-
-@contextmanager
-def listening() -> Iterator[StopSignals]:
-    """Catch `SIGNALS` inside the block; the handlers of before are put back on leaving it."""
-    signals = StopSignals()
-    if threading.current_thread() is not threading.main_thread():
-        yield signals  # Python lets no other thread have handlers
-        return
-    before = {number: signal.signal(number, signals.handle) for number in SIGNALS}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class StopAgreement:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,38 @@ def test_full_disk_is_survived_until_it_is_too_much(
     assert codes == [0, 0], text
     assert "resumed at step 8 " in text
     assert_same_run(run, uninterrupted)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A run directory whose checkpoints lie on a disk of 32 MiB."""
+    run = tmp_path / "run"
+    disk = run / "checkpoints"
+    disk.mkdir(parents=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("only root may mount a disk")
+    yield run
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_save_that_would_fill_the_disk_is_not_begun(
+    server: Server, run_yaml: Path, uninterrupted: Path, small_disk: Path
+) -> None:
+    words = arguments(run_yaml, small_disk, "checkpoint.max_failures=2")
+    codes, text = server.live(words)
+    assert 2 in codes, text
+    assert "Traceback" not in text
+    assert "no space left for it: " in text
+    assert "has 32.0 MiB free, and 0.1 MiB are needed, besides 64 to spare" in text
+    disk = small_disk / "checkpoints"
+    assert list(disk.iterdir()) == []
+    subprocess.run(["mount", "-o", "remount,size=256m", disk], check=True)
+    codes, text = server.live(words)
+    assert codes == [0, 0], text
+    assert_same_run(small_disk, uninterrupted)
 
 
 def test_a_failed_save_in_between_costs_that_save_alone(
