@@ -48,7 +48,7 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
-        """Catch `SIGNALS` from now on. Before, there is nothing to save, and they end the process."""
+        """Catch `SIGNALS` from now on; before, with nothing to save, they end the process."""
         if threading.current_thread() is threading.main_thread():  # Python asks for that
             for number in SIGNALS:
                 self._before.setdefault(number, signal.signal(number, self._handle))
