@@ -19,11 +19,12 @@ COMMANDS = {
     "tokenizer": "train a byte-level BPE tokenizer on text",
     "tokenize": "turn text into token shards",
     "inspect": "show what is in token shards",
-    "verify": "read token shards again and compare every checksum",
     "check": "resolve and check a run without starting it",
     "parity": "compare every legal topology of N processes with one process",
     "launch": "write what a cluster needs to start a run: a Slurm script, Kubernetes manifests",
     "hostfile": "write or check a hostfile, and the environment its hosts are given",
+    "checkpoints": "list a run's checkpoints: whole or damaged, written by what, kept why",
+    "verify": "read token shards or a run's checkpoints again and compare every checksum",
     "export": "write a run's weights as a verified Hugging Face directory",
     "generate": "continue a prompt with a Hugging Face directory",
 }

@@ -282,7 +282,30 @@ class CheckpointSection(Section):
     every_steps: PositiveInt | None = Field(
         default=None, description="optimizer steps between saves; default: only at the end"
     )
-    keep_last: PositiveInt = Field(default=2, description="newest checkpoints kept")
+    keep_last: PositiveInt = Field(default=2, description="newest whole checkpoints kept")
+    keep_every_steps: PositiveInt | None = Field(
+        default=None, description="checkpoints of multiples of this many steps are kept for good"
+    )
+    keep_best: NonNegativeInt = Field(
+        default=0, description="checkpoints kept for their held-out loss, the lowest ones"
+    )
+    verify: Literal["sizes", "contents"] = Field(
+        default="sizes",
+        description="of tensor files before a resume: compare sizes, or read and checksum them "
+        "whole; what a resume reads of them is checked in either case",
+    )
+    asynchronous: bool = Field(
+        default=True,
+        description="train on while a copy in host memory is written; false: wait for the disk",
+    )
+    max_failures: PositiveInt = Field(
+        default=3, description="saves failing one after the other that end the run"
+    )
+    initialize_from: str | None = Field(
+        default=None,
+        description="take the weights a new run starts from, and nothing else, from this run "
+        "directory, checkpoint or Hugging Face directory or hub name; the model is model.config's",
+    )
     allow_changes: tuple[str, ...] = Field(
         default=(),
         description="settings that may differ from the checkpoint's when a run goes on: sections "
@@ -350,6 +373,30 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
     seed: NonNegativeInt = Field(default=0, description="of weights, dropout and sample order")
+
+    @model_validator(mode="after")
+    def _weights_have_one_source(self) -> Self:
+        source = self.checkpoint.initialize_from
+        if source is not None and self.model.path is not None:
+            raise ValueError(
+                f"checkpoint.initialize_from = {source!r} and model.path = {self.model.path!r} "
+                "both name the weights to start from; set model.config instead of model.path, or "
+                "leave out checkpoint.initialize_from"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_known(self) -> Self:
+        if self.checkpoint.keep_best == 0 or self.checkpoint.every_steps is None:
+            return self
+        every, evaluated = self.checkpoint.every_steps, self.evaluation.every_steps
+        if evaluated is None or every % evaluated:
+            raise ValueError(
+                f"checkpoint.keep_best = {self.checkpoint.keep_best} needs a held-out loss at "
+                f"every checkpoint: evaluation.every_steps = {evaluated} must divide "
+                f"checkpoint.every_steps = {every}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _boundaries_have_a_mask(self) -> Self:

@@ -7,6 +7,7 @@
     ├── DataError        inputs, shards, manifests, tokenizers
     ├── ModelError       model names, configurations, weights, exports
     ├── CheckpointError  checkpoints that are missing, damaged or do not belong to this run
+    │   └── DamagedCheckpointError   found while reading it; an older one may do
     └── LaunchError      this machine or launcher cannot run what was asked for
 
 ``assert`` is kept for states that only a bug in bigtrain can reach.
@@ -18,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 EXIT_USER_ERROR = 2
+EXIT_STOPPED = 75
+"""Stopped by a signal, saved, and not at its end: EX_TEMPFAIL of sysexits.h, try again later."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class ModelError(BigtrainError):
 
 class CheckpointError(BigtrainError):
     """A checkpoint that is missing, damaged, or belongs to another run."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose files are not as they were written."""
 
 
 class LaunchError(BigtrainError):

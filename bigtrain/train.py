@@ -3,7 +3,8 @@
     deepspeed --num_accelerators 2 bigtrain/train.py --config quickstart train.steps=20
     torchrun --nproc_per_node 2 bigtrain/train.py --config RUN.yaml --deepspeed_config zero3
 
-Exit code 0 when the run is complete, 2 for an error the user can mend (one text, no traceback).
+Exit code 0 when the run is complete, 2 for an error the user can mend (one text, no traceback), 75
+when a signal stopped it, saved, before its end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if __name__ == "__main__":
 
 from bigtrain.engine.accelerate_settings import read_accelerate
 from bigtrain.engine.resolve import ResolvedRun, resolve_run_files
-from bigtrain.errors import BigtrainError
+from bigtrain.errors import EXIT_STOPPED, BigtrainError
 from bigtrain.world import World, read_world
 
 # Longer than the processes of a world take to start one after the other.
@@ -59,11 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.deepspeed_config,
             accelerate=read_accelerate(os.environ),
         )
-        train_run(run, world)
+        return train_run(run, world)
     except BigtrainError as error:
         _report(error, world)
         return error.exit_code
-    return 0
 
 
 def _report(error: BigtrainError, world: World) -> None:
@@ -79,8 +79,8 @@ def _report(error: BigtrainError, world: World) -> None:
     print(f"train.py{who}: {error}", file=sys.stderr, flush=True)
 
 
-def train_run(run: ResolvedRun, world: World) -> None:
-    """Train a resolved run. Collective over all processes of `world`."""
+def train_run(run: ResolvedRun, world: World) -> int:
+    """Train a resolved run; returns the exit code. Collective over all processes of `world`."""
     # Here, so that a configuration that is wrong is refused before torch is imported, and inputs
     # that are wrong before DeepSpeed, which looks for devices and talks while it is.
     from bigtrain.engine.device import refuse_for_device
@@ -93,33 +93,36 @@ def train_run(run: ResolvedRun, world: World) -> None:
     from bigtrain.engine.build import build_engine
     from bigtrain.engine.mesh import open_mesh
     from bigtrain.run.evaluation import Evaluator
-    from bigtrain.run.finish import finish
+    from bigtrain.run.finish import finish, stop_early
+    from bigtrain.run.initialize import weights_source
     from bigtrain.run.loop import train
-    from bigtrain.run.resume import restore_or_start, save
+    from bigtrain.run.resume import restore_or_start
+    from bigtrain.run.saving import Saver
     from bigtrain.run.session import open_session
 
+    source = weights_source(run.config)
     with open_session(run, inputs, world) as session:
         mesh = open_mesh(run.topology, world.rank)
-        engine = build_engine(
-            run.config, run.engine, run.plan, inputs.hf_config, session.device, mesh
-        )
+        with source.building(run.config) as config:
+            engine = build_engine(
+                config, run.engine, run.plan, inputs.hf_config, session.device, mesh
+            )
         pin = session.device.type == "cuda"
-        data_rank = mesh.coordinates.data_rank
         state = restore_or_start(session, engine)
-        data = run.config, run.plan, data_rank, state.phases[-1]
+        if state.step == 0:
+            source.fill(session, engine)
+        data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
         batches = open_training_data(*data, device_pin=pin)
         evaluator = Evaluator(session, engine, open_held_out(*data, device_pin=pin))
         session.begin_writing(state)
-        state = train(
-            session,
-            engine,
-            batches,
-            evaluator,
-            state,
-            save=lambda state: save(session, engine, state, inputs.data_hash),
-        )
+        with Saver(session, engine, inputs.data_hash) as saver:
+            state, received = train(session, engine, batches, evaluator, state, saver)
         batches.close()
+        if received is not None:
+            stop_early(session, engine, state, received)
+            return EXIT_STOPPED
         finish(session, engine, state)
+        return 0
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from bigtrain.engine.resolve import ResolvedRun, resolve_run
 from bigtrain.models.huggingface import build_model, split_by_decay
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.loop import train
+from bigtrain.run.saving import Saver
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 
@@ -222,6 +223,7 @@ class Bigtrain:
         self.evaluator = Evaluator(session, self.engine, [])
         self.state = TrainState()
         session.begin_writing(self.state)
+        self.saver = Saver(session, self.engine, session.inputs.data_hash)
 
     def run(self, num_steps: int) -> None:
         """Train `num_steps` optimizer steps."""
@@ -233,7 +235,7 @@ class Bigtrain:
                 self.batches,
                 self.evaluator,
                 self.state,
-                save=lambda state: None,
+                self.saver,
             )
         except _RoundOver:
             for _ in range(num_steps):

@@ -1,27 +1,55 @@
-"""`bigtrain verify`: read token datasets again and compare every checksum."""
+"""`bigtrain verify`: read token datasets or a run's checkpoints again, and compare checksums."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+
+from bigtrain.errors import EXIT_USER_ERROR, ConfigError, DataError, Problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bigtrain verify`."""
-    parser.add_argument("datasets", nargs="+", type=Path, metavar="DATASET")
+    parser.add_argument(
+        "datasets", nargs="*", type=Path, metavar="DATASET", help="written by `bigtrain tokenize`"
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="DIR", help="run directory whose checkpoints are read"
+    )
+    parser.add_argument("--step", type=int, help="of one checkpoint (default: all of them)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises DataError naming every file that is damaged."""
-    from bigtrain.data.shards import damaged_files, open_dataset
-    from bigtrain.errors import DataError
+    """Print a line for each; exit code 0 if all are whole, or else 2.
 
-    damaged = [problem for path in args.datasets for problem in damaged_files(path)]
+    Raises DataError naming every file of a dataset that is damaged.
+    """
+    if not args.datasets and args.run is None:
+        problem = Problem("arguments", None, "nothing to verify", "name a DATASET, or --run DIR")
+        raise ConfigError(problem)
+    _verify_datasets(args.datasets)
+    return 0 if args.run is None else _verify_run(args.run, args.step)
+
+
+def _verify_datasets(datasets: Sequence[Path]) -> None:
+    from bigtrain.data.shards import damaged_files, open_dataset
+
+    damaged = [problem for path in datasets for problem in damaged_files(path)]
     if damaged:
         raise DataError("\n".join(damaged))
-    for path in args.datasets:
+    for path in datasets:
         manifest = open_dataset(path, check="index").manifest
         shards = [shard for shards in manifest.splits.values() for shard in shards]
         tokens = sum(shard.tokens for shard in shards)
         print(f"{path}: {len(shards)} shards, {tokens:,} tokens, every checksum is right")
-    return 0
+
+
+def _verify_run(directory: Path, step: int | None) -> int:
+    from bigtrain.run.inventory import verify_checkpoints
+
+    are_whole = True
+    for line, is_whole in verify_checkpoints(directory, step):
+        print(line, flush=True)
+        are_whole &= is_whole
+    return 0 if are_whole else EXIT_USER_ERROR

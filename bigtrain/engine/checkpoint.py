@@ -6,15 +6,18 @@ of `bigtrain.run.checkpoints`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bigtrain.engine.build import TrainEngine
-from bigtrain.engine.checkpoint_io import read_tensors, write_tensors
+from bigtrain.engine.checkpoint_io import Staging, TensorSnapshot, read_tensors
 from bigtrain.engine.fragments import (
+    MASTER,
     ensure_optimizer_states,
+    inner_optimizer,
     optimizer_step_count,
     owned_fragments,
     refresh_parameters,
@@ -24,23 +27,40 @@ from bigtrain.engine.fragments import (
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """An engine's state at one step. tensors: to be written; scalars: what goes to JSON."""
+
+    tensors: TensorSnapshot
+    scalars: dict[str, Any]
+
+
+def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> EngineSnapshot:
+    """Masters, optimizer states and buffers, or what `staging` takes of them. Collective."""
+    ensure_optimizer_states(engine.engine)
+    tensors = TensorSnapshot(owned_fragments(engine.engine), _buffers(engine), staging)
+    scalars = {
+        "optimizer_steps": optimizer_step_count(engine.engine),
+        "loss_scaler": _scaler_state(engine),
+    }
+    return EngineSnapshot(tensors, scalars)
+
+
 def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:
     """Write masters, optimizer states and buffers below `directory`; returns what goes to JSON.
 
     Collective over all processes, which must see the same `directory`.
     """
-    ensure_optimizer_states(engine.engine)
-    write_tensors(directory, owned_fragments(engine.engine), _buffers(engine))
-    return {
-        "optimizer_steps": optimizer_step_count(engine.engine),
-        "loss_scaler": _scaler_state(engine),
-    }
+    snapshot = snapshot_engine(engine)
+    snapshot.tensors.write(directory)
+    return snapshot.scalars
 
 
 def restore_engine(engine: TrainEngine, directory: Path, scalars: dict[str, Any]) -> None:
     """Fill the engine from `directory`, written at any topology, and from `save_engine`'s dict.
 
-    Collective over all processes. Raises CheckpointError for tensors missing or of other shapes.
+    Collective over all processes. Raises CheckpointError for tensors missing or of other shapes,
+    DamagedCheckpointError for files that cannot be read; another checkpoint may be restored then.
     """
     ensure_optimizer_states(engine.engine)
     read_tensors(directory, owned_fragments(engine.engine), _buffers(engine))
@@ -49,6 +69,24 @@ def restore_engine(engine: TrainEngine, directory: Path, scalars: dict[str, Any]
     for name, value in scalars.get("loss_scaler", {}).items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
+    refresh_parameters(engine.engine)
+
+
+def restore_weights(engine: TrainEngine, directory: Path) -> None:
+    """Fill masters and buffers alone from `directory`; the optimizer stays as new. Collective.
+
+    Raises as `restore_engine`.
+    """
+    optimizer = inner_optimizer(engine.engine)
+    is_new = not optimizer.state
+    ensure_optimizer_states(engine.engine)
+    masters = [
+        replace(fragment, tensors={MASTER: fragment.tensors[MASTER]})
+        for fragment in owned_fragments(engine.engine)
+    ]
+    read_tensors(directory, masters, _buffers(engine))
+    if is_new:
+        optimizer.state.clear()
     refresh_parameters(engine.engine)
 
 

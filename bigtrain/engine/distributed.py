@@ -49,6 +49,16 @@ def process_group(world: World) -> Iterator[torch.device]:
             os.environ.pop(name, None)
 
 
+def cpu_group() -> dist.ProcessGroup:
+    """A group of all processes on the CPU, apart from the one that trains. Collective.
+
+    Gone with the process group.
+    """
+    group = dist.new_group(backend="gloo", timeout=PROCESS_GROUP_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _single_process_environment(world: World) -> list[str]:
     """Without a launcher, give torch the rendezvous it wants; returns the variables added."""
     if "MASTER_ADDR" in os.environ:

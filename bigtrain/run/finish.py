@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from signal import Signals
+
 import torch.distributed as dist
 
 from bigtrain.engine.build import TrainEngine
@@ -9,8 +11,20 @@ from bigtrain.errors import ModelError
 from bigtrain.run.export import export_run
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
+from bigtrain.run.stopping import leave_marker
 
 EXPORT = "hf"
+
+
+def stop_early(session: Session, engine: TrainEngine, state: TrainState, received: Signals) -> None:
+    """Leave a run that a signal stopped, after `state` was saved. Collective."""
+    engine.close()
+    if session.world.is_main:
+        leave_marker(session.directory, received, state)
+    session.say(
+        f"stopped by {received.name} after step {state.step} of {session.run.config.train.steps}; "
+        "the same command goes on from there"
+    )
 
 
 def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
@@ -18,6 +32,8 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
 
     Raises ModelError on every process if the exported model does not answer as the trained one.
     """
+    # All is saved, and the export appears whole or not at all: whoever wants this to end, may.
+    session.signals.restore()
     engine.close()
     failure: list[str | None] = [None]
     summary = session.metrics.summary() if session.metrics is not None else []

@@ -1,18 +1,20 @@
-"""The training loop, top to bottom: batch, step, advance, maybe log, evaluate, save."""
+"""The training loop, top to bottom: batch, step, advance, maybe log, evaluate, save, stop."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from signal import Signals
 from typing import Protocol
 
 from bigtrain.data.loader import MicroBatch
 from bigtrain.engine.build import StepResult, TrainEngine
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.metrics import StepMetrics, memory_gib
+from bigtrain.run.saving import Saver
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
+from bigtrain.run.stopping import StopAgreement
 from bigtrain.schedule import learning_rate_at
 
 
@@ -28,12 +30,16 @@ def train(
     batches: Batches,
     evaluator: Evaluator,
     state: TrainState,
-    save: Callable[[TrainState], None],
-) -> TrainState:
-    """Train until ``train.steps``; returns the final state, which has been saved. Collective."""
+    saver: Saver,
+) -> tuple[TrainState, Signals | None]:
+    """Train until ``train.steps`` or a signal; returns the final state, which has been saved, and
+    the signal. Collective."""
     config, plan = session.run.config, session.run.plan
     clock = _Clock()
-    while state.step < config.train.steps:
+    stop = StopAgreement(session.signals, session.world.size)
+    session.signals.listen()
+    received: Signals | None = None
+    while state.step < config.train.steps and received is None:
         lr = learning_rate_at(state.step, config.optimizer.lr, config.schedule, config.train.steps)
         session.seed_step(state.step)
         micro_batches = batches.step(state.samples)
@@ -43,13 +49,16 @@ def train(
         last = state.step == config.train.steps
         if last or state.step % config.logging.every_steps == 0:
             _log(session, engine, result, state, lr, clock)
+        received = None if last else stop.agreed()
+        held_out_loss = None
         if last or _due(state.step, config.evaluation.every_steps):
             with clock.paused():
-                evaluator.run(state)
-        if last or _due(state.step, config.checkpoint.every_steps):
+                held_out_loss = evaluator.run(state)
+        if last or received or _due(state.step, config.checkpoint.every_steps):
             with clock.paused():
-                save(state)
-    return state
+                saver.save(state, held_out_loss)
+        saver.report()
+    return state, received
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from bigtrain.config import RunConfig
 from bigtrain.data.checks import check_dataset
 from bigtrain.data.identity import SourceIdentity, data_hash, identify_sources
+from bigtrain.data.manifest import read_manifest
 from bigtrain.engine.resolve import ResolvedRun
-from bigtrain.errors import ConfigError, Problem
+from bigtrain.errors import ConfigError, DataError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.isolation import check_isolation
 from bigtrain.models.sequence_check import check_sequence_parallel
@@ -41,6 +44,7 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         *check_trackers(config.logging.trackers),
         *_check_sequence(config.batch.sequence_length, hf_config),
         *check_dataset(config, vocabulary_size(hf_config)),
+        *_check_best(config),
     ]
     if config.data.document_boundaries == "isolate" and not problems:
         problems += check_isolation(hf_config, config.model.attention)
@@ -54,6 +58,23 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
     if problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(hf_config, data_hash(config.data), identify_sources(config.data))
+
+
+def _check_best(config: RunConfig) -> Sequence[Problem]:
+    try:
+        held_out = [read_manifest(Path(s.path)).shards("held_out") for s in config.data.mixture]
+    except DataError:
+        return []  # `check_dataset` says so
+    if config.checkpoint.keep_best == 0 or any(held_out):
+        return []
+    return [
+        Problem(
+            "checkpoint.keep_best",
+            config.checkpoint.keep_best,
+            "the data holds out no documents to tell the best checkpoint by",
+            "make shards with `bigtrain tokenize --held-out`, or set checkpoint.keep_best=0",
+        )
+    ]
 
 
 def _check_sequence(sequence_length: int, hf_config: Any) -> Sequence[Problem]:

@@ -1,10 +1,8 @@
-"""Saving a run and going on with it."""
+"""Going on with a run."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,11 @@ import torch.distributed as dist
 from bigtrain.config import RunConfig
 from bigtrain.data.phases import Phase, differences, first_phase, next_phase
 from bigtrain.engine.build import TrainEngine
-from bigtrain.engine.checkpoint import restore_engine, save_engine
-from bigtrain.errors import CheckpointError
-from bigtrain.models.export import Probe
+from bigtrain.engine.checkpoint import restore_engine
+from bigtrain.errors import CheckpointError, DamagedCheckpointError
 from bigtrain.run import checkpoints
 from bigtrain.run.preflight import Inputs
-from bigtrain.run.session import Session, describe_environment
+from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 
 # What may differ between a run and the run that goes on with it: none of it changes the
@@ -38,60 +35,60 @@ _BEFORE = {"data.document_boundaries": "ignore"}
 _FREE_SECTIONS = {"output", "logging", "checkpoint", "evaluation", "engine", "parallel"}
 
 
-def save(session: Session, engine: TrainEngine, state: TrainState, data_hash: str) -> None:
-    """Write the checkpoint of `state` and drop those that are no longer kept. Collective.
-
-    `data_hash` identifies the dataset (`bigtrain.data.identity`).
-    """
-    directory = checkpoints.checkpoint_path(session.directory, state.step)
-    if session.world.is_main:
-        checkpoints.prepare(directory)
-    dist.barrier()
-    scalars = save_engine(engine, directory / checkpoints.TENSORS)
-    probe = _probe(session.run.config, engine)
-    if session.world.is_main:
-        document = {
-            "format": checkpoints.FORMAT,
-            **asdict(state),
-            "engine": scalars,
-            "data_hash": data_hash,
-            "config": session.run.config.model_dump(mode="json"),
-            "deepspeed": session.run.engine.deepspeed,
-            "environment": describe_environment(session),
-        }
-        (directory / checkpoints.STATE).write_text(json.dumps(document, indent=1))
-        probe.save(directory / checkpoints.PROBE)
-        checkpoints.commit(directory)
-        keep_last = session.run.config.checkpoint.keep_last
-        checkpoints.retain(session.directory, state.step, keep_last)
-        session.say(f"checkpoint of step {state.step}: {directory}")
-    dist.barrier()
-
-
 def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
-    """Go on from the newest valid checkpoint of the run directory, or begin. Collective.
+    """Go on from the newest whole checkpoint of the run directory, or begin. Collective.
 
-    Raises CheckpointError on every process if the checkpoint's run was another one, with what
-    differs.
+    A damaged one is passed over with a warning. Raises CheckpointError on every process if the
+    checkpoint's run was another one, with what differs, or if none of those there are is whole.
     """
-    found: list[str | None] = [None]
+    usable = _usable(session)
+    while (directory := _next(session, usable)) is not None:
+        document = checkpoints.read_state(directory)
+        phases = resumed_phases(document, session.run.config, session.inputs, directory)
+        try:
+            restore_engine(engine, directory / checkpoints.TENSORS, document["engine"])
+        except DamagedCheckpointError as error:
+            # Found on all processes by what the reading of tensors checks.
+            session.say(checkpoints.passed_over(document["step"], str(error)))
+            continue
+        state = TrainState(document["step"], document["samples"], document["tokens"], phases)
+        session.say(f"resumed at step {state.step} from {directory}")
+        if len(phases) > 1 and phases[-1].first_sample == state.samples:
+            changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))
+            session.say(f"from sample {state.samples} on with other data: {changes}")
+        return state
+    return TrainState(phases=(first_phase(session.run.config, session.inputs.sources),))
+
+
+def _usable(session: Session) -> Iterator[str]:
+    """Checkpoints to try, newest first, on the main process. Raises CheckpointError if all fail."""
+    contents: checkpoints.Contents = (
+        "all" if session.run.config.checkpoint.verify == "contents" else "small"
+    )
+    for directory in checkpoints.usable(session.directory, session.say, contents):
+        yield str(directory)
+    if checkpoints.steps(session.directory):
+        raise CheckpointError(
+            f"{session.directory}: every checkpoint is damaged, so the run cannot go on; mend one, "
+            "or remove them all to begin anew"
+        )
+
+
+def _next(session: Session, usable: Iterator[str]) -> Path | None:
+    """The next checkpoint to try, or None. Collective.
+
+    One process looks, so that all go on from the same checkpoint whatever each would see.
+    """
+    found: list[str | CheckpointError | None] = [None]
     if session.world.is_main:
-        newest = checkpoints.newest_valid(session.directory, session.say)
-        found = [str(newest) if newest is not None else None]
-    # One process looks, so that all go on from the same checkpoint whatever each would see.
+        try:
+            found = [next(usable, None)]
+        except CheckpointError as error:
+            found = [error]
     dist.broadcast_object_list(found, src=0)
-    if found[0] is None:
-        return TrainState(phases=(first_phase(session.run.config, session.inputs.sources),))
-    directory = Path(found[0])
-    document = checkpoints.read_state(directory)
-    phases = resumed_phases(document, session.run.config, session.inputs, directory)
-    restore_engine(engine, directory / checkpoints.TENSORS, document["engine"])
-    state = TrainState(document["step"], document["samples"], document["tokens"], phases)
-    session.say(f"resumed at step {state.step} from {directory}")
-    if len(phases) > 1 and phases[-1].first_sample == state.samples:
-        changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))
-        session.say(f"from sample {state.samples} on with other data: {changes}")
-    return state
+    if isinstance(found[0], CheckpointError):
+        raise found[0]
+    return None if found[0] is None else Path(found[0])
 
 
 def resumed_phases(
@@ -159,12 +156,3 @@ def _mathematics(config: dict[str, Any]) -> dict[str, Any]:
     if tokens is not None:
         flat["batch.global_samples"] = tokens // flat["batch.sequence_length"]
     return flat
-
-
-def _probe(config: RunConfig, engine: TrainEngine) -> Probe:
-    hf_config = engine.module.config
-    ids = Probe.make_input(
-        hf_config.get_text_config().vocab_size,  # type: ignore[operator, union-attr]
-        config.batch.sequence_length,
-    )
-    return Probe(ids, engine.logits(ids), config.precision.dtype)

@@ -37,6 +37,7 @@ from bigtrain.run.flops import (
 from bigtrain.run.metrics import MetricsWriter
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.state import TrainState
+from bigtrain.run.stopping import REQUEUE, StopSignals
 from bigtrain.world import World
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "numpy")
@@ -51,6 +52,7 @@ class Session:
     device: torch.device
     directory: Path
     inputs: Inputs
+    signals: StopSignals
     metrics: MetricsWriter | None = field(default=None)
     _flops_per_token: int | None = field(default=None)
     _said_early: list[str] = field(default_factory=list)
@@ -64,6 +66,7 @@ class Session:
         if self.world.is_main:
             config = self.run.config
             _write_run_directory(self)
+            (self.directory / REQUEUE).unlink(missing_ok=True)
             self.metrics = MetricsWriter(
                 self.directory,
                 total_steps=config.train.steps,
@@ -129,11 +132,11 @@ def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Ses
         torch.set_num_threads(max(1, num_threads // local_size))
     directory = Path(run.config.output.directory)
     try:
-        with warnings.catch_warnings(), process_group(world) as device:
+        with warnings.catch_warnings(), StopSignals() as signals, process_group(world) as device:
             # DeepSpeed's own calls; nothing that a user could do about it.
             warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
             warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
-            session = Session(run, world, device, directory, inputs)
+            session = Session(run, world, device, directory, inputs, signals)
             try:
                 yield session
             finally:

@@ -101,7 +101,7 @@ def test_run_directory_is_whole(
         "step-00000008",
         "step-00000012",
     }
-    assert checkpoints.damage(run / "checkpoints" / "step-00000012", checksums=True) is None
+    assert checkpoints.damage(run / "checkpoints" / "step-00000012", "all") is None
     world_size = 1 if name == "python" else 2
     environment = read_json(run / "environment.json")
     assert environment["topology"]["world_size"] == world_size
@@ -251,7 +251,7 @@ def test_damaged_newest_checkpoint_is_passed_over(
         assert "metrics.jsonl: dropped" in text
     for key in ("loss", "grad_norm", "lr", "samples", "held_out_loss"):
         assert metrics(run, key) == metrics(finished_run, key), key
-    assert checkpoints.damage(run / "checkpoints" / "step-00000012", checksums=True) is None
+    assert checkpoints.damage(run / "checkpoints" / "step-00000012", "all") is None
 
 
 def test_another_run_is_refused_with_what_differs(

@@ -49,3 +49,20 @@ def test_an_output_that_cannot_be_written_is_refused_first(tmp_path: Path) -> No
     assert finished.returncode == 2
     assert "absent/figures.json: no directory" in finished.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_checkpoints_are_compared_with_deepspeed_and_the_disk() -> None:
+    script = ROOT / "benchmarks" / "checkpoint.py"
+    finished = subprocess.run(
+        [sys.executable, str(script), "--size", "tiny", "--rounds", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    figures = json.loads(finished.stdout[finished.stdout.index("{\n") :])
+    assert 12 < figures["bytes_per_parameter"]["bigtrain"] < 14
+    assert {"async stall", "async total", "sync total", "load"} <= figures["seconds"].keys()
+    assert all(seconds > 0 for seconds in figures["seconds"].values())

@@ -341,3 +341,28 @@ def test_rates_stay_between_zero_and_the_peak(kind: str, total: int, data: st.Da
     assert all(0 <= value <= 2.0 + 1e-12 for value in values)
     after = values[warmup:]
     assert all(b <= a + 1e-12 for a, b in itertools.pairwise(after))
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+def test_weights_have_one_source(tmp_path: Path) -> None:
+    tree = make_tree()
+    tree["model"] = {"path": "hf"}
+    problems = problems_of(tmp_path, tree, "checkpoint.initialize_from=old")
+    assert len(problems) == 1
+    assert "checkpoint.initialize_from = 'old' and model.path = 'hf' both name" in problems[0]
+
+
+@pytest.mark.parametrize(("evaluated", "fits"), [("3", False), ("null", False), ("2", True)])
+def test_the_best_checkpoints_have_a_held_out_loss(
+    tmp_path: Path, evaluated: str, fits: bool
+) -> None:
+    overrides = ["checkpoint.every_steps=4", "checkpoint.keep_best=1"]
+    overrides.append(f"evaluation.every_steps={evaluated}")
+    if fits:
+        load_run_config(write(tmp_path, make_tree()), overrides)
+        return
+    (problem,) = problems_of(tmp_path, make_tree(), *overrides)
+    shown = "None" if evaluated == "null" else evaluated
+    assert f"evaluation.every_steps = {shown} must divide checkpoint.every_steps = 4" in problem

@@ -1,0 +1,110 @@
+"""Signals that ask a run to save and end at the next step boundary.
+
+SIGTERM and SIGUSR1 come from schedulers and launchers before they take the machine away: the run
+leaves a marker, ``RUN/requeue``, and whoever started it may start it again. SIGINT comes from a
+person: no marker. Either way the exit code is `EXIT_STOPPED`; but launchers end with codes of their
+own, which is why there is a marker.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.engine.distributed import cpu_group
+from bigtrain.run.state import TrainState
+
+REQUEUE = "requeue"
+"""Marker in a run directory: stopped by SIGTERM or SIGUSR1 before its end, and saved."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+# Launchers send a second and a third signal as they go down, so only a person who insists is
+# believed: the fourth SIGINT does what the first would have done without all this.
+_PATIENCE = 3
+
+# Between two agreements of several processes, where steps are shorter. One costs about 0.1 ms on
+# one machine and grows with the number of processes.
+_SECONDS_BETWEEN = 0.5
+
+
+class StopSignals:
+    """The first signal this process got while it listened; the ones after it change nothing.
+
+    A context manager, which puts the handlers of before back on leaving.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._num_interrupts = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def listen(self) -> None:
+        """Catch `SIGNALS` from now on; before, with nothing to save, they end the process."""
+        if threading.current_thread() is threading.main_thread():  # Python asks for that
+            for number in SIGNALS:
+                self._before.setdefault(number, signal.signal(number, self._handle))
+
+    def restore(self) -> None:
+        """Put the handlers of before back. May be called again."""
+        while self._before:
+            number, handler = self._before.popitem()
+            # None: of a handler that was not made in Python.
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        self._num_interrupts += number == signal.SIGINT
+        if self._num_interrupts > _PATIENCE:
+            raise KeyboardInterrupt
+
+
+class StopAgreement:
+    """Makes all processes stop after the same step, whichever of them got a signal."""
+
+    def __init__(self, signals: StopSignals, world_size: int) -> None:
+        """Collective over all processes."""
+        self._signals = signals
+        # Not the training group: on GPUs this would wait for the device at every step.
+        self._group = cpu_group() if world_size > 1 else None
+        self._steps_between = self._steps_left = 1
+        self._since = time.perf_counter()
+
+    def agreed(self) -> signal.Signals | None:
+        """Between two steps: the signal to stop for. Collective, and the same on all processes."""
+        if self._group is None:
+            return signal.Signals(self._signals.received) if self._signals.received else None
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return None
+        step_seconds = (time.perf_counter() - self._since) / self._steps_between
+        worst = torch.tensor([self._signals.received, step_seconds], dtype=torch.float64)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
+        # The same on every process, as `worst` is; doubling at most, should steps become slow.
+        wanted = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
+        self._steps_between = max(1, min(wanted, 2 * self._steps_between))
+        self._steps_left = self._steps_between
+        self._since = time.perf_counter()
+        number = int(worst[0])
+        return signal.Signals(number) if number else None
+
+
+def leave_marker(run_directory: Path, received: signal.Signals, state: TrainState) -> None:
+    """Ask for the run to be started again, unless it was a person who stopped it."""
+    if received != signal.SIGINT:
+        marker = {"signal": received.name, "step": state.step}
+        (run_directory / REQUEUE).write_text(json.dumps(marker) + "\n")

@@ -1,0 +1,154 @@
+"""A run whose lives take a second or two, started again and again by one server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from bigtrain.engine.checkpoint_io import read_full
+from bigtrain.run import checkpoints
+from tests.support.datasets import write_dataset
+from tests.support.worlds import ROOT, free_port
+
+STEPS = 24
+
+
+class Server:
+    """`fork_server.py`, and what it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.num_lives = 0
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "chaos" / "fork_server.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=_environment(),
+        )
+
+    def live(
+        self,
+        arguments: list[str],
+        *,
+        die: tuple[int, int] | None = None,
+        send: dict[str, Any] | None = None,
+        full_disk: dict[str, int] | None = None,
+    ) -> tuple[list[int], str]:
+        """Start train.py on two processes; exit codes by rank, and what they printed.
+
+        What may happen to them on the way is described in `fork_server.py`.
+        """
+        self.num_lives += 1
+        output = self.directory / f"life-{self.num_lives:04d}.txt"
+        request = {
+            "world_size": 2,
+            "arguments": arguments,
+            "output": str(output),
+            "port": free_port(),
+            "die": die,
+            "send": send,
+            "full_disk": full_disk,
+        }
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, "the server is gone"
+        return json.loads(answer), output.read_text()
+
+
+def _environment() -> dict[str, str]:
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    kept = {key: value for key, value in os.environ.items() if key not in launcher}
+    return {**kept, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    started = Server(tmp_path_factory.mktemp("lives"))
+    yield started
+    started.process.terminate()
+    started.process.communicate()
+
+
+@pytest.fixture(scope="session")
+def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of `STEPS` steps with dropout that saves after every second one."""
+    root = tmp_path_factory.mktemp("chaos")
+    shards = write_dataset(root / "shards", vocab_size=64)
+    (shards / "tokenizer").mkdir()  # copied into the run directory; nothing here reads text
+    tree = {
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "vocab_size": 64,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 32,
+                "attention_dropout": 0.1,
+                "bos_token_id": None,
+                "eos_token_id": None,
+            }
+        },
+        "data": {"path": str(shards)},
+        "batch": {"sequence_length": 16, "global_samples": 4, "micro_samples": 1},
+        "train": {"steps": STEPS},
+        "optimizer": {"lr": 3e-3},
+        "schedule": {"warmup_steps": 4},
+        "precision": {"dtype": "float32"},
+        "checkpoint": {"every_steps": 2, "keep_last": 2, "keep_every_steps": 8},
+        "logging": {"every_steps": 1},
+        "output": {"directory": "unused", "export": False},
+        "engine": {"deepspeed_config": "zero2"},
+    }
+    path = root / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def arguments(run_yaml: Path, directory: Path, *more: str) -> list[str]:
+    return ["--config", str(run_yaml), f"output.directory={directory}", *more]
+
+
+def final_tensors(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    """Masters, optimizer states and buffers of a checkpoint that is whole to the last byte."""
+    return read_full(checkpoints.find(run, step) / checkpoints.TENSORS)
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    """Bit for bit: weights and optimizer at the end, the loss of every step."""
+    ours, theirs = final_tensors(run), final_tensors(reference)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+    assert losses(run) == losses(reference)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(server: Server, run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run on two processes that nobody disturbed."""
+    run = tmp_path_factory.mktemp("uninterrupted") / "run"
+    codes, text = server.live(arguments(run_yaml, run))
+    assert codes == [0, 0], text
+    assert checkpoints.steps(run) == [8, 16, 22, 24]
+    return run

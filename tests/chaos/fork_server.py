@@ -1,0 +1,146 @@
+"""Starts worlds of train.py by forking, so that a life of a run costs no imports.
+
+Reads one JSON object per line, a request (`tests/chaos/conftest.py`), and answers with the exit
+codes by rank when all processes have ended. It sees to that as a launcher does: one that fails
+takes the others with it. A request may hold
+
+die: [rank, n]: that process SIGKILLs itself at its n-th operation on files of checkpoints, by an
+    audit hook of the interpreter, from whatever thread.
+send: {"log", "delay_seconds", "ranks", "signal", "times"}: so long after that file has grown, those
+    processes get that signal, so many times.
+full_disk: {"rank", "after_saves", "until_saves", "bytes"}: after so many saves, and until so many,
+    that process can write no more than so many bytes to a file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+_WORDS = ("step-", "checkpoints", "distcp", "metadata", "state.json", "manifest.json", "tensors")
+_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir"}
+# What survivors of a kill are given to do harm in; they notice within a second or hang.
+_GRACE_SECONDS = 1.0
+
+
+def die_at(number: int) -> None:
+    """SIGKILL this process at its `number`-th operation on a checkpoint's files, from 1."""
+    counter = itertools.count(1)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _EVENTS and any(word in str(arguments[0]) for word in _WORDS):
+            if next(counter) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def fill_disk(rank: int, after_saves: int, until_saves: int, num_bytes: int) -> None:
+    """Limit this process's files (RLIMIT_FSIZE) as it begins some of its tensor files."""
+    counter = itertools.count(1)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith(f"__{rank}_0.distcp"):
+            is_full = after_saves < next(counter) <= until_saves
+            limit = num_bytes if is_full else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    sys.addaudithook(hook)
+
+
+def child(rank: int, request: dict[str, Any]) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    # train.py's own defaults, whatever this server inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    size = str(request["world_size"])
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(request["port"]),
+    )
+    if request["die"] is not None and request["die"][0] == rank:
+        die_at(request["die"][1])
+    full_disk = request["full_disk"]
+    if full_disk is not None and full_disk["rank"] == rank:
+        until = full_disk.get("until_saves", 1000)
+        fill_disk(rank, full_disk["after_saves"], until, full_disk["bytes"])
+    from bigtrain.train import main
+
+    code = 1
+    try:
+        code = main(request["arguments"])
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def serve(request: dict[str, Any]) -> list[int]:
+    """Start the world, do to it what is asked for, and return the exit codes."""
+    send = request["send"]
+    log = Path(send["log"]) if send else None
+    size_before = _size(log) if log else 0
+    processes = {}
+    for rank in range(request["world_size"]):
+        pid = os.fork()
+        if pid == 0:
+            child(rank, request)
+        processes[pid] = rank
+    codes = [0] * request["world_size"]
+    sends_at: float | None = None
+    while processes:
+        patience = _GRACE_SECONDS if any(codes) else 600.0
+        waited = signal.sigtimedwait({signal.SIGCHLD}, 0.01 if send else patience)
+        for pid in list(processes):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[processes.pop(pid)] = os.waitstatus_to_exitcode(status)
+        if send and log and sends_at is None and _size(log) > size_before:
+            sends_at = time.monotonic() + send["delay_seconds"]
+        if send and sends_at is not None and time.monotonic() >= sends_at:
+            for pid in [p for p, rank in processes.items() if rank in send["ranks"]]:
+                for _ in range(send["times"]):
+                    os.kill(pid, send["signal"])
+            send = None
+        elif waited is None and not send and any(codes):
+            for pid in processes:
+                os.kill(pid, signal.SIGKILL)
+    return codes
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def main() -> None:
+    # Libraries print while they are imported.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    import bigtrain.engine.build
+    import bigtrain.run.finish
+    import bigtrain.run.initialize
+    import bigtrain.run.resume
+    import bigtrain.run.saving  # noqa: F401
+
+    for line in sys.stdin:
+        print(json.dumps(serve(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

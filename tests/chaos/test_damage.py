@@ -1,0 +1,156 @@
+"""Every file of a checkpoint cut, changed or gone: refused by name, or proven not to matter."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from bigtrain.engine.checkpoint_io import read_full
+from bigtrain.errors import DamagedCheckpointError
+from bigtrain.run import checkpoints
+from tests.chaos.conftest import STEPS, Server, arguments, assert_same_run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+FILES = [
+    "manifest.json",
+    "state.json",
+    "probe.safetensors",
+    "tensors/.metadata",
+    "tensors/__0_0.distcp",
+    "tensors/__1_0.distcp",
+]
+NEWEST, BEFORE = 22, 16
+
+
+def flip(path: Path, position: int, mask: int = 0x10) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[position] ^= mask
+    path.write_bytes(contents)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "flip": lambda path: flip(path, path.stat().st_size // 2),
+    "cut": cut,
+    "delete": Path.unlink,
+}
+
+
+@pytest.fixture
+def run(uninterrupted: Path, tmp_path: Path) -> Path:
+    """The run as it was before its last two steps; its checkpoints are of steps 8, 16 and 22."""
+    copy = tmp_path / "run"
+    shutil.copytree(uninterrupted, copy)
+    checkpoints.remove(checkpoints.checkpoint_path(copy, STEPS))
+    return copy
+
+
+def test_the_files_are_all_there_are(uninterrupted: Path) -> None:
+    directory = checkpoints.checkpoint_path(uninterrupted, NEWEST)
+    files = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+    assert files == set(FILES)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_named(run: Path, name: str, kind: str) -> None:
+    directory = checkpoints.checkpoint_path(run, NEWEST)
+    DAMAGES[kind](directory / name)
+    reason = checkpoints.damage(directory)
+    if name.endswith(".distcp") and kind == "flip":
+        assert reason is None  # found when a resume reads it, and by `bigtrain verify`
+        with pytest.raises(DamagedCheckpointError, match=rf"{name}: contents do not match"):
+            read_full(directory / checkpoints.TENSORS)
+        reason = checkpoints.damage(directory, "all")
+    assert reason is not None
+    assert reason.startswith(str(directory / name)) or name == "manifest.json"
+    assert str(directory) in reason
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_flipped_byte_changes_what_is_read(run: Path, name: str) -> None:
+    directory = checkpoints.checkpoint_path(run, NEWEST)
+    state = checkpoints.read_state(directory)
+    tensors = read_full(directory / checkpoints.TENSORS)
+    path = directory / name
+    contents = path.read_bytes()
+    chooser = random.Random(name)
+    num_refused = 0
+    for _ in range(60):
+        flip(path, chooser.randrange(len(contents)), 1 << chooser.randrange(8))
+        if checkpoints.damage(directory) is not None:
+            num_refused += 1
+        else:
+            try:
+                again = read_full(directory / checkpoints.TENSORS)
+            except DamagedCheckpointError:
+                num_refused += 1
+            else:
+                assert checkpoints.read_state(directory) == state
+                assert all(torch.equal(again[key], tensors[key]) for key in tensors)
+        path.write_bytes(contents)
+    # In the manifest a checksum of a tensor file is not compared at a resume, and matters to none.
+    assert num_refused == 60 or (name == "manifest.json" and num_refused > 30)
+
+
+def fall_back(server: Server, run_yaml: Path, run: Path, uninterrupted: Path, name: str) -> None:
+    codes, text = server.live(arguments(run_yaml, run))
+    assert codes == [0, 0], text
+    damaged = checkpoints.checkpoint_path(run, NEWEST)
+    assert f"checkpoint of step {NEWEST} is damaged and passed over: {damaged}/{name}" in text
+    assert f"resumed at step {BEFORE} " in text
+    assert_same_run(run, uninterrupted)
+    assert checkpoints.steps(run) == [8, 16, 22, 24]
+
+
+def test_damage_found_while_reading_falls_back(
+    server: Server, run_yaml: Path, run: Path, uninterrupted: Path
+) -> None:
+    name = "tensors/__1_0.distcp"
+    DAMAGES["flip"](checkpoints.checkpoint_path(run, NEWEST) / name)
+    fall_back(server, run_yaml, run, uninterrupted, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_falls_back(
+    server: Server, run_yaml: Path, run: Path, uninterrupted: Path, name: str, kind: str
+) -> None:
+    DAMAGES[kind](checkpoints.checkpoint_path(run, NEWEST) / name)
+    fall_back(server, run_yaml, run, uninterrupted, name)
+
+
+def test_a_run_with_nothing_whole_is_refused(server: Server, run_yaml: Path, run: Path) -> None:
+    for step in (8, 16):
+        (checkpoints.checkpoint_path(run, step) / "state.json").unlink()
+    DAMAGES["flip"](checkpoints.checkpoint_path(run, NEWEST) / "tensors/__0_0.distcp")
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    codes, text = server.live(arguments(run_yaml, run))
+    assert 2 in codes, text
+    assert "Traceback" not in text
+    assert f"{run}: every checkpoint is damaged, so the run cannot go on" in text
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    assert "step-00000022/tensors/__0_0.distcp: contents do not match their checksum" in text
+
+
+def test_contents_are_verified_on_request(
+    server: Server, run_yaml: Path, run: Path, uninterrupted: Path
+) -> None:
+    """What no resume reads, the whole file's checksum covers."""
+    path = checkpoints.checkpoint_path(run, NEWEST) / "tensors/__0_0.distcp"
+    contents = path.read_bytes()
+    path.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
+    codes, text = server.live(arguments(run_yaml, run, "checkpoint.verify=contents"))
+    assert codes == [0, 0], text
+    assert f"{path}: contents do not match their checksum" in text
+    assert f"resumed at step {BEFORE} " in text
