@@ -99,9 +99,12 @@ def train_run(run: ResolvedRun, world: World) -> int:
     from bigtrain.run.resume import restore_or_start
     from bigtrain.run.saving import Saver
     from bigtrain.run.session import open_session
+    from bigtrain.run.verification import verify_data
 
     source = weights_source(run.config)
     with open_session(run, inputs, world) as session:
+        if run.config.data.verify == "contents":
+            verify_data(session)
         mesh = open_mesh(run.topology, world.rank)
         with source.building(run.config) as config:
             engine = build_engine(
