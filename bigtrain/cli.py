@@ -21,6 +21,7 @@ COMMANDS = {
     "check": "resolve and check a run without starting it",
     "launch": "write what a cluster needs to start a run: a Slurm script, Kubernetes manifests",
     "hostfile": "write or check a hostfile, and the environment its hosts are given",
+    "doctor": "look at every host before a run is started on it",
     "export": "write a run's weights as a verified Hugging Face directory",
     "generate": "continue a prompt with a Hugging Face directory",
 }
