@@ -18,8 +18,9 @@ PAGES = ["README.md", "docs/launching.md", "hostfiles/README.md", "slurm/README.
 def command_lines(page: str) -> list[list[str]]:
     """Every line of the page's code blocks that starts bigtrain or train.py."""
     found = []
-    for block in re.findall(r"^```\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S):
-        for line in block.replace("\\\n", " ").splitlines():
+    text = (ROOT / page).read_text()
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S):
+        for line in [] if language else block.replace("\\\n", " ").splitlines():
             for part in line.split("&&"):
                 words = shlex.split(part, comments=True)
                 if "bigtrain/train.py" in words or words[:1] == ["bigtrain"]:
