@@ -8,13 +8,14 @@ STAMP := .venv/.installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full check format bench clean
+.PHONY: help install quickstart test test-full check format bench cluster-deps clean
 
 help:
 	@echo "make install     create .venv with the exact versions of constraints.txt"
 	@echo "make quickstart  tokenizer, shards, training, export, a sample: the main job on real text"
 	@echo "make test        tests that take seconds;  make test-full: all of them"
 	@echo "make check       ruff and mypy;  make format: let ruff rewrite the files"
+	@echo "make cluster-deps  Slurm, sshd, pdsh for tests/cluster (Debian, as root); without it they skip"
 	@echo "make bench       run every benchmark of benchmarks/"
 	@echo "make clean       delete caches and build outputs (keeps .venv and runs/)"
 	@echo "PYTHON=$(PYTHON) is the interpreter that .venv is made from (3.11 or newer)"
@@ -57,6 +58,16 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+# tests/cluster makes its hosts of these. policy-rc.d keeps the packages from starting daemons here.
+CLUSTER_PACKAGES = iproute2 munge openssh-server pdsh slurm-client slurm-wlm-basic-plugins slurmctld slurmd
+
+cluster-deps:
+	@test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "cluster-deps: needs root and apt-get (Debian, Ubuntu)" >&2; exit 2; }
+	@set -e; policy=/usr/sbin/policy-rc.d; \
+	if [ ! -e $$policy ]; then printf '#!/bin/sh\nexit 101\n' > $$policy; chmod +x $$policy; trap "rm $$policy" EXIT; fi; \
+	apt-get update -qq; \
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

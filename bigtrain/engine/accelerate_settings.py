@@ -67,6 +67,8 @@ class AccelerateSettings:
         named, key = deepspeed_config, "--deepspeed_config"
         if named is None and "deepspeed_config" in config.engine.model_fields_set:
             named, key = config.engine.deepspeed_config, "engine.deepspeed_config of the run"
+        if named == SOURCE:  # `config` is already resolved
+            return None
         if self.config_file is None or named is None:
             return self.config_file or named
         if find_deepspeed_config(self.config_file).samefile(find_deepspeed_config(named)):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import torch
 
 from bigtrain.config import RunConfig
+from bigtrain.engine.accelerate_settings import read_accelerate
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.errors import ConfigError, Problem
 
@@ -22,7 +24,8 @@ def refuse_for_device(config: RunConfig, world_size: int) -> None:
     float16 on a CPU, say; a login node cannot know. Not collective: all processes come to the same
     end on like devices.
     """
-    resolve_run(config, world_size, device=device_kind())
+    accelerate = read_accelerate(os.environ)
+    resolve_run(config, world_size, device=device_kind(), accelerate=accelerate)
     if (
         config.precision.dtype == "bfloat16"
         and device_kind() == "cuda"

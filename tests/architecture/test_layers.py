@@ -35,6 +35,7 @@ PURE = {
     # What of the launch layer only reads and writes text.
     "bigtrain.launch",
     "bigtrain.launch.checkout",
+    "bigtrain.launch.findings",
     "bigtrain.launch.hostfile",
     "bigtrain.launch.kubernetes",
     "bigtrain.launch.remote_environment",

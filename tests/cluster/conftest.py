@@ -6,13 +6,20 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from bigtrain.cli import main as bigtrain
-from tests.launch.conftest import VOCAB_SIZE, run_tree, tokenize, write_documents
+from tests.launch.conftest import (
+    VOCAB_SIZE,
+    Inputs,
+    launch,
+    metrics,
+    run_tree,
+    tokenize,
+    write_documents,
+)
 from tests.support.cluster import Cluster, cluster, why_not
 from tests.support.worlds import ROOT
 
@@ -63,37 +70,38 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run as a tree, on a dataset made here; `output.directory` is still to be set."""
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """Text in several files, a tokenizer, shards, and a run YAML as tests/launch has it."""
     root = tmp_path_factory.mktemp("tiny")
-    texts = write_documents(root / "texts.jsonl", 80)
-    tokenizer = root / "tokenizer"
+    texts, tokenizer = root / "texts", root / "tokenizer"
+    texts.mkdir()
+    for number in range(4):
+        write_documents(texts / f"{number}.jsonl", 20, seed=number)
     words = ["tokenizer", "--input", texts, "--vocab-size", VOCAB_SIZE, "--output", tokenizer]
     assert bigtrain(list(map(str, words))) == 0
-    return run_tree(tokenize(texts, tokenizer, root / "shards"), root / "nowhere")
+    run_yaml = root / "run.yaml"
+    tree = run_tree(tokenize(texts, tokenizer, root / "shards"), root / "run")
+    tree["output"]["export"] = False
+    run_yaml.write_text(yaml.safe_dump(tree))
+    return Inputs(texts, tokenizer, root / "shards", run_yaml)
 
 
 @pytest.fixture
-def lab(hosts: Cluster, tiny: dict[str, Any], tmp_path: Path) -> Iterator[Lab]:
+def lab(hosts: Cluster, inputs: Inputs, tmp_path: Path) -> Iterator[Lab]:
     """The cluster for one test; nothing of it runs on afterwards."""
     run_yaml = tmp_path / "run.yaml"
-    tree = {**tiny, "output": {"directory": str(tmp_path / "run"), "export": False}}
-    run_yaml.write_text(yaml.safe_dump(tree))
+    text = inputs.run_yaml.read_text()
+    run_yaml.write_text(text.replace(str(inputs.run_yaml.parent / "run"), str(tmp_path / "run")))
     yield Lab(hosts, tmp_path, run_yaml)
     hosts.run("n0", "scancel", "--user=root", cwd=tmp_path)
     hosts.tidy()
 
 
 @pytest.fixture(scope="session")
-def alone(tiny: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def alone(inputs: Inputs) -> dict[int, float]:
     """The loss by step of one process on this machine."""
-    from tests.launch.conftest import launch, metrics
-
-    root = tmp_path_factory.mktemp("one_process")
-    run_yaml = root / "run.yaml"
-    tree = {**tiny, "output": {"directory": str(root / "run"), "export": False}}
-    run_yaml.write_text(yaml.safe_dump(tree))
-    finished = launch([TRAIN, "--config", run_yaml], root)
+    root = inputs.run_yaml.parent
+    finished = launch([TRAIN, "--config", inputs.run_yaml], root)
     assert finished.code == 0, finished.output
     return metrics(root / "run")
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import Lab, Submit
-from tests.launch.conftest import metrics
-from tests.support.cluster import wait_until
+from tests.launch.conftest import Inputs, metrics, snapshot
+from tests.support.cluster import BINARIES, wait_until
 from tests.support.worlds import ROOT
 
 SBATCH = ROOT / "slurm" / "train.sbatch"
-TWO_NODES = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=1000", "--time=10"]
+NODE = ["--gpus-per-node=1", "--cpus-per-task=1", "--mem=1000", "--time=10"]
+TWO_NODES = ["--nodes=2", "--signal=B:USR1@60", *NODE]
+# Long enough to be stopped on its way; saved only when told, unless a test says otherwise.
+STEPS = 400
+LONG = [
+    f"train.steps={STEPS}",
+    "evaluation.every_steps=100000",
+    "checkpoint.every_steps=100000",
+    "output.export=false",
+]
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -55,3 +65,118 @@ def test_no_run_named(lab: Lab, submit: Submit) -> None:
     job, log = submit(SBATCH, TWO_NODES, [])
     assert ended(lab, job, log) == "FAILED"
     assert log.read_text().startswith("train.sbatch: no run is named: sbatch slurm/train.sbatch")
+
+
+def steps_logged(lab: Lab) -> int:
+    """Steps that stand in the run's metrics so far."""
+    path = lab.folder / "run" / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def restarts(lab: Lab, job: str) -> str:
+    """How often Slurm started `job` again."""
+    _, output = lab.run("n0", "scontrol", "show", "job", job)
+    return next(word for word in output.split() if word.startswith("Restarts=")).split("=")[1]
+
+
+stops_on_signals = pytest.mark.skipif(
+    importlib.util.find_spec("bigtrain.run.stopping") is None,
+    reason="train.py does not stop on signals yet",
+)
+
+
+@stops_on_signals
+@pytest.mark.timeout(600)
+def test_near_its_time_limit_a_run_is_saved_requeued_and_goes_on(lab: Lab, submit: Submit) -> None:
+    job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml, *LONG])
+    wait_until("some steps", lambda: steps_logged(lab) >= 5, 200)
+    # What --signal=B:USR1@60 sends nine minutes from now; the real timer has a slow test below.
+    code, output = lab.run("n0", "scancel", "--batch", "--signal=USR1", job)
+    assert code == 0, output
+    assert ended(lab, job, log, 300) == "COMPLETED", log.read_text()
+    story = log.read_text()
+    assert story.count("near the time limit, saving") == 1
+    assert story.count("saved; back into the queue") == 1
+    assert "start 2: n[1-2]" in story
+    assert "resumed at step " in story
+    assert restarts(lab, job) == "1"
+    assert list(metrics(lab.folder / "run")) == list(range(1, STEPS + 1))
+    assert not (lab.folder / "run" / "requeue").exists()
+
+
+@stops_on_signals
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_real_timer(lab: Lab, submit: Submit) -> None:
+    node = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=1000"]
+    options = [*node, "--time=2", "--signal=B:USR1@30"]
+    steps = ["train.steps=3000", *LONG[1:]]
+    job, log = submit(SBATCH, options, [lab.run_yaml, *steps])
+    assert ended(lab, job, log, 800) == "COMPLETED", log.read_text()
+    assert log.read_text().count("saved; back into the queue") >= 1
+    assert int(restarts(lab, job)) >= 1
+    assert list(metrics(lab.folder / "run")) == list(range(1, 3001))
+
+
+@stops_on_signals
+def test_a_cancelled_run_stays_cancelled(lab: Lab, submit: Submit) -> None:
+    job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml, *LONG])
+    wait_until("some steps", lambda: steps_logged(lab) >= 5, 200)
+    lab.run("n0", "scancel", job)
+    assert ended(lab, job, log) == "CANCELLED", log.read_text()
+    wait_until("its nodes are free", lambda: "n[1-2]" in idle(lab))
+    assert state(lab, job) == "CANCELLED"
+    assert restarts(lab, job) == "0"
+    assert "back into the queue" not in log.read_text()
+
+
+def idle(lab: Lab) -> str:
+    """Nodes without a job, in Slurm's notation."""
+    return lab.run("n0", "sinfo", "-h", "-t", "idle", "-o", "%N")[1]
+
+
+@pytest.mark.timeout(600)
+def test_after_a_node_failure_a_run_goes_on_with_what_is_left(lab: Lab, submit: Submit) -> None:
+    options = ["--nodes=1-2", "--signal=B:USR1@60", *NODE]
+    arguments = [lab.run_yaml, *LONG, "checkpoint.every_steps=20"]
+    job, log = submit(SBATCH, options, arguments)
+    wait_until("some steps", lambda: steps_logged(lab) >= 45, 250)
+    update = ["scontrol", "update", "nodename=n2", "reason=test"]
+    try:
+        for new in ("down", "drain"):  # drained, it does not come back by itself
+            code, output = lab.run("n0", *update, f"state={new}")
+            assert code == 0, output
+        assert ended(lab, job, log, 300) == "COMPLETED", log.read_text()
+    finally:
+        lab.run("n0", *update, "state=resume")
+    story = log.read_text()
+    assert "start 1: n[1-2], 1 processes on each of 2 nodes" in story
+    assert "start 2: n1, 1 processes on each of 1 nodes" in story
+    assert "resumed at step " in story
+    assert restarts(lab, job) == "1"
+    assert list(metrics(lab.folder / "run")) == list(range(1, STEPS + 1))
+    wait_until("n2 is back", lambda: "n[1-2]" in idle(lab))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("bigtrain.data.shares") is None,
+    reason="`bigtrain tokenize` does not divide its input over commands yet",
+)
+def test_tokens_of_an_array_are_those_of_one_process(
+    lab: Lab, inputs: Inputs, submit: Submit
+) -> None:
+    node = ["--cpus-per-task=1", "--mem-per-cpu=500", "--time=10", "--wait"]
+    arguments: list[str | Path] = ["--input", inputs.texts, "--tokenizer", inputs.tokenizer]
+    arguments += ["--held-out", "0.1", "--output", lab.folder / "shards"]
+    _, log = submit(ROOT / "slurm" / "tokenize.sbatch", ["--array=0-2", *node], arguments)
+    assert (lab.folder / "shards" / "manifest.json").exists(), log.read_text()
+    assert snapshot(lab.folder / "shards") == snapshot(inputs.shards)
+
+
+def test_hosts_of_a_job_are_those_that_slurm_says(lab: Lab) -> None:
+    command = f"{BINARIES / 'python'} -m bigtrain.cli hostfile --slurm"
+    script = f"{command} && scontrol show hostnames"
+    allocation = ["salloc", "--quiet", "--nodes=2", "--gpus-per-node=2", "--mem=100"]
+    code, output = lab.run("n0", *allocation, "sh", "-c", script)
+    assert code == 0, output
+    assert output.splitlines() == ["n1 slots=2", "n2 slots=2", "n1", "n2"]

@@ -70,6 +70,8 @@ def test_answers_are_the_engine_where_the_run_is_silent() -> None:
     assert run.engine.deepspeed["gradient_clipping"] == 0.5
     assert run.config.precision.dtype == "float32"
     assert run.config.engine.deepspeed_config == "accelerate config"
+    # What train.py does again as soon as it knows the device.
+    assert resolve(run.config, ANSWERED).engine == run.engine
 
 
 def test_without_accelerate_nothing_changes() -> None:

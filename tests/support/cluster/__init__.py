@@ -112,6 +112,8 @@ class Cluster:
         """End what `start` started, and plug every cable in."""
         for process in self._started:
             end(process)
+            process.wait()
+            process.stdout.close()
         self._started.clear()
         for host in self.hosts:
             self.link(host, "up")

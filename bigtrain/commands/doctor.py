@@ -1,0 +1,79 @@
+"""`bigtrain doctor`: look at every host before a run is started on it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from bigtrain.commands.arguments import positive_int
+from bigtrain.errors import EXIT_USER_ERROR
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `bigtrain doctor`."""
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts, reached over ssh")
+    hosts.add_argument(
+        "--slurm", action="store_true", help="the hosts of the job this is called in"
+    )
+    parser.add_argument(
+        "--slots",
+        type=positive_int,
+        metavar="N",
+        help="processes per host, without --hostfile (default: what Slurm says, or 1)",
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("runs"),
+        metavar="DIR",
+        help="where runs will write, on all hosts (default: runs)",
+    )
+    parser.add_argument(
+        "--port", type=positive_int, metavar="N", help="the port a run will use (default: any)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=positive_int,
+        default=120,
+        metavar="S",
+        help="limit of each step of the examination (default: 120)",
+    )
+    parser.add_argument(
+        "--least-gib",
+        type=float,
+        default=10.0,
+        metavar="G",
+        help="free memory and disk that each host must have (default: 10)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="do not load torch to compute and communicate"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table and the remedies; 2 if anything failed. Raises LaunchError."""
+    from bigtrain.launch.doctor import Examination, examine
+    from bigtrain.launch.findings import render
+    from bigtrain.launch.hostfile import Host, hosts_of_slurm, read_hostfile
+
+    if args.hostfile is not None:
+        hosts = read_hostfile(args.hostfile)
+    elif args.slurm:
+        hosts = hosts_of_slurm(os.environ, args.slots)
+    else:
+        hosts = [Host("localhost", args.slots or 1, 1)]
+    what = Examination(
+        hosts=hosts,
+        transport="srun" if args.slurm else "ssh",
+        directory=args.directory.absolute(),
+        port=args.port,
+        limit_seconds=args.seconds,
+        least_gib=args.least_gib,
+        compute=not args.quick,
+    )
+    found, lines = examine(what, say=lambda line: print(line, file=sys.stderr, flush=True))
+    print("\n".join([render(hosts, found), *lines]))
+    return EXIT_USER_ERROR if any(finding.failed for finding in found) else 0
