@@ -85,6 +85,7 @@ def train_run(run: ResolvedRun, world: World) -> None:
     from bigtrain.data.loader import open_held_out, open_training_data
     from bigtrain.engine.build import build_engine
     from bigtrain.engine.mesh import open_mesh
+    from bigtrain.models.plan_check import check_tensor_plan
     from bigtrain.run.evaluation import Evaluator
     from bigtrain.run.finish import finish
     from bigtrain.run.loop import train
@@ -93,6 +94,9 @@ def train_run(run: ResolvedRun, world: World) -> None:
 
     with open_session(run, inputs, world) as session:
         mesh = open_mesh(run.topology, world.rank)
+        if run.topology.tensor_size > 1:
+            attention = run.config.model.attention
+            check_tensor_plan(inputs.hf_config, attention, mesh.tensor, session.device)
         engine = build_engine(
             run.config, run.engine, run.plan, inputs.hf_config, session.device, mesh
         )

@@ -17,8 +17,8 @@ from bigtrain.data.loader import MicroBatch, TrainingBatches
 from bigtrain.data.manifest import Manifest, OptionsRecord, TokenizerRecord, write_manifest
 from bigtrain.data.shards import ShardWriter, token_dtype
 from bigtrain.engine.build import build_engine
-from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.deepspeed_config import find_deepspeed_config
+from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import ResolvedRun, resolve_run
 from bigtrain.models.huggingface import build_model, split_by_decay
 from bigtrain.run.evaluation import Evaluator
