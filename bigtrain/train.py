@@ -92,6 +92,7 @@ def train_run(run: ResolvedRun, world: World) -> int:
     from bigtrain.data.loader import open_held_out, open_training_data
     from bigtrain.engine.build import build_engine
     from bigtrain.engine.mesh import open_mesh
+    from bigtrain.models.plan_check import check_tensor_plan
     from bigtrain.run.evaluation import Evaluator
     from bigtrain.run.finish import finish, stop_early
     from bigtrain.run.initialize import weights_source
@@ -106,6 +107,9 @@ def train_run(run: ResolvedRun, world: World) -> int:
         if run.config.data.verify == "contents":
             verify_data(session)
         mesh = open_mesh(run.topology, world.rank)
+        if run.topology.tensor_size > 1:
+            attention = run.config.model.attention
+            check_tensor_plan(inputs.hf_config, attention, mesh.tensor, session.device)
         with source.building(run.config) as config:
             engine = build_engine(
                 config, run.engine, run.plan, inputs.hf_config, session.device, mesh

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import Problem
-from bigtrain.models.small_copy import NUM_TOKENS, small_copy
+from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
 
 TOLERANCE = 1e-4
 """Of the largest logit: far above float32 rounding, far below what one wrong token does."""
@@ -27,7 +27,7 @@ def check_isolation(hf_config: PreTrainedConfig, attention: str) -> list[Problem
     samples of three documents each with those of the six documents alone. Takes a second or so.
     """
     try:
-        model = small_copy(hf_config, attention)
+        model = _small_model(hf_config, attention)
         if model.config._attn_implementation not in ("sdpa", "eager"):
             return [_refusal(hf_config, f"its attention is {model.config._attn_implementation}")]
         alone, packed, mixed = _logits(model)
@@ -64,7 +64,7 @@ def _logits(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.T
     rows = len(_DOCUMENT_TOKENS)
     tokens = sum(_DOCUMENT_TOKENS[0])
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, NUM_TOKENS, (rows, tokens), generator=generator)
+    ids = torch.randint(1, VOCABULARY, (rows, tokens), generator=generator)
     positions = torch.stack(
         [torch.cat([torch.arange(length) for length in lengths]) for lengths in _DOCUMENT_TOKENS]
     )
@@ -82,3 +82,7 @@ def _logits(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.T
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     mixed = model(input_ids=ids, use_cache=False).logits
     return alone, packed, mixed
+
+
+def _small_model(hf_config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    return small_copy(hf_config, attention, [with_heads(2)]).eval()

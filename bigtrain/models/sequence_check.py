@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import BigtrainError, Problem
 from bigtrain.models.configuration import text_config
 from bigtrain.models.sequence_parallel import SequenceParallel
-from bigtrain.models.small_copy import NUM_TOKENS, small_copy
+from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
 
 TOLERANCE = 1e-4
 """Of the largest logit: far above float32 rounding, far below what one wrong token does."""
@@ -44,7 +44,7 @@ def check_sequence_parallel(
             _refusal(size, "the router loss (output_router_logits) is not linear in the tokens")
         ]
     try:
-        model = small_copy(hf_config, attention, num_heads=2 * size)
+        model = small_copy(hf_config, attention, [with_heads(2 * size)]).eval()
         whole, parts, lonely = _logits(model, size, isolate=isolate)
     except BigtrainError as error:
         return [_refusal(size, str(error))]
@@ -78,7 +78,7 @@ def _logits(
     """Logits [B, T, V] of whole samples, of `size` parts together, and of parts each alone."""
     length = size * _TOKENS_OF_PART
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, NUM_TOKENS, (2, length), generator=generator)
+    ids = torch.randint(1, VOCABULARY, (2, length), generator=generator)
     positions = torch.arange(length).expand(2, length)
     if isolate:
         # Boundaries inside parts, and none at their edges.

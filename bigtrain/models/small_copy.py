@@ -1,11 +1,14 @@
-"""A small copy of any model: its own code with few narrow layers, to try in a second what holds."""
+"""A small copy of an architecture: few narrow layers with every option of the real one.
+
+What a model does with masks or process groups is up to its own code, and is the same code in the
+copy. So it is tried there, in a second, instead of looked up.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bigtrain.models.configuration import text_config
 
-NUM_TOKENS = 64
-"""Token ids below this are in every small copy's vocabulary."""
-
+VOCABULARY = 64
 _MAX_PARAMETERS = 300_000_000
 _LAYERS = 4
 
@@ -28,21 +29,30 @@ _INNER_WIDTHS = (
     "shared_expert_intermediate_size",
 )
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+Change = Callable[[Any], None]
+
 
 def small_copy(
-    hf_config: PreTrainedConfig, attention: str, *, num_heads: int = 2
+    hf_config: PreTrainedConfig,
+    attention: str,
+    narrower: Sequence[Change],
+    usable: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> PreTrainedModel:
-    """A float32 model of `hf_config` in evaluation mode, as narrow as its class can be built.
+    """A float32 model on the CPU, as narrow as its class can be built; the same on every process.
 
-    It has at least `NUM_TOKENS` tokens and one layer of every kind. `num_heads` attention heads are
-    asked for; an architecture that cannot be narrowed keeps its own. Raises ValueError where it
-    cannot be built, or stays too large to try.
+    `narrower` are ways to change the widths of a text configuration, the narrowest first. `usable`
+    raises for a copy that cannot be used, and the next larger one is tried. Raises ValueError with
+    the first reason where none can.
     """
     failure: Exception | None = None
-    steps: tuple[tuple[Callable[[Any], None], ...], ...] = (
-        (_fewer_layers, _fewer_tokens, partial(_narrower, num_heads=num_heads)),
-        (_fewer_layers, _fewer_tokens),
-        (_fewer_layers,),
+    steps: tuple[tuple[Change, ...], ...] = (
+        *((fewer_layers, fewer_tokens, change) for change in narrower),
+        *((fewer_tokens, change) for change in narrower),
+        (fewer_layers, fewer_tokens),
+        (fewer_layers,),
     )
     for shrink in steps:
         config = copy.deepcopy(hf_config)
@@ -55,7 +65,9 @@ def small_copy(
                 raise ValueError(f"it still has {size} parameters")
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                return _build(config, attention).eval()
+                model = _build(config, attention)
+            usable(model)
+            return model
         except Exception as error:  # whatever an architecture's constructor says to odd values
             failure = failure or error
     raise ValueError(failure)
@@ -70,7 +82,8 @@ def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     return model
 
 
-def _fewer_layers(config: Any) -> None:
+def fewer_layers(config: Any) -> None:
+    """Four layers, or as many as it takes to have one of every kind."""
     kinds = getattr(config, "layer_types", None)
     count = min(_LAYERS, config.num_hidden_layers)
     if kinds:
@@ -81,21 +94,45 @@ def _fewer_layers(config: Any) -> None:
     config.num_hidden_layers = count
 
 
-def _fewer_tokens(config: Any) -> None:
-    config.vocab_size = max(NUM_TOKENS, min(config.vocab_size, 2 * NUM_TOKENS))
+def fewer_tokens(config: Any) -> None:
+    """A vocabulary of `VOCABULARY` to twice as many tokens, none of them special."""
+    config.vocab_size = max(VOCABULARY, min(config.vocab_size, 2 * VOCABULARY))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, None)
 
 
-def _narrower(config: Any, num_heads: int) -> None:
-    """Few attention heads of the size they have; rotary embeddings depend on it."""
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key_heads = getattr(config, "num_key_value_heads", None)
-    config.hidden_size = num_heads * head_size
-    config.num_attention_heads = num_heads
-    if key_heads:
-        config.num_key_value_heads = num_heads if key_heads == heads else num_heads // 2
+def set_heads(config: Any, heads: int, key_value_heads: int, head_size: int | None = None) -> None:
+    """`heads` attention heads of `head_size` (None: as they are, since rotary embeddings depend on
+    it), and inner widths in proportion; `key_value_heads` only where it is set at all."""
+    own = getattr(config, "head_dim", None)
+    if head_size is None:
+        head_size = own or config.hidden_size // config.num_attention_heads
+    elif own:
+        config.head_dim = head_size
+    config.hidden_size = heads * head_size
+    config.num_attention_heads = heads
+    if getattr(config, "num_key_value_heads", None):
+        config.num_key_value_heads = key_value_heads
     for name in _INNER_WIDTHS:
         if isinstance(getattr(config, name, None), int):
-            setattr(config, name, num_heads * head_size)
+            setattr(config, name, heads * head_size)
+
+
+def with_heads(heads: int) -> Change:
+    """The change to `heads` attention heads of the size they have, half as many for keys where the
+    model groups them."""
+
+    def change(config: Any) -> None:
+        key_heads = getattr(config, "num_key_value_heads", None)
+        grouped = key_heads != config.num_attention_heads
+        set_heads(config, heads, heads // 2 if grouped else heads)
+
+    return change
+
+
+def fewer_experts(config: Any) -> None:
+    """Twice as many experts as a token is sent to."""
+    chosen = [getattr(config, name) for name in _CHOSEN if getattr(config, name, None)]
+    for name in _EXPERTS:
+        if isinstance(getattr(config, name, None), int) and chosen:
+            setattr(config, name, min(getattr(config, name), 2 * int(chosen[0])))

@@ -48,6 +48,9 @@ _WHOLE = {
 }
 _KEY_VALUE = ("k_proj", "v_proj")
 
+# torch's grouped matrix products want rows of whole 16 bytes: 8 elements of 16 bit.
+_EXPERT_UNIT = 8
+
 
 def tensor_plan(model: PreTrainedModel) -> Plan:
     """The style of every module and parameter by concrete name, parameters before their module.
@@ -118,6 +121,12 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
         _shrink_groups(modules, plan, model, size)
 
 
+def check_shards(model: PreTrainedModel, plan: Plan, size: int) -> None:
+    """Raise ModelError for a parameter that cannot be cut into `size` shards. Moves no weights."""
+    for name, style, parameter in _styled_parameters(model, plan):
+        _shard_of_style(model, name, style, tuple(parameter.shape), 0, size)
+
+
 def _styled_parameters(
     model: PreTrainedModel, plan: Plan
 ) -> Iterator[tuple[str, str, nn.Parameter]]:
@@ -154,12 +163,14 @@ def _unpadded(
     name: str, shape: tuple[int, ...], dim: int, packed: int, rank: int, size: int
 ) -> Shard:
     width = shape[dim] // packed
-    if shape[dim] % packed or width < size:
+    unit = _EXPERT_UNIT if len(shape) == 3 and width % _EXPERT_UNIT == 0 else 1
+    if shape[dim] % packed or width // unit < size:
+        most = max(1, width // unit)
         raise ModelError(
             f"parallel.tensor: {name} {list(shape)}: dimension {dim} cannot be cut into {packed} x "
-            f"{size} parts -> parallel.tensor={max(1, width)} or less"
+            f"{size} parts of multiples of {unit} -> parallel.tensor={most} or less"
         )
-    start, stop = even_ranges(width, size, rank)
+    start, stop = (edge * unit for edge in even_ranges(width // unit, size, rank))
     ranges = tuple((n * width + start, n * width + stop) for n in range(packed))
     return Shard(shape, True, dim, ranges, packed * (stop - start))
 

@@ -40,7 +40,8 @@ from bigtrain.errors import BigtrainError, ConfigError, LaunchError, ModelError
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.huggingface import build_model, split_by_decay
 from bigtrain.models.sequence_check import check_sequence_parallel
-from bigtrain.models.small_copy import NUM_TOKENS, small_copy
+from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
+from bigtrain.models.tensor_degree import check_tensor_size
 from bigtrain.topology import BatchPlan
 
 STEPS = 5
@@ -138,16 +139,16 @@ def _refusal(
         resolve_run(at_point, world_size, engine, "cpu")
     except ConfigError as error:
         return "; ".join(problem.rule for problem in error.problems)
+    hf_config = load_hf_config(config.model)
+    problems = list(check_tensor_size(hf_config, parallel.tensor))
     if parallel.sequence > 1:
-        problems = check_sequence_parallel(
-            load_hf_config(config.model),
+        problems += check_sequence_parallel(
+            hf_config,
             config.model.attention,
             parallel.sequence,
             isolate=config.data.document_boundaries == "isolate",
         )
-        if problems:
-            return "; ".join(problem.rule for problem in problems)
-    return None
+    return "; ".join(problem.rule for problem in problems) or None
 
 
 def shrink(config: RunConfig, world_size: int, directory: Path) -> RunConfig:
@@ -158,7 +159,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> RunConfig:
     """
     try:
         model = small_copy(
-            load_hf_config(config.model), config.model.attention, num_heads=max(2, world_size)
+            load_hf_config(config.model), config.model.attention, [with_heads(max(2, world_size))]
         )
     except ValueError as error:
         raise ModelError(f"no small copy of the model can be built: {error}") from error
@@ -191,7 +192,7 @@ def micro_batches(
     """The batches of a step for `data_rank`: random tokens, the same samples at every topology."""
     generator = torch.Generator().manual_seed(1000 + step)
     shape = (plan.global_samples, plan.sequence_length + 1)
-    tokens = torch.randint(1, NUM_TOKENS, shape, generator=generator)
+    tokens = torch.randint(1, VOCABULARY, shape, generator=generator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORED_LABEL
     parts = [inputs, labels]
