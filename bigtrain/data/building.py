@@ -98,9 +98,8 @@ def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None
     """
     sources = _outside(request.output, find_sources(request.selection))
     workspace = Workspace(request.output, new_token())
-    if workspace.is_finished():
+    if workspace.is_finished() or not _is_own(workspace):
         return BuildResult(_finished(request, sources, workspace), already_finished=True)
-    _require_own(request.output)
     build = _Build(request, sources, load_tokenizer(request.tokenizer), workspace)
     build.pause = pause or (lambda: time.sleep(POLL_S))
     with _work_folder(workspace):
@@ -123,17 +122,27 @@ def _outside(output: Path, sources: Sequence[Source]) -> list[Source]:
     return outside
 
 
-def _require_own(output: Path) -> None:
-    """Raises DataError where `output` holds anything but an unfinished dataset."""
-    if not (output / WORK_DIRECTORY).is_dir():
-        require_free(output)
-        return
-    for path in output.iterdir():
-        if not OWN_NAMES.fullmatch(path.name):
-            raise DataError(
-                f"{path} is not part of the unfinished dataset in {output}; nothing was written -> "
-                "name another --output, or remove it first"
-            )
+def _is_own(workspace: Workspace) -> bool:
+    """Whether the output is free or an unfinished dataset; not where that was finished just now.
+
+    Raises DataError where it holds anything else.
+    """
+    output = workspace.output
+    try:
+        if not workspace.directory.is_dir():
+            require_free(output)
+            return True
+        for path in output.iterdir():
+            if not OWN_NAMES.fullmatch(path.name):
+                raise DataError(
+                    f"{path} is not part of the unfinished dataset in {output}; nothing was "
+                    "written -> name another --output, or remove it first"
+                )
+    except DataError:
+        if not workspace.is_finished():
+            raise
+        return False
+    return True
 
 
 def _finished(request: BuildRequest, sources: Sequence[Source], workspace: Workspace) -> Manifest:
@@ -211,11 +220,16 @@ class _Build:
         """Work until the dataset is there, whoever finishes it."""
         try:
             return self._run()
-        except FileNotFoundError:
-            # Another process finished the dataset and removed the work folder meanwhile.
+        except OSError as error:
+            # Another process may have finished the dataset and removed the work folder meanwhile.
             if self.workspace.is_finished():
                 return self._of_others()
-            raise
+            if not self.workspace.directory.exists():
+                raise DataError(
+                    f"{self.workspace.directory} was removed meanwhile, by another process that "
+                    "gave up or by hand -> start again"
+                ) from error
+            raise DataError(f"{self.workspace.output} cannot be written: {error}") from error
 
     def _run(self) -> Manifest:
         self._undo_other_assembly()
