@@ -109,13 +109,15 @@ def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None
 
 def _outside(output: Path, sources: Sequence[Source]) -> list[Source]:
     """`sources` without what the command itself writes into a folder that it also reads."""
-    target = str(output.resolve())
+    # Not the real path of every source: that looks at every folder above each of many files.
+    targets = (os.path.abspath(output), os.path.realpath(output))
+    folders = tuple(target + os.sep for target in targets)
     outside = []
     for source in sources:
-        path = os.path.realpath(source.path)
-        if path == target:
+        path = os.path.abspath(source.path)
+        if path in targets:
             raise DataError(f"--output {output} is one of the inputs")
-        if not path.startswith(target + os.sep):
+        if not path.startswith(folders):
             outside.append(source)
     if not outside:
         raise DataError(f"every input lies in --output {output}")
@@ -149,11 +151,11 @@ def _finished(request: BuildRequest, sources: Sequence[Source], workspace: Works
     """The manifest in the output, if it is of this input. Raises DataError saying what differs."""
     output = request.output
     manifest = read_manifest(output)
-    known = tuple(source.model_copy(update={"parts": ()}) for source in manifest.sources)
+    known = [source.identity for source in manifest.sources]
     different = [
         what
         for what, same in (
-            ("input files", known == tuple(source.record for source in sources)),
+            ("input files", known == [source.record.identity for source in sources]),
             ("tokenizer", _is_same_tokenizer(manifest, request.tokenizer)),
             ("options", manifest.options == request.options()),
         )
@@ -261,7 +263,7 @@ class _Build:
             progress.wait_for_others(len(left))
             self.pause()
             return
-        self.workspace.drop_records(unit.key for unit in left)
+        self.workspace.drop_invalid(left)
         encoders = self._trusted_encoders()
         job = Job(
             encoders.current,
