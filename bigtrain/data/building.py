@@ -7,6 +7,7 @@ process does the same with the same arguments, so any of them may be killed and 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -95,8 +96,7 @@ def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None
     wrong: units that are finished by then are kept, without any nothing is left behind. `pause`
     passes the time while other processes work (default: sleep).
     """
-    sources = find_sources(request.selection)
-    _refuse_output_among_inputs(request.output, sources)
+    sources = _outside(request.output, find_sources(request.selection))
     workspace = Workspace(request.output, new_token())
     if workspace.is_finished():
         return BuildResult(_finished(request, sources, workspace), already_finished=True)
@@ -108,11 +108,19 @@ def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None
     return BuildResult(manifest, already_finished=False)
 
 
-def _refuse_output_among_inputs(output: Path, sources: Sequence[Source]) -> None:
-    target = output.resolve()
+def _outside(output: Path, sources: Sequence[Source]) -> list[Source]:
+    """`sources` without what the command itself writes into a folder that it also reads."""
+    target = str(output.resolve())
+    outside = []
     for source in sources:
-        if Path(source.path).resolve() == target:
+        path = os.path.realpath(source.path)
+        if path == target:
             raise DataError(f"--output {output} is one of the inputs")
+        if not path.startswith(target + os.sep):
+            outside.append(source)
+    if not outside:
+        raise DataError(f"every input lies in --output {output}")
+    return outside
 
 
 def _require_own(output: Path) -> None:

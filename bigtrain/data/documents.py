@@ -28,12 +28,20 @@ from bigtrain.data.lines import (
 from bigtrain.data.manifest import DEFAULT_MAX_DOCUMENT_BYTES
 from bigtrain.data.sources import Selection, Source
 from bigtrain.data.tables import arrow_rows, csv_rows, dataset_rows, parquet_rows
-from bigtrain.data.zstd import open_zstd
 from bigtrain.errors import DataError
+
+
+def _open_zstd(raw: Any) -> Any:
+    """Arrow's: `zstandard` takes the end of a file inside a frame for the end of the data, or
+    decompresses all that a block of input gives at once."""
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+
 
 COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
-    ".zst": open_zstd,
+    ".zst": _open_zstd,
     ".xz": lzma.LZMAFile,
     ".bz2": bz2.BZ2File,
 }

@@ -10,9 +10,11 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from bigtrain.data.claims import Owner
 from bigtrain.data.manifest import read_manifest
@@ -279,3 +281,41 @@ def test_errors_are_listed_with_their_true_lines(unbroken: Path, home: Path) -> 
     assert entries[0]["reason"].startswith("not JSON (")
     assert entries[1]["reason"] == "not UTF-8 (invalid start byte)"
     assert read_manifest(unbroken).skipped_documents == 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.txt", "a.csv"])
+def test_a_huge_line_is_never_held(
+    home: Path, commands: Commands, tmp_path: Path, name: str
+) -> None:
+    """200 MB where 1 MiB is allowed: the peak is that of a small file."""
+    if name == "a.csv":
+        head, tail = b'text,n\nword,1\n"', b'",2\n'
+    else:
+        head, tail = b'{"text": "word"}\n{"text": "', b'"}\n{"text": "word"}\n'
+    peaks = []
+    for size_mb in (2, 200):
+        folder = tmp_path / str(size_mb)
+        folder.mkdir()
+        (folder / "b.txt").write_text("word")
+        with (folder / name).open("wb") as raw, ExitStack() as stack:
+            file = raw
+            if name.endswith(".zst"):
+                file = stack.enter_context(zstandard.ZstdCompressor(1).stream_writer(raw))
+            file.write(head)
+            for _ in range(size_mb):
+                file.write(b"x" * 1_000_000)
+            file.write(tail)
+        words = ["tokenize", "--input", folder, "--tokenizer", home / "tokenizer", "--skip-bad"]
+        words += ["--suffix", ".txt", "--suffix", ".csv", "--suffix", ".jsonl"]
+        words += ["--output", folder / "d", "--max-document-bytes", "1MiB"]
+        ended = commands.run(*words, "--encoder", "reference")
+        if name == "a.csv":
+            assert ended.code == 2
+            assert "a.csv:3 cannot be read as csv: the line is larger than" in ended.output
+        else:
+            assert ended.code == 0, ended.output
+            (error,) = (folder / "d" / "errors.jsonl").read_text().splitlines()
+            assert json.loads(error).get("line") == (None if name == "a.txt" else 2)
+            assert "is larger than --max-document-bytes 1,048,576" in error
+        peaks.append(ended.peak_bytes)
+    assert peaks[1] - peaks[0] < 20e6
