@@ -98,9 +98,8 @@ def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None
     """
     sources = _outside(request.output, find_sources(request.selection))
     workspace = Workspace(request.output, new_token())
-    if workspace.is_finished():
+    if workspace.is_finished() or not _is_own(workspace):
         return BuildResult(_finished(request, sources, workspace), already_finished=True)
-    _require_own(request.output)
     build = _Build(request, sources, load_tokenizer(request.tokenizer), workspace)
     build.pause = pause or (lambda: time.sleep(POLL_S))
     with _work_folder(workspace):
@@ -110,41 +109,53 @@ def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None
 
 def _outside(output: Path, sources: Sequence[Source]) -> list[Source]:
     """`sources` without what the command itself writes into a folder that it also reads."""
-    target = str(output.resolve())
+    # Not the real path of every source: that looks at every folder above each of many files.
+    targets = (os.path.abspath(output), os.path.realpath(output))
+    folders = tuple(target + os.sep for target in targets)
     outside = []
     for source in sources:
-        path = os.path.realpath(source.path)
-        if path == target:
+        path = os.path.abspath(source.path)
+        if path in targets:
             raise DataError(f"--output {output} is one of the inputs")
-        if not path.startswith(target + os.sep):
+        if not path.startswith(folders):
             outside.append(source)
     if not outside:
         raise DataError(f"every input lies in --output {output}")
     return outside
 
 
-def _require_own(output: Path) -> None:
-    """Raises DataError where `output` holds anything but an unfinished dataset."""
-    if not (output / WORK_DIRECTORY).is_dir():
-        require_free(output)
-        return
-    for path in output.iterdir():
-        if not OWN_NAMES.fullmatch(path.name):
-            raise DataError(
-                f"{path} is not part of the unfinished dataset in {output}; nothing was written -> "
-                "name another --output, or remove it first"
-            )
+def _is_own(workspace: Workspace) -> bool:
+    """Whether the output is free or an unfinished dataset; not where that was finished just now.
+
+    Raises DataError where it holds anything else.
+    """
+    output = workspace.output
+    try:
+        if not workspace.directory.is_dir():
+            require_free(output)
+            return True
+        for path in output.iterdir():
+            if not OWN_NAMES.fullmatch(path.name):
+                raise DataError(
+                    f"{path} is not part of the unfinished dataset in {output}; nothing was "
+                    "written -> name another --output, or remove it first"
+                )
+    except DataError:
+        if not workspace.is_finished():
+            raise
+        return False
+    return True
 
 
 def _finished(request: BuildRequest, sources: Sequence[Source], workspace: Workspace) -> Manifest:
     """The manifest in the output, if it is of this input. Raises DataError saying what differs."""
     output = request.output
     manifest = read_manifest(output)
-    known = tuple(source.model_copy(update={"parts": ()}) for source in manifest.sources)
+    known = [source.identity for source in manifest.sources]
     different = [
         what
         for what, same in (
-            ("input files", known == tuple(source.record for source in sources)),
+            ("input files", known == [source.record.identity for source in sources]),
             ("tokenizer", _is_same_tokenizer(manifest, request.tokenizer)),
             ("options", manifest.options == request.options()),
         )
@@ -211,11 +222,16 @@ class _Build:
         """Work until the dataset is there, whoever finishes it."""
         try:
             return self._run()
-        except FileNotFoundError:
-            # Another process finished the dataset and removed the work folder meanwhile.
+        except OSError as error:
+            # Another process may have finished the dataset and removed the work folder meanwhile.
             if self.workspace.is_finished():
                 return self._of_others()
-            raise
+            if not self.workspace.directory.exists():
+                raise DataError(
+                    f"{self.workspace.directory} was removed meanwhile, by another process that "
+                    "gave up or by hand -> start again"
+                ) from error
+            raise DataError(f"{self.workspace.output} cannot be written: {error}") from error
 
     def _run(self) -> Manifest:
         self._undo_other_assembly()
@@ -247,7 +263,7 @@ class _Build:
             progress.wait_for_others(len(left))
             self.pause()
             return
-        self.workspace.drop_records(unit.key for unit in left)
+        self.workspace.drop_invalid(left)
         encoders = self._trusted_encoders()
         job = Job(
             encoders.current,

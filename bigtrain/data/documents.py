@@ -123,7 +123,7 @@ class PartReader:
         parts: list[bytes] = []
         size = 0
         with self._stream() as stream:
-            for chunk in stream_chunks(stream):
+            for chunk in stream_chunks(stream, self._stream_bytes()):
                 size += len(chunk)
                 if size > limit:
                     break
@@ -276,6 +276,11 @@ class PartReader:
                 with opener(raw) as stream:
                     yield stream
             raw.drain()
+
+    def _stream_bytes(self) -> int | None:
+        """How many bytes `_stream` gives, where that is known."""
+        source = self.part.source
+        return None if source.compressed or source.read_once else source.record.bytes
 
     def _counted(self) -> _CountedHash:
         return _CountedHash(self)

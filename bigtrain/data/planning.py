@@ -66,17 +66,7 @@ def _key(common: Sequence[object], parts: Sequence[Part]) -> str:
     described: list[Any] = []
     for part in parts:
         record = part.source.record
-        described.append(
-            [
-                part.source.kind,
-                record.path,
-                record.bytes,
-                record.modified_ns,
-                record.revision,
-                part.begin,
-                part.end,
-            ]
-        )
+        described.append([part.source.kind, *record.identity, part.begin, part.end])
     return xxhash.xxh3_128_hexdigest(json.dumps([common, described]).encode())
 
 

@@ -370,3 +370,33 @@ def test_verify(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"{copy}/train-00001.bin is damaged: its checksum is not the manifest's" in error
     assert f"{copy}/held_out-00000.idx cannot be read: No such file or directory" in error
     assert len(error.splitlines()) == 2
+
+
+def test_an_output_among_the_inputs(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the command writes, errors.jsonl among it, is not read by the next start."""
+    write_lines(tmp_path / "a.jsonl", ["some text", "more"])
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("{\n")
+    command = ["tokenize", "--input", tmp_path, "--tokenizer", tokenizer, "--skip-bad"]
+    for _ in range(2):
+        assert bigtrain(*command, "--output", tmp_path / "d") == 0
+    assert "nothing to do" in capsys.readouterr().out
+    (source,) = open_dataset(tmp_path / "d").manifest.sources
+    assert source.path == str(tmp_path / "a.jsonl")
+    inside = ["tokenize", "--input", tmp_path / "d", "--tokenizer", tokenizer]
+    assert bigtrain(*inside, "--output", tmp_path / "d") == 2
+    assert f"every input lies in --output {tmp_path}/d" in capsys.readouterr().err
+
+
+def test_nothing_but_bad_documents(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their list stays, and the same command can be started again."""
+    (tmp_path / "a.jsonl").write_text("{\n[]\n")
+    command = ["tokenize", "--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer]
+    for _ in range(2):
+        assert bigtrain(*command, "--output", tmp_path / "d", "--skip-bad") == 2
+        assert "there is no training token in the input" in capsys.readouterr().err
+    assert len((tmp_path / "d" / "errors.jsonl").read_text().splitlines()) == 2

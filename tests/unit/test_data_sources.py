@@ -172,6 +172,12 @@ def test_choice_among_the_files_of_a_folder(tmp_path: Path) -> None:
     assert read(tmp_path / "a.py", f"{tmp_path}/a*") == ["a.py"]
 
 
+def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    write(Path(f"{tmp_path}/a\udce4.txt"), b"x")
+    with pytest.raises(DataError, match=r"a\\udce4\.txt': the name is not UTF-8 -> rename it"):
+        read(tmp_path)
+
+
 def test_inputs_that_match_nothing(tmp_path: Path) -> None:
     write(tmp_path / "a.md", b"x")
     with pytest.raises(DataError, match=r"no file there ends with .*; found: \.md \(1\) -> name"):
