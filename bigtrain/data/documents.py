@@ -27,7 +27,8 @@ from bigtrain.data.lines import (
 )
 from bigtrain.data.manifest import DEFAULT_MAX_DOCUMENT_BYTES
 from bigtrain.data.sources import Selection, Source
-from bigtrain.data.tables import arrow_rows, csv_rows, dataset_rows, parquet_rows
+from bigtrain.data.tables import Rows, arrow_rows, csv_rows, dataset_rows, parquet_rows
+from bigtrain.data.text_columns import TextColumn
 from bigtrain.errors import DataError
 
 
@@ -215,6 +216,7 @@ class PartReader:
     def _table(self) -> Iterator[list[bytes]]:
         part, keys = self.part, self.options.text_keys
         source = part.source
+        blocks: Iterator[tuple[int, Rows | TextColumn]]
         if source.kind == "parquet":
             blocks = parquet_rows(source.path, keys, part.begin, part.end)
         elif source.kind == "arrow":
@@ -223,7 +225,14 @@ class PartReader:
             blocks = dataset_rows(source, self.options.selection, keys, part.begin, part.end)
         self._require_unchanged()
         for row, values in blocks:
-            yield list(self._contents(values, row=row, hashed=True))
+            if not isinstance(values, TextColumn):
+                yield list(self._contents(values, row=row, hashed=True))
+            elif max(map(len, values.contents)) <= self.options.max_document_bytes:
+                self._hash.update(values.joined)
+                yield values.contents
+            else:
+                rows = [[content.decode("utf-8")] for content in values.contents]
+                yield list(self._contents(rows, row=row, hashed=True))
         self._require_unchanged()
 
     def _contents(

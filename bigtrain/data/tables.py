@@ -13,6 +13,7 @@ from typing import Any
 from bigtrain.data.bad_documents import BadDocument, Rejects
 from bigtrain.data.lines import split_lines
 from bigtrain.data.sources import Selection, Source, first_line
+from bigtrain.data.text_columns import TextColumn, text_column
 from bigtrain.errors import DataError
 
 ROWS_PER_READ = 256
@@ -22,7 +23,7 @@ Rows = list[list[Any]]
 
 def parquet_rows(
     path: str, keys: Sequence[str], begin: int, end: int | None
-) -> Iterator[tuple[int, Rows]]:
+) -> Iterator[tuple[int, Rows | TextColumn]]:
     """(number of the first row, rows) of row groups [begin, end)."""
     import pyarrow
     from pyarrow import parquet
@@ -53,7 +54,7 @@ def count_row_groups(path: str) -> list[int]:
 
 def arrow_rows(
     path: str, keys: Sequence[str], begin: int, end: int | None
-) -> Iterator[tuple[int, Rows]]:
+) -> Iterator[tuple[int, Rows | TextColumn]]:
     """(number of the first row, rows) of record batches [begin, end) of an IPC file or stream.
 
     A stream can only be read whole: `begin` 0 and no `end`.
@@ -200,9 +201,20 @@ def open_hf_dataset(source: Source, selection: Selection) -> Any:
         raise DataError(f"--input {path} cannot be opened: {first_line(error)}") from error
 
 
-def _rows_of(batch: Any, columns: Sequence[str]) -> Rows:
-    values = [batch.column(column).to_pylist() for column in columns]
+def _rows_of(batch: Any, columns: Sequence[str]) -> Rows | TextColumn:
+    if len(columns) == 1 and (texts := text_column(batch.column(columns[0]))):
+        return texts
+    values = [_values(batch.column(column)) for column in columns]
     return [list(row) for row in zip(*values, strict=True)]
+
+
+def _values(column: Any) -> list[Any]:
+    """Bytes that are not UTF-8, which the format does not rule out, come as surrogates."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        contents = column.cast("large_binary").to_pylist()
+        return [c if c is None else c.decode("utf-8", "surrogateescape") for c in contents]
 
 
 def _columns(path: str, keys: Sequence[str], names: Sequence[str]) -> list[str]:
