@@ -64,7 +64,10 @@ class WeightsSource:
         directory = found[0]
         if not isinstance(directory, Path):
             raise CheckpointError(f"{KEY}: {directory}")
-        restore_weights(engine, directory / checkpoints.TENSORS)
+        try:
+            restore_weights(engine, directory / checkpoints.TENSORS)
+        except CheckpointError as error:
+            raise CheckpointError(f"{KEY}: {error}") from error
         session.say(f"weights initialized from {directory}")
 
 

@@ -1,0 +1,31 @@
+"""What several processes hold is written by one of them, and each writes its share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bigtrain.engine.checkpoint_io import read_full
+from bigtrain.engine.checkpoint_streams import CheckedReader
+from bigtrain.run import checkpoints
+from tests.chaos.conftest import Server, arguments, losses
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_replicas_are_divided(
+    server: Server, run_yaml: Path, tmp_path: Path, asynchronous: str
+) -> None:
+    run = tmp_path / "run"
+    options = [f"checkpoint.asynchronous={asynchronous}", "train.steps=4"]
+    words = arguments(run_yaml, run, "--deepspeed_config", "zero0", *options)
+    codes, text = server.live(words)
+    assert codes == [0, 0], text
+    tensors = checkpoints.find(run, 4) / checkpoints.TENSORS
+    parts = CheckedReader(tensors).read_metadata().storage_data
+    assert len(parts) == len(read_full(tensors))  # whole tensors, each of them once
+    sizes = [path.stat().st_size for path in tensors.glob("*.distcp")]
+    assert max(sizes) < 0.6 * sum(sizes)
+    assert sorted(losses(run)) == [1, 2, 3, 4]
