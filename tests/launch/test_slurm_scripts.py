@@ -48,6 +48,7 @@ def test_script_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert text.index("#SBATCH --partition") < text.index("set -u")  # sbatch reads no further
     assert "module load cuda\narguments=(quickstart --deepspeed_config zero3 seed=1 " in text
     assert f"checkout={ROOT}\n" in text
+    assert f"--chdir={Path.cwd()}" in lines
 
     output = ["--output", str(tmp_path / "job.sbatch")]
     assert bigtrain([*run, *options, *rest, *output]) == 0
