@@ -156,13 +156,14 @@ def slurm_text(args: argparse.Namespace) -> str:
     gpus, processes = processes_of(args)
     text = render_script(
         SlurmRequest(
-            config=absolute_config(args.config),
+            config=absolute(args.config),
             overrides=tuple(args.overrides),
             nodes=args.nodes,
             processes_per_node=processes,
             time=args.time,
             save_seconds=args.save_seconds,
-            deepspeed_config=args.deepspeed_config,
+            directory=str(Path.cwd()),
+            deepspeed_config=args.deepspeed_config and absolute(args.deepspeed_config),
             gpus=gpus > 0,
             options=sbatch_options(args.sbatch),
             setup=tuple(args.setup),
@@ -189,8 +190,8 @@ def processes_of(args: argparse.Namespace) -> tuple[int, int]:
     return gpus, gpus or processes or 1
 
 
-def absolute_config(name_or_path: str) -> str:
-    """A path made absolute, so that it holds wherever the job starts; a recipe's name as it is."""
+def absolute(name_or_path: str) -> str:
+    """A path made absolute, so that it holds wherever the job starts; a name as it is."""
     path = Path(name_or_path)
     return str(path.resolve()) if path.is_file() else name_or_path
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,9 @@ def _shared(what: Examination, hosts: Sequence[Host]) -> list[Finding]:
     finally:
         for path in directory.glob(f".doctor-{token}*"):
             path.unlink(missing_ok=True)
-        for path in made:
-            path.rmdir()
+        with suppress(OSError):  # somebody else may use them by now
+            for path in made:
+                path.rmdir()
 
 
 def _network(what: Examination, hosts: Sequence[Host], facts: dict[str, Any]) -> list[Finding]:

@@ -25,8 +25,9 @@ class SlurmRequest:
     """A run and what to ask Slurm for.
 
     `nodes` is a number or a range ("1-4"); `processes_per_node` is also the number of GPUs, or of
-    processes without a GPU where `gpus` is False; `time` in Slurm's own notation; `options` are
-    further options of sbatch by name; `setup` are shell lines that run first on each start.
+    processes without a GPU where `gpus` is False; `time` in Slurm's own notation; `directory` is
+    where relative paths of the run begin; `options` are further options of sbatch by name; `setup`
+    are shell lines that run first on each start.
     """
 
     config: str
@@ -35,6 +36,7 @@ class SlurmRequest:
     processes_per_node: int
     time: str
     save_seconds: int
+    directory: str
     deepspeed_config: str | None = None
     gpus: bool = True
     options: Mapping[str, str] = field(default_factory=dict)
@@ -54,6 +56,7 @@ def render_script(request: SlurmRequest) -> str:
         "gpus-per-node": str(request.processes_per_node) if request.gpus else None,
         "time": request.time,
         "signal": f"B:USR1@{request.save_seconds}",
+        "chdir": shlex.quote(request.directory),
         **request.options,
     }
     text = _with_header(slurm_script("train.sbatch").read_text(encoding="utf-8"), header)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bigtrain.cli import main as bigtrain
 from tests.cluster.conftest import Lab, Submit
 from tests.launch.conftest import Inputs, metrics, snapshot
 from tests.support.cluster import BINARIES, wait_until
@@ -44,7 +45,13 @@ def ended(lab: Lab, job: str, log: Path, timeout: float = 200) -> str:
 def test_two_nodes_compute_what_one_process_does(
     lab: Lab, submit: Submit, alone: dict[int, float]
 ) -> None:
-    job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml, "--deepspeed_config", "zero2"])
+    """With the script that `bigtrain launch slurm` writes."""
+    script = lab.folder / "job.sbatch"
+    command = ["launch", "slurm", "--config", str(lab.run_yaml), "--deepspeed_config", "zero2"]
+    size = ["--nodes", "2", "--gpus-per-node", "1", "--time", "10", "--save-seconds", "60"]
+    options = ["--sbatch", "mem=1000", "--sbatch", "cpus-per-task=1", "--output", str(script)]
+    assert bigtrain([*command, *size, *options]) == 0
+    job, log = submit(script, [], [])
     assert ended(lab, job, log) == "COMPLETED", log.read_text()
     assert "n[1-2], 1 processes on each of 2 nodes" in log.read_text()
     assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)

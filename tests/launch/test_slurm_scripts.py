@@ -29,7 +29,9 @@ def test_scripts_are_sound(script: Path) -> None:
 
 def test_what_requeue_and_resume_rest_on() -> None:
     lines = sbatch_lines((ROOT / "slurm" / "train.sbatch").read_text())
-    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= set(lines)
+    assert {"--requeue", "--open-mode=append"} <= set(lines)
+    # With it Slurm takes the lowest number of a range of nodes.
+    assert not any("ntasks" in line for line in lines)
     assert any(line.startswith("--signal=B:USR1@") for line in lines)
 
 
@@ -46,6 +48,7 @@ def test_script_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert text.index("#SBATCH --partition") < text.index("set -u")  # sbatch reads no further
     assert "module load cuda\narguments=(quickstart --deepspeed_config zero3 seed=1 " in text
     assert f"checkout={ROOT}\n" in text
+    assert f"--chdir={Path.cwd()}" in lines
 
     output = ["--output", str(tmp_path / "job.sbatch")]
     assert bigtrain([*run, *options, *rest, *output]) == 0
