@@ -5,6 +5,7 @@
     DIRECTORY/
       manifest.json                     the dataset exists once this does
       train-00000.bin  train-00000.idx  Megatron shards, `bigtrain.data.shards`
+      train-00000.mask                  which tokens are targets, of chat data alone
       held_out-00000.bin  ...
       tokenizer/                        what made the tokens, loadable by AutoTokenizer
 """
@@ -77,7 +78,7 @@ class OptionsRecord(Record):
 
 
 class ShardRecord(Record):
-    """One `.bin` and `.idx` pair."""
+    """One `.bin` and `.idx` pair, and the `.mask` where not every token is a target."""
 
     name: str = Field(description="file name without .bin", pattern=r"^[A-Za-z0-9_][\w.-]*$")
     documents: Count
@@ -86,6 +87,18 @@ class ShardRecord(Record):
     text_bytes: Count = Field(description="UTF-8 bytes of the documents")
     xxh3: Checksum = Field(description="XXH3-64 of the .bin")
     index_xxh3: Checksum = Field(description="XXH3-64 of the .idx")
+    mask_xxh3: Checksum | None = Field(default=None, description="XXH3-64 of the .mask")
+    target_tokens: Count | None = Field(
+        default=None, description="tokens with a loss, where there is a .mask"
+    )
+
+    @model_validator(mode="after")
+    def _mask_is_whole(self) -> Self:
+        if (self.mask_xxh3 is None) != (self.target_tokens is None):
+            raise ValueError("of mask_xxh3 and target_tokens only one is given")
+        if self.target_tokens is not None and self.target_tokens > self.tokens:
+            raise ValueError(f"{self.target_tokens} of {self.tokens} tokens are targets")
+        return self
 
 
 class Manifest(Record):
@@ -104,18 +117,25 @@ class Manifest(Record):
     def _consistent(self) -> Self:
         if "train" not in self.splits:
             raise ValueError("there is no split train")
-        names = [shard.name for shards in self.splits.values() for shard in shards]
+        every = [shard for shards in self.splits.values() for shard in shards]
+        names = [shard.name for shard in every]
         if len(set(names)) != len(names):
             raise ValueError("a shard is listed twice")
+        if len({shard.mask_xxh3 is None for shard in every}) > 1:
+            raise ValueError("some shards have a mask and others none")
         size = 2 if self.token_dtype == "uint16" else 4
-        for shards in self.splits.values():
-            for shard in shards:
-                if shard.bytes != shard.tokens * size:
-                    raise ValueError(
-                        f"shard {shard.name}: {shard.tokens} tokens of {size} bytes are not "
-                        f"{shard.bytes} bytes"
-                    )
+        for shard in every:
+            if shard.bytes != shard.tokens * size:
+                raise ValueError(
+                    f"shard {shard.name}: {shard.tokens} tokens of {size} bytes are not "
+                    f"{shard.bytes} bytes"
+                )
         return self
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask says which tokens are targets; without one all of them are."""
+        return any(s.mask_xxh3 is not None for shards in self.splits.values() for s in shards)
 
     def shards(self, split: Split) -> Sequence[ShardRecord]:
         """The shards of `split`, in stream order; none where the dataset has no such split."""
@@ -132,7 +152,9 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `manifest.json` under a temporary name and rename it into place."""
     temporary = directory / f"{MANIFEST_NAME}.partial"
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False))
+        # What is not there has no key: a dataset without masks says nothing of them.
+        tree = manifest.model_dump(mode="json", exclude_none=True)
+        file.write(json.dumps(tree, indent=1, ensure_ascii=False))
         file.write("\n")
     temporary.rename(directory / MANIFEST_NAME)
 
