@@ -233,24 +233,24 @@ class Shard:
         self.index_path = prefix.with_name(prefix.name + ".idx")
         index_size, self.num_bytes = _file_size(self.index_path), _file_size(self.bin_path)
         if index_size < HEADER.size:
-            raise self._damaged(f"{index_size} bytes are less than a header of {HEADER.size}")
+            raise self.damaged(f"{index_size} bytes are less than a header of {HEADER.size}")
         with self.index_path.open("rb") as file:
             magic, version, code, num_sequences, num_starts = HEADER.unpack(file.read(HEADER.size))
         if magic != MAGIC:
-            raise self._damaged("it does not begin as a Megatron index does")
+            raise self.damaged("it does not begin as a Megatron index does")
         if version != INDEX_VERSION:
-            raise self._damaged(f"index version {version}, expected {INDEX_VERSION}")
+            raise self.damaged(f"index version {version}, expected {INDEX_VERSION}")
         dtype = DTYPE_CODES.get(code)
         if dtype is None or dtype.kind not in "iu":
-            raise self._damaged(f"token type code {code} is not one of integers")
+            raise self.damaged(f"token type code {code} is not one of integers")
         expected = HEADER.size + 12 * num_sequences + 8 * num_starts
         if index_size != expected:
-            raise self._damaged(
+            raise self.damaged(
                 f"it has {index_size} bytes; its header ({num_sequences} sequences, {num_starts} "
                 f"document entries) asks for {expected}"
             )
         if num_starts < 1 or self.num_bytes % dtype.itemsize:
-            raise self._damaged(
+            raise self.damaged(
                 f"{num_starts} document entries, {self.num_bytes} bytes of tokens of "
                 f"{dtype.itemsize} bytes"
             )
@@ -315,13 +315,13 @@ class Shard:
         if first == last:
             return self.tokens[:0]
         if not 0 <= first < last <= len(self.sequence_lengths):
-            raise self._damaged(f"document {index} has sequences {first} to {last}")
+            raise self.damaged(f"document {index} has sequences {first} to {last}")
         begin = int(self.sequence_pointers[first])
         end = int(self.sequence_pointers[last - 1]) + (
             int(self.sequence_lengths[last - 1]) * self.dtype.itemsize
         )
         if not 0 <= begin <= end <= self.num_bytes or begin % self.dtype.itemsize:
-            raise self._damaged(f"document {index} is at bytes {begin} to {end}")
+            raise self.damaged(f"document {index} is at bytes {begin} to {end}")
         return self.tokens[begin // self.dtype.itemsize : end // self.dtype.itemsize]
 
     def document_begins(self, low: int, high: int) -> npt.NDArray[np.int64]:
@@ -340,7 +340,7 @@ class Shard:
             # Documents of several sequences, or of none.
             entries = [bisect_left(self.document_starts, number) for number in range(first, last)]
             if entries and entries[-1] >= len(self.document_starts):
-                raise self._damaged(f"its documents end before sequence {last}")
+                raise self.damaged(f"its documents end before sequence {last}")
             is_first = [
                 int(self.document_starts[entry]) == number
                 for number, entry in enumerate(entries, first)
@@ -349,7 +349,7 @@ class Shard:
         if len(begins) and not (
             begins[0] >= low and begins[-1] < high and (np.diff(begins) >= 0).all()
         ):
-            raise self._damaged(f"sequences {first} to {last} are out of order")
+            raise self.damaged(f"sequences {first} to {last} are out of order")
         return begins
 
     def check_index(self) -> None:
@@ -361,31 +361,32 @@ class Shard:
         for low, high in _chunks(len(self.sequence_lengths)):
             lengths = self.sequence_lengths[low:high].astype(np.int64)
             if lengths.min() < 0:
-                raise self._damaged(f"a sequence between {low} and {high} has negative length")
+                raise self.damaged(f"a sequence between {low} and {high} has negative length")
             ends = position + np.cumsum(lengths) * self.dtype.itemsize
             if not np.array_equal(
                 self.sequence_pointers[low:high], ends - lengths * self.dtype.itemsize
             ):
-                raise self._damaged(
+                raise self.damaged(
                     f"a sequence between {low} and {high} does not begin where the one before ends"
                 )
             position = int(ends[-1])
         if position != self.num_bytes:
-            raise self._damaged(
+            raise self.damaged(
                 f"its sequences have {position} bytes, {self.bin_path.name} has {self.num_bytes}"
             )
         previous = 0
         for low, high in _chunks(len(self.document_starts)):
             starts = self.document_starts[low:high]
             if (low == 0 and starts[0] != 0) or starts[0] < previous or (np.diff(starts) < 0).any():
-                raise self._damaged(f"document entries between {low} and {high} are out of order")
+                raise self.damaged(f"document entries between {low} and {high} are out of order")
             previous = int(starts[-1])
         if previous != len(self.sequence_lengths):
-            raise self._damaged(
+            raise self.damaged(
                 f"its documents end at sequence {previous} of {len(self.sequence_lengths)}"
             )
 
-    def _damaged(self, what: str) -> DataError:
+    def damaged(self, what: str) -> DataError:
+        """The error that says so."""
         return DataError(f"{self.index_path} is damaged: {what} -> tokenize again")
 
 
