@@ -182,9 +182,9 @@ def _pieces(
             starts, sizes = _cut(begins, lengths, sequence_length)
             if shard.mask_path is not None:
                 # The first token of a piece is predicted in the one before, or not at all.
-                targets = _targets_before(shard.mask_bytes, starts + sizes)
-                targets -= _targets_before(shard.mask_bytes, starts + 1)
-                learned = targets > 0
+                bounds = np.stack([starts + 1, starts + sizes], axis=1)
+                set_bits = _set_bits_before(shard.mask_bytes, bounds.reshape(-1))
+                learned = np.diff(set_bits)[::2] > 0
                 counts.dropped_pieces += int((~learned).sum())
                 counts.dropped_tokens += int(sizes[~learned].sum())
                 starts, sizes = starts[learned], sizes[learned]
@@ -223,8 +223,9 @@ def _documents(shard: Shard) -> Iterator[tuple[Integers, Integers]]:
         yield bounds[:-1], np.diff(bounds)
 
 
-def _targets_before(mask: npt.NDArray[np.uint8], positions: Integers) -> Integers:
-    """How many of the first ``positions[i]`` bits of `mask` are set; `positions` ascend."""
+def _set_bits_before(mask: npt.NDArray[np.uint8], positions: Integers) -> Integers:
+    """Set bits of `mask` before each of `positions`, which ascend, counted from the byte that the
+    first of them is in."""
     found = np.empty(len(positions), np.int64)
     before = 0
     low_byte = int(positions[0]) // 8 if len(positions) else 0
