@@ -104,6 +104,11 @@ class DataSection(Section):
         "before; isolate: neither attention nor loss crosses a boundary, and positions, in tokens, "
         "count from each document's beginning in the sample",
     )
+    workers: PositiveInt = Field(
+        default=2,
+        description="threads of each process that read the batches of coming steps, one step each; "
+        "more hide the delays of a network file system",
+    )
 
     @model_validator(mode="after")
     def _one_kind_of_share(self) -> Self:

@@ -15,67 +15,58 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from bigtrain.config import SourceSection
-from bigtrain.data.sampling import Indices, SampleOrder, shuffle_block
+from bigtrain.data.samples import Indices, Samples, TokenRows
+from bigtrain.data.sampling import SampleOrder, shuffle_block
 
 BLOCK_SAMPLES = 1024
 """Proportions hold at every multiple of this; a resumed run computes at most one block again."""
 
 
-class Windows(Protocol):
-    """What the loader asks of a dataset; `bigtrain.data.packing.PackedWindows` is one."""
+class MixedSamples:
+    """The samples of several sources, numbered one source after another."""
 
-    num_windows: int
-    sequence_length: int
-
-    def read_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
-        """Fill `out`, int64 [sequence_length + 1]: inputs, and the last label."""
-
-    def positions_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
-        """Fill `out`, int64 [sequence_length + 1], with positions from each document's first."""
-
-
-class MixedWindows:
-    """The windows of several sources, numbered one source after another."""
-
-    def __init__(self, sources: Sequence[Windows]) -> None:
+    def __init__(self, sources: Sequence[Samples]) -> None:
         assert len({source.sequence_length for source in sources}) == 1
+        assert len({source.vocab_size for source in sources}) == 1
         self.sources = tuple(sources)
         self.sequence_length = self.sources[0].sequence_length
-        self._ends = list(accumulate(source.num_windows for source in self.sources))
-        self.num_windows = self._ends[-1]
+        self.vocab_size = self.sources[0].vocab_size
+        self.token_dtype = np.result_type(*(source.token_dtype for source in self.sources))
+        self.masks_loss = any(source.masks_loss for source in self.sources)
+        self._ends = np.cumsum([source.num_samples for source in self.sources])
+        self.num_samples = int(self._ends[-1])
 
-    def read_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
-        """Fill `out`, int64 [sequence_length + 1], with window `window_index` of the mixture."""
-        source, window = self._find(window_index)
-        source.read_into(window, out)
+    def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
+        """See `bigtrain.data.samples.Samples`."""
+        if len(self.sources) == 1:
+            self.sources[0].fill(samples, rows, out)
+            return
+        assert not len(samples) or 0 <= samples.min() <= samples.max() < self.num_samples
+        numbers = np.searchsorted(self._ends, samples, side="right")
+        for number in np.unique(numbers).tolist():
+            own = np.flatnonzero(numbers == number)
+            source = self.sources[number]
+            source.fill(samples[own] - (self._ends[number] - source.num_samples), rows[own], out)
 
-    def positions_into(self, window_index: int, out: npt.NDArray[np.int64]) -> None:
-        """Fill `out`, int64 [sequence_length + 1], with positions from each document's first."""
-        source, window = self._find(window_index)
-        source.positions_into(window, out)
-
-    def _find(self, window_index: int) -> tuple[Windows, int]:
-        assert 0 <= window_index < self.num_windows
-        number = bisect_right(self._ends, window_index)
+    def describe(self, sample: int) -> str:
+        """See `bigtrain.data.samples.Samples`."""
+        number = int(np.searchsorted(self._ends, sample, side="right"))
         source = self.sources[number]
-        return source, window_index - (self._ends[number] - source.num_windows)
+        return source.describe(sample - (int(self._ends[number]) - source.num_samples))
 
 
 class MixtureOrder:
     """The order in which a run reads sources of `sizes` windows in the proportions of `weights`.
 
-    `weights` are positive integers (see `integer_weights`). Windows are numbered as `MixedWindows`
+    `weights` are positive integers (see `integer_weights`). Samples are numbered as `MixedSamples`
     does, one source after another.
     """
 

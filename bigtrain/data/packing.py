@@ -8,77 +8,138 @@ every token but the first of the stream is predicted exactly once.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.manifest import Split
-from bigtrain.data.reading import TokenReader
+from bigtrain.data.reading import FileReader
+from bigtrain.data.samples import Indices, TokenRows
 from bigtrain.data.shards import Shard, TokenDataset
 from bigtrain.errors import DataError
 
-Window = npt.NDArray[np.int64]
+Tokens = npt.NDArray[Any]
 
 
 class TokenStream:
-    """The tokens of `shards`, one after another. `vocab_size` bounds what may be read.
+    """The tokens of `shards`, all of one type, one after another. For any number of threads.
 
-    For one thread at a time.
+    Parameter `vocab_size`: what their tokenizer's is; here nothing is compared with it.
     """
 
     def __init__(self, shards: Sequence[Shard], vocab_size: int) -> None:
         self.shards = tuple(shards)
-        self._reader = TokenReader(vocab_size)
-        self._ends: list[int] = []
-        self.num_tokens = 0
-        for shard in self.shards:
-            self.num_tokens += shard.num_tokens
-            self._ends.append(self.num_tokens)
+        self.vocab_size = vocab_size
+        types = {shard.dtype for shard in self.shards}
+        assert len(types) <= 1
+        self.token_dtype = types.pop() if types else np.dtype("<u2")
+        self._reader = FileReader([shard.bin_path for shard in self.shards])
+        sizes = [shard.num_tokens for shard in self.shards]
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+        self._begins = self._ends - np.array(sizes, np.int64)
+        self.num_tokens = sum(sizes)
 
-    def read_into(self, start: int, out: Window) -> None:
-        """Fill `out` with the tokens from `start` on, across shards.
+    def read(self, starts: Indices, lengths: Indices, out: Tokens, places: Indices) -> None:
+        """Copy ranges of the stream: `lengths[i]` tokens from `starts[i]` on to `out[places[i]:]`.
 
-        Raises DataError where a shard cannot be read or holds a token beyond the vocabulary.
+        `out`: one-dimensional and contiguous, of the stream's type or a wider one. Raises DataError
+        where a shard cannot be read.
         """
-        assert 0 <= start <= self.num_tokens - len(out)
-        number = bisect_right(self._ends, start)
-        filled = 0
-        while filled < len(out):
-            shard = self.shards[number]
-            offset = start + filled - (self._ends[number] - shard.num_tokens)
-            part = out[filled : filled + shard.num_tokens - offset]
-            self._reader.read_into(shard, offset, part)
-            filled += len(part)
-            number += 1
+        parts = self._cut(starts, lengths, places)
+        if out.dtype == self.token_dtype:
+            self._read_parts(parts, out)
+            return
+        packed = np.cumsum(parts.lengths) - parts.lengths
+        narrow = np.empty(int(parts.lengths.sum()), self.token_dtype)
+        self._read_parts(replace(parts, places=packed), narrow)
+        for place, begin, length in zip(
+            parts.places.tolist(), packed.tolist(), parts.lengths.tolist(), strict=True
+        ):
+            out[place : place + length] = narrow[begin : begin + length]
 
-    def positions_into(self, start: int, out: Window) -> None:
-        """Fill `out` with every token's distance from the beginning of its document.
+    def begins(self, starts: Indices, lengths: Indices, places: Indices) -> Indices:
+        """Where documents begin in ranges of the stream, int64: token ``starts[i] + j`` as
+        ``places[i] + j``, in any order.
 
-        `out[0]` is token `start` of the stream and counts as a beginning. Raises DataError where an
-        index is damaged.
+        Raises DataError where an index contradicts itself there.
         """
-        assert 0 <= start <= self.num_tokens - len(out)
-        number = bisect_right(self._ends, start)
-        out[:] = 1
-        out[:1] = 0
-        filled = 0
-        last_begin = 0
-        while filled < len(out):
-            shard = self.shards[number]
-            shard_begin = self._ends[number] - shard.num_tokens
-            low = start + filled - shard_begin
-            high = min(shard.num_tokens, low + len(out) - filled)
-            for begin in shard.document_begins(low, high).tolist():
-                place = begin + shard_begin - start
-                if place > last_begin:
-                    # Where the running sum below starts anew.
-                    out[place] = 1 - (place - last_begin)
-                    last_begin = place
-            filled += high - low
-            number += 1
-        np.cumsum(out, out=out)
+        parts = self._cut(starts, lengths, places)
+        low, high = parts.offsets, parts.offsets + parts.lengths
+        found: list[int] = []
+        counts: list[int] = []
+        for number, first, last in zip(
+            parts.numbers.tolist(), low.tolist(), high.tolist(), strict=True
+        ):
+            begins = self.shards[number].document_begins(first, last)
+            found += begins
+            counts.append(len(begins))
+        tokens = np.array(found, np.int64) // self.token_dtype.itemsize
+        part = np.repeat(np.arange(len(counts)), counts)
+        # What the search relied on: pointers in order.
+        falls = (tokens[1:] < tokens[:-1]) & (part[1:] == part[:-1])
+        if falls.any() or (tokens < low[part]).any() or (tokens >= high[part]).any():
+            named = ", ".join(sorted({str(self.shards[n].index_path) for n in parts.numbers}))
+            raise DataError(
+                f"{named}: an index is damaged: documents are out of order -> tokenize again"
+            )
+        return tokens + (parts.places - low)[part]
+
+    def describe(self, start: int, length: int) -> str:
+        """The files and their tokens that a range of the stream is."""
+        parts = self._cut(np.array([start]), np.array([length]), np.array([0]))
+        return " and ".join(
+            f"tokens {offset} to {offset + count} of {self.shards[number].bin_path}"
+            for number, offset, count in zip(
+                parts.numbers, parts.offsets, parts.lengths, strict=True
+            )
+        )
+
+    def _cut(self, starts: Indices, lengths: Indices, places: Indices) -> _Parts:
+        """Ranges of the stream as ranges of shards: cut wherever a shard ends."""
+        assert not len(starts) or 0 <= starts.min() <= (starts + lengths).max() <= self.num_tokens
+        cut = []
+        while True:
+            numbers = np.searchsorted(self._ends, starts, side="right")
+            here = np.minimum(lengths, self._ends[numbers] - starts)
+            cut.append(_Parts(numbers, starts - self._begins[numbers], here, places))
+            rest = np.flatnonzero(here < lengths)
+            if not len(rest):
+                return cut[0] if len(cut) == 1 else _Parts.join(cut)
+            starts, places, lengths = starts + here, places + here, lengths - here
+            starts, places, lengths = starts[rest], places[rest], lengths[rest]
+
+    def _read_parts(self, parts: _Parts, out: Tokens) -> None:
+        item = self.token_dtype.itemsize
+        self._reader.read(
+            parts.numbers.tolist(),
+            (parts.offsets * item).tolist(),
+            out.view(np.uint8).data,
+            (parts.places * item).tolist(),
+            ((parts.places + parts.lengths) * item).tolist(),
+        )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Ranges of shards, all arrays int64 [number of parts].
+
+    numbers: of the shard; offsets: of the first token in it; lengths: in tokens; places: where its
+    tokens go.
+    """
+
+    numbers: Indices
+    offsets: Indices
+    lengths: Indices
+    places: Indices
+
+    @staticmethod
+    def join(several: Sequence[_Parts]) -> _Parts:
+        """All of them as one."""
+        names = [field.name for field in fields(_Parts)]
+        return _Parts(*(np.concatenate([getattr(p, name) for p in several]) for name in names))
 
 
 class PackedWindows:
@@ -88,29 +149,40 @@ class PackedWindows:
     tokens at the end of the stream belong to no window.
     """
 
+    masks_loss = False
+
     def __init__(self, stream: TokenStream, sequence_length: int) -> None:
         self.stream = stream
         self.sequence_length = sequence_length
-        self.num_windows = count_windows(stream.num_tokens, sequence_length)
-        if not self.num_windows:
+        self.token_dtype = stream.token_dtype
+        self.vocab_size = stream.vocab_size
+        self.num_samples = count_windows(stream.num_tokens, sequence_length)
+        if not self.num_samples:
             raise DataError(
                 f"{stream.num_tokens} tokens are too few for one sample: batch.sequence_length = "
                 f"{sequence_length} needs {sequence_length + 1} -> tokenize more text or set a "
                 "smaller batch.sequence_length"
             )
 
-    def read_into(self, window_index: int, out: Window) -> None:
-        """Fill `out`, int64 [sequence_length + 1], with window `window_index`."""
-        assert 0 <= window_index < self.num_windows
-        assert len(out) == self.sequence_length + 1
-        self.stream.read_into(window_index * self.sequence_length, out)
+    def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
+        """See `bigtrain.data.samples.Samples`."""
+        assert not len(samples) or 0 <= samples.min() <= samples.max() < self.num_samples
+        length = self.sequence_length + 1
+        starts, places = samples * self.sequence_length, rows * length
+        lengths = np.full(len(samples), length)
+        self.stream.read(starts, lengths, out.tokens.reshape(-1), places)
+        if out.begins is not None:
+            out.begins.append(self.stream.begins(starts, lengths, places))
 
-    def positions_into(self, window_index: int, out: Window) -> None:
-        """Fill `out`, int64 [sequence_length + 1], with positions counted from each document's
-        beginning; 0 is the first token of a document, or of the window."""
-        assert 0 <= window_index < self.num_windows
-        assert len(out) == self.sequence_length + 1
-        self.stream.positions_into(window_index * self.sequence_length, out)
+    def read_into(self, sample: int, out: Tokens) -> None:
+        """Fill `out`, int32 or int64 [sequence_length + 1], with one sample."""
+        assert 0 <= sample < self.num_samples
+        start, length = np.array([sample * self.sequence_length]), self.sequence_length + 1
+        self.stream.read(start, np.array([length]), out, np.array([0]))
+
+    def describe(self, sample: int) -> str:
+        """See `bigtrain.data.samples.Samples`."""
+        return self.stream.describe(sample * self.sequence_length, self.sequence_length + 1)
 
 
 def count_windows(num_tokens: int, sequence_length: int) -> int:

@@ -8,82 +8,84 @@ read need an open memory map for each shard, of which Linux allows a process 65,
 from __future__ import annotations
 
 import os
-import weakref
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Lock
 
-import numpy as np
-import numpy.typing as npt
-
-from bigtrain.data.shards import Shard
 from bigtrain.errors import DataError
 
 MAX_OPEN_FILES = 64
 """Of one reader; the limit of a process is 1,024 on many systems, and it has other files."""
 
 
-class TokenReader:
-    """Reads tokens of any number of shards, with at most `MAX_OPEN_FILES` of them open.
+class FileReader:
+    """Reads from `paths`, with at most `MAX_OPEN_FILES` of them open while nobody reads.
 
-    For one thread at a time: the buffer that bytes are read into is used again.
+    For any number of threads.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self._descriptors: OrderedDict[Path, int] = OrderedDict()
-        self._buffer = bytearray()
-        weakref.finalize(self, _close_all, self._descriptors)
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = tuple(paths)
+        self._files: OrderedDict[int, _File] = OrderedDict()
+        self._lock = Lock()
 
-    def read_into(self, shard: Shard, begin: int, out: npt.NDArray[np.int64]) -> None:
-        """Fill `out` with the tokens of `shard` from token `begin` on.
+    def read(
+        self,
+        numbers: Sequence[int],
+        positions: Sequence[int],
+        out: memoryview,
+        begins: Sequence[int],
+        ends: Sequence[int],
+    ) -> None:
+        """Fill ``out[begins[i] : ends[i]]`` with bytes of file ``numbers[i]`` from ``positions[i]``
+        on, for every i.
 
-        Raises DataError where the file cannot be read or has become shorter, or where a token is
-        not in the vocabulary, which is damage: it would be an out-of-range read of the embedding.
+        Raises DataError where a file cannot be read or ends before.
         """
-        assert 0 <= begin <= shard.num_tokens - len(out)
-        size = len(out) * shard.dtype.itemsize
-        if len(self._buffer) < size:
-            self._buffer = bytearray(size)
-        view = memoryview(self._buffer)[:size]
-        position = begin * shard.dtype.itemsize
-        filled = 0
-        try:
-            descriptor = self._open(shard.bin_path)
-            # A read may return less than it was asked for: over 2 GiB, or on a network.
-            while filled < size:
-                count = os.preadv(descriptor, [view[filled:]], position + filled)
-                if not count:
-                    raise DataError(
-                        f"{shard.bin_path} ends at byte {position + filled}; it had "
-                        f"{shard.num_bytes} bytes when it was opened -> do not change a dataset "
-                        "that is being read"
-                    )
-                filled += count
-        except OSError as error:
-            raise DataError(f"{shard.bin_path} cannot be read: {error}") from error
-        tokens = np.frombuffer(view, shard.dtype)
-        if len(tokens) and (
-            tokens.max() >= self.vocab_size or (shard.dtype.kind == "i" and tokens.min() < 0)
-        ):
-            raise DataError(
-                f"{shard.bin_path} is damaged: one of the tokens {begin} to {begin + len(out)} is "
-                f"{tokens.min()} or {tokens.max()}, the vocabulary has {self.vocab_size} -> "
-                "tokenize again"
-            )
-        out[:] = tokens
+        opened: dict[int, _File] = {}
+        read = os.preadv
+        for number, position, begin, end in zip(numbers, positions, begins, ends, strict=True):
+            try:
+                file = opened.get(number)
+                if file is None:
+                    file = opened[number] = self._open(number)
+                count = read(file.descriptor, (out[begin:end],), position)
+                # Less than was asked for: over 2 GiB, on a network, or at the end of the file.
+                while count < end - begin:
+                    more = read(file.descriptor, (out[begin + count : end],), position + count)
+                    if not more:
+                        raise DataError(
+                            f"{file.path} ends at byte {position + count}; it was longer when it "
+                            "was opened -> do not change a dataset that is being read"
+                        )
+                    count += more
+            except OSError as error:
+                raise DataError(f"{self.paths[number]} cannot be read: {error}") from error
 
-    def _open(self, path: Path) -> int:
-        descriptor = self._descriptors.get(path)
-        if descriptor is not None:
-            self._descriptors.move_to_end(path)
-            return descriptor
-        if len(self._descriptors) >= MAX_OPEN_FILES:
-            os.close(self._descriptors.popitem(last=False)[1])
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._descriptors[path] = descriptor
-        return descriptor
+    def _open(self, number: int) -> _File:
+        with self._lock:
+            file = self._files.get(number)
+            if file is not None:
+                self._files.move_to_end(number)
+                return file
+        opened = _File(self.paths[number])
+        with self._lock:
+            # What another thread has just opened as well, or still reads from, closes itself when
+            # nobody holds it any more.
+            self._files[number] = opened
+            if len(self._files) > MAX_OPEN_FILES:
+                self._files.popitem(last=False)
+        return opened
 
 
-def _close_all(descriptors: OrderedDict[Path, int]) -> None:
-    while descriptors:
-        os.close(descriptors.popitem()[1])
+class _File:
+    """An open file, closed when the last reference to it goes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if hasattr(self, "descriptor"):  # or else opening failed
+            close(self.descriptor)

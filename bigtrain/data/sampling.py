@@ -12,12 +12,12 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+from bigtrain.data.samples import Indices
+
 ROUNDS = 6
 _SMALL = 64
 """Up to this many windows are sorted by their image instead: on so few bits a network reaches too
 few of the permutations, and walking costs more than sorting."""
-
-Indices = npt.NDArray[np.int64]
 
 
 class SampleOrder:

@@ -28,6 +28,7 @@ _FREE = {
     "data.path",
     "data.sources",
     "data.tokenizer",
+    "data.workers",
 }
 # Settings younger than some checkpoints, with what such a run did.
 _BEFORE = {"data.document_boundaries": "ignore"}

@@ -49,7 +49,7 @@ def documents(data: Path, step: int) -> list[torch.Tensor]:
     """The documents of a step's samples, each cut at end-of-document tokens alone."""
     windows = PackedWindows(split_stream(open_dataset(data), "train"), LENGTH)
     found = []
-    for window in SampleOrder(windows.num_windows, 7).windows(step * SAMPLES, SAMPLES):
+    for window in SampleOrder(windows.num_samples, 7).windows(step * SAMPLES, SAMPLES):
         row = torch.zeros(LENGTH + 1, dtype=torch.int64)
         windows.read_into(int(window), row.numpy())
         ends = (torch.nonzero(row == END_OF_DOCUMENT).flatten() + 1).tolist()

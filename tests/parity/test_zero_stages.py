@@ -42,7 +42,7 @@ def plain_training(data: Path, hf_directory: Path, config: dict[str, Any]) -> di
     length = config["batch"]["sequence_length"]
     num_samples = config["batch"]["global_samples"]
     windows = PackedWindows(split_stream(open_dataset(data), "train"), length)
-    order = SampleOrder(windows.num_windows, config["seed"])
+    order = SampleOrder(windows.num_samples, config["seed"])
     losses, norms = [], []
     warmup = config["schedule"]["warmup_steps"]
     for step in range(STEPS):

@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bigtrain.data.batches
 from bigtrain.config import RunConfig
+from bigtrain.data.batches import BatchOptions, BatchReader
 from bigtrain.data.loader import (
     HeldOutBatches,
     MicroBatch,
@@ -20,26 +22,15 @@ from bigtrain.data.loader import (
     open_held_out,
     open_training_data,
 )
+from bigtrain.data.mixture import MixedSamples
+from bigtrain.data.samples import Indices, TokenRows
 from bigtrain.data.sampling import SampleOrder
 from bigtrain.errors import DataError
 from bigtrain.topology import BatchPlan
 from tests.support.datasets import write_dataset
+from tests.support.samples import Numbered
 
 LENGTH = 4
-
-
-class Numbered:
-    """Window w holds w * 10, w * 10 + 1, ...: every row says which window it is."""
-
-    sequence_length = LENGTH
-
-    def __init__(self, num_windows: int) -> None:
-        self.num_windows = num_windows
-
-    def read_into(self, window_index: int, out: np.ndarray) -> None:
-        if window_index == 666:
-            raise DataError("window 666")
-        out[:] = window_index * 10 + np.arange(LENGTH + 1)
 
 
 def make_plan(data_size: int, micro_samples: int, accumulation: int) -> BatchPlan:
@@ -47,11 +38,11 @@ def make_plan(data_size: int, micro_samples: int, accumulation: int) -> BatchPla
     return BatchPlan(samples, micro_samples, data_size, accumulation, LENGTH)
 
 
-def training(plan: BatchPlan, rank: int, num_windows: int, **options: Any) -> TrainingBatches:
-    options = {"end_of_document_id": None, **options}
-    return TrainingBatches(
-        Numbered(num_windows), plan, rank, SampleOrder(num_windows, 3), **options
-    )
+def training(
+    plan: BatchPlan, rank: int, num_windows: int, workers: int = 1, **options: Any
+) -> TrainingBatches:
+    dataset, order = Numbered(num_windows, LENGTH), SampleOrder(num_windows, 3)
+    return TrainingBatches(dataset, plan, rank, order, BatchOptions(**options), workers=workers)
 
 
 def rows(batches: list[MicroBatch]) -> list[list[int]]:
@@ -65,15 +56,21 @@ def rows(batches: list[MicroBatch]) -> list[list[int]]:
     accumulation=st.integers(1, 3),
     num_windows=st.integers(1, 300),
     resume_step=st.integers(0, 5),
+    workers=st.integers(1, 3),
 )
 def test_global_order_is_the_same_for_every_division(
-    data_size: int, micro_samples: int, accumulation: int, num_windows: int, resume_step: int
+    data_size: int,
+    micro_samples: int,
+    accumulation: int,
+    num_windows: int,
+    resume_step: int,
+    workers: int,
 ) -> None:
     plan = make_plan(data_size, micro_samples, accumulation)
     expected = SampleOrder(num_windows, 3)
-    ranks = [training(plan, rank, num_windows) for rank in range(data_size)]
+    ranks = [training(plan, rank, num_windows, workers) for rank in range(data_size)]
     try:
-        for step in (resume_step, resume_step + 1):
+        for step in range(resume_step, resume_step + 3):
             first = step * plan.global_samples
             per_rank = [rows(batches.step(first)) for batches in ranks]
             in_order = [
@@ -116,8 +113,52 @@ def test_no_loss_after_the_end_of_a_document() -> None:
 
 def test_an_error_of_the_reading_thread_surfaces() -> None:
     plan = make_plan(1, 700, 1)
-    with closing(training(plan, 0, 700)) as batches, pytest.raises(DataError, match="window 666"):
+    with closing(training(plan, 0, 700)) as batches, pytest.raises(DataError, match="sample 666"):
         batches.step(0)
+
+
+class Masked(Numbered):
+    """Only every third token is to be predicted, and documents begin at every fourth."""
+
+    masks_loss = True
+
+    def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
+        super().fill(samples, rows, out)
+        assert out.loss_mask is not None
+        assert out.loss_mask[rows].all()
+        out.loss_mask[rows] = np.arange(LENGTH + 1) % 3 == 0
+        if out.begins is not None:
+            out.begins.append(rows * (LENGTH + 1) + LENGTH)
+
+
+def test_samples_with_a_loss_mask_mixed_with_others_without() -> None:
+    mixed = MixedSamples([Numbered(5, LENGTH), Masked(5, LENGTH)])
+    reader = BatchReader(mixed, BatchOptions(isolate=True))
+    for order in ([1, 6, 7, 2], [9, 8]):  # the second time in the buffers of the first
+        batch = reader.read(np.array(order), len(order) + 1)
+        assert batch.position_ids is not None
+        for number, ids, labels, positions in zip(
+            [*order, None], *(t.tolist() for t in vars(batch).values()), strict=True
+        ):
+            assert positions == list(range(LENGTH))
+            if number is None:
+                assert (ids, labels) == ([0] * LENGTH, [-100] * LENGTH)
+                continue
+            first = number % 5 * 10
+            assert ids == list(range(first, first + LENGTH))
+            expected = [token + 1 for token in ids]
+            if number >= 5:
+                expected = [-100, -100, first + 3, -100]
+            assert labels == expected
+
+
+def test_rows_are_read_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = np.random.default_rng(0).permutation(50)
+    whole = BatchReader(Masked(50, LENGTH), BatchOptions(isolate=True)).read(order, 53)
+    monkeypatch.setattr(bigtrain.data.batches, "CHUNK_TOKENS", 4 * (LENGTH + 1))
+    parts = BatchReader(Masked(50, LENGTH), BatchOptions(isolate=True)).read(order, 53)
+    for one, other in zip(vars(whole).values(), vars(parts).values(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("data_size", [1, 2, 3, 5])
@@ -127,7 +168,7 @@ def test_held_out_samples_are_the_same_for_every_size(
 ) -> None:
     plan = make_plan(data_size, 2, 1)
     per_rank = [
-        list(HeldOutBatches(Numbered(num_windows), plan, rank, samples, end_of_document_id=None))
+        list(HeldOutBatches(Numbered(num_windows, LENGTH), plan, rank, samples, BatchOptions()))
         for rank in range(data_size)
     ]
     assert len({len(batches) for batches in per_rank}) == 1

@@ -13,39 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigtrain.config import RunConfig, SourceSection
+from bigtrain.data.batches import BatchOptions
 from bigtrain.data.loader import TrainingBatches, open_held_out, open_training_data
 from bigtrain.data.mixture import (
     BLOCK_SAMPLES,
-    MixedWindows,
+    MixedSamples,
     MixtureOrder,
     apportion,
     integer_weights,
 )
+from bigtrain.data.samples import TokenRows
 from bigtrain.data.sampling import SampleOrder
 from bigtrain.run.preflight import data_hash
 from bigtrain.topology import BatchPlan
 from tests.support.datasets import write_dataset
+from tests.support.samples import Numbered
 
 LENGTH = 4
 FIRST_OF_A_MIXTURE = [3, 15, 8, 14, 4, 7, 5, 11, 13, 10]
 
 weight_lists = st.lists(st.integers(1, 10**6), min_size=1, max_size=8)
 seeds = st.integers(0, 2**64)
-
-
-class Numbered:
-    """Window w of source s holds (s, w, w, ...)."""
-
-    sequence_length = LENGTH
-
-    def __init__(self, source: int, num_windows: int) -> None:
-        self.source = source
-        self.num_windows = num_windows
-
-    def read_into(self, window_index: int, out: np.ndarray) -> None:
-        assert 0 <= window_index < self.num_windows
-        out[:] = window_index
-        out[0] = self.source
 
 
 def seat_by_seat(weights: list[int], seats: int) -> list[int]:
@@ -163,15 +151,18 @@ def test_global_order_is_the_same_for_every_division(
     data_size: int, micro_samples: int, accumulation: int, resume_step: int
 ) -> None:
     sizes, weights = [50, 3000, 7], [2, 5, 1]
-    mixed = MixedWindows([Numbered(number, size) for number, size in enumerate(sizes)])
+    firsts = [0, 10**6, 2 * 10**6]
+    mixed = MixedSamples(
+        [Numbered(size, LENGTH, first) for first, size in zip(firsts, sizes, strict=True)]
+    )
     samples = data_size * micro_samples * accumulation
     plan = BatchPlan(samples, micro_samples, data_size, accumulation, LENGTH)
     first = resume_step * samples
     per_rank = []
     for rank in range(data_size):
         order = MixtureOrder(sizes, weights, 3)
-        with closing(TrainingBatches(mixed, plan, rank, order, end_of_document_id=None)) as batches:
-            per_rank.append([batch.input_ids[:, :2] for batch in batches.step(first)])
+        with closing(TrainingBatches(mixed, plan, rank, order, BatchOptions())) as batches:
+            per_rank.append([batch.input_ids[:, 0] for batch in batches.step(first)])
     seen = [
         row
         for micro_step in range(accumulation)
@@ -180,7 +171,7 @@ def test_global_order_is_the_same_for_every_division(
     ]
     offsets = [0, 50, 3050]
     expected = MixtureOrder(sizes, weights, 3).windows(first, samples).tolist()
-    assert [offsets[source] + window for source, window in seen] == expected
+    assert [offsets[token // 10**6] + token % 10**6 // 10 for token in seen] == expected
 
 
 def test_weights_are_what_they_say() -> None:
@@ -242,12 +233,13 @@ def test_from_a_run_configuration(datasets: list[Path]) -> None:
     plan = BatchPlan(4, 2, 1, 2, LENGTH)
     config = config_for(sources(datasets, 1, 2, 1))
     with closing(open_training_data(config, plan, 0)) as batches:
-        assert isinstance(batches.dataset, MixedWindows)
+        assert isinstance(batches.dataset, MixedSamples)
         assert len(batches.dataset.sources) == 3
         order = batches.order.windows(0, 4)
-        row = np.zeros(LENGTH + 1, np.int64)
-        batches.dataset.read_into(int(order[0]), row)
-        assert batches.step(0)[0].input_ids[0].tolist() == row[:-1].tolist()
+        rows = TokenRows(np.zeros((4, LENGTH + 1), batches.dataset.token_dtype))
+        batches.dataset.fill(order, np.arange(4), rows)
+        read = [row for batch in batches.step(0) for row in batch.input_ids.tolist()]
+        assert read == rows.tokens[:, :-1].tolist()
     held_out = open_held_out(config, plan, 0)
     assert held_out is not None
     alone = [open_held_out(config_for({"path": str(path)}), plan, 0) for path in datasets]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bigtrain.data.batches import BatchOptions, BatchReader
 from bigtrain.data.packing import PackedWindows, TokenStream, split_stream
 from bigtrain.data.shards import HEADER, MAGIC, Shard, ShardWriter, open_dataset
 from bigtrain.errors import DataError
@@ -42,9 +43,9 @@ def test_windows_are_the_stream(tmp_path: Path, lengths: list[int], sequence_len
             PackedWindows(stream, sequence_length)
         return
     windows = PackedWindows(stream, sequence_length)
-    assert windows.num_windows == (len(tokens) - 1) // sequence_length
+    assert windows.num_samples == (len(tokens) - 1) // sequence_length
     inputs, labels = [], []
-    for index in range(windows.num_windows):
+    for index in range(windows.num_samples):
         out = np.full(sequence_length + 1, -1, dtype=np.int64)
         windows.read_into(index, out)
         inputs += out[:-1].tolist()
@@ -52,6 +53,10 @@ def test_windows_are_the_stream(tmp_path: Path, lengths: list[int], sequence_len
     assert inputs == tokens[: len(inputs)].tolist()
     assert labels == tokens[1 : len(labels) + 1].tolist()
     assert len(tokens) - 1 - len(labels) < sequence_length
+    order = np.random.default_rng(0).permutation(windows.num_samples)
+    batch = BatchReader(windows, BatchOptions()).read(order, len(order))
+    assert batch.input_ids.tolist() == np.reshape(inputs, (-1, sequence_length))[order].tolist()
+    assert batch.labels.tolist() == np.reshape(labels, (-1, sequence_length))[order].tolist()
 
 
 def test_tokens_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
@@ -61,8 +66,11 @@ def test_tokens_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
     content = np.fromfile(path, "<u2")
     content[3] = 50
     path.write_bytes(content.tobytes())
-    with pytest.raises(DataError, match=r"is damaged: .* the vocabulary has 50"):
-        stream.read_into(0, np.zeros(10, dtype=np.int64))
+    reader = BatchReader(PackedWindows(stream, 10), BatchOptions())
+    assert reader.read(np.array([1, 2]), 2).input_ids.shape == (2, 10)
+    expected = r"tokens 0 to 11 of .*train_00000\.bin are damaged: one of them is .* or 50, the voc"
+    with pytest.raises(DataError, match=expected):
+        reader.read(np.array([2, 0]), 2)
 
 
 def write_documents(directory: Path, shards: list[list[int]]) -> tuple[TokenStream, list[int]]:
@@ -91,15 +99,20 @@ def test_positions_restart_where_documents_begin(
     if len(expected) <= sequence_length:
         return
     windows = PackedWindows(stream, sequence_length)
-    for index in range(windows.num_windows):
-        out = np.full(sequence_length + 1, -1, dtype=np.int64)
-        windows.positions_into(index, out)
+    order = np.random.default_rng(0).permutation(windows.num_samples)
+    batch = BatchReader(windows, BatchOptions(isolate=True)).read(order, len(order) + 1)
+    assert batch.position_ids is not None
+    for index, positions, labels in zip(
+        [*order.tolist(), None], batch.position_ids.tolist(), batch.labels.tolist(), strict=True
+    ):
+        if index is None:  # padding
+            assert positions == list(range(sequence_length))
+            assert set(labels) == {-100}
+            continue
         begin = index * sequence_length
-        wanted = [
-            min(position, offset)
-            for offset, position in enumerate(expected[begin : begin + len(out)])
-        ]
-        assert out.tolist() == wanted
+        row = expected[begin : begin + sequence_length + 1]
+        assert positions == [min(position, place) for place, position in enumerate(row[:-1])]
+        assert labels == [-100 if position == 0 else 0 for position in row[1:]]
 
 
 def test_documents_of_several_sequences_have_one_beginning(tmp_path: Path) -> None:
@@ -111,8 +124,8 @@ def test_documents_of_several_sequences_have_one_beginning(tmp_path: Path) -> No
         header + lengths.tobytes() + pointers.tobytes() + starts.tobytes()
     )
     (tmp_path / "s.bin").write_bytes(np.zeros(10, "<i4").tobytes())
-    assert Shard(tmp_path / "s").document_begins(0, 10).tolist() == [0, 5]
-    assert Shard(tmp_path / "s").document_begins(1, 5).tolist() == []
+    assert Shard(tmp_path / "s").document_begins(0, 10) == [0, 20]
+    assert Shard(tmp_path / "s").document_begins(1, 5) == []
 
 
 @settings(
@@ -133,10 +146,9 @@ def test_a_damaged_index_gives_positions_or_an_error(
     (tmp_path / "p0.idx").write_bytes(content)
     stream = TokenStream([Shard(tmp_path / "p0")], 1)
     for start in range(0, 20, 3):
-        out = np.full(6, -1, dtype=np.int64)
         try:
-            stream.positions_into(start, out)
+            begins = stream.begins(np.array([start]), np.array([6]), np.array([100]))
         except DataError:
             continue
-        assert out[0] == 0
-        assert ((out >= 0) & (out < 6)).all()
+        assert ((begins >= 100) & (begins < 106)).all()
+        assert (np.diff(begins) >= 0).all()

@@ -1,0 +1,35 @@
+"""Samples that say who they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bigtrain.data.samples import Indices, TokenRows
+from bigtrain.errors import DataError
+
+FAILING_SAMPLE = 666
+
+
+class Numbered:
+    """Sample s holds the tokens 10 s, 10 s + 1, ... (`first` added); one of them cannot be read."""
+
+    vocab_size = 1 << 31
+    token_dtype: np.dtype[Any] = np.dtype("<i4")
+    masks_loss = False
+
+    def __init__(self, num_samples: int, sequence_length: int, first: int = 0) -> None:
+        self.num_samples = num_samples
+        self.sequence_length = sequence_length
+        self.first = first
+
+    def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
+        if FAILING_SAMPLE in samples.tolist():
+            raise DataError(f"sample {FAILING_SAMPLE}")
+        assert not len(samples) or samples.max() < self.num_samples
+        tokens = self.first + 10 * samples[:, None] + np.arange(self.sequence_length + 1)
+        out.tokens[rows] = tokens
+
+    def describe(self, sample: int) -> str:
+        return f"sample {sample}"
