@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy.typing as npt
@@ -33,6 +35,12 @@ SPLIT_PATTERN = (
 )
 
 
+# As transformers looks for it.
+_GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
+_RENDERING = Lock()
+"""transformers keeps the ranges of a rendering in the compiled template, which threads share."""
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """A loaded Hugging Face tokenizer and what a dataset records of it.
@@ -47,13 +55,37 @@ class Tokenizer:
     end_of_document_id: int
     huggingface: Any
 
-    def encoder(self, parse_special_tokens: bool = False) -> ReferenceEncoder:
-        """The reference encoder; `bigtrain.data.encoders.choose_encoder` finds a faster one."""
+    def encoder(self, parse_special_tokens: bool = False, ends: bool = True) -> ReferenceEncoder:
+        """The reference encoder; `bigtrain.data.encoders.choose_encoder` finds a faster one.
+
+        `ends`: each document gets the end-of-document token.
+        """
         return ReferenceEncoder(
             self.huggingface.backend_tokenizer.to_str(),
-            self.end_of_document_id,
+            self.end_of_document_id if ends else None,
             parse_special_tokens,
         )
+
+    def chat_template(self, file: Path | None = None) -> ChatTemplate:
+        """The tokenizer's chat template, or the one in `file`.
+
+        Raises DataError where there is none, it cannot be read, or it is not a template.
+        """
+        try:
+            given = None if file is None else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"--chat-template {file} cannot be read: {error}") from error
+        try:
+            # A tokenizer may have one template for conversations with tools and one for others.
+            find = self.huggingface.get_chat_template
+            without, with_tools = find(given, None), find(given, [])
+        except ValueError as error:
+            raise DataError(
+                f"tokenizer {self.name} has no chat template -> give one: --chat-template FILE"
+            ) from error
+        literals = _literals({without, with_tools}, str(file or f"of tokenizer {self.name}"))
+        variables = dict(self.huggingface.special_tokens_map)
+        return ChatTemplate(without, with_tools, variables, literals)
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
         """Text of `tokens`, special tokens included."""
@@ -67,6 +99,87 @@ class Tokenizer:
     def save(self, directory: Path) -> None:
         """Write what ``AutoTokenizer.from_pretrained(directory)`` loads."""
         self.huggingface.save_pretrained(str(directory))
+
+
+class TemplateError(Exception):
+    """A chat template cannot render a conversation, or not so that it can be learned from."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template, rendered by transformers. Can be pickled.
+
+    source: the Jinja text; source_with_tools: that of conversations with tools. variables: the
+    special tokens by name. literals: the strings that stand in the two.
+    """
+
+    source: str
+    source_with_tools: str
+    variables: dict[str, str]
+    literals: frozenset[str]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of all that decides what is rendered, as 64 hexadecimal digits."""
+        parts = [self.source, self.source_with_tools, self.variables]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def marks_assistant(self, tools: object) -> bool:
+        """Whether the template itself says, by ``{% generation %}``, what the assistant wrote."""
+        return _GENERATION.search(self._source(tools)) is not None
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the character ranges of it that are in ``{% generation %}`` blocks.
+
+        Raises TemplateError.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template
+        try:
+            with _RENDERING:
+                texts, ranges = render(
+                    conversations=[list(messages)],
+                    tools=tools,
+                    chat_template=self._source(tools),
+                    return_assistant_tokens_mask=self.marks_assistant(tools),
+                    add_generation_prompt=add_generation_prompt,
+                    **self.variables,
+                )
+        except Exception as error:  # whatever a foreign template raises
+            raise TemplateError(
+                f"the chat template refuses it: {type(error).__name__}: {_first_line(error)}"
+            ) from error
+        return texts[0], ranges[0] if ranges else []
+
+    def _source(self, tools: object) -> str:
+        return self.source if tools is None else self.source_with_tools
+
+
+def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
+    """The strings in chat templates. Raises DataError where one is not a template."""
+    from jinja2 import TemplateSyntaxError, nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    compile_: Any = _compile_jinja_template
+    found: set[str] = set()
+    for source in sources:
+        try:
+            tree = compile_(source).environment.parse(source)
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template {where} is not one: line {error.lineno}: {error.message}"
+            ) from error
+        found |= {node.data for node in tree.find_all(nodes.TemplateData)}
+        values = [node.value for node in tree.find_all(nodes.Const)]
+        found |= {value for value in values if isinstance(value, str)}
+    return frozenset(found)
 
 
 def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokenizer:
