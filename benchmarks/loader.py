@@ -55,7 +55,7 @@ def write_manifest_of(directory: Path, shards: Sequence[ShardRecord]) -> None:
     tokenizer = TokenizerRecord(
         name="none", hash="0" * 16, vocab_size=VOCABULARY, end_of_document_id=0, engine="none"
     )
-    options = OptionsRecord(text_key="text", held_out=0.0, shard_tokens=1 << 30, skip_bad=False)
+    options = OptionsRecord()
     manifest = Manifest(
         tokenizer=tokenizer,
         token_dtype="uint16",

@@ -18,6 +18,7 @@ from bigtrain.errors import BigtrainError
 COMMANDS = {
     "tokenizer": "train a byte-level BPE tokenizer on text",
     "tokenize": "turn text into token shards",
+    "verify": "read token shards again and compare every checksum",
     "check": "resolve and check a run without starting it",
     "export": "write a run's weights as a verified Hugging Face directory",
     "generate": "continue a prompt with a Hugging Face directory",

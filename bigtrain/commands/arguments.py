@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from bigtrain.data.documents import ReadOptions
     from bigtrain.data.sources import Selection
 
 
@@ -21,9 +23,12 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--text-key",
-        default="text",
+        action="append",
+        default=[],
+        type=_keys,
         metavar="KEY",
-        help="where a JSON line, a column or a dataset holds the document (default: text)",
+        help="where a JSON line, a column or a dataset holds the document (default: text); of "
+        "several (a,b, or repeated) those that a document has are joined by a line end",
     )
     parser.add_argument(
         "--suffix",
@@ -42,9 +47,25 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         help="files and folders to leave out, by name or by path below the input; may be repeated",
     )
     parser.add_argument(
+        "--max-document-bytes",
+        type=size,
+        metavar="SIZE",
+        help="a larger document, or line, is bad (default: 64MiB)",
+    )
+    parser.add_argument(
+        "--max-bad-fraction",
+        type=_fraction_or_one,
+        default=0.0,
+        metavar="F",
+        help="leave out and count documents that cannot be read, up to this share of all; with 0, "
+        "the default, the first ends the command",
+    )
+    parser.add_argument(
         "--skip-bad",
-        action="store_true",
-        help="count and leave out documents that cannot be read, instead of stopping",
+        action="store_const",
+        const=1.0,
+        dest="max_bad_fraction",
+        help="as --max-bad-fraction 1: leave out however many",
     )
     parser.add_argument("--dataset-config", metavar="NAME", help="configuration of a hub dataset")
     parser.add_argument(
@@ -68,11 +89,45 @@ def selection_of(args: argparse.Namespace) -> Selection:
     )
 
 
+def reading_of(args: argparse.Namespace) -> ReadOptions:
+    """How parsed arguments want the inputs read."""
+    from bigtrain.data.documents import ReadOptions
+    from bigtrain.data.manifest import DEFAULT_MAX_DOCUMENT_BYTES
+
+    keys = tuple(dict.fromkeys(key for keys in args.text_key for key in keys)) or ("text",)
+    limit = args.max_document_bytes or DEFAULT_MAX_DOCUMENT_BYTES
+    return ReadOptions(selection_of(args), keys, limit)
+
+
 def positive_int(text: str) -> int:
     """An argparse type: an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def size(text: str) -> int:
+    """An argparse type: bytes, as a number with or without a unit (KiB, MB, GiB, ...)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text} is not a size, such as 67108864, 64MiB or 1GB")
+    number, unit, binary = match.groups()
+    power = " kmgt".index(unit.lower()) if unit else 0
+    value = int(float(number) * (1024 if binary else 1000) ** power)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1 byte")
+    return value
+
+
+def _keys(text: str) -> list[str]:
+    return [key for key in text.split(",") if key]
+
+
+def _fraction_or_one(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not a fraction from 0 to 1")
     return value
 
 

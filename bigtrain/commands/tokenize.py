@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigtrain.commands.arguments import add_input_arguments, positive_int, selection_of
+from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of, size
 
 if TYPE_CHECKING:
     from bigtrain.data.manifest import Manifest
@@ -28,17 +29,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the documents kept for evaluation, chosen by their content (default: 0)",
     )
     parser.add_argument(
-        "--shard-tokens",
-        type=positive_int,
-        metavar="N",
-        help="most tokens in one shard (default: 2^28, 0.5 or 1 GiB)",
+        "--shard-size",
+        type=size,
+        metavar="SIZE",
+        help="bytes of input that become one shard, as far as a file can be cut; also what is lost "
+        "at most when a worker is killed (default: 256MiB)",
     )
     parser.add_argument(
         "--workers",
         type=positive_int,
         default=1,
         metavar="N",
-        help="encoding processes; 1 encodes in the threads of one process (default: 1)",
+        help="processes that build shards; 1 is this process, which encodes in threads on all "
+        "cores (default: 1)",
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        metavar="R",
+        help="of several such commands with one --output, on as many nodes: which this is; taken "
+        "from torchrun, Slurm or a Kubernetes indexed job by itself",
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="W", help="how many such commands there are"
     )
     parser.add_argument(
         "--encoder",
@@ -56,22 +69,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tokenize and print a summary. Raises DataError; then nothing is left behind."""
-    from bigtrain.data.building import DEFAULT_SHARD_TOKENS, BuildRequest, build_dataset
+    """Tokenize and print a summary. Raises DataError; then only finished work is left behind."""
+    from bigtrain.data.building import BuildRequest, build_dataset
+    from bigtrain.data.manifest import DEFAULT_SHARD_BYTES
+    from bigtrain.data.shares import find_share
 
+    reading = reading_of(args)
     started_at = time.monotonic()
     result = build_dataset(
         BuildRequest(
-            selection=selection_of(args),
+            selection=reading.selection,
             tokenizer=args.tokenizer,
             output=args.output,
-            text_key=args.text_key,
+            text_keys=reading.text_keys,
             held_out=args.held_out,
-            shard_tokens=args.shard_tokens or DEFAULT_SHARD_TOKENS,
-            workers=args.workers,
-            skip_bad=args.skip_bad,
+            shard_bytes=args.shard_size or DEFAULT_SHARD_BYTES,
+            max_document_bytes=reading.max_document_bytes,
+            max_bad_fraction=args.max_bad_fraction,
             encoder=args.encoder,
             parse_special_tokens=args.parse_special_tokens,
+            workers=args.workers,
+            share=find_share(os.environ, args.rank, args.world_size),
         )
     )
     if result.already_finished:
@@ -103,7 +121,8 @@ def summary(output: Path, manifest: Manifest) -> str:
     if manifest.options.held_out and not manifest.num_documents("held_out"):
         lines.append("  held_out: no document fell into it; with few documents that may happen")
     if manifest.skipped_documents:
-        lines.append(f"  skipped:  {manifest.skipped_documents:,} unreadable documents")
+        count = f"{manifest.skipped_documents:,}"
+        lines.append(f"  skipped:  {count} unreadable documents, listed in errors.jsonl")
     return "\n".join(lines)
 
 

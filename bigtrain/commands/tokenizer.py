@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigtrain.commands.arguments import add_input_arguments, positive_int, selection_of
+from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of
 
 if TYPE_CHECKING:
-    from bigtrain.data.sources import DocumentReader
+    from bigtrain.data.documents import DocumentReader
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, save and print a summary. Raises DataError; then nothing is left behind."""
+    from bigtrain.data.bad_documents import BadDocument, Rejects, require_few
     from bigtrain.data.directories import new_directory, require_free
-    from bigtrain.data.sources import DocumentReader, Rejects, find_sources
+    from bigtrain.data.documents import DocumentReader
+    from bigtrain.data.sources import find_sources
     from bigtrain.data.tokenization import train_tokenizer
 
     require_free(args.output)
-    selection = selection_of(args)
-    rejects = Rejects(args.skip_bad)
-    reader = DocumentReader(find_sources(selection), selection, args.text_key, rejects)
+    reading = reading_of(args)
+    bad: list[BadDocument] = []
+    rejects = Rejects(args.max_bad_fraction > 0, lambda one: bad.append(one) if not bad else None)
+    reader = DocumentReader(find_sources(reading.selection), reading, rejects)
     tokenizer = train_tokenizer(_with_progress(reader), args.vocab_size)
+    if bad:
+        require_few(rejects.count, reader.num_documents, args.max_bad_fraction, str(bad[0]))
     with new_directory(args.output) as directory:
         tokenizer.save(directory)
     skipped = f", {rejects.count:,} unreadable documents skipped" if rejects.count else ""
@@ -57,11 +62,9 @@ def run(args: argparse.Namespace) -> int:
 def _with_progress(reader: DocumentReader) -> Iterator[list[str]]:
     from tqdm import tqdm
 
-    from bigtrain.data.building import text_batches
-
     with tqdm(
         total=reader.total_bytes, unit="B", unit_scale=True, desc="read", disable=None
     ) as bar:
-        for batch in text_batches(reader):
+        for batch in reader.text_batches():
             yield batch
             bar.update(reader.bytes_done - bar.n)

@@ -1,75 +1,82 @@
-"""From documents to a finished dataset: read, encode, write in order, manifest last.
+"""From a request to a finished dataset, begun or gone on with, alone or beside other processes.
 
-Reading and writing are this process's, while encoding goes on either in its threads (on all cores,
-which the libraries use by themselves) or in worker processes. The order of the documents is the
-inputs', and shards are cut by tokens alone, so the bytes do not depend on the number of workers.
+The input is cut into units (`planning`), each of which somebody builds (`workers`, `unit_building`)
+and records (`workspace`); whoever finds all records makes the dataset of them (`assembly`). Every
+process does the same with the same arguments, so any of them may be killed and started again.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-import xxhash
-from tqdm import tqdm
-
-from bigtrain.data.directories import new_directory, require_free
-from bigtrain.data.encoders import (
-    Checks,
-    CheckSampler,
-    Choice,
-    Encoder,
-    EncoderError,
-    EncoderQueue,
-    choose_encoder,
-)
+from bigtrain.data.assembly import CLAIM, EmptyDataset, Finish, planned, undo
+from bigtrain.data.directories import make_parents, require_free
+from bigtrain.data.documents import ReadOptions
+from bigtrain.data.encoders import Choice, EncoderError, EncoderQueue, choose_encoder
 from bigtrain.data.manifest import (
-    MANIFEST_NAME,
+    DEFAULT_MAX_DOCUMENT_BYTES,
+    DEFAULT_SHARD_BYTES,
+    ERRORS_NAME,
     TOKENIZER_DIRECTORY,
+    WORK_DIRECTORY,
     Manifest,
     OptionsRecord,
-    ShardRecord,
-    Split,
-    TokenizerRecord,
     read_manifest,
-    write_manifest,
 )
-from bigtrain.data.shards import ShardWriter, Tokens, open_dataset, token_dtype
-from bigtrain.data.sources import DocumentReader, Rejects, Selection, Source, find_sources
+from bigtrain.data.planning import plan_key, plan_units
+from bigtrain.data.progress import Progress
+from bigtrain.data.shards import open_dataset, token_dtype
+from bigtrain.data.shares import Share
+from bigtrain.data.sources import Selection, Source, find_sources
 from bigtrain.data.tokenization import Tokenizer, load_tokenizer
+from bigtrain.data.tokenizer_files import fingerprint
+from bigtrain.data.unit_building import Job
+from bigtrain.data.workers import Round, new_token, run_round
+from bigtrain.data.workspace import UnitRecord, Workspace
 from bigtrain.errors import DataError
 
-DEFAULT_SHARD_TOKENS = 1 << 28
-BATCH_BYTES = 1 << 20
-BATCH_DOCUMENTS = 2048
-ENCODING_THREADS = 2
-"""Batches encoded at once in one process: while one is put together the other has the cores."""
+POLL_S = 0.5
+OWN_NAMES = re.compile(
+    rf"(train|held_out)-\d+\.(bin|idx)|{ERRORS_NAME}|{TOKENIZER_DIRECTORY}"
+    rf"|{re.escape(WORK_DIRECTORY)}(\.\w+\.partial)?"
+)
+"""What a dataset that is not finished may consist of."""
 
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What `bigtrain tokenize` was asked for."""
+    """What `bigtrain tokenize` was asked for. `workers` and `share` do not change the result."""
 
     selection: Selection
     tokenizer: str
     output: Path
-    text_key: str = "text"
+    text_keys: tuple[str, ...] = ("text",)
     held_out: float = 0.0
-    shard_tokens: int = DEFAULT_SHARD_TOKENS
-    workers: int = 1
-    skip_bad: bool = False
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
+    max_bad_fraction: float = 0.0
     encoder: Choice = "auto"
     parse_special_tokens: bool = False
+    workers: int = 1
+    share: Share = field(default_factory=Share)
+
+    def options(self) -> OptionsRecord:
+        """As the manifest says it."""
+        return OptionsRecord(
+            text_keys=self.text_keys,
+            held_out=self.held_out,
+            shard_bytes=self.shard_bytes,
+            max_document_bytes=self.max_document_bytes,
+            max_bad_fraction=self.max_bad_fraction,
+            parse_special_tokens=self.parse_special_tokens,
+            dataset_config=self.selection.dataset_config,
+            dataset_split=self.selection.dataset_split,
+        )
 
 
 @dataclass(frozen=True)
@@ -80,65 +87,24 @@ class BuildResult:
     already_finished: bool
 
 
-def build_dataset(request: BuildRequest) -> BuildResult:
+def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None) -> BuildResult:
     """Tokenize `request.selection` into `request.output`.
 
     An output that is the finished dataset of the same inputs (by path, size and time), tokenizer
-    and options is left alone. Raises DataError for anything wrong, and then leaves nothing behind.
+    and options is left alone; one that was begun is gone on with. Raises DataError for anything
+    wrong: units that are finished by then are kept, without any nothing is left behind. `pause`
+    passes the time while other processes work (default: sleep).
     """
     sources = find_sources(request.selection)
     _refuse_output_among_inputs(request.output, sources)
-    if not (request.output / MANIFEST_NAME).exists():
-        require_free(request.output)
-    tokenizer = load_tokenizer(request.tokenizer)
-    options = OptionsRecord(
-        text_key=request.text_key,
-        held_out=request.held_out,
-        shard_tokens=request.shard_tokens,
-        skip_bad=request.skip_bad,
-        parse_special_tokens=request.parse_special_tokens,
-    )
-    if (request.output / MANIFEST_NAME).exists():
-        manifest = _finished(request.output, sources, tokenizer, options)
-        return BuildResult(manifest, already_finished=True)
-    encoders = choose_encoder(
-        tokenizer.encoder(request.parse_special_tokens),
-        request.encoder,
-        read_once=any(_is_read_once(source) for source in sources),
-    )
-    with new_directory(request.output) as directory:
-        while True:
-            rejects = Rejects(request.skip_bad)
-            reader = DocumentReader(sources, request.selection, request.text_key, rejects)
-            try:
-                splits = _write_splits(reader, tokenizer, encoders, request, directory)
-                break
-            except EncoderError as error:
-                # What it wrote so far may be wrong as well: the next one begins from the start.
-                encoders.reject(str(error))
-        manifest = Manifest(
-            tokenizer=TokenizerRecord(
-                name=tokenizer.name,
-                hash=tokenizer.hash,
-                vocab_size=tokenizer.vocab_size,
-                end_of_document_id=tokenizer.end_of_document_id,
-                engine=encoders.current.engine(),
-                engine_reason=encoders.reason,
-            ),
-            token_dtype=token_dtype(tokenizer.vocab_size),
-            sources=tuple(source.record for source in sources),
-            options=options,
-            skipped_documents=rejects.count,
-            splits=splits,
-        )
-        if not manifest.num_tokens("train"):
-            raise DataError(
-                f"there is no training token in the input: {manifest.num_documents('train')} "
-                f"training documents, {manifest.num_documents('held_out')} held-out documents with "
-                f"{manifest.num_tokens('held_out')} tokens, {rejects.count} skipped"
-            )
-        tokenizer.save(directory / TOKENIZER_DIRECTORY)
-        write_manifest(directory, manifest)
+    workspace = Workspace(request.output, new_token())
+    if workspace.is_finished():
+        return BuildResult(_finished(request, sources, workspace), already_finished=True)
+    _require_own(request.output)
+    build = _Build(request, sources, load_tokenizer(request.tokenizer), workspace)
+    build.pause = pause or (lambda: time.sleep(POLL_S))
+    with _work_folder(workspace):
+        manifest = build.run()
     return BuildResult(manifest, already_finished=False)
 
 
@@ -149,22 +115,30 @@ def _refuse_output_among_inputs(output: Path, sources: Sequence[Source]) -> None
             raise DataError(f"--output {output} is one of the inputs")
 
 
-def _is_read_once(source: Source) -> bool:
-    path = Path(source.path)
-    return path.exists() and not path.is_file() and not path.is_dir()
+def _require_own(output: Path) -> None:
+    """Raises DataError where `output` holds anything but an unfinished dataset."""
+    if not (output / WORK_DIRECTORY).is_dir():
+        require_free(output)
+        return
+    for path in output.iterdir():
+        if not OWN_NAMES.fullmatch(path.name):
+            raise DataError(
+                f"{path} is not part of the unfinished dataset in {output}; nothing was written -> "
+                "name another --output, or remove it first"
+            )
 
 
-def _finished(
-    output: Path, sources: Sequence[Source], tokenizer: Tokenizer, options: OptionsRecord
-) -> Manifest:
-    """The manifest in `output`, if it is of this input. Raises DataError saying what differs."""
+def _finished(request: BuildRequest, sources: Sequence[Source], workspace: Workspace) -> Manifest:
+    """The manifest in the output, if it is of this input. Raises DataError saying what differs."""
+    output = request.output
     manifest = read_manifest(output)
+    known = tuple(source.model_copy(update={"parts": ()}) for source in manifest.sources)
     different = [
         what
         for what, same in (
-            ("input files", manifest.sources == tuple(source.record for source in sources)),
-            ("tokenizer", manifest.tokenizer.hash == tokenizer.hash),
-            ("options", manifest.options == options),
+            ("input files", known == tuple(source.record for source in sources)),
+            ("tokenizer", _is_same_tokenizer(manifest, request.tokenizer)),
+            ("options", manifest.options == request.options()),
         )
         if not same
     ]
@@ -174,247 +148,144 @@ def _finished(
             "name another --output, or remove it first"
         )
     open_dataset(output, check="sizes")
+    workspace.remove()
     return manifest
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each."""
-
-    tokens: Tokens
-    lengths: npt.NDArray[np.int64]
-    held_out: npt.NDArray[np.bool_]
-    text_bytes: npt.NDArray[np.int64]
+def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:
+    """By its files; where these differ it is loaded, which takes seconds."""
+    found = fingerprint(name)
+    if found is not None and found == manifest.tokenizer.files_xxh3:
+        return True
+    return load_tokenizer(name).hash == manifest.tokenizer.hash
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """Documents as UTF-8, and what of them is compared with the reference."""
-
-    contents: list[bytes]
-    checks: Checks
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What encoding needs besides the texts; sent to each worker once."""
-
-    encoder: Encoder
-    reference: Encoder
-    dtype: Literal["uint16", "int32"]
-    held_out: float
-
-    def run(self, texts: _Texts) -> _Batch:
-        """Raises EncoderError where the encoder is wrong or fails."""
-        contents = texts.contents
-        encoded = self.encoder.encode_utf8(contents)
-        texts.checks.run(self.encoder, self.reference, contents, encoded)
-        return _Batch(
-            encoded.tokens.astype(self.dtype),
-            encoded.lengths,
-            self._held_out(contents),
-            np.fromiter(map(len, contents), np.int64, len(contents)),
-        )
-
-    def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        if not self.held_out:
-            return np.zeros(len(contents), bool)
-        return np.fromiter((is_held_out(c, self.held_out) for c in contents), bool, len(contents))
-
-
-def is_held_out(content: bytes, fraction: float) -> bool:
-    """Whether the document with UTF-8 `content` belongs to the held-out split.
-
-    Decided by the document alone, so the split stands when data is appended, and a duplicate is
-    on the same side as its original.
-    """
-    return xxhash.xxh3_64_intdigest(content) < int(fraction * 2**64)
+@contextmanager
+def _work_folder(workspace: Workspace) -> Iterator[None]:
+    """The work folder exists; after an exception it goes, unless there is work in it."""
+    created: list[Path] = []
+    try:
+        try:
+            created = make_parents(workspace.directory)
+        except OSError as error:
+            raise DataError(f"{workspace.output} cannot be written: {error}") from error
+        yield
+    except BaseException as error:
+        if isinstance(error, EmptyDataset) or not workspace.has_work():
+            workspace.remove()
+        elif isinstance(error, DataError):
+            raise DataError(f"{error} (finished parts are kept for the next start)") from error
+        for parent in reversed(created[:-1]):
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
 
 
 @dataclass
-class _SplitWriter:
-    """Writes one split, beginning a new shard before a document that would overfill this one."""
+class _Build:
+    """One process's way from a plan to the dataset."""
 
-    directory: Path
-    split: Split
-    dtype: Literal["uint16", "int32"]
-    shard_tokens: int
-    records: list[ShardRecord] = field(default_factory=list)
-    current: ShardWriter | None = None
+    request: BuildRequest
+    sources: Sequence[Source]
+    tokenizer: Tokenizer
+    workspace: Workspace
+    pause: Callable[[], None] = time.sleep  # type: ignore[assignment]
 
-    def add(
-        self, tokens: Tokens, lengths: npt.NDArray[np.int64], text_bytes: npt.NDArray[np.int64]
-    ) -> None:
-        first, token = 0, 0
-        ends = np.cumsum(lengths)
-        while first < len(lengths):
-            if self.current is None:
-                name = f"{self.split}-{len(self.records):05d}"
-                self.current = ShardWriter(self.directory, name, self.dtype)
-            room = max(0, self.shard_tokens - self.current.num_tokens)
-            last = int(np.searchsorted(ends, token + room, side="right"))
-            if last == first and not self.current.num_tokens:
-                last = first + 1  # a document longer than a shard has one of its own
-            if last > first:
-                end = int(ends[last - 1])
-                self.current.add(
-                    tokens[token:end], lengths[first:last], int(text_bytes[first:last].sum())
-                )
-                first, token = last, end
-            if first < len(lengths):
-                self.close()
+    def __post_init__(self) -> None:
+        request, tokenizer = self.request, self.tokenizer
+        self.reading = ReadOptions(request.selection, request.text_keys, request.max_document_bytes)
+        identity = (tokenizer.hash, request.held_out, request.parse_special_tokens)
+        self.units = plan_units(self.sources, self.reading, request.shard_bytes, identity)
+        self.plan = plan_key(self.units)
+        self.encoders: EncoderQueue | None = None
 
-    def close(self) -> None:
-        if self.current is not None:
-            self.records.append(self.current.close())
-            self.current = None
+    def run(self) -> Manifest:
+        """Work until the dataset is there, whoever finishes it."""
+        try:
+            return self._run()
+        except FileNotFoundError:
+            # Another process finished the dataset and removed the work folder meanwhile.
+            if self.workspace.is_finished():
+                return self._of_others()
+            raise
 
-    def discard(self) -> None:
-        """Remove every file this split has."""
-        if self.current is not None:
-            self.current.discard()
-        for record in self.records:
-            for suffix in ("bin", "idx"):
-                (self.directory / f"{record.name}.{suffix}").unlink(missing_ok=True)
+    def _run(self) -> Manifest:
+        self._undo_other_assembly()
+        records = self._records()
+        done = sum(unit.num_bytes for unit in self.units if unit.key in records)
+        sizes = [source.record.bytes for source in self.sources]
+        total = 0 if None in sizes else sum(size or 0 for size in sizes)
+        with Progress(total, done, self.request.workers) as progress:
+            while len(records) < len(self.units):
+                if self.workspace.is_finished():
+                    return self._of_others()
+                self._work(records, progress)
+                records = self._records()
+        while not self.workspace.is_finished():
+            with self.workspace.claims.take(CLAIM) as mine:
+                if mine:
+                    return self._finish(records)
+            self.pause()
+        return self._of_others()
 
+    def _records(self) -> dict[str, UnitRecord]:
+        return self.workspace.records(self.units, moved=planned(self.workspace) == self.plan)
 
-def _write_splits(
-    reader: DocumentReader,
-    tokenizer: Tokenizer,
-    encoders: EncoderQueue,
-    request: BuildRequest,
-    directory: Path,
-) -> dict[Split, tuple[ShardRecord, ...]]:
-    """Raises EncoderError where the current encoder is found wrong; then no file is left."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    job = _Job(encoders.current, encoders.reference, dtype, request.held_out)
-    splits: tuple[Split, ...] = ("train", "held_out")
-    writers = {
-        split: _SplitWriter(directory, split, dtype, request.shard_tokens) for split in splits
-    }
-    sampler = None if encoders.is_reference else CheckSampler()
-    try:
-        _fill(writers, reader, sampler, job, request.workers)
-    except BaseException:
-        for writer in writers.values():
-            writer.discard()
-        raise
-    return {
-        split: tuple(writer.records)
-        for split, writer in writers.items()
-        if writer.records or split == "train"
-    }
+    def _work(self, records: dict[str, UnitRecord], progress: Progress) -> None:
+        """One round of workers over what is not done, or a pause where others are at it."""
+        left = tuple(unit for unit in self.units if unit.key not in records)
+        claims = self.workspace.claims
+        if all(claims.is_live(unit.key) for unit in left):
+            progress.wait_for_others(len(left))
+            self.pause()
+            return
+        self.workspace.drop_records(unit.key for unit in left)
+        encoders = self._trusted_encoders()
+        job = Job(
+            encoders.current,
+            encoders.reference,
+            encoders.reason,
+            token_dtype(self.tokenizer.vocab_size),
+            self.request.held_out,
+            self.reading,
+            allow_bad=self.request.max_bad_fraction > 0,
+        )
+        work = Round(left, self.request.share, job, self.workspace)
+        try:
+            run_round(work, self.request.workers, progress)
+        except EncoderError as error:
+            # What it wrote so far may be wrong as well: every unit of it is done again.
+            self.workspace.reject(encoders.current.engine(), str(error))
+        finally:
+            progress.end_round()
 
+    def _trusted_encoders(self) -> EncoderQueue:
+        """The current one is not among those that any process has found wrong."""
+        if self.encoders is None:
+            self.encoders = choose_encoder(
+                self.tokenizer.encoder(self.request.parse_special_tokens),
+                self.request.encoder,
+                read_once=any(source.read_once for source in self.sources),
+            )
+        rejected = self.workspace.rejected()
+        while (engine := self.encoders.current.engine()) in rejected:
+            self.encoders.reject(rejected[engine])
+        return self.encoders
 
-def _fill(
-    writers: dict[Split, _SplitWriter],
-    reader: DocumentReader,
-    sampler: CheckSampler | None,
-    job: _Job,
-    workers: int,
-) -> None:
-    num_tokens = 0
-    with tqdm(
-        total=reader.total_bytes, unit="B", unit_scale=True, desc="tokenize", disable=None
-    ) as bar:
-        for batch in _encode(_texts(reader, sampler), job, workers):
-            num_tokens += len(batch.tokens)
-            bar.update(reader.bytes_done - bar.n)
-            bar.set_postfix_str(f"{num_tokens / 1e6:.1f}M tokens", refresh=False)
-            if not batch.held_out.any():
-                writers["train"].add(batch.tokens, batch.lengths, batch.text_bytes)
-                continue
-            of_document = np.repeat(batch.held_out, batch.lengths)
-            for split, writer in writers.items():
-                wanted = split == "held_out"
-                documents = batch.held_out == wanted
-                writer.add(
-                    batch.tokens[of_document == wanted],
-                    batch.lengths[documents],
-                    batch.text_bytes[documents],
-                )
-    for writer in writers.values():
-        writer.close()
+    def _finish(self, records: dict[str, UnitRecord]) -> Manifest:
+        finish = Finish(
+            self.workspace, self.sources, self.units, self.tokenizer, self.request.options()
+        )
+        return finish.run(records)
 
+    def _of_others(self) -> Manifest:
+        return _finished(self.request, self.sources, self.workspace)
 
-def _texts(reader: DocumentReader, sampler: CheckSampler | None) -> Iterator[_Texts]:
-    for contents in _content_batches(reader):
-        yield _Texts(contents, sampler.choose(contents) if sampler else Checks())
-
-
-def _content_batches(reader: DocumentReader) -> Iterator[list[bytes]]:
-    """The documents of `reader` in lists of about a million bytes, at least one each."""
-    batch: list[bytes] = []
-    size = 0
-    for block in reader.blocks():
-        for content in block:
-            batch.append(content)
-            size += len(content)
-            if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def text_batches(reader: DocumentReader) -> Iterator[list[str]]:
-    """The documents of `reader` as texts, in lists of about a million bytes."""
-    for contents in _content_batches(reader):
-        yield [content.decode("utf-8") for content in contents]
-
-
-def _encode(batches: Iterator[_Texts], job: _Job, workers: int) -> Iterator[_Batch]:
-    """Encoded `batches`, in order, while this process reads and writes.
-
-    Never more than two batches per worker or thread are under way.
-    """
-    pool: Executor
-    if workers == 1:
-        job.encoder.encode_utf8([])  # loaded once, not by every thread
-        num_encoding = ENCODING_THREADS
-        pool, run = ThreadPoolExecutor(num_encoding), job.run
-    else:
-        # Not fork: the threads of a tokenizer that was already used do not survive it.
-        context = multiprocessing.get_context("spawn")
-        num_encoding = workers
-        pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job,))
-        run = _run_in_worker
-    pending: deque[Future[_Batch]] = deque()
-    try:
-        for batch in batches:
-            pending.append(pool.submit(run, batch))
-            if len(pending) >= 2 * num_encoding:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a tokenizing process died, most likely for want of memory -> fewer --workers"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-_worker_state: dict[str, Any] = {}
-
-
-def _start_worker(job: _Job) -> None:
-    """In a worker: one thread per process, before `tokenizers` is imported and starts more."""
-    os.environ["RAYON_NUM_THREADS"] = "1"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_state["job"] = job
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A pool's worker waits for work for ever when its parent was killed: it holds the pipe open
-    by itself."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _run_in_worker(texts: _Texts) -> _Batch:
-    job: _Job = _worker_state["job"]
-    return job.run(texts)
+    def _undo_other_assembly(self) -> None:
+        """Where one of another plan was cut short. Waits for one that is still going on."""
+        while planned(self.workspace) not in (None, self.plan):
+            with self.workspace.claims.take(CLAIM) as mine:
+                if mine and planned(self.workspace) not in (None, self.plan):
+                    undo(self.workspace)
+                    return
+            self.pause()

@@ -1,4 +1,4 @@
-"""Output directories that exist either whole or not at all."""
+"""Output files and directories that exist either whole or not at all."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def new_directory(path: Path) -> Iterator[Path]:
     lock: int | None = None
     try:
         try:
-            created = _make_parents(path.parent)
+            created = make_parents(path.parent)
             lock = _claim(partial, path)
         except OSError as error:
             raise DataError(f"{path} cannot be written: {error}") from error
         yield partial
-        _sync_tree(partial)
+        sync_tree(partial)
         require_free(path)
         # Renaming over an empty directory is atomic; over anything else it fails.
         partial.rename(path)
@@ -61,7 +61,8 @@ def require_free(path: Path) -> None:
         raise DataError(f"{path} exists and is not a directory -> name another --output")
 
 
-def _make_parents(directory: Path) -> list[Path]:
+def make_parents(directory: Path) -> list[Path]:
+    """Create `directory` and what is missing above it; returns what was, innermost last."""
     missing = [p for p in (directory, *directory.parents) if not p.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     return list(reversed(missing))
@@ -96,7 +97,8 @@ def _clear(directory: Path) -> None:
             entry.unlink()
 
 
-def _sync_tree(directory: Path) -> None:
+def sync_tree(directory: Path) -> None:
+    """fsync all files and folders of `directory`."""
     for root, _, files in os.walk(directory):
         for name in files:
             sync_to_disk(Path(root, name))
@@ -110,3 +112,18 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes, draft: Path | None = None) -> None:
+    """Write `path` so that it is there whole or not at all, and stays after a crash.
+
+    `draft`: where it is written first, on the same file system, and a name of its own for each of
+    several processes that may write `path` at once (default: beside it).
+    """
+    draft = draft or path.with_name(f"{path.name}.partial")
+    with draft.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+    sync_to_disk(path.parent)

@@ -8,6 +8,8 @@
       train-00000.mask                  which tokens are targets, of chat data alone
       held_out-00000.bin  ...
       tokenizer/                        what made the tokens, loadable by AutoTokenizer
+      errors.jsonl                      documents that were left out, if any
+      .units/                           work so far, of a dataset that is not finished yet
 """
 
 from __future__ import annotations
@@ -19,12 +21,18 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from bigtrain.data.directories import write_whole
 from bigtrain.errors import DataError
 
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_DIRECTORY = "tokenizer"
+ERRORS_NAME = "errors.jsonl"
+WORK_DIRECTORY = ".units"
 FORMAT: Literal["bigtrain-tokens"] = "bigtrain-tokens"
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
+
+DEFAULT_SHARD_BYTES = 1 << 28
+DEFAULT_MAX_DOCUMENT_BYTES = 1 << 26
 
 Split = Literal["train", "held_out"]
 Count = Annotated[int, Field(ge=0)]
@@ -51,11 +59,30 @@ class TokenizerRecord(Record):
         default="", description="why not the fastest encoder; empty where it was the fastest"
     )
 
+    files_xxh3: Checksum | None = Field(
+        default=None, description="`bigtrain.data.tokenizer_files.fingerprint` of the files"
+    )
+
     @model_validator(mode="after")
     def _id_in_vocabulary(self) -> Self:
         if self.end_of_document_id >= self.vocab_size:
             raise ValueError("end_of_document_id is not below vocab_size")
         return self
+
+
+class PartRecord(Record):
+    """What was read of a source for one shard.
+
+    `begin` and `end` are bytes of a file of lines, row groups of a parquet file, record batches of
+    an arrow file, rows of a saved dataset, shards of a streamed one; no `end`: all of it.
+    """
+
+    begin: Count = 0
+    end: Count | None = None
+    xxh3: Checksum = Field(
+        description="XXH3-64 of the bytes from begin to end, as they lie in the file; of parquet, "
+        "arrow and datasets: of the documents' UTF-8"
+    )
 
 
 class SourceRecord(Record):
@@ -65,16 +92,20 @@ class SourceRecord(Record):
     bytes: Count | None = None
     modified_ns: int | None = None
     revision: str | None = Field(default=None, description="of a dataset: commit or fingerprint")
+    parts: tuple[PartRecord, ...] = Field(default=(), strict=False)
 
 
 class OptionsRecord(Record):
     """What else decides the contents of the shards."""
 
-    text_key: str
-    held_out: Annotated[float, Field(ge=0, le=1)]
-    shard_tokens: Annotated[int, Field(ge=1)]
-    skip_bad: bool
+    text_keys: tuple[str, ...] = Field(default=("text",), strict=False, min_length=1)
+    held_out: Annotated[float, Field(ge=0, le=1)] = 0.0
+    shard_bytes: Annotated[int, Field(ge=1)] = DEFAULT_SHARD_BYTES
+    max_document_bytes: Annotated[int, Field(ge=1)] = DEFAULT_MAX_DOCUMENT_BYTES
+    max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     parse_special_tokens: bool = False
+    dataset_config: str | None = None
+    dataset_split: str = "train"
 
 
 class ShardRecord(Record):
@@ -105,7 +136,7 @@ class Manifest(Record):
     """The whole of `manifest.json`."""
 
     format: Literal["bigtrain-tokens"] = FORMAT
-    version: Literal[1] = VERSION
+    version: Literal[2] = VERSION
     tokenizer: TokenizerRecord
     token_dtype: Literal["uint16", "int32"]
     sources: tuple[SourceRecord, ...] = Field(strict=False)
@@ -148,15 +179,12 @@ class Manifest(Record):
         return sum(shard.documents for shard in self.shards(split))
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `manifest.json` under a temporary name and rename it into place."""
-    temporary = directory / f"{MANIFEST_NAME}.partial"
-    with temporary.open("w", encoding="utf-8") as file:
-        # What is not there has no key: a dataset without masks says nothing of them.
-        tree = manifest.model_dump(mode="json", exclude_none=True)
-        file.write(json.dumps(tree, indent=1, ensure_ascii=False))
-        file.write("\n")
-    temporary.rename(directory / MANIFEST_NAME)
+def write_manifest(directory: Path, manifest: Manifest, draft: Path | None = None) -> None:
+    """Write `manifest.json`, which makes `directory` a dataset; `draft` as of `write_whole`."""
+    # What is not there has no key: a dataset without masks says nothing of them.
+    tree = manifest.model_dump(mode="json", exclude_none=True)
+    content = json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
+    write_whole(directory / MANIFEST_NAME, content.encode("utf-8"), draft)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -172,9 +200,11 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
+        remedy = "make it with `bigtrain tokenize --output`"
+        if (directory / WORK_DIRECTORY).is_dir():
+            remedy = "start the same `bigtrain tokenize` again: it finishes what was begun"
         raise DataError(
-            f"{directory} is not a finished token dataset: it has no {MANIFEST_NAME} -> make it "
-            "with `bigtrain tokenize --output`"
+            f"{directory} is not a finished token dataset: it has no {MANIFEST_NAME} -> {remedy}"
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error

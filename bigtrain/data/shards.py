@@ -466,6 +466,28 @@ def _open_shard(directory: Path, record: ShardRecord, manifest: Manifest, check:
     return shard
 
 
+def damaged_files(path: str | Path) -> list[str]:
+    """What is wrong with each file of the dataset in directory `path`, by its checksum.
+
+    Reads all of it. Raises DataError where there is no dataset.
+    """
+    directory, problems = Path(path), []
+    for shards in read_manifest(directory).splits.values():
+        for record in shards:
+            checksums = {"bin": record.xxh3, "idx": record.index_xxh3}
+            for suffix, checksum in checksums.items():
+                file = directory / f"{record.name}.{suffix}"
+                try:
+                    if file_checksum(file) != checksum:
+                        problems.append(
+                            f"{file} is damaged: its checksum is not the manifest's -> tokenize "
+                            "again"
+                        )
+                except OSError as error:
+                    problems.append(f"{file} cannot be read: {error.strerror or error}")
+    return problems
+
+
 def file_checksum(path: Path) -> str:
     """XXH3-64 of a file as 16 hexadecimal digits."""
     digest = xxhash.xxh3_64()

@@ -50,9 +50,7 @@ def write_dataset(
             ),
             token_dtype=dtype,
             sources=(),
-            options=OptionsRecord(
-                text_key="text", held_out=0.1, shard_tokens=1 << 30, skip_bad=False
-            ),
+            options=OptionsRecord(held_out=0.1),
             splits=splits,
         ),
     )

@@ -166,12 +166,12 @@ def test_a_wrong_encoder_is_found_in_the_middle(
     wrong: type[Encoder], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [f"document {n} of many" for n in range(2500)]
-    texts[2000] = "a zebra"  # the next one that is compared after number 1000
+    texts[2100] = "a zebra"  # among the first 64 of the last unit, which are compared
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     command = ["tokenize", "--input", str(source), "--tokenizer", str(saved)]
-    command += ["--held-out", "0.1", "--shard-tokens", "9000"]
-    monkeypatch.setattr("bigtrain.data.building.BATCH_BYTES", 5000)
+    command += ["--held-out", "0.1", "--shard-size", "15000"]
+    monkeypatch.setattr("bigtrain.data.documents.BATCH_BYTES", 5000)
     assert main([*command, "--output", str(tmp_path / "a"), "--encoder", "reference"]) == 0
     monkeypatch.setitem(FAST_ENCODERS, "gigatoken", wrong)
     assert main([*command, "--output", str(tmp_path / "b")]) == 0

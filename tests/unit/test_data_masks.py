@@ -42,7 +42,7 @@ def write_masked(directory: Path) -> Path:
         ),
         token_dtype="uint16",
         sources=(),
-        options=OptionsRecord(text_key="text", held_out=0.0, shard_tokens=100, skip_bad=False),
+        options=OptionsRecord(),
         splits={"train": (record,)},
     )
     write_manifest(directory, manifest)

@@ -176,9 +176,9 @@ def test_empty_dataset(damaged: Path) -> None:
 
 def test_manifest_of_another_version(damaged: Path) -> None:
     tree = json.loads((damaged / MANIFEST_NAME).read_text())
-    tree["version"] = 2
+    tree["version"] = 1
     (damaged / MANIFEST_NAME).write_text(json.dumps(tree))
-    with pytest.raises(DataError, match="has format version 2; this bigtrain reads 1"):
+    with pytest.raises(DataError, match="has format version 1; this bigtrain reads 2"):
         read_manifest(damaged)
 
 

@@ -15,7 +15,9 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from bigtrain.data.sources import DocumentReader, Rejects, Selection, find_sources
+from bigtrain.data.bad_documents import BadDocument, Rejects
+from bigtrain.data.documents import DocumentReader, ReadOptions
+from bigtrain.data.sources import Selection, find_sources
 from bigtrain.errors import DataError
 
 TEXTS = ["first\r\n", "", "zweite Zeile äöü", "第三 \u2028 line", 'tab\tand \\ quote" \0 nul']
@@ -30,10 +32,17 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def read(
-    *inputs: Path | str, text_key: str = "text", skip: bool = False, **selection: Any
+    *inputs: Path | str,
+    text_key: str = "text",
+    skip: bool = False,
+    limit: int = 1 << 20,
+    bad: list[BadDocument] | None = None,
+    **selection: Any,
 ) -> list[str]:
     chosen = Selection(inputs=[str(i) for i in inputs], **selection)
-    reader = DocumentReader(find_sources(chosen), chosen, text_key, Rejects(skip))
+    options = ReadOptions(chosen, tuple(text_key.split(",")), limit)
+    rejects = Rejects(skip, (bad if bad is not None else []).append)
+    reader = DocumentReader(find_sources(chosen), options, rejects)
     documents = list(reader)
     assert reader.total_bytes is None or reader.bytes_done == reader.total_bytes
     return documents

@@ -1,0 +1,121 @@
+"""Lines of streams and of byte ranges of files, in memory bounded by the longest line allowed.
+
+A file is cut at any bytes: the lines of a range [begin, end) are those that start in it, so every
+line belongs to exactly one range, and the ranges can be read in any order by anybody.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import IO, Any, Protocol
+
+BLOCK_BYTES = 1 << 20
+
+
+class Digest(Protocol):
+    """A hash that is being computed."""
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        """Go on with `data`."""
+
+
+class HashingReader(io.RawIOBase):
+    """`raw`, whose bytes go into `digest` as they are read."""
+
+    def __init__(self, raw: IO[bytes], digest: Digest) -> None:
+        self._raw: Any = raw
+        self._digest = digest
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """As of any raw stream."""
+        count = int(self._raw.readinto(buffer))
+        self._digest.update(memoryview(buffer)[:count])
+        return count
+
+    def drain(self) -> None:
+        """Read to the end, for the hash."""
+        while self.read(BLOCK_BYTES):
+            pass
+
+
+def stream_chunks(stream: IO[bytes]) -> Iterator[bytes]:
+    """All of `stream` in blocks."""
+    while chunk := stream.read(BLOCK_BYTES):
+        yield chunk
+
+
+def range_chunks(file: IO[bytes], begin: int, end: int, digest: Digest) -> Iterator[bytes]:
+    """The bytes of the lines of `file` that start in [begin, end), which must lie in the file.
+
+    `digest` is given the bytes of [begin, end) itself. Raises EOFError where the file is shorter.
+    """
+    inside_line = begin > 0 and _byte_before(file, begin) != b"\n"
+    file.seek(begin)
+    position, unfinished = begin, False
+    while position < end:
+        chunk = file.read(min(BLOCK_BYTES, end - position))
+        if not chunk:
+            raise EOFError(f"it ends at byte {position}, before byte {end}")
+        digest.update(chunk)
+        position += len(chunk)
+        if inside_line:  # that began in the range before
+            _, newline, chunk = chunk.partition(b"\n")
+            inside_line = not newline
+        if chunk:
+            unfinished = not chunk.endswith(b"\n")
+            yield chunk
+    while unfinished and (chunk := file.read(BLOCK_BYTES)):
+        head, newline, _ = chunk.partition(b"\n")
+        unfinished = not newline
+        yield head + newline
+
+
+def split_lines(chunks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes | None]]:
+    """The lines in `chunks` without their ends, in lists of those that came together.
+
+    A line of more than `max_bytes` is None and is never held whole.
+    """
+    parts: list[bytes] = []  # of the line that has not ended yet
+    size = 0
+    for chunk in chunks:
+        body, newline, rest = chunk.rpartition(b"\n")
+        if newline:
+            first, more, others = body.partition(b"\n")
+            size += len(first)
+            lines: list[bytes | None] = [None if size > max_bytes else b"".join([*parts, first])]
+            if more:
+                lines += others.split(b"\n")
+            # A chunk can hold a line that is too long only where it is longer itself.
+            if len(chunk) > max_bytes:
+                lines = [None if line and len(line) > max_bytes else line for line in lines]
+            yield lines
+            parts, size = [], 0
+        size += len(rest)
+        if size > max_bytes:
+            parts = []
+        elif rest:
+            parts.append(rest)
+    if size:
+        yield [None if size > max_bytes else b"".join(parts)]
+
+
+def count_lines_before(path: str, begin: int) -> int:
+    """How many lines of the file start before byte `begin`. Reads all of them."""
+    count = 0
+    with open(path, "rb", buffering=0) as file:
+        left, last = begin, b"\n"
+        while left and (chunk := file.read(min(BLOCK_BYTES, left))):
+            count += chunk.count(b"\n")
+            left -= len(chunk)
+            last = chunk[-1:]
+    return count + (last != b"\n")
+
+
+def _byte_before(file: IO[bytes], position: int) -> bytes:
+    file.seek(position - 1)
+    return file.read(1)

@@ -1,0 +1,216 @@
+"""Rows of parquet, arrow, csv and Hugging Face datasets: the values of some columns, in blocks.
+
+Every function yields lists of rows, a row being the list of its values (None where a column has
+none), and raises DataError for a file that is damaged and for one without any of the columns.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bigtrain.data.bad_documents import BadDocument, Rejects
+from bigtrain.data.lines import split_lines
+from bigtrain.data.sources import Selection, Source, first_line
+from bigtrain.errors import DataError
+
+ROWS_PER_READ = 256
+
+Rows = list[list[Any]]
+
+
+def parquet_rows(
+    path: str, keys: Sequence[str], begin: int, end: int | None
+) -> Iterator[tuple[int, Rows]]:
+    """(number of the first row, rows) of row groups [begin, end)."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = _columns(path, keys, file.schema_arrow.names)
+            groups = range(begin, file.num_row_groups if end is None else end)
+            row = sum(file.metadata.row_group(i).num_rows for i in range(begin))
+            for batch in file.iter_batches(ROWS_PER_READ, row_groups=groups, columns=columns):
+                yield row, _rows_of(batch, columns)
+                row += batch.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def count_row_groups(path: str) -> list[int]:
+    """Rows of every row group of a parquet file. Raises DataError where it is damaged."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        metadata = parquet.read_metadata(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+    return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+
+def arrow_rows(
+    path: str, keys: Sequence[str], begin: int, end: int | None
+) -> Iterator[tuple[int, Rows]]:
+    """(number of the first row, rows) of record batches [begin, end) of an IPC file or stream.
+
+    A stream can only be read whole: `begin` 0 and no `end`.
+    """
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(path) as mapped:
+            row = 0
+            for number, batch in enumerate(_record_batches(mapped, path)):
+                if begin <= number and (end is None or number < end):
+                    columns = _columns(path, keys, batch.schema.names)
+                    for first in range(0, batch.num_rows, ROWS_PER_READ):
+                        part = batch.slice(first, ROWS_PER_READ)
+                        yield row + first, _rows_of(part, columns)
+                row += batch.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def count_record_batches(path: str) -> int | None:
+    """Record batches of an arrow IPC file; None for a stream, which has no index of them."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(path) as mapped:
+            if not _is_ipc_file(mapped):
+                return None
+            return int(pyarrow.ipc.open_file(mapped).num_record_batches)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def _record_batches(mapped: Any, path: str) -> Iterator[Any]:
+    import pyarrow
+
+    if not _is_ipc_file(mapped):
+        yield from pyarrow.ipc.open_stream(mapped)
+        return
+    reader = pyarrow.ipc.open_file(mapped)
+    for number in range(reader.num_record_batches):
+        yield reader.get_batch(number)
+
+
+def _is_ipc_file(mapped: Any) -> bool:
+    magic = mapped.read(6)
+    mapped.seek(0)
+    return bool(magic == b"ARROW1")
+
+
+def csv_rows(
+    path: str, keys: Sequence[str], chunks: Iterator[bytes], max_bytes: int, rejects: Rejects
+) -> Iterator[tuple[int, Rows]]:
+    """(line number, one row) of a comma-separated file with a header, as RFC 4180 has it.
+
+    A row of another length than the header's is told to `rejects`. What makes the rest of the file
+    ambiguous, a wrong quote or a field of more than `max_bytes` characters, is a DataError in any
+    case. Bytes that are not UTF-8 come as surrogates.
+    """
+    previous_limit = csv.field_size_limit(max_bytes)
+    reader = csv.reader(_csv_lines(path, chunks, max_bytes), strict=True)
+    line = 1
+    try:
+        names = [name.removeprefix("\ufeff") for name in next(reader, [])]
+        columns = [names.index(name) for name in _columns(path, keys, names)]
+        line = reader.line_num + 1
+        for fields in reader:
+            if len(fields) == len(names):
+                yield line, [[fields[column] for column in columns]]
+            elif fields:
+                why = f"{len(fields)} fields, the header has {len(names)}"
+                rejects.add(BadDocument(path, why, line=line))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{path}:{line} cannot be read as csv: {error}") from error
+    finally:
+        csv.field_size_limit(previous_limit)
+
+
+def _csv_lines(path: str, chunks: Iterator[bytes], max_bytes: int) -> Iterator[str]:
+    number = 0
+    for lines in split_lines(chunks, max_bytes):
+        for line in lines:
+            number += 1
+            if line is None:
+                raise DataError(
+                    f"{path}:{number} cannot be read: a line of more than {max_bytes:,} bytes -> "
+                    "--max-document-bytes"
+                )
+            yield line.decode("utf-8", "surrogateescape") + "\n"
+
+
+def dataset_rows(
+    source: Source, selection: Selection, keys: Sequence[str], begin: int, end: int | None
+) -> Iterator[tuple[int, Rows]]:
+    """(number of the first row, rows) of a dataset.
+
+    Of a saved one rows [begin, end), of a streamed one shards [begin, end).
+    """
+    dataset = open_hf_dataset(source, selection)
+    row = 0
+    if source.kind == "saved_dataset":
+        dataset = dataset.with_format(None)
+        if end is not None:
+            dataset, row = dataset.select(range(begin, end)), begin
+    elif source.kind == "hub_dataset" and end is not None:
+        assert end == begin + 1, "one shard of a streamed dataset at a time"
+        dataset = dataset.shard(num_shards=dataset.num_shards, index=begin)
+    if dataset.column_names is not None:
+        dataset = dataset.select_columns(_columns(source.path, keys, dataset.column_names))
+    try:
+        for batch in dataset.iter(ROWS_PER_READ):
+            columns = _columns(source.path, keys, list(batch))
+            rows = [list(values) for values in zip(*(batch[c] for c in columns), strict=True)]
+            yield row, rows
+            row += len(rows)
+    except (DataError, GeneratorExit):
+        raise
+    except Exception as error:  # whatever the builder of a foreign format raises
+        raise DataError(
+            f"{source.path} cannot be read after row {row}: {first_line(error)}"
+        ) from error
+
+
+def open_hf_dataset(source: Source, selection: Selection) -> Any:
+    """The source as a `datasets` object; streamed, so that memory and disk stay free."""
+    import datasets
+
+    split, path = selection.dataset_split, source.path
+    try:
+        if source.kind == "hub_dataset":
+            return datasets.load_dataset(
+                path,
+                selection.dataset_config,
+                split=split,
+                revision=source.record.revision,
+                streaming=True,
+            )
+        if source.kind == "dataset_file":
+            return datasets.load_dataset("json", data_files=[path], split="train", streaming=True)
+        saved = datasets.load_from_disk(path)
+        return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+    except Exception as error:  # whatever the builder of a foreign format raises
+        raise DataError(f"--input {path} cannot be opened: {first_line(error)}") from error
+
+
+def _rows_of(batch: Any, columns: Sequence[str]) -> Rows:
+    values = [batch.column(column).to_pylist() for column in columns]
+    return [list(row) for row in zip(*values, strict=True)]
+
+
+def _columns(path: str, keys: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Those of `keys` that are columns. Raises DataError where none is."""
+    found = [key for key in keys if key in names]
+    if not found:
+        wanted = " or ".join(map(repr, keys))
+        raise DataError(
+            f"{path}: no column {wanted} -> --text-key: {', '.join(sorted(names)[:20]) or 'none'}"
+        )
+    return found

@@ -1,0 +1,235 @@
+"""One unit of work: read its documents, encode them, write its shards, and its record last."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from bigtrain.data.bad_documents import BadDocument, Rejects
+from bigtrain.data.directories import sync_to_disk
+from bigtrain.data.documents import PartReader, ReadOptions, batched
+from bigtrain.data.encoders import Checks, CheckSampler, Encoder
+from bigtrain.data.manifest import ShardRecord, Split
+from bigtrain.data.planning import Unit
+from bigtrain.data.shards import ShardWriter, Tokens
+from bigtrain.data.workspace import PartDone, UnitRecord, Workspace, errors_name, shard_name
+
+ENCODING_THREADS = 2
+"""Batches encoded at once in one process: while one is put together the other has the cores."""
+
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What building needs besides the unit; sent to each worker once.
+
+    `encoder_reason`: why it is no faster one. `allow_bad`: list bad documents instead of stopping.
+    `overlap`: encode in threads while reading and writing go on; without, one thread does it all.
+    """
+
+    encoder: Encoder
+    reference: Encoder
+    encoder_reason: str
+    dtype: Literal["uint16", "int32"]
+    held_out: float
+    reading: ReadOptions
+    allow_bad: bool
+    overlap: bool = True
+
+    def run(self, contents: list[bytes], checks: Checks) -> Batch:
+        """Raises EncoderError where the encoder is wrong or fails."""
+        encoded = self.encoder.encode_utf8(contents)
+        checks.run(self.encoder, self.reference, contents, encoded)
+        return Batch(
+            encoded.tokens.astype(self.dtype),
+            encoded.lengths,
+            self._held_out(contents),
+            np.fromiter(map(len, contents), np.int64, len(contents)),
+        )
+
+    def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        if not self.held_out:
+            return np.zeros(len(contents), bool)
+        return np.fromiter((is_held_out(c, self.held_out) for c in contents), bool, len(contents))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each."""
+
+    tokens: Tokens
+    lengths: npt.NDArray[np.int64]
+    held_out: npt.NDArray[np.bool_]
+    text_bytes: npt.NDArray[np.int64]
+
+
+@dataclass
+class Counts:
+    """What a process has done so far, for people who watch; `path` is what it reads now."""
+
+    num_bytes: int = 0
+    num_tokens: int = 0
+    num_documents: int = 0
+    bad_documents: int = 0
+    path: str = ""
+    part_done: int = 0
+    part_bytes: int = 0
+
+
+def is_held_out(content: bytes, fraction: float) -> bool:
+    """Whether the document with UTF-8 `content` belongs to the held-out split.
+
+    Decided by the document alone, so the split stands when data is appended, and a duplicate is
+    on the same side as its original.
+    """
+    return xxhash.xxh3_64_intdigest(content) < int(fraction * 2**64)
+
+
+def build_unit(
+    unit: Unit, job: Job, workspace: Workspace, counts: Counts, report: Callable[[], None]
+) -> UnitRecord:
+    """Write the shards and the record of `unit` into `workspace`.
+
+    `counts` is kept up to date and `report` called after each batch. Raises DataError for input
+    that cannot be used and EncoderError for an encoder that is wrong; then no file is left.
+    """
+    reader = _UnitReader(unit, job, counts, workspace)
+    with ExitStack() as cleanup:
+        writers = {
+            split: cleanup.enter_context(
+                ShardWriter(
+                    workspace.directory, shard_name(unit.key, workspace.token, split), job.dtype
+                )
+            )
+            for split in (SPLITS if job.held_out else SPLITS[:1])
+        }
+        cleanup.enter_context(reader)
+        for batch in _encoded(reader.batches(), job):
+            _write(batch, writers)
+            counts.num_tokens += len(batch.tokens)
+            counts.num_documents += len(batch.lengths)
+            report()
+        shards = {split: writer.close() for split, writer in writers.items()}
+    return _commit(unit, job, workspace, shards, reader)
+
+
+def _commit(
+    unit: Unit,
+    job: Job,
+    workspace: Workspace,
+    shards: dict[Split, ShardRecord],
+    reader: _UnitReader,
+) -> UnitRecord:
+    """Make the files durable, then say in the record that they are there."""
+    record = UnitRecord(
+        key=unit.key,
+        token=workspace.token,
+        engine=job.encoder.engine(),
+        engine_reason=job.encoder_reason,
+        documents=sum(shard.documents for shard in shards.values()),
+        bad_documents=reader.rejects.count,
+        parts=tuple(reader.done),
+        splits=shards,
+    )
+    for name in record.files:
+        sync_to_disk(workspace.directory / name)
+    sync_to_disk(workspace.directory)
+    workspace.write_record(record)
+    return record
+
+
+class _UnitReader:
+    """Reads the parts of a unit, one after another, and lists its bad documents."""
+
+    def __init__(self, unit: Unit, job: Job, counts: Counts, workspace: Workspace) -> None:
+        self.unit = unit
+        self.job = job
+        self.counts = counts
+        self.done: list[PartDone] = []
+        self.rejects = Rejects(job.allow_bad, self._keep)
+        self._errors_path: Path = workspace.directory / errors_name(unit.key, workspace.token)
+        self._errors: IO[str] | None = None
+
+    def batches(self) -> Iterator[tuple[list[bytes], Checks]]:
+        """The documents, and which of them are compared with the reference."""
+        # Of the reference itself nothing needs a comparison.
+        sampler = None if self.job.encoder is self.job.reference else CheckSampler()
+        for contents in batched(self._blocks()):
+            yield contents, sampler.choose(contents) if sampler else Checks()
+
+    def _blocks(self) -> Iterator[list[bytes]]:
+        counts = self.counts
+        before = counts.num_bytes
+        for part in self.unit.parts:
+            reader = PartReader(part, self.job.reading, self.rejects)
+            counts.path, counts.part_bytes = part.source.path, part.num_bytes
+            for documents in reader.blocks():
+                counts.part_done = min(reader.bytes_done, part.num_bytes)
+                counts.num_bytes = before + counts.part_done
+                yield documents
+            before += part.num_bytes
+            counts.num_bytes, counts.part_done = before, part.num_bytes
+            self.done.append(PartDone(xxh3=reader.checksum(), num_lines=reader.num_lines))
+
+    def _keep(self, bad: BadDocument) -> None:
+        """Lines count from the beginning of the part: `assembly` knows the lines before it."""
+        if self._errors is None:
+            self._errors = self._errors_path.open("w", encoding="utf-8")
+        entry = [len(self.done), bad.path, bad.line, bad.row, bad.reason]
+        self._errors.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        self.counts.bad_documents += 1
+
+    def __enter__(self) -> _UnitReader:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._errors is not None:
+            self._errors.close()
+            if error is not None:
+                self._errors_path.unlink(missing_ok=True)
+
+
+def _encoded(batches: Iterator[tuple[list[bytes], Checks]], job: Job) -> Iterator[Batch]:
+    """The batches encoded, in order. Never more than two per thread are under way."""
+    if not job.overlap:
+        for contents, checks in batches:
+            yield job.run(contents, checks)
+        return
+    job.encoder.encode_utf8([])  # loaded once, not by every thread
+    pending: deque[Future[Batch]] = deque()
+    with ThreadPoolExecutor(ENCODING_THREADS) as pool:
+        try:
+            for contents, checks in batches:
+                pending.append(pool.submit(job.run, contents, checks))
+                if len(pending) >= 2 * ENCODING_THREADS:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _write(batch: Batch, writers: dict[Split, ShardWriter]) -> None:
+    if not batch.held_out.any():
+        writers["train"].add(batch.tokens, batch.lengths, int(batch.text_bytes.sum()))
+        return
+    of_document = np.repeat(batch.held_out, batch.lengths)
+    for split, writer in writers.items():
+        wanted = split == "held_out"
+        documents = batch.held_out == wanted
+        writer.add(
+            batch.tokens[of_document == wanted],
+            batch.lengths[documents],
+            int(batch.text_bytes[documents].sum()),
+        )

@@ -1,0 +1,191 @@
+"""The work folder of a dataset that is not finished: what is done, and what must not be trusted.
+
+::
+
+    OUTPUT/.units/
+      KEY.TOKEN.train.bin  .idx ...  shards of a unit, written by process TOKEN
+      KEY.TOKEN.errors               its bad documents
+      KEY.json                       its record: the unit is done once this names those files
+      KEY.claim                      who works on it, `bigtrain.data.claims`
+      rejected-ENGINE                an encoder found wrong; what it wrote is done again
+      assembly.json                  `bigtrain.data.assembly` has begun
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from bigtrain.data.claims import Claims
+from bigtrain.data.directories import write_whole
+from bigtrain.data.manifest import (
+    MANIFEST_NAME,
+    WORK_DIRECTORY,
+    Checksum,
+    Count,
+    Record,
+    ShardRecord,
+    Split,
+)
+from bigtrain.data.planning import Unit
+
+JOURNAL_NAME = "assembly.json"
+SHARD_SUFFIXES = ("bin", "idx")
+RECORD_OR_CLAIM = re.compile(r"[0-9a-f]{32}\.(json|claim)|assembly\.(json|claim)")
+
+
+class PartDone(Record):
+    """What reading a part found: its checksum, and how many lines started in it."""
+
+    xxh3: Checksum
+    num_lines: Count
+
+
+class UnitRecord(Record):
+    """`KEY.json`. `documents` are the good ones, `token` names the process that wrote the files."""
+
+    key: str
+    token: str
+    engine: str
+    engine_reason: str
+    documents: Count
+    bad_documents: Count
+    parts: tuple[PartDone, ...] = Field(strict=False)
+    splits: dict[Split, ShardRecord]
+
+    @property
+    def files(self) -> list[str]:
+        names = [f"{s.name}.{suffix}" for s in self.splits.values() for suffix in SHARD_SUFFIXES]
+        return [*names, *([self.errors_name] if self.bad_documents else [])]
+
+    @property
+    def errors_name(self) -> str:
+        return errors_name(self.key, self.token)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(shard.tokens for shard in self.splits.values())
+
+
+def shard_name(key: str, token: str, split: Split) -> str:
+    """File name without suffix of a unit's shard."""
+    return f"{key}.{token}.{split}"
+
+
+def errors_name(key: str, token: str) -> str:
+    """File name of a unit's bad documents."""
+    return f"{key}.{token}.errors"
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The work folder of dataset `output`, as process `token` uses it."""
+
+    output: Path
+    token: str
+
+    @property
+    def directory(self) -> Path:
+        return self.output / WORK_DIRECTORY
+
+    @property
+    def claims(self) -> Claims:
+        """Made anew: a claim names the process that asks."""
+        return Claims(self.directory, self.token, self._clean)
+
+    def draft(self, name: str) -> Path:
+        """Where this process writes what will be called `name`, here or in the dataset."""
+        return self.directory / f"{name}.{self.token}.partial"
+
+    def is_finished(self) -> bool:
+        """Whether the dataset is there, so that this folder is or will be gone."""
+        return (self.output / MANIFEST_NAME).exists()
+
+    def is_recorded(self, key: str) -> bool:
+        """Whether unit `key` has a record, whatever it says."""
+        return self._record_path(key).exists()
+
+    def write_record(self, record: UnitRecord) -> None:
+        """What makes the unit done."""
+        content = record.model_dump_json().encode("utf-8")
+        write_whole(self._record_path(record.key), content, self.draft(record.key))
+
+    def records(self, units: Sequence[Unit], moved: bool = False) -> dict[str, UnitRecord]:
+        """Of all units that are done, by key: by an encoder that is trusted, with whole files.
+
+        `moved`: the files are on their way into the dataset, so they are not looked for.
+        """
+        rejected = self.rejected()
+        found = {}
+        for unit in units:
+            record = self._read_record(unit.key)
+            if record is None or record.engine in rejected:
+                continue
+            if moved or self._has_files(record):
+                found[unit.key] = record
+        return found
+
+    def drop_records(self, keys: Iterable[str]) -> None:
+        """Forget units, so that they are done again."""
+        for key in keys:
+            self._record_path(key).unlink(missing_ok=True)
+
+    def rejected(self) -> dict[str, str]:
+        """Engines that were found wrong on this input, and why."""
+        reasons = {}
+        for path in sorted(self.directory.glob("rejected-*.json")):
+            note = json.loads(path.read_bytes())
+            reasons[note["engine"]] = note["reason"]
+        return reasons
+
+    def reject(self, engine: str, reason: str) -> None:
+        """Note for every process that `engine` was found wrong; the first reason stays."""
+        if engine not in self.rejected():
+            name = f"rejected-{engine.replace(' ', '-').replace('/', '-')}.json"
+            note = json.dumps({"engine": engine, "reason": reason})
+            write_whole(self.directory / name, note.encode("utf-8"), self.draft(name))
+
+    def remove(self) -> None:
+        """Remove the folder, which others see at once, and what was left of removing it before."""
+        gone = self.output / f"{WORK_DIRECTORY}.{self.token}.partial"
+        with suppress(FileNotFoundError):
+            self.directory.rename(gone)
+        for folder in self.output.glob(f"{WORK_DIRECTORY}.*.partial"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def has_work(self) -> bool:
+        """Whether something is done here, or being done by somebody."""
+        names = (path.name for path in self.directory.glob("*.*"))
+        return any(RECORD_OR_CLAIM.fullmatch(name) for name in names)
+
+    def _clean(self, key: str, token: str) -> None:
+        """Remove what process `token`, which has ended, left of a unit it did not finish."""
+        if not self.is_recorded(key):
+            for path in list(self.directory.glob(f"{key}.{token}.*")):
+                path.unlink(missing_ok=True)
+
+    def _record_path(self, key: str) -> Path:
+        return self.directory / f"{key}.json"
+
+    def _read_record(self, key: str) -> UnitRecord | None:
+        try:
+            return UnitRecord.model_validate_json(self._record_path(key).read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
+
+    def _has_files(self, record: UnitRecord) -> bool:
+        try:
+            sizes = [
+                (self.directory / f"{shard.name}.bin").stat().st_size == shard.bytes
+                for shard in record.splits.values()
+            ]
+        except FileNotFoundError:
+            return False
+        return all(sizes) and all((self.directory / name).exists() for name in record.files)
