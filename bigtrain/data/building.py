@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bigtrain.data.assembly import CLAIM, EmptyDataset, Finish, planned, undo
+from bigtrain.data.chat import ChatEncoder
 from bigtrain.data.directories import make_parents, require_free
 from bigtrain.data.documents import ReadOptions
 from bigtrain.data.encoders import Choice, EncoderError, EncoderQueue, choose_encoder
@@ -42,7 +43,7 @@ from bigtrain.errors import DataError
 
 POLL_S = 0.5
 OWN_NAMES = re.compile(
-    rf"(train|held_out)-\d+\.(bin|idx)|{ERRORS_NAME}|{TOKENIZER_DIRECTORY}"
+    rf"(train|held_out)-\d+\.(bin|idx|mask)|{ERRORS_NAME}|{TOKENIZER_DIRECTORY}"
     rf"|{re.escape(WORK_DIRECTORY)}(\.\w+\.partial)?"
 )
 """What a dataset that is not finished may consist of."""
@@ -50,12 +51,18 @@ OWN_NAMES = re.compile(
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What `bigtrain tokenize` was asked for. `workers` and `share` do not change the result."""
+    """What `bigtrain tokenize` was asked for. `workers` and `share` do not change the result.
+
+    `chat`: the only text key holds conversations, rendered by `chat_template`, a file, or else by
+    the tokenizer's own template.
+    """
 
     selection: Selection
     tokenizer: str
     output: Path
     text_keys: tuple[str, ...] = ("text",)
+    chat: bool = False
+    chat_template: Path | None = None
     held_out: float = 0.0
     shard_bytes: int = DEFAULT_SHARD_BYTES
     max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
@@ -74,6 +81,7 @@ class BuildRequest:
             max_document_bytes=self.max_document_bytes,
             max_bad_fraction=self.max_bad_fraction,
             parse_special_tokens=self.parse_special_tokens,
+            chat=self.chat,
             dataset_config=self.selection.dataset_config,
             dataset_split=self.selection.dataset_split,
         )
@@ -97,6 +105,8 @@ def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None
     """
     sources = find_sources(request.selection)
     _refuse_output_among_inputs(request.output, sources)
+    if request.chat:
+        _refuse_texts(sources)
     workspace = Workspace(request.output, new_token())
     if workspace.is_finished():
         return BuildResult(_finished(request, sources, workspace), already_finished=True)
@@ -113,6 +123,15 @@ def _refuse_output_among_inputs(output: Path, sources: Sequence[Source]) -> None
     for source in sources:
         if Path(source.path).resolve() == target:
             raise DataError(f"--output {output} is one of the inputs")
+
+
+def _refuse_texts(sources: Sequence[Source]) -> None:
+    for source in sources:
+        if source.kind == "text":
+            raise DataError(
+                f"--input {source.path} is text, and --chat-key names a key of it -> conversations "
+                "are read from .jsonl, .parquet, .csv, .json, .arrow and datasets"
+            )
 
 
 def _require_own(output: Path) -> None:
@@ -138,6 +157,7 @@ def _finished(request: BuildRequest, sources: Sequence[Source], workspace: Works
         for what, same in (
             ("input files", known == tuple(source.record for source in sources)),
             ("tokenizer", _is_same_tokenizer(manifest, request.tokenizer)),
+            ("chat template", _is_same_template(manifest, request)),
             ("options", manifest.options == request.options()),
         )
         if not same
@@ -158,6 +178,13 @@ def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:
     if found is not None and found == manifest.tokenizer.files_xxh3:
         return True
     return load_tokenizer(name).hash == manifest.tokenizer.hash
+
+
+def _is_same_template(manifest: Manifest, request: BuildRequest) -> bool:
+    if not request.chat:
+        return True
+    template = load_tokenizer(request.tokenizer).chat_template(request.chat_template)
+    return template.hash == manifest.tokenizer.chat_template
 
 
 @contextmanager
@@ -193,8 +220,13 @@ class _Build:
 
     def __post_init__(self) -> None:
         request, tokenizer = self.request, self.tokenizer
-        self.reading = ReadOptions(request.selection, request.text_keys, request.max_document_bytes)
-        identity = (tokenizer.hash, request.held_out, request.parse_special_tokens)
+        self.reading = ReadOptions(
+            request.selection, request.text_keys, request.max_document_bytes, request.chat
+        )
+        self.template = tokenizer.chat_template(request.chat_template) if request.chat else None
+        identity = [tokenizer.hash, request.held_out, request.parse_special_tokens]
+        if self.template is not None:
+            identity.append(self.template.hash)
         self.units = plan_units(self.sources, self.reading, request.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
@@ -241,6 +273,14 @@ class _Build:
             return
         self.workspace.drop_records(unit.key for unit in left)
         encoders = self._trusted_encoders()
+        chat = None
+        if self.template is not None:
+            chat = ChatEncoder(
+                encoders.current,
+                encoders.reference,
+                self.template,
+                trusted=self.request.parse_special_tokens,
+            )
         job = Job(
             encoders.current,
             encoders.reference,
@@ -249,6 +289,7 @@ class _Build:
             self.request.held_out,
             self.reading,
             allow_bad=self.request.max_bad_fraction > 0,
+            chat=chat,
         )
         work = Round(left, self.request.share, job, self.workspace)
         try:
@@ -262,8 +303,11 @@ class _Build:
     def _trusted_encoders(self) -> EncoderQueue:
         """The current one is not among those that any process has found wrong."""
         if self.encoders is None:
+            reference = self.tokenizer.encoder(self.request.parse_special_tokens)
+            if self.request.chat:  # special tokens are the template's, and ends as well
+                reference = self.tokenizer.encoder(parse_special_tokens=True, ends=False)
             self.encoders = choose_encoder(
-                self.tokenizer.encoder(self.request.parse_special_tokens),
+                reference,
                 self.request.encoder,
                 read_once=any(source.read_once for source in self.sources),
             )
@@ -274,7 +318,12 @@ class _Build:
 
     def _finish(self, records: dict[str, UnitRecord]) -> Manifest:
         finish = Finish(
-            self.workspace, self.sources, self.units, self.tokenizer, self.request.options()
+            self.workspace,
+            self.sources,
+            self.units,
+            self.tokenizer,
+            self.request.options(),
+            self.template,
         )
         return finish.run(records)
 

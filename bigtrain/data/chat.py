@@ -27,9 +27,10 @@ import orjson
 
 from bigtrain.data.chat_spans import assistant_spans
 from bigtrain.data.control_tokens import ControlTokens
+from bigtrain.data.conversations import ConversationError
 from bigtrain.data.encoders import Checks, Encoder
 from bigtrain.data.shards import Mask
-from bigtrain.data.tokenization import ChatTemplate, TemplateError
+from bigtrain.data.tokenization import ChatTemplate
 
 Integers = npt.NDArray[np.int64]
 Spans = Sequence[tuple[int, int]]
@@ -61,39 +62,6 @@ class _Rendered:
     control: Spans | None = None
 
 
-def conversation_bytes(messages: object, tools: object = None) -> bytes:
-    """A conversation as the document that is tokenized: JSON, always the same for the same.
-
-    Raises TemplateError for what is not one.
-    """
-    if not isinstance(messages, list) or not messages:
-        found = "an empty list" if messages == [] else type(messages).__name__
-        raise TemplateError(f"not a list of messages but {found}")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise TemplateError(f"message {number} is not an object but {type(message).__name__}")
-        if not isinstance(message.get("role"), str):
-            keys = ", ".join(sorted(map(str, message))) or "none"
-            raise TemplateError(f"message {number} has no role that is text; keys here: {keys}")
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    ):
-        raise TemplateError("its tools are not a list of objects")
-    # As transformers does: a key without a value is no key.
-    tree: dict[str, object] = {
-        "messages": [
-            {key: value for key, value in message.items() if value is not None}
-            for message in messages
-        ]
-    }
-    if tools:
-        tree["tools"] = tools
-    try:
-        return orjson.dumps(tree)
-    except TypeError as error:
-        raise TemplateError(f"it cannot be written as JSON: {error}") from error
-
-
 class ChatEncoder:
     """Turns conversations into tokens and masks. Can be pickled; for any number of threads.
 
@@ -116,7 +84,7 @@ class ChatEncoder:
         return {key: value for key, value in self.__dict__.items() if key != "_token_bytes"}
 
     def encode(self, contents: Sequence[bytes], checks: Checks | None = None) -> EncodedChats:
-        """Encode conversations given as `conversation_bytes`.
+        """Encode conversations given as `bigtrain.data.conversations.conversation_bytes`.
 
         Raises EncoderError where the encoder is found wrong by `checks` (of their texts).
         """
@@ -125,7 +93,7 @@ class ChatEncoder:
         for number, content in enumerate(contents):
             try:
                 rendered.append(self._render(orjson.loads(content)))
-            except TemplateError as error:
+            except ConversationError as error:
                 problems[number] = str(error)
                 rendered.append(_Rendered(""))
         texts = [chat.text.encode("utf-8") for chat in rendered]
@@ -142,8 +110,8 @@ class ChatEncoder:
                 if slow[number]:
                     tokens, own_mask = self._encode_slowly(chat)
                 if number not in problems and not own_mask[1:].any():
-                    raise TemplateError("there is no token of an assistant to learn from")
-            except TemplateError as error:
+                    raise ConversationError("there is no token of an assistant to learn from")
+            except ConversationError as error:
                 problems[number] = str(error)
             if number in problems:
                 tokens, own_mask = tokens[:0], own_mask[:0]

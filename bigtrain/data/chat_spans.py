@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bigtrain.data.control_tokens import ControlTokens
-from bigtrain.data.tokenization import ChatTemplate, TemplateError
+from bigtrain.data.conversations import ConversationError
+from bigtrain.data.tokenization import ChatTemplate
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
@@ -32,7 +33,7 @@ def assistant_spans(
 ) -> list[tuple[int, int]]:
     """Character ranges of `text`, the rendering of `messages`, that the assistant wrote.
 
-    Raises TemplateError where they cannot be told.
+    Raises ConversationError where they cannot be told.
     """
     spans = []
     for number, message in enumerate(messages):
@@ -62,7 +63,7 @@ def _span(
     before, _ = template.render(messages[:number], tools)
     begin, end = _around_content(template, messages, tools, text, number)
     if not text.startswith(before) or not prompt.startswith(text[:begin]) or begin < len(before):
-        raise TemplateError(REMEDY.format(f"message {number + 1} does not follow its prompt"))
+        raise ConversationError(REMEDY.format(f"message {number + 1} does not follow its prompt"))
     return begin, end
 
 
@@ -81,7 +82,7 @@ def _around_content(
         or not (text.startswith(before) and text.endswith(after) and after.startswith(ending))
         or len(before) + len(after) > len(text)
     ):
-        raise TemplateError(
+        raise ConversationError(
             REMEDY.format(f"message {number + 1} is written otherwise in a longer conversation")
         )
     return len(before), len(text) - len(after) + len(ending)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bigtrain.data.tokenization import TemplateError
+from bigtrain.data.conversations import ConversationError
 
 MARK = "\U0010fffc"
 FIRST_NAME = 0xF0000
@@ -72,7 +72,7 @@ class ControlTokens:
     def could_be_from(self, value: object) -> bool:
         """Whether strings in `value` (messages, tools) could make up a control token's text.
 
-        Raises TemplateError for a key that does, and for a role that is a part of one and not
+        Raises ConversationError for a key that does, and for a role that is a part of one and not
         known.
         """
         return any([self._cuts(string) for string in self._strings(value)])
@@ -95,11 +95,11 @@ class ControlTokens:
     def written_by_template(self, text: str, marked_text: str) -> list[tuple[int, int]]:
         """Where the template itself wrote control tokens: character ranges of `text`.
 
-        `marked_text` is the rendering of `marked` strings. Raises TemplateError where the two
+        `marked_text` is the rendering of `marked` strings. Raises ConversationError where the two
         differ in more than the marks.
         """
         if marked_text.replace(MARK, "") != text:
-            raise TemplateError(
+            raise ConversationError(
                 "it holds the text of a control token, and the template does not let tell it from "
                 "its own -> leave it out, or trust the data: --parse-special-tokens"
             )
@@ -116,7 +116,7 @@ class ControlTokens:
         """Token ids [n] and their character ranges [n, 2] in `text`, by the reference tokenizer.
 
         `control`: which ranges of it are control tokens; None where the tokenizer finds them
-        itself. Raises TemplateError where it would make a control token of other text.
+        itself. Raises ConversationError where it would make a control token of other text.
         """
         backend, originals, names = self._renamed
         given = control is not None
@@ -124,14 +124,14 @@ class ControlTokens:
             control = [match.span() for match in self.find(text)]
         parts, end = [], 0
         if any(FIRST_NAME <= ord(character) for character in set(text)):
-            raise TemplateError("it holds private-use characters of planes 15 and 16")
+            raise ConversationError("it holds private-use characters of planes 15 and 16")
         for low, high in control:
             parts += [text[end:low], names[text[low:high]]]
             end = high
         encoding = backend.encode("".join([*parts, text[end:]]), add_special_tokens=False)
         ids = originals[np.array(encoding.ids, np.int64)]
         if given and np.isin(ids, self._control_ids).sum() > len(control):
-            raise TemplateError("the tokenizer makes a control token of text that is none")
+            raise ConversationError("the tokenizer makes a control token of text that is none")
         return ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     @cached_property
@@ -163,7 +163,7 @@ class ControlTokens:
     def _strings(self, value: object) -> Iterator[str]:
         if isinstance(value, str):
             if MARK in value:
-                raise TemplateError(f"it holds the character {MARK!a}, which is not text")
+                raise ConversationError(f"it holds the character {MARK!a}, which is not text")
             yield value
         elif isinstance(value, list):
             for item in value:
@@ -171,10 +171,10 @@ class ControlTokens:
         elif isinstance(value, dict):
             for key, item in value.items():
                 if self._whole.search(key):
-                    raise TemplateError(f"the key {key!r} holds the text of a control token")
+                    raise ConversationError(f"the key {key!r} holds the text of a control token")
                 if key == "role" and isinstance(item, str):
                     if item not in KNOWN_ROLES and self._cuts(item):
-                        raise TemplateError(f"the role {item!r} is part of a control token")
+                        raise ConversationError(f"the role {item!r} is part of a control token")
                 else:
                     yield from self._strings(item)
 

@@ -63,6 +63,10 @@ class TokenizerRecord(Record):
         default=None, description="`bigtrain.data.tokenizer_files.fingerprint` of the files"
     )
 
+    chat_template: str | None = Field(
+        default=None, description="of conversations: `bigtrain.data.tokenization.ChatTemplate.hash`"
+    )
+
     @model_validator(mode="after")
     def _id_in_vocabulary(self) -> Self:
         if self.end_of_document_id >= self.vocab_size:
@@ -104,6 +108,7 @@ class OptionsRecord(Record):
     max_document_bytes: Annotated[int, Field(ge=1)] = DEFAULT_MAX_DOCUMENT_BYTES
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     parse_special_tokens: bool = False
+    chat: bool = Field(default=False, description="documents are conversations, under text_keys")
     dataset_config: str | None = None
     dataset_split: str = "train"
 
@@ -122,6 +127,12 @@ class ShardRecord(Record):
     target_tokens: Count | None = Field(
         default=None, description="tokens with a loss, where there is a .mask"
     )
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """XXH3-64 of each of its files, by the suffix of its name."""
+        masks = {} if self.mask_xxh3 is None else {"mask": self.mask_xxh3}
+        return {"bin": self.xxh3, "idx": self.index_xxh3, **masks}
 
     @model_validator(mode="after")
     def _mask_is_whole(self) -> Self:

@@ -454,12 +454,9 @@ def _open_shard(directory: Path, record: ShardRecord, manifest: Manifest, check:
     if check != "sizes":
         shard.check_index()
     if check == "contents":
-        for file, checksum in (
-            (shard.bin_path, record.xxh3),
-            (shard.index_path, record.index_xxh3),
-            (shard.mask_path, record.mask_xxh3),
-        ):
-            if file is not None and file_checksum(file) != checksum:
+        for suffix, checksum in record.checksums.items():
+            file = directory / f"{record.name}.{suffix}"
+            if file_checksum(file) != checksum:
                 raise DataError(
                     f"{file} is damaged: its checksum is not the manifest's -> tokenize again"
                 )
@@ -474,8 +471,7 @@ def damaged_files(path: str | Path) -> list[str]:
     directory, problems = Path(path), []
     for shards in read_manifest(directory).splits.values():
         for record in shards:
-            checksums = {"bin": record.xxh3, "idx": record.index_xxh3}
-            for suffix, checksum in checksums.items():
+            for suffix, checksum in record.checksums.items():
                 file = directory / f"{record.name}.{suffix}"
                 try:
                     if file_checksum(file) != checksum:

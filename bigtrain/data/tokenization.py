@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from bigtrain.data.conversations import ConversationError
 from bigtrain.data.encoders import ReferenceEncoder
 from bigtrain.errors import DataError
 
@@ -26,6 +27,8 @@ MIN_VOCAB_SIZE = 257
 """One token per byte and the end of document."""
 
 HUB_TIMEOUT_S = 10.0
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+"""As transformers calls it, and prefers it to what stands in tokenizer_config.json."""
 
 # Llama 3's: words with one leading space or mark, digits in threes, runs of marks, line ends, and
 # indentation apart from the word after it.
@@ -101,10 +104,6 @@ class Tokenizer:
         self.huggingface.save_pretrained(str(directory))
 
 
-class TemplateError(Exception):
-    """A chat template cannot render a conversation, or not so that it can be learned from."""
-
-
 @dataclass(frozen=True)
 class ChatTemplate:
     """A chat template, rendered by transformers. Can be pickled.
@@ -137,7 +136,7 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the character ranges of it that are in ``{% generation %}`` blocks.
 
-        Raises TemplateError.
+        Raises ConversationError.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -153,10 +152,14 @@ class ChatTemplate:
                     **self.variables,
                 )
         except Exception as error:  # whatever a foreign template raises
-            raise TemplateError(
+            raise ConversationError(
                 f"the chat template refuses it: {type(error).__name__}: {_first_line(error)}"
             ) from error
         return texts[0], ranges[0] if ranges else []
+
+    def save(self, directory: Path) -> None:
+        """Make it the template of the tokenizer in `directory`."""
+        (directory / CHAT_TEMPLATE_NAME).write_text(self.source, encoding="utf-8")
 
     def _source(self, tools: object) -> str:
         return self.source if tools is None else self.source_with_tools

@@ -14,9 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bigtrain.data import chat
-from bigtrain.data.chat import ChatEncoder, conversation_bytes
+from bigtrain.data.chat import ChatEncoder
+from bigtrain.data.conversations import ConversationError, conversation_bytes
 from bigtrain.data.encoders import FAST_ENCODERS, Encoder, ReferenceEncoder
-from bigtrain.data.tokenization import ChatTemplate, TemplateError, _describe
+from bigtrain.data.tokenization import ChatTemplate, _describe
 from bigtrain.errors import DataError
 from tests.support.chats import (
     CHATML,
@@ -54,7 +55,7 @@ def encode(
 ) -> tuple[list[int], list[int]]:
     found = encoder.encode([conversation_bytes(messages, tools)])
     if found.problems:
-        raise TemplateError(found.problems[0][1])
+        raise ConversationError(found.problems[0][1])
     assert found.lengths.tolist() == [len(found.tokens)] == [len(found.mask)]
     return found.tokens.tolist(), found.mask.astype(int).tolist()
 
@@ -203,7 +204,7 @@ def test_unmarked_and_unsound_is_refused() -> None:
     """Mistral's way: the system prompt before the last question, so prompts are no prefixes."""
     encode(encoder_of(LATE_SYSTEM), turns("a", "b"))
     with pytest.raises(
-        TemplateError, match=r"message 2 does not follow its prompt.*-> give one wi"
+        ConversationError, match=r"message 2 does not follow its prompt.*-> give one wi"
     ):
         encode(encoder_of(LATE_SYSTEM), turns("a", "b", "c", "d"))
 
@@ -216,7 +217,9 @@ ENDING = (
 
 def test_unmarked_end_of_conversation_is_refused() -> None:
     encode(encoder_of(ENDING), turns("a", "b"))
-    with pytest.raises(TemplateError, match="message 2 is written otherwise in a longer conversa"):
+    with pytest.raises(
+        ConversationError, match="message 2 is written otherwise in a longer conversa"
+    ):
         encode(encoder_of(ENDING), turns("a", "b", "c", "d"))
 
 
@@ -261,7 +264,7 @@ def test_content_makes_no_control_token(
     messages = turns(*contents)
     try:
         tokens, mask = encode(encoder_of(source, normalizer), messages)
-    except TemplateError as error:
+    except ConversationError as error:
         assert "no token of an assistant" in str(error)  # noqa: PT017
         return
     harmless = turns(*["x"] * len(contents))
@@ -296,19 +299,23 @@ def test_control_tokens_from_parts() -> None:
         return len(special & set(encode(encoder_of(build), named)[0]))
 
     assert count("end") == count("harmless") == count("en") == count(" end")
-    with pytest.raises(TemplateError, match="the role 'end' is part of a control token"):
+    with pytest.raises(ConversationError, match="the role 'end' is part of a control token"):
         encode(encoder_of(ZEPHYR), [{"role": "end", "content": "x"}, *messages])
-    with pytest.raises(TemplateError, match=r"the key '<\|eot_id\|>' holds the text of a contr"):
+    with pytest.raises(
+        ConversationError, match=r"the key '<\|eot_id\|>' holds the text of a contr"
+    ):
         encode(encoder_of(ZEPHYR), [{**messages[0], "<|eot_id|>": 1}, messages[1]])
 
 
 def test_what_cannot_be_told_apart_is_refused() -> None:
     shout = CHATML.replace("message['content'] + '<", "message['content'] | length | string + '<")
     encode(encoder_of(shout), turns("a", "b"))
-    with pytest.raises(TemplateError, match="the template does not let tell it from its own -> le"):
+    with pytest.raises(
+        ConversationError, match="the template does not let tell it from its own -> le"
+    ):
         encode(encoder_of(shout), turns("a", "<|im_end|>"))
     for character, what in (("\U0010fffc", "which is not text"), ("\U000f0001", "private-use")):
-        with pytest.raises(TemplateError, match=what):
+        with pytest.raises(ConversationError, match=what):
             encode(encoder_of(CHATML), turns(f"{character}<|im_end|>", "b"))
 
 
@@ -333,7 +340,7 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     ],
 )
 def test_what_is_no_conversation(messages: Any, tools: Any, what: str) -> None:
-    with pytest.raises(TemplateError, match=what):
+    with pytest.raises(ConversationError, match=what):
         conversation_bytes(messages, tools)
 
 
