@@ -104,8 +104,14 @@ class DataSection(Section):
         "before; isolate: neither attention nor loss crosses a boundary, and positions, in tokens, "
         "count from each document's beginning in the sample",
     )
+    chunk_length: PositiveInt | None = Field(
+        default=None,
+        description="tokens of the pieces whose order is random, a multiple of "
+        "batch.sequence_length and by default equal to it: the longest sequence with which the run "
+        "can ever go on without reading anything twice in an epoch",
+    )
     workers: PositiveInt = Field(
-        default=2,
+        default=1,
         description="threads of each process that read the batches of coming steps, one step each; "
         "more hide the delays of a network file system",
     )
@@ -260,6 +266,12 @@ class CheckpointSection(Section):
         default=None, description="optimizer steps between saves; default: only at the end"
     )
     keep_last: PositiveInt = Field(default=2, description="newest checkpoints kept")
+    allow_changes: tuple[str, ...] = Field(
+        default=(),
+        description="settings that may differ from the checkpoint's when a run goes on: sections "
+        "or keys, such as data, batch.sequence_length, optimizer.lr; other data goes on where each "
+        "source stands, with nothing read twice in its epoch",
+    )
 
 
 class LoggingSection(Section):
@@ -330,6 +342,28 @@ class RunConfig(Section):
                 f"model.attention = {self.model.attention!r} cannot isolate documents "
                 "(data.document_boundaries = 'isolate'); set model.attention=sdpa"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_hold_samples(self) -> Self:
+        length, chunk_length = self.batch.sequence_length, self.data.chunk_length
+        if chunk_length is not None and chunk_length % length:
+            raise ValueError(
+                f"data.chunk_length = {chunk_length} is not a multiple of batch.sequence_length = "
+                f"{length}; nearest: {-(-chunk_length // length) * length}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _changes_are_of_settings(self) -> Self:
+        for entry in self.checkpoint.allow_changes:
+            section, _, key = entry.partition(".")
+            fields = getattr(type(getattr(self, section, None)), "model_fields", {})
+            if section not in type(self).model_fields or (key and key not in fields):
+                raise ValueError(
+                    f"checkpoint.allow_changes: {entry} is neither a section nor a key "
+                    "(section.key) of a run"
+                )
         return self
 
     @model_validator(mode="after")

@@ -94,10 +94,12 @@ def train_run(run: ResolvedRun, world: World) -> None:
         engine = build_engine(run.config, run.engine, run.plan, inputs.hf_config, session.device)
         pin = session.device.type == "cuda"
         data_rank = run.topology.coordinates(world.rank).data_rank
-        batches = open_training_data(run.config, run.plan, data_rank, device_pin=pin)
         held_out = open_held_out(run.config, run.plan, data_rank, device_pin=pin)
         evaluator = Evaluator(session, engine, held_out)
-        state = restore_or_start(session, engine, inputs.data_hash)
+        state = restore_or_start(session, engine)
+        batches = open_training_data(
+            run.config, run.plan, data_rank, state.phases[-1], device_pin=pin
+        )
         session.begin_writing(state)
         state = train(
             session,

@@ -40,6 +40,8 @@ class MicroBatch:
     def split(self, rows: int) -> list[MicroBatch]:
         """The same in parts of `rows` rows, which share its memory."""
         positions = self.position_ids
+        if len(self.input_ids) == rows:
+            return [self]
         parts = zip(
             self.input_ids.split(rows),
             self.labels.split(rows),
@@ -71,8 +73,9 @@ class BatchReader:
         self.options = options
         self._width = dataset.sequence_length + 1
         self._chunk_rows = max(1, CHUNK_TOKENS // self._width)
-        self._buffer = np.empty(0, dataset.token_dtype)
-        self._places = np.empty(0, np.int64)
+        self._buffer = np.empty((self._chunk_rows, self._width), dataset.token_dtype)
+        self._unsigned = np.dtype(dataset.token_dtype.str.replace("i", "u"))
+        self._places = np.arange(self._chunk_rows * self._width, dtype=np.int64)
 
     def read(
         self, samples: Indices, rows: int, stop: Callable[[], bool] = lambda: False
@@ -84,19 +87,23 @@ class BatchReader:
         of the embedding.
         """
         shape = rows, self.dataset.sequence_length
-        parts = [self._tensor(shape) for _ in range(3 if self.options.isolate else 2)]
-        arrays = [part.numpy() for part in parts]
-        for low in range(0, rows, self._chunk_rows):
+        num_parts = 3 if self.options.isolate else 2
+        if self.options.pin:
+            parts = [
+                torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(num_parts)
+            ]
+            arrays = [part.numpy() for part in parts]
+        else:
+            arrays = [np.empty(shape, np.int64) for _ in range(num_parts)]
+            parts = [torch.from_numpy(array) for array in arrays]
+        step = self._chunk_rows
+        for low in range(0, rows, step):
             if stop():
                 break
-            part_samples = samples[low : low + self._chunk_rows]
-            self._read_chunk(part_samples, *(a[low : low + self._chunk_rows] for a in arrays))
+            self._read_chunk(
+                samples[low : low + step], *(array[low : low + step] for array in arrays)
+            )
         return MicroBatch(*parts)
-
-    def _tensor(self, shape: tuple[int, int]) -> torch.Tensor:
-        if self.options.pin:
-            return torch.empty(shape, dtype=torch.int64, pin_memory=True)
-        return torch.from_numpy(np.empty(shape, np.int64))
 
     def _read_chunk(
         self,
@@ -107,13 +114,15 @@ class BatchReader:
     ) -> None:
         count, length = len(samples), self.dataset.sequence_length
         rows = self._rows(len(input_ids))
-        rows.tokens[count:] = 0
-        self.dataset.fill(samples, np.arange(count, dtype=np.int64), rows)
+        self.dataset.fill(samples, self._places[:count], rows)
+        if count < len(input_ids):
+            rows.tokens[count:] = 0
         self._check_vocabulary(samples, rows)
         # Straight from the type they are stored in: reading two bytes costs less than eight.
         np.copyto(input_ids, rows.tokens[:, :-1])
         np.copyto(labels, rows.tokens[:, 1:])
-        labels[count:] = IGNORED_LABEL
+        if count < len(input_ids):
+            labels[count:] = IGNORED_LABEL
         flat_labels = labels.reshape(-1)
         if self.options.end_of_document_id is not None:
             ends = rows.tokens[:, :-1] == self.options.end_of_document_id
@@ -131,18 +140,14 @@ class BatchReader:
             self._fill_positions(row[inside] * length + place[inside], position_ids)
 
     def _rows(self, count: int) -> TokenRows:
-        size = count * self._width
-        if len(self._buffer) < size:
-            self._buffer = np.empty(size, self.dataset.token_dtype)
-        shape = count, self._width
         return TokenRows(
-            self._buffer[:size].reshape(shape),
+            self._buffer[:count],
             [] if self.options.isolate else None,
-            np.ones(shape, np.bool_) if self.dataset.masks_loss else None,
+            np.ones((count, self._width), np.bool_) if self.dataset.masks_loss else None,
         )
 
     def _check_vocabulary(self, samples: Indices, rows: TokenRows) -> None:
-        tokens = rows.tokens.view(rows.tokens.dtype.str.replace("i", "u"))  # negative: very large
+        tokens = rows.tokens.view(self._unsigned)  # where negative numbers are very large
         vocab_size = self.dataset.vocab_size
         if tokens.size and tokens.max() >= vocab_size:
             row = int(np.flatnonzero(tokens.max(axis=1) >= vocab_size)[0])
@@ -154,8 +159,6 @@ class BatchReader:
 
     def _fill_positions(self, begins: Indices, out: npt.NDArray[np.int64]) -> None:
         """Distances from the last of `begins` (places in `out`, flat) or of row beginnings."""
-        if len(self._places) < out.size:
-            self._places = np.arange(out.size, dtype=np.int64)
         first = np.sort(np.concatenate([begins, self._places[: out.size : out.shape[1]]]))
         lengths = np.diff(first, append=out.size)
         np.subtract(self._places[: out.size], np.repeat(first, lengths), out=out.reshape(-1))

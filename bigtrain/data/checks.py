@@ -79,8 +79,10 @@ def check_length(config: RunConfig, manifests: Sequence[Manifest]) -> list[Probl
     Every source must hold one sample, and all of them together one global batch.
     """
     length = config.batch.sequence_length
+    chunk_length = config.data.chunk_length or length
     tokens = [manifest.num_tokens("train") for manifest in manifests]
-    samples = [count_windows(number, length) for number in tokens]
+    chunks = [count_windows(number, chunk_length) for number in tokens]
+    samples = [number * (chunk_length // length) for number in chunks]
     key, value = ("data.path", config.data.path) if config.data.path else ("data.sources", None)
     problems = []
     if sum(samples) < config.batch.samples_per_step:
@@ -100,8 +102,10 @@ def check_length(config: RunConfig, manifests: Sequence[Manifest]) -> list[Probl
                 Problem(
                     key,
                     path,
-                    f"has {tokens[number]} training tokens, too few for one sample of {length} + 1",
-                    "leave it out, tokenize more text, or set a smaller batch.sequence_length",
+                    f"has {tokens[number]} training tokens, too few for one sample of "
+                    f"{chunk_length} + 1",
+                    "leave it out, tokenize more text, or set a smaller "
+                    + ("batch.sequence_length" if chunk_length == length else "data.chunk_length"),
                 )
             )
         held_out = manifest.num_tokens("held_out")

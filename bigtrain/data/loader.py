@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event, Lock, local
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
 from typing import Protocol
 
 from bigtrain.config import RunConfig
 from bigtrain.data.batches import IGNORED_LABEL, BatchOptions, BatchReader, MicroBatch
+from bigtrain.data.identity import identify_sources
 from bigtrain.data.manifest import Split
-from bigtrain.data.mixture import MixedSamples, MixtureOrder, integer_weights
+from bigtrain.data.mixture import MixedSamples
 from bigtrain.data.packing import PackedWindows, split_stream
+from bigtrain.data.phases import Phase, first_phase
 from bigtrain.data.samples import Indices, Samples
 from bigtrain.data.sampling import SampleOrder
 from bigtrain.data.shards import TokenDataset, open_dataset
@@ -65,12 +68,12 @@ class TrainingBatches:
         self.data_rank = data_rank
         self.order = order
         self.options = options
-        self.workers = workers
         self._order_lock = Lock()
         self._closed = Event()
-        self._of_thread = local()
-        self._threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="batches")
-        self._ahead: deque[tuple[int, Future[list[MicroBatch]]]] = deque()
+        self._workers = [_Worker(self._make_read()) for _ in range(workers)]
+        self._next_worker = cycle(self._workers)
+        # First samples of the steps that are being read, in the order they will be asked for.
+        self._ahead: deque[tuple[int, _Worker]] = deque()
 
     def step(self, first_sample: int) -> list[MicroBatch]:
         """The `plan.accumulation` micro-batches of the step that begins with `first_sample`.
@@ -79,40 +82,67 @@ class TrainingBatches:
         turns out to be damaged.
         """
         if not self._ahead or self._ahead[0][0] != first_sample:
-            for _, future in self._ahead:
-                future.cancel()
-            self._ahead.clear()
+            self._forget()
             self._read_ahead(first_sample)
-        _, wanted = self._ahead.popleft()
-        following = first_sample + self.plan.global_samples
-        if self._ahead:
-            following = self._ahead[-1][0] + self.plan.global_samples
-        while len(self._ahead) < self.workers:
-            self._read_ahead(following)
+        _, worker = self._ahead.popleft()
+        following = self._ahead[-1][0] if self._ahead else first_sample
+        while len(self._ahead) < len(self._workers):
             following += self.plan.global_samples
-        return wanted.result()
+            self._read_ahead(following)
+        found = worker.results.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
     def close(self) -> None:
         """End the reading threads; `step` must not be called any more. May be called again."""
         self._closed.set()
-        self._ahead.clear()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers:
+            worker.requests.put(None)
+            worker.thread.join()
 
     def _read_ahead(self, first_sample: int) -> None:
-        self._ahead.append((first_sample, self._threads.submit(self._read, first_sample)))
+        worker = next(self._next_worker)
+        worker.requests.put(first_sample)
+        self._ahead.append((first_sample, worker))
 
-    def _read(self, first_sample: int) -> list[MicroBatch]:
+    def _forget(self) -> None:
+        for _, worker in self._ahead:
+            worker.results.get()
+        self._ahead.clear()
+
+    def _make_read(self) -> Callable[[int], list[MicroBatch]]:
+        """What one thread does for the step that begins with a sample."""
         plan = self.plan
-        with self._order_lock:  # so that no block of it is computed twice
-            samples = self.order.windows(first_sample, plan.global_samples)
-        divided = samples.reshape(plan.accumulation, plan.data_size, plan.micro_samples)
-        mine = divided[:, self.data_rank].reshape(-1)
-        try:
-            reader: BatchReader = self._of_thread.reader
-        except AttributeError:
-            reader = self._of_thread.reader = BatchReader(self.dataset, self.options)
-        whole = reader.read(mine, len(mine), self._closed.is_set)
-        return whole.split(plan.micro_samples)
+        reader = BatchReader(self.dataset, self.options)
+
+        def read(first_sample: int) -> list[MicroBatch]:
+            with self._order_lock:  # so that no block of it is computed twice
+                samples = self.order.windows(first_sample, plan.global_samples)
+            divided = samples.reshape(plan.accumulation, plan.data_size, plan.micro_samples)
+            mine = divided[:, self.data_rank].reshape(-1)
+            return reader.read(mine, len(mine), self._closed.is_set).split(plan.micro_samples)
+
+        return read
+
+
+class _Worker:
+    """A thread that answers one request after another: its result, or what it raised."""
+
+    def __init__(self, read: Callable[[int], list[MicroBatch]]) -> None:
+        self.requests: SimpleQueue[int | None] = SimpleQueue()
+        self.results: SimpleQueue[list[MicroBatch] | BaseException] = SimpleQueue()
+        self._read = read
+        # A run that fails may leave without `close`: the thread must not keep the process.
+        self.thread = Thread(target=self._work, name="batches", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        while (first_sample := self.requests.get()) is not None:
+            try:
+                self.results.put(self._read(first_sample))
+            except BaseException as error:
+                self.results.put(error)
 
 
 class HeldOutBatches:
@@ -154,20 +184,31 @@ class HeldOutBatches:
 
 
 def open_training_data(
-    config: RunConfig, plan: BatchPlan, data_rank: int, *, device_pin: bool = False
+    config: RunConfig,
+    plan: BatchPlan,
+    data_rank: int,
+    phase: Phase | None = None,
+    *,
+    device_pin: bool = False,
 ) -> TrainingBatches:
     """The training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
+
+    `phase`: where the run stands in it; by default at its beginning.
 
     No collective. Raises DataError where a dataset is missing, damaged or too short.
     """
     datasets = _open_sources(config)
-    sources = [_windows(dataset, "train", plan.sequence_length) for dataset in datasets]
-    sizes = [source.num_samples for source in sources]
+    if phase is None:
+        phase = first_phase(config, identify_sources(config.data))
+    assert phase.sequence_length == plan.sequence_length
+    sources = [
+        _windows(dataset, "train", plan.sequence_length, phase.chunk_length) for dataset in datasets
+    ]
     return TrainingBatches(
         MixedSamples(sources),
         plan,
         data_rank,
-        MixtureOrder(sizes, integer_weights(config.data.mixture, sizes), config.seed),
+        phase.order(config.seed),
         _options(config, datasets, device_pin),
         workers=config.data.workers,
     )
@@ -205,9 +246,11 @@ def _open_sources(config: RunConfig) -> list[TokenDataset]:
     return [open_dataset(source.path, check="sizes") for source in config.data.mixture]
 
 
-def _windows(dataset: TokenDataset, split: Split, sequence_length: int) -> PackedWindows:
+def _windows(
+    dataset: TokenDataset, split: Split, sequence_length: int, chunk_length: int | None = None
+) -> PackedWindows:
     try:
-        return PackedWindows(split_stream(dataset, split), sequence_length)
+        return PackedWindows(split_stream(dataset, split), sequence_length, chunk_length)
     except DataError as error:
         name = {"train": "training", "held_out": "held-out"}[split]
         raise DataError(f"the {name} split of {dataset.path}: {error}") from error

@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -63,27 +64,60 @@ class MixedSamples:
         return source.describe(sample - (int(self._ends[number]) - source.num_samples))
 
 
-class MixtureOrder:
-    """The order in which a run reads sources of `sizes` windows in the proportions of `weights`.
+@dataclass(frozen=True)
+class SourceOrder:
+    """One source as `MixtureOrder` reads it.
 
-    `weights` are positive integers (see `integer_weights`). Samples are numbered as `MixedSamples`
-    does, one source after another.
+    num_windows: of it; weight: a positive integer (see `integer_weights`); number: tells its
+    permutations from those of the run's other sources; start: samples of it that were read before.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[int], seed: int) -> None:
-        assert len(sizes) == len(weights) >= 1
-        assert min(weights) >= 1
-        self.weights = tuple(weights)
+    num_windows: int
+    weight: int
+    number: int = 0
+    start: int = 0
+
+
+class MixtureOrder:
+    """The order in which a run reads `sources` in the proportions of their weights.
+
+    Windows are numbered as `MixedSamples` does, one source after another. `first_sample` is the
+    sample of the run with which this order begins; for `windows_per_chunk` see `SampleOrder`.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[SourceOrder],
+        seed: int,
+        *,
+        windows_per_chunk: int = 1,
+        first_sample: int = 0,
+    ) -> None:
+        assert sources
+        assert min(source.weight for source in sources) >= 1
+        self.weights = tuple(source.weight for source in sources)
         self.seed = seed
-        self._orders = [SampleOrder(size, seed, source) for source, size in enumerate(sizes)]
-        self._offsets = [0, *accumulate(sizes)][:-1]
+        self.first_sample = first_sample
+        self._orders = [
+            SampleOrder(
+                source.num_windows,
+                seed,
+                source.number,
+                windows_per_chunk=windows_per_chunk,
+                start=source.start,
+            )
+            for source in sources
+        ]
+        self._offsets = [0, *accumulate(source.num_windows for source in sources)][:-1]
         # A block costs as much as a few samples of it, and several steps read the same one.
         self._block = lru_cache(maxsize=2)(self._windows_of_block)
 
     def windows(self, first_sample: int, count: int) -> Indices:
         """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
+        assert first_sample >= self.first_sample
         parts = [np.empty(0, np.int64)]
-        position, end = first_sample, first_sample + count
+        position = first_sample - self.first_sample
+        end = position + count
         while position < end:
             block, offset = divmod(position, BLOCK_SAMPLES)
             length = min(end - position, BLOCK_SAMPLES - offset)
@@ -91,23 +125,37 @@ class MixtureOrder:
             position += length
         return np.concatenate(parts)
 
+    def counts(self, sample: int) -> list[int]:
+        """Samples that each source gives before `sample`, those before this order began left out.
+
+        In the time of one block, wherever `sample` lies.
+        """
+        block, offset = divmod(sample - self.first_sample, BLOCK_SAMPLES)
+        if len(self._orders) == 1:
+            return [sample - self.first_sample]
+        counts = apportion(self.weights, block * BLOCK_SAMPLES)
+        for number, places in enumerate(self._places(block)):
+            counts[number] += int((places < offset).sum())
+        return counts
+
     def _windows_of_block(self, block: int) -> Indices:
         if len(self._orders) == 1:
             return self._orders[0].windows(block * BLOCK_SAMPLES, BLOCK_SAMPLES)
         before = apportion(self.weights, block * BLOCK_SAMPLES)
-        after = apportion(self.weights, (block + 1) * BLOCK_SAMPLES)
         found = np.empty(BLOCK_SAMPLES, np.int64)
-        # Places of the block in shuffled order: each source takes its quota of them, and reads
-        # them from the first place to the last.
-        places = shuffle_block(BLOCK_SAMPLES, self.seed, block)
-        taken = 0
-        for order, offset, low, high in zip(
-            self._orders, self._offsets, before, after, strict=True
+        for order, offset, first, own in zip(
+            self._orders, self._offsets, before, self._places(block), strict=True
         ):
-            own = np.sort(places[taken : taken + high - low])
-            found[own] = order.windows(low, high - low) + offset
-            taken += high - low
+            found[own] = order.windows(first, len(own)) + offset
         return found
+
+    def _places(self, block: int) -> list[Indices]:
+        """The places in a block that each source gives, ascending: it reads them in that order."""
+        before = apportion(self.weights, block * BLOCK_SAMPLES)
+        after = apportion(self.weights, (block + 1) * BLOCK_SAMPLES)
+        places = shuffle_block(BLOCK_SAMPLES, self.seed, block, self.first_sample)
+        ends = np.cumsum(np.subtract(after, before))
+        return [np.sort(own) for own in np.split(places, ends[:-1])]
 
 
 def apportion(weights: Sequence[int], seats: int) -> list[int]:

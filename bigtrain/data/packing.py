@@ -145,23 +145,31 @@ class _Parts:
 class PackedWindows:
     """Windows of `sequence_length` + 1 tokens, `sequence_length` apart, of one stream.
 
-    Raises DataError where the stream is too short for a single one. At most `sequence_length` - 1
-    tokens at the end of the stream belong to no window.
+    `chunk_length`, a multiple of `sequence_length` and by default the same: windows there are only
+    in whole chunks of so many tokens, so that at most one less at the end of the stream belong to
+    none. Raises DataError where the stream is too short for a single one.
     """
 
     masks_loss = False
 
-    def __init__(self, stream: TokenStream, sequence_length: int) -> None:
+    def __init__(
+        self, stream: TokenStream, sequence_length: int, chunk_length: int | None = None
+    ) -> None:
+        chunk_length = chunk_length or sequence_length
+        assert chunk_length % sequence_length == 0
         self.stream = stream
         self.sequence_length = sequence_length
         self.token_dtype = stream.token_dtype
         self.vocab_size = stream.vocab_size
-        self.num_samples = count_windows(stream.num_tokens, sequence_length)
+        num_chunks = count_windows(stream.num_tokens, chunk_length)
+        self.num_samples = num_chunks * (chunk_length // sequence_length)
         if not self.num_samples:
+            key = (
+                "batch.sequence_length" if chunk_length == sequence_length else "data.chunk_length"
+            )
             raise DataError(
-                f"{stream.num_tokens} tokens are too few for one sample: batch.sequence_length = "
-                f"{sequence_length} needs {sequence_length + 1} -> tokenize more text or set a "
-                "smaller batch.sequence_length"
+                f"{stream.num_tokens} tokens are too few for one sample: {key} = {chunk_length} "
+                f"needs {chunk_length + 1} -> tokenize more text or set a smaller {key}"
             )
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:

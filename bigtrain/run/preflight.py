@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from bigtrain.config import DataSection
 from bigtrain.data.checks import check_dataset
-from bigtrain.data.manifest import read_manifest
+from bigtrain.data.identity import SourceIdentity, data_hash, identify_sources
 from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
@@ -23,11 +19,13 @@ from bigtrain.run.metrics import check_trackers
 class Inputs:
     """What a run reads, found to exist and to fit together.
 
-    hf_config: the model's Hugging Face configuration. data_hash: see `data_hash`.
+    hf_config: the model's Hugging Face configuration. data_hash: `bigtrain.data.identity`.
+    sources: the datasets of the mixture, in its order.
     """
 
     hf_config: Any
     data_hash: str
+    sources: tuple[SourceIdentity, ...]
 
 
 def inspect_inputs(run: ResolvedRun) -> Inputs:
@@ -47,22 +45,7 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         problems += check_isolation(hf_config, config.model.attention)
     if problems:
         raise ConfigError(problems, "the run's inputs")
-    return Inputs(hf_config, data_hash(config.data))
-
-
-def data_hash(data: DataSection) -> str:
-    """Identity of what is trained on: tokenizer and training tokens in order, wherever they lie.
-
-    A mixture's is also that of its weights; a mixture of one source is that source.
-    """
-    manifests = [read_manifest(Path(source.path)) for source in data.mixture]
-    digest = xxhash.xxh3_64(manifests[0].tokenizer.hash.encode())
-    for source, manifest in zip(data.mixture, manifests, strict=True):
-        if len(manifests) > 1:
-            digest.update(f"source:{source.weight!r}:{source.epochs!r}".encode())
-        for shard in manifest.shards("train"):
-            digest.update(f"{shard.tokens}:{shard.xxh3}".encode())
-    return digest.hexdigest()
+    return Inputs(hf_config, data_hash(config.data), identify_sources(config.data))
 
 
 def _check_sequence(sequence_length: int, hf_config: Any) -> Sequence[Problem]:

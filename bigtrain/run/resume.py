@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import torch.distributed as dist
 
 from bigtrain.config import RunConfig
+from bigtrain.data.phases import Phase, differences, first_phase, next_phase
 from bigtrain.engine.build import TrainEngine
 from bigtrain.engine.checkpoint import restore_engine, save_engine
 from bigtrain.errors import CheckpointError
 from bigtrain.models.export import Probe
 from bigtrain.run import checkpoints
+from bigtrain.run.preflight import Inputs
 from bigtrain.run.session import Session, describe_environment
 from bigtrain.run.state import TrainState
 
@@ -38,7 +41,7 @@ _FREE_SECTIONS = {"output", "logging", "checkpoint", "evaluation", "engine", "pa
 def save(session: Session, engine: TrainEngine, state: TrainState, data_hash: str) -> None:
     """Write the checkpoint of `state` and drop those that are no longer kept. Collective.
 
-    `data_hash` identifies the dataset (`bigtrain.run.preflight.data_hash`).
+    `data_hash` identifies the dataset (`bigtrain.data.identity`).
     """
     directory = checkpoints.checkpoint_path(session.directory, state.step)
     if session.world.is_main:
@@ -65,7 +68,7 @@ def save(session: Session, engine: TrainEngine, state: TrainState, data_hash: st
     dist.barrier()
 
 
-def restore_or_start(session: Session, engine: TrainEngine, data_hash: str) -> TrainState:
+def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
     """Go on from the newest valid checkpoint of the run directory, or begin. Collective.
 
     Raises CheckpointError on every process if the checkpoint's run was another one, with what
@@ -78,31 +81,67 @@ def restore_or_start(session: Session, engine: TrainEngine, data_hash: str) -> T
     # One process looks, so that all go on from the same checkpoint whatever each would see.
     dist.broadcast_object_list(found, src=0)
     if found[0] is None:
-        return TrainState()
+        return TrainState(phases=(first_phase(session.run.config, session.inputs.sources),))
     directory = Path(found[0])
     document = checkpoints.read_state(directory)
-    _refuse_another_run(document, session.run.config, data_hash, directory)
+    phases = resumed_phases(document, session.run.config, session.inputs, directory)
     restore_engine(engine, directory / checkpoints.TENSORS, document["engine"])
-    state = TrainState(document["step"], document["samples"], document["tokens"])
+    state = TrainState(document["step"], document["samples"], document["tokens"], phases)
     session.say(f"resumed at step {state.step} from {directory}")
+    if len(phases) > 1 and phases[-1].first_sample == state.samples:
+        changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))
+        session.say(f"from sample {state.samples} on with other data: {changes}")
     return state
 
 
-def _refuse_another_run(
-    document: dict[str, Any], config: RunConfig, data_hash: str, directory: Path
-) -> None:
-    before = _BEFORE | _mathematics(document["config"])
+def resumed_phases(
+    document: dict[str, Any], config: RunConfig, inputs: Inputs, directory: Path
+) -> tuple[Phase, ...]:
+    """The phases of the data with which a run goes on from the checkpoint that `document` is of.
+
+    One more than there, where the data has changed. Raises CheckpointError with all that differs
+    from the checkpoint's run where that is not among ``checkpoint.allow_changes``, and where a
+    change of the data cannot be followed.
+    """
+    changes = _changed_settings(document["config"], config)
+    phases = tuple(Phase.from_json(phase) for phase in document.get("phases", ()))
+    if not phases:
+        # Written before there were phases: of other data it would not be known what was read.
+        if document["data_hash"] != inputs.data_hash:
+            text = f"{document['data_hash']!r} there, {inputs.data_hash!r} now"
+            _refuse([*changes, ("data", text)], (), directory)
+        length = document["config"]["batch"]["sequence_length"]
+        phases = (first_phase(config, inputs.sources, length),)
+    following = next_phase(phases[-1], config, inputs.sources, document["samples"])
+    named = {key for key, _ in changes}
+    changes += [change for change in differences(phases[-1], following) if change[0] not in named]
+    _refuse(changes, config.checkpoint.allow_changes, directory)
+    return phases if following is phases[-1] else (*phases, following)
+
+
+def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
+    before = _BEFORE | _mathematics(there)
     now = _mathematics(config.model_dump(mode="json"))
-    before["data"], now["data"] = document["data_hash"], data_hash
-    changes = [
-        f"  {key}: {before.get(key)!r} there, {now.get(key)!r} now"
+    return [
+        (key, f"{before.get(key)!r} there, {now.get(key)!r} now")
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
     ]
-    if changes:
+
+
+def _refuse(changes: Sequence[tuple[str, str]], allowed: Sequence[str], directory: Path) -> None:
+    # A section that is allowed stands for its keys.
+    refused = [
+        (key, text)
+        for key, text in changes
+        if not any(f"{key}.".startswith(f"{entry}.") for entry in allowed)
+    ]
+    if refused:
+        keys = ",".join(sorted({key for key, _ in refused}))
         raise CheckpointError(
-            f"{directory} belongs to a run with other settings; use another output.directory, or "
-            "restore the settings:\n" + "\n".join(changes)
+            f"{directory} belongs to a run with other settings; use another output.directory, "
+            f"restore the settings, or go on with these by checkpoint.allow_changes=[{keys}]:\n"
+            + "\n".join(f"  {key}: {text}" for key, text in refused)
         )
 
 

@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 
 from bigtrain.config import RunConfig, SourceSection
 from bigtrain.data.batches import BatchOptions
+from bigtrain.data.identity import data_hash
 from bigtrain.data.loader import TrainingBatches, open_held_out, open_training_data
 from bigtrain.data.mixture import (
     BLOCK_SAMPLES,
     MixedSamples,
     MixtureOrder,
+    SourceOrder,
     apportion,
     integer_weights,
 )
 from bigtrain.data.samples import TokenRows
 from bigtrain.data.sampling import SampleOrder
-from bigtrain.run.preflight import data_hash
 from bigtrain.topology import BatchPlan
 from tests.support.datasets import write_dataset
 from tests.support.samples import Numbered
@@ -34,6 +35,12 @@ FIRST_OF_A_MIXTURE = [3, 15, 8, 14, 4, 7, 5, 11, 13, 10]
 
 weight_lists = st.lists(st.integers(1, 10**6), min_size=1, max_size=8)
 seeds = st.integers(0, 2**64)
+
+
+def mixture(sizes: list[int], weights: list[int], seed: int) -> MixtureOrder:
+    """Sources of a run from its beginning."""
+    sources = enumerate(zip(sizes, weights, strict=True))
+    return MixtureOrder([SourceOrder(*source, number) for number, source in sources], seed)
 
 
 def seat_by_seat(weights: list[int], seats: int) -> list[int]:
@@ -73,7 +80,7 @@ def test_no_source_repeats_or_leaves_out_within_its_epoch(
     sizes: list[int], raw: list[int], seed: int
 ) -> None:
     weights = raw[: len(sizes)]
-    order = MixtureOrder(sizes, weights, seed)
+    order = mixture(sizes, weights, seed)
     windows = order.windows(0, 4 * BLOCK_SAMPLES)
     quotas = apportion(weights, 4 * BLOCK_SAMPLES)
     offset = 0
@@ -100,9 +107,9 @@ def test_any_division_of_the_range_is_the_same_order(
     sizes, weights = [900, 10**9, 70], [7, 12, 1]
     position, parts = first, [np.empty(0, np.int64)]
     for count in cuts:
-        parts.append(MixtureOrder(sizes, weights, seed).windows(position, count))
+        parts.append(mixture(sizes, weights, seed).windows(position, count))
         position += count
-    whole = MixtureOrder(sizes, weights, seed).windows(first, position - first)
+    whole = mixture(sizes, weights, seed).windows(first, position - first)
     assert np.concatenate(parts).tolist() == whole.tolist()
 
 
@@ -114,12 +121,12 @@ def test_one_source_is_the_order_without_a_mixture(
     size: int, seed: int, first: int, count: int
 ) -> None:
     alone = SampleOrder(size, seed).windows(first, count)
-    assert MixtureOrder([size], [3], seed).windows(first, count).tolist() == alone.tolist()
+    assert mixture([size], [3], seed).windows(first, count).tolist() == alone.tolist()
 
 
 def test_sources_are_mixed_inside_a_block() -> None:
     """As often before as after each other: the sum of ranks of a random arrangement."""
-    windows = MixtureOrder([10**6, 10**6], [3, 1], 5).windows(0, 100 * BLOCK_SAMPLES)
+    windows = mixture([10**6, 10**6], [3, 1], 5).windows(0, 100 * BLOCK_SAMPLES)
     second = (windows >= 10**6).reshape(100, BLOCK_SAMPLES)
     assert second.sum(axis=1).tolist() == [256] * 100
     places = np.flatnonzero(second) % BLOCK_SAMPLES
@@ -129,14 +136,14 @@ def test_sources_are_mixed_inside_a_block() -> None:
 
 
 def test_sources_of_the_same_size_have_orders_of_their_own() -> None:
-    windows = MixtureOrder([500, 500], [1, 1], 5).windows(0, 1000)
+    windows = mixture([500, 500], [1, 1], 5).windows(0, 1000)
     first, second = windows[windows < 500], windows[windows >= 500] - 500
     assert first.tolist()[:100] != second.tolist()[:100]
 
 
 def test_the_order_stays_as_it_is() -> None:
     """Written down once: a resumed run must read what the run before did not."""
-    order = MixtureOrder([10, 6], [2, 1], 7)
+    order = mixture([10, 6], [2, 1], 7)
     assert order.windows(0, 10).tolist() == FIRST_OF_A_MIXTURE
 
 
@@ -160,7 +167,7 @@ def test_global_order_is_the_same_for_every_division(
     first = resume_step * samples
     per_rank = []
     for rank in range(data_size):
-        order = MixtureOrder(sizes, weights, 3)
+        order = mixture(sizes, weights, 3)
         with closing(TrainingBatches(mixed, plan, rank, order, BatchOptions())) as batches:
             per_rank.append([batch.input_ids[:, 0] for batch in batches.step(first)])
     seen = [
@@ -170,7 +177,7 @@ def test_global_order_is_the_same_for_every_division(
         for row in per_rank[rank][micro_step].tolist()
     ]
     offsets = [0, 50, 3050]
-    expected = MixtureOrder(sizes, weights, 3).windows(first, samples).tolist()
+    expected = mixture(sizes, weights, 3).windows(first, samples).tolist()
     assert [offsets[token // 10**6] + token % 10**6 // 10 for token in seen] == expected
 
 
@@ -189,7 +196,7 @@ def test_epochs_end_together() -> None:
     sizes = [300, 2000, 500]
     sections = [SourceSection(path="p", epochs=epochs) for epochs in (4, 1, 2)]
     weights = integer_weights(sections, sizes)
-    windows = MixtureOrder(sizes, weights, 1).windows(0, 4200)
+    windows = mixture(sizes, weights, 1).windows(0, 4200)
     counts = np.bincount(windows, minlength=2800)
     # Inside a block sources are mixed, so at its end alone the counts are exact to a few samples.
     assert counts[:300].sum() == pytest.approx(1200, abs=60)
@@ -271,5 +278,5 @@ def test_the_data_hash_covers_sources_and_weights(datasets: list[Path]) -> None:
 
 def test_seeking_reads_nothing_before() -> None:
     """A block is all that is computed, wherever it lies (10^15 samples in would take days)."""
-    order = MixtureOrder([10**9, 10**7, 10**12], [5, 1, 94], 0)
+    order = mixture([10**9, 10**7, 10**12], [5, 1, 94], 0)
     assert len(order.windows(10**15, 3000)) == 3000
