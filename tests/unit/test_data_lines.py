@@ -1,0 +1,57 @@
+"""Lines of byte ranges: each in exactly one, whatever the cuts, and never held when too long."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bigtrain.data import lines
+from bigtrain.data.lines import count_lines_before, range_chunks, split_lines, stream_chunks
+
+
+@pytest.fixture(autouse=True, params=[3, 1 << 20])
+def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "BLOCK_BYTES", request.param)
+
+
+def flat(chunks: Iterator[bytes], limit: int = 1 << 20) -> list[bytes | None]:
+    return [line for lines in split_lines(chunks, limit) for line in lines]
+
+
+CONTENT = st.lists(st.sampled_from([b"\n", b"a", b"\r\n", b"bcd"]), max_size=30).map(b"".join)
+
+
+@given(content=CONTENT, cuts=st.lists(st.integers(0, 60), max_size=5), limit=st.integers(1, 6))
+def test_every_line_is_in_one_range(content: bytes, cuts: list[int], limit: int) -> None:
+    expected = content.removesuffix(b"\n").split(b"\n") if content else []
+    assert flat(stream_chunks(io.BytesIO(content))) == expected
+    ends = sorted({0, len(content), *(min(cut, len(content)) for cut in cuts)})
+    for shortened in (1 << 20, limit):
+        found: list[bytes | None] = []
+        for begin, end in pairwise(ends):
+            digest = xxhash.xxh3_64()
+            part = flat(range_chunks(io.BytesIO(content), begin, end, digest), shortened)
+            assert digest.digest() == xxhash.xxh3_64_digest(content[begin:end])
+            found += part
+        assert found == [line if len(line) <= shortened else None for line in expected]
+
+
+def test_lines_before_a_range(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    content = b"one\ntwo\n\nfour"
+    path.write_bytes(content)
+    for begin in range(len(content) + 1):
+        earlier = flat(range_chunks(io.BytesIO(content), 0, begin, xxhash.xxh3_64()))
+        assert count_lines_before(str(path), begin) == len(earlier)
+
+
+def test_a_file_that_became_shorter() -> None:
+    with pytest.raises(EOFError, match="it ends at byte 3, before byte 9"):
+        flat(range_chunks(io.BytesIO(b"abc"), 0, 9, xxhash.xxh3_64()))
