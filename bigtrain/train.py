@@ -100,6 +100,8 @@ def train_run(run: ResolvedRun, world: World) -> None:
         batches = open_training_data(
             run.config, run.plan, data_rank, state.phases[-1], device_pin=pin
         )
+        for report in inputs.packing:
+            session.say(str(report))
         session.begin_writing(state)
         state = train(
             session,

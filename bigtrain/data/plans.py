@@ -45,6 +45,7 @@ class PackingPlan:
     """A plan: memory maps of its file, and what the packing did.
 
     `row_ends` int64 [packs], `starts` int64 [pieces], `lengths` int32 [pieces]: `best_fit.Block`.
+    `path` is None where it could not be kept.
     """
 
     row_ends: npt.NDArray[np.int64]
@@ -52,6 +53,7 @@ class PackingPlan:
     lengths: npt.NDArray[np.int32]
     counts: PackingCounts
     sequence_length: int
+    path: Path | None = None
 
     @property
     def num_packs(self) -> int:
@@ -95,7 +97,7 @@ def open_plan(
     directories = [dataset.path / DIRECTORY, *_cache_directories()]
     for directory in directories:
         with suppress(OSError), (directory / name).open("rb") as file:
-            plan = _map(file, sequence_length)
+            plan = _map(file, sequence_length, directory / name)
             if plan is not None:
                 return plan
     counts = PackingCounts()
@@ -156,7 +158,7 @@ def _store(
             _concatenate(file, header, arrays)
             os.fchmod(file.fileno(), 0o644)
             Path(temporary).rename(path)
-            return _require(_map(file, sequence_length))
+            return _require(_map(file, sequence_length, path))
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -170,7 +172,7 @@ def _concatenate(file: IO[bytes], header: bytes, arrays: Sequence[IO[bytes]]) ->
     file.flush()
 
 
-def _map(file: IO[bytes], sequence_length: int) -> PackingPlan | None:
+def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> PackingPlan | None:
     """The plan in `file`; None where it is not a whole one."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
@@ -193,6 +195,7 @@ def _map(file: IO[bytes], sequence_length: int) -> PackingPlan | None:
         array("<i4", ends + 8 * num_pieces, num_pieces),
         PackingCounts(*counts),
         sequence_length,
+        path,
     )
 
 
