@@ -7,6 +7,7 @@ the DeepSpeed JSON (`ds_configs/`), where processes run by the launcher.
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -66,6 +67,11 @@ class SourceSection(Section):
     """One dataset of a mixture."""
 
     path: str = Field(description="directory written by `bigtrain tokenize`")
+    name: str | None = Field(
+        default=None,
+        description="what its held-out loss is called; default: the directory's own name, or its "
+        "path where two have the same",
+    )
     weight: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
         description="share of the run's samples, relative to the other sources' weights",
@@ -142,6 +148,8 @@ class DataSection(Section):
         twice = next((path for path in paths if paths.count(path) > 1), None)
         if twice is not None:
             raise ValueError(f"data.sources: {twice} is listed twice; give it one weight")
+        if len(set(self.names)) != len(self.names):
+            raise ValueError("data.sources: two sources have the same name")
         return self
 
     @model_validator(mode="after")
@@ -164,6 +172,15 @@ class DataSection(Section):
         if self.path is not None:
             return (SourceSection(path=self.path, weight=1.0),)
         return self.sources
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the sources of `mixture` are called."""
+        own = [PurePath(source.path).name for source in self.mixture]
+        return tuple(
+            source.name or (name if own.count(name) == 1 else source.path)
+            for source, name in zip(self.mixture, own, strict=True)
+        )
 
     def key_of(self, source_index: int) -> str:
         """The configuration key that names the path of a source."""
@@ -318,7 +335,8 @@ class EvaluationSection(Section):
         default=None, description="optimizer steps between evaluations; default: only at the end"
     )
     samples: PositiveInt = Field(
-        default=256, description="held-out samples per evaluation, always the same ones"
+        default=256,
+        description="held-out samples per evaluation, always the same ones; of each source",
     )
 
 

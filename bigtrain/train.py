@@ -94,12 +94,10 @@ def train_run(run: ResolvedRun, world: World) -> None:
         engine = build_engine(run.config, run.engine, run.plan, inputs.hf_config, session.device)
         pin = session.device.type == "cuda"
         data_rank = run.topology.coordinates(world.rank).data_rank
-        held_out = open_held_out(run.config, run.plan, data_rank, device_pin=pin)
-        evaluator = Evaluator(session, engine, held_out)
         state = restore_or_start(session, engine)
-        batches = open_training_data(
-            run.config, run.plan, data_rank, state.phases[-1], device_pin=pin
-        )
+        data = run.config, run.plan, data_rank, state.phases[-1]
+        batches = open_training_data(*data, device_pin=pin)
+        evaluator = Evaluator(session, engine, open_held_out(*data, device_pin=pin))
         for report in inputs.packing:
             session.say(str(report))
         session.begin_writing(state)

@@ -213,7 +213,7 @@ class Bigtrain:
         self.engine = build_engine(
             run.config, run.engine, run.plan, session.inputs.hf_config, session.device
         )
-        self.evaluator = Evaluator(session, self.engine, None)
+        self.evaluator = Evaluator(session, self.engine, [])
         self.state = TrainState()
         session.begin_writing(self.state)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
@@ -26,6 +27,7 @@ from bigtrain.topology import BatchPlan
 __all__ = [
     "IGNORED_LABEL",
     "HeldOutBatches",
+    "HeldOutSource",
     "MicroBatch",
     "TrainingBatches",
     "open_held_out",
@@ -184,6 +186,15 @@ class HeldOutBatches:
             yield reader.read(order.windows(first, count), plan.micro_samples)
 
 
+@dataclass(frozen=True)
+class HeldOutSource:
+    """The held-out batches of one source, its name, and its weight in the mixture."""
+
+    name: str
+    weight: int
+    batches: HeldOutBatches
+
+
 def open_training_data(
     config: RunConfig,
     plan: BatchPlan,
@@ -217,29 +228,38 @@ def open_training_data(
 
 
 def open_held_out(
-    config: RunConfig, plan: BatchPlan, data_rank: int, *, device_pin: bool = False
-) -> HeldOutBatches | None:
-    """The held-out batches of rank `data_rank`; None where no dataset has held-out documents.
+    config: RunConfig,
+    plan: BatchPlan,
+    data_rank: int,
+    phase: Phase | None = None,
+    *,
+    device_pin: bool = False,
+) -> list[HeldOutSource]:
+    """The held-out batches of rank `data_rank`, of each source that has held-out documents.
 
-    Those of a mixture are taken together, every held-out window as likely as every other.
+    `phase`: where the run stands, as of `open_training_data`.
 
-    No collective. Raises DataError where a dataset has some, but too few for one sample.
+    No collective. Raises DataError where a source has some, but too few for one sample.
     """
     datasets = _open_sources(config)
-    sources = [
-        _samples(config, dataset, "held_out", plan.sequence_length)
-        for dataset in datasets
+    if phase is None:
+        phase = first_phase(config, identify_sources(config))
+    options = _options(config, datasets, device_pin)
+    return [
+        HeldOutSource(
+            name,
+            source.weight,
+            HeldOutBatches(
+                _samples(config, dataset, "held_out", plan.sequence_length),
+                plan,
+                data_rank,
+                config.evaluation.samples,
+                options,
+            ),
+        )
+        for name, source, dataset in zip(config.data.names, phase.read, datasets, strict=True)
         if dataset.manifest.num_tokens("held_out")
     ]
-    if not sources:
-        return None
-    return HeldOutBatches(
-        MixedSamples(sources),
-        plan,
-        data_rank,
-        config.evaluation.samples,
-        _options(config, datasets, device_pin),
-    )
 
 
 def _open_sources(config: RunConfig) -> list[TokenDataset]:

@@ -9,6 +9,10 @@ and every evaluation::
 
     {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens"}
 
+with "held_out_sources" besides where there are several: by name of the source its "loss",
+"perplexity" and "tokens"; "held_out_loss" is then their mean by the weights of the mixture.
+Trackers get them as ``held_out_loss/NAME``.
+
 Figures that are not known (the utilization of a CPU) or not finite (a loss that overflowed) are
 null. No step stands twice, also after a resume.
 """
@@ -24,13 +28,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from bigtrain.run.progress import Progress, format_duration, format_lr, format_rate
 from bigtrain.run.trackers import Trackers, check_trackers
 
-__all__ = ["MetricsWriter", "StepMetrics", "check_trackers", "memory_gib"]
+__all__ = ["HeldOutLoss", "MetricsWriter", "StepMetrics", "check_trackers", "memory_gib"]
 
 GIB = 2**30
 
@@ -56,6 +60,19 @@ class StepMetrics:
     step_seconds: float
     model_flops_utilization: float | None
     memory_gib: float
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Mean `loss` in nats over `tokens` held-out target tokens."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """Its exponential; infinite where that is too large for a float."""
+        return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
 
 
 class MetricsWriter:
@@ -131,18 +148,34 @@ class MetricsWriter:
         step = figures.pop("step")
         self._trackers.log({k: v for k, v in figures.items() if v is not None}, step)
 
-    def log_held_out(self, step: int, loss: float, tokens: int) -> None:
-        """Write an evaluation: mean `loss` in nats over `tokens` held-out target tokens."""
-        perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
-        figures = {
+    def log_held_out(
+        self,
+        step: int,
+        loss: float,
+        tokens: int,
+        sources: Mapping[str, HeldOutLoss] = MappingProxyType({}),
+    ) -> None:
+        """Write an evaluation: mean `loss` in nats over `tokens` held-out target tokens; of a
+        mixture the weighted mean of its `sources`, and theirs."""
+        whole = HeldOutLoss(loss, tokens)
+        figures: dict[str, float] = {
             "held_out_loss": loss,
-            "held_out_perplexity": perplexity,
+            "held_out_perplexity": whole.perplexity,
             "held_out_tokens": tokens,
         }
-        self._write({"step": step, **figures})
+        details = {
+            name: {"loss": one.loss, "perplexity": one.perplexity, "tokens": one.tokens}
+            for name, one in sources.items()
+        }
+        self._write({"step": step, **figures, **({"held_out_sources": details} if details else {})})
         self._tally.held_out = (step, loss)
-        self.info(f"step {step}/{self._total_steps} held-out {_loss_text(loss)}")
-        self._trackers.log(figures, step)
+        text = f"step {step}/{self._total_steps} held-out {_loss_text(loss)}"
+        if sources:
+            each = ", ".join(f"{name} {one.loss:.4f}" for name, one in sources.items())
+            text += f" ({each})"
+        self.info(text)
+        by_source = {f"held_out_loss/{name}": one.loss for name, one in sources.items()}
+        self._trackers.log({**figures, **by_source}, step)
 
     def info(self, text: str) -> None:
         """Show `text` and append it to log.txt."""
@@ -174,11 +207,7 @@ class MetricsWriter:
         self.close()
 
     def _write(self, figures: Mapping[str, object]) -> None:
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in figures.items()
-        }
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._file.write(json.dumps(_finite(figures), allow_nan=False) + "\n")
 
 
 class _Tally:
@@ -228,6 +257,13 @@ class _Tally:
             step, loss = self.held_out
             lines.insert(3, f"held out  {_loss_text(loss)} at step {step}")
         return lines
+
+
+def _finite(value: object) -> object:
+    """`value` with null for what is not finite, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _loss_text(loss: float) -> str:

@@ -187,12 +187,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("loader") / "d", vocab_size=50)
 
 
-def config_for(dataset: Path, **data: Any) -> RunConfig:
+def config_for(dataset: Path, sequence_length: int = LENGTH, **data: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "model": {"config": {"model_type": "llama", "vocab_size": 50}},
             "data": {"path": str(dataset), **data},
-            "batch": {"sequence_length": LENGTH, "global_samples": 4, "micro_samples": 2},
+            "batch": {"sequence_length": sequence_length, "global_samples": 4, "micro_samples": 2},
             "train": {"steps": 2},
             "optimizer": {"lr": 1e-3},
             "output": {"directory": "unused"},
@@ -212,22 +212,21 @@ def test_from_a_run_configuration(dataset: Path) -> None:
         assert torch.equal(masked, batch.input_ids == 0)
         after_end += int(masked.sum())
     assert after_end > 0
-    held_out = open_held_out(config, plan, 0)
-    assert held_out is not None
-    assert len(held_out) == 3
-    assert [batch.input_ids.shape for batch in held_out] == [(2, LENGTH)] * 3
+    (held_out,) = open_held_out(config, plan, 0)
+    assert held_out.name == dataset.name
+    assert len(held_out.batches) == 3
+    assert [batch.input_ids.shape for batch in held_out.batches] == [(2, LENGTH)] * 3
 
 
 def test_isolated_documents(dataset: Path) -> None:
     """Positions restart after every end of document, and no label crosses one, padding included."""
     plan = BatchPlan(8, 8, 1, 1, 24)
-    config = config_for(dataset, document_boundaries="isolate")
+    config = config_for(dataset, 24, document_boundaries="isolate")
     with closing(open_training_data(config, plan, 0)) as batches:
         (batch,) = batches.step(0)
-    held_out = open_held_out(config, plan, 0)
-    assert held_out is not None
+    (held_out,) = open_held_out(config, plan, 0)
     crossings = 0
-    for some in (batch, *held_out):
+    for some in (batch, *held_out.batches):
         assert some.position_ids is not None
         for ids, labels, positions in zip(
             some.input_ids.tolist(), some.labels.tolist(), some.position_ids.tolist(), strict=True
@@ -246,4 +245,4 @@ def test_isolated_documents(dataset: Path) -> None:
 def test_held_out_split_too_short(dataset: Path) -> None:
     plan = BatchPlan(4, 2, 1, 2, 900)
     with pytest.raises(DataError, match=r"the held-out split of .*: \d+ tokens are too few"):
-        open_held_out(config_for(dataset), plan, 0)
+        open_held_out(config_for(dataset, 900), plan, 0)

@@ -248,9 +248,28 @@ def test_from_a_run_configuration(datasets: list[Path]) -> None:
         read = [row for batch in batches.step(0) for row in batch.input_ids.tolist()]
         assert read == rows.tokens[:, :-1].tolist()
     held_out = open_held_out(config, plan, 0)
-    assert held_out is not None
-    alone = [open_held_out(config_for({"path": str(path)}), plan, 0) for path in datasets]
-    assert held_out.num_samples == sum(one.num_samples for one in alone if one is not None)
+    assert [(source.name, source.weight) for source in held_out] == [
+        ("d0", 1),
+        ("d1", 2),
+        ("d2", 1),
+    ]
+    for source, path in zip(held_out, datasets, strict=True):
+        (alone,) = open_held_out(config_for({"path": str(path)}), plan, 0)
+        assert [batch.input_ids.tolist() for batch in source.batches] == [
+            batch.input_ids.tolist() for batch in alone.batches
+        ]
+
+
+def test_names_of_sources() -> None:
+    def names(*sources: dict[str, Any]) -> tuple[str, ...]:
+        return config_for({"sources": [{"weight": 1, **source} for source in sources]}).data.names
+
+    assert config_for({"path": "a/shards/"}).data.names == ("shards",)
+    assert names({"path": "x/a"}, {"path": "y/b"}) == ("a", "b")
+    assert names({"path": "x/a"}, {"path": "y/a"}, {"path": "c"}) == ("x/a", "y/a", "c")
+    assert names({"path": "x/a", "name": "first"}, {"path": "y/a"}) == ("first", "y/a")
+    with pytest.raises(ValueError, match="two sources have the same name"):
+        names({"path": "a"}, {"path": "b", "name": "a"})
 
 
 def test_one_source_is_the_same_run_as_a_path(datasets: list[Path]) -> None:

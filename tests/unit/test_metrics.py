@@ -14,7 +14,7 @@ import pytest
 
 from bigtrain.errors import LaunchError
 from bigtrain.run import trackers as trackers_module
-from bigtrain.run.metrics import MetricsWriter, StepMetrics, check_trackers
+from bigtrain.run.metrics import HeldOutLoss, MetricsWriter, StepMetrics, check_trackers
 from bigtrain.run.progress import format_duration, format_lr, format_rate
 from bigtrain.run.trackers import flatten
 
@@ -85,6 +85,24 @@ def test_held_out_line(tmp_path: Path) -> None:
             "held_out_tokens": 512,
         }
     ]
+
+
+def test_held_out_losses_of_a_mixture(tmp_path: Path) -> None:
+    sources = {"books": HeldOutLoss(1.0, 300), "code": HeldOutLoss(1e4, 200)}
+    with writer(tmp_path, trackers=("tensorboard",)) as metrics:
+        metrics.log_held_out(20, 2.0, 500, sources)
+    (line,) = lines_of(tmp_path)
+    assert list(line)[-1] == "held_out_sources"
+    assert line["held_out_sources"] == {
+        "books": {"loss": 1.0, "perplexity": pytest.approx(math.e), "tokens": 300},
+        "code": {"loss": 1e4, "perplexity": None, "tokens": 200},
+    }
+    log = (tmp_path / "log.txt").read_text()
+    assert "held-out loss 2.0000 perplexity 7.39 (books 1.0000, code 10000.0000)\n" in log
+    scalars = read_scalars(tmp_path)
+    assert scalars["held_out_loss"] == [(20, 2.0)]
+    assert scalars["held_out_loss/books"] == [(20, 1.0)]
+    assert scalars["held_out_loss/code"] == [(20, 1e4)]
 
 
 def test_figures_that_are_not_finite_are_null_in_valid_json(tmp_path: Path) -> None:
@@ -226,7 +244,7 @@ def test_trackers_need_no_process_group_and_leave_accelerate_alone(tmp_path: Pat
     code = """
 import os, sys
 from pathlib import Path
-from bigtrain.run.metrics import MetricsWriter
+from bigtrain.run.metrics import HeldOutLoss, MetricsWriter
 before = dict(os.environ)
 with MetricsWriter(Path(sys.argv[1]), total_steps=1, trackers=["tensorboard"], project="p",
                    run_config={}, terminal=False) as metrics:
