@@ -110,6 +110,17 @@ class DataSection(Section):
         "before; isolate: neither attention nor loss crosses a boundary, and positions, in tokens, "
         "count from each document's beginning in the sample",
     )
+    packing: Literal["concatenate", "best_fit"] = Field(
+        default="concatenate",
+        description="how documents become samples; concatenate: one after another, cut where a "
+        "sample is full; best_fit: whole, several in a sample that has room for them "
+        "(best-fit-decreasing), padded at the end, and always isolated",
+    )
+    long_documents: Literal["cut", "truncate"] = Field(
+        default="cut",
+        description="best_fit, of documents longer than a sample; cut: several samples, the later "
+        "ones without what was before; truncate: one, the rest is not trained on",
+    )
     chunk_length: PositiveInt | None = Field(
         default=None,
         description="tokens of the pieces whose order is random, a multiple of "
@@ -145,6 +156,20 @@ class DataSection(Section):
         if len(set(self.names)) != len(self.names):
             raise ValueError("data.sources: two sources have the same name")
         return self
+
+    @model_validator(mode="after")
+    def _packs_have_no_chunks(self) -> Self:
+        if self.packing == "best_fit" and self.chunk_length is not None:
+            raise ValueError(
+                f"data.chunk_length = {self.chunk_length}: packed documents (data.packing = "
+                "'best_fit') are packed anew for another sequence length; leave it out"
+            )
+        return self
+
+    @property
+    def isolates(self) -> bool:
+        """Whether documents that share a sample are kept apart."""
+        return self.packing == "best_fit" or self.document_boundaries == "isolate"
 
     @property
     def mixture(self) -> tuple[SourceSection, ...]:
@@ -407,10 +432,12 @@ class RunConfig(Section):
     def _boundaries_have_a_mask(self) -> Self:
         # transformers' flash attention reads boundaries from positions at micro-batch 1 only, and
         # ignores them silently above.
-        if self.data.document_boundaries == "isolate" and self.model.attention.startswith("flash"):
+        if self.data.isolates and self.model.attention.startswith("flash"):
+            packs = self.data.packing == "best_fit"
+            asked = "packing = 'best_fit'" if packs else "document_boundaries = 'isolate'"
             raise ValueError(
                 f"model.attention = {self.model.attention!r} cannot isolate documents "
-                "(data.document_boundaries = 'isolate'); set model.attention=sdpa"
+                f"(data.{asked}); set model.attention=sdpa"
             )
         return self
 

@@ -121,6 +121,8 @@ def train_run(run: ResolvedRun, world: World) -> int:
         data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
         batches = open_training_data(*data, device_pin=pin)
         evaluator = Evaluator(session, engine, open_held_out(*data, device_pin=pin))
+        for report in inputs.packing:
+            session.say(str(report))
         session.begin_writing(state)
         with Saver(session, engine, inputs.data_hash) as saver:
             state, received = train(session, engine, batches, evaluator, state, saver)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of, size
+from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
     from bigtrain.data.manifest import Manifest
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bigtrain tokenize`."""
     add_input_arguments(parser)
+    parser.add_argument(
+        "--chat-key",
+        metavar="KEY",
+        help="instead of --text-key: the key that holds a conversation, a list of messages with "
+        "role and content (and its tools the key `tools`); rendered by the tokenizer's chat "
+        "template, and learned from the assistant's tokens alone",
+    )
+    parser.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja file to render conversations with instead of the tokenizer's own",
+    )
     parser.add_argument(
         "--tokenizer", required=True, help="directory or name on the Hugging Face hub"
     )
@@ -74,6 +88,10 @@ def run(args: argparse.Namespace) -> int:
     from bigtrain.data.manifest import DEFAULT_SHARD_BYTES
     from bigtrain.data.shares import find_share
 
+    if args.chat_key is not None and args.text_key:
+        raise DataError(f"--text-key and --chat-key {args.chat_key} exclude each other")
+    if args.chat_template is not None and args.chat_key is None:
+        raise DataError("--chat-template is for conversations -> name their key: --chat-key")
     reading = reading_of(args)
     started_at = time.monotonic()
     result = build_dataset(
@@ -81,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
             selection=reading.selection,
             tokenizer=args.tokenizer,
             output=args.output,
-            text_keys=reading.text_keys,
+            text_keys=reading.text_keys if args.chat_key is None else (args.chat_key,),
+            chat=args.chat_key is not None,
+            chat_template=args.chat_template,
             held_out=args.held_out,
             shard_bytes=args.shard_size or DEFAULT_SHARD_BYTES,
             max_document_bytes=reading.max_document_bytes,
@@ -108,13 +128,16 @@ def summary(output: Path, manifest: Manifest) -> str:
         f"{output}: {manifest.token_dtype} tokens of {manifest.tokenizer.name} "
         f"({manifest.tokenizer.vocab_size} ids)"
     ]
+    masked = manifest.is_masked
     for split, shards in manifest.splits.items():
         text_bytes = sum(shard.text_bytes for shard in shards)
+        targets = sum(shard.target_tokens or 0 for shard in shards)
         tokens = manifest.num_tokens(split)
         lines.append(
             f"  {split + ':':9} {manifest.num_documents(split):,} documents, {tokens:,} tokens, "
             f"{text_bytes:,} bytes of text ({text_bytes / max(1, tokens):.2f} per token), "
             f"{len(shards)} shard{'s' if len(shards) != 1 else ''}"
+            + (f", {targets / max(1, tokens):.1%} of the tokens to learn" if masked else "")
         )
     engine, reason = manifest.tokenizer.engine, manifest.tokenizer.engine_reason
     lines.append(f"  encoder:  {engine}" + (f" ({reason})" if reason else ""))

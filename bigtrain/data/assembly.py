@@ -32,10 +32,10 @@ from bigtrain.data.manifest import (
 from bigtrain.data.planning import Unit, plan_key
 from bigtrain.data.shards import token_dtype
 from bigtrain.data.sources import Source
-from bigtrain.data.tokenization import Tokenizer
+from bigtrain.data.tokenization import ChatTemplate, Tokenizer
 from bigtrain.data.tokenizer_files import fingerprint
 from bigtrain.data.unit_building import SPLITS
-from bigtrain.data.workspace import JOURNAL_NAME, SHARD_SUFFIXES, UnitRecord, Workspace
+from bigtrain.data.workspace import JOURNAL_NAME, UnitRecord, Workspace
 from bigtrain.errors import DataError
 
 CLAIM = "assembly"
@@ -50,6 +50,7 @@ class Finish:
     units: Sequence[Unit]
     tokenizer: Tokenizer
     options: OptionsRecord
+    chat_template: ChatTemplate | None = None
 
     def run(self, records: dict[str, UnitRecord]) -> Manifest:
         """Make the dataset of the units' `records`. Raises DataError where they hold too little.
@@ -65,7 +66,7 @@ class Finish:
             for record, final in zip(
                 _with_documents(done, split), manifest.splits.get(split, ()), strict=True
             )
-            for suffix in SHARD_SUFFIXES
+            for suffix in final.checksums
         ]
         directory, output = self.workspace.directory, self.workspace.output
         journal = json.dumps({"plan": plan_key(self.units), "moves": moves})
@@ -97,6 +98,7 @@ class Finish:
                 engine=", ".join(sorted({record.engine for record in done})),
                 engine_reason="; ".join(sorted({record.engine_reason for record in done} - {""})),
                 files_xxh3=fingerprint(tokenizer.name),
+                chat_template=None if self.chat_template is None else self.chat_template.hash,
             ),
             token_dtype=token_dtype(tokenizer.vocab_size),
             sources=_sources_with_parts(self.sources, self.units, done),
@@ -151,8 +153,9 @@ class Finish:
             if not record.bad_documents:
                 continue
             with (self.workspace.directory / record.errors_name).open(encoding="utf-8") as file:
-                for text in file:
-                    part_number, path, line, row, reason = json.loads(text)
+                # Some are found by reading and some later, by encoding.
+                entries = sorted(map(json.loads, file), key=lambda e: (e[0], e[2] or 0, e[3] or 0))
+                for part_number, path, line, row, reason in entries:
                     if line is not None:
                         line += lines_before_part[part_number]
                     yield BadDocument(path, reason, line, row)
@@ -163,6 +166,8 @@ class Finish:
             return
         draft = self.workspace.draft(TOKENIZER_DIRECTORY)
         self.tokenizer.save(draft)
+        if self.chat_template is not None:
+            self.chat_template.save(draft)
         sync_tree(draft)
         draft.rename(target)
 

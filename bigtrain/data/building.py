@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bigtrain.data.assembly import CLAIM, EmptyDataset, Finish, planned, undo
+from bigtrain.data.chat import ChatEncoder
 from bigtrain.data.directories import make_parents, require_free
 from bigtrain.data.documents import ReadOptions
 from bigtrain.data.encoders import Choice, EncoderError, EncoderQueue, choose_encoder
@@ -43,7 +44,7 @@ from bigtrain.errors import DataError
 
 POLL_S = 0.5
 OWN_NAMES = re.compile(
-    rf"(train|held_out)-\d+\.(bin|idx)|{ERRORS_NAME}|{TOKENIZER_DIRECTORY}"
+    rf"(train|held_out)-\d+\.(bin|idx|mask)|{ERRORS_NAME}|{TOKENIZER_DIRECTORY}"
     rf"|{re.escape(WORK_DIRECTORY)}(\.\w+\.partial)?"
 )
 """What a dataset that is not finished may consist of."""
@@ -51,12 +52,18 @@ OWN_NAMES = re.compile(
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What `bigtrain tokenize` was asked for. `workers` and `share` do not change the result."""
+    """What `bigtrain tokenize` was asked for. `workers` and `share` do not change the result.
+
+    `chat`: the only text key holds conversations, rendered by `chat_template`, a file, or else by
+    the tokenizer's own template.
+    """
 
     selection: Selection
     tokenizer: str
     output: Path
     text_keys: tuple[str, ...] = ("text",)
+    chat: bool = False
+    chat_template: Path | None = None
     held_out: float = 0.0
     shard_bytes: int = DEFAULT_SHARD_BYTES
     max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
@@ -75,6 +82,7 @@ class BuildRequest:
             max_document_bytes=self.max_document_bytes,
             max_bad_fraction=self.max_bad_fraction,
             parse_special_tokens=self.parse_special_tokens,
+            chat=self.chat,
             dataset_config=self.selection.dataset_config,
             dataset_split=self.selection.dataset_split,
         )
@@ -97,6 +105,8 @@ def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None
     passes the time while other processes work (default: sleep).
     """
     sources = _outside(request.output, find_sources(request.selection))
+    if request.chat:
+        _refuse_texts(sources)
     workspace = Workspace(request.output, new_token())
     if workspace.is_finished() or not _is_own(workspace):
         return BuildResult(_finished(request, sources, workspace), already_finished=True)
@@ -122,6 +132,15 @@ def _outside(output: Path, sources: Sequence[Source]) -> list[Source]:
     if not outside:
         raise DataError(f"every input lies in --output {output}")
     return outside
+
+
+def _refuse_texts(sources: Sequence[Source]) -> None:
+    for source in sources:
+        if source.kind == "text":
+            raise DataError(
+                f"--input {source.path} is text, and --chat-key names a key of it -> conversations "
+                "are read from .jsonl, .parquet, .csv, .json, .arrow and datasets"
+            )
 
 
 def _is_own(workspace: Workspace) -> bool:
@@ -157,6 +176,7 @@ def _finished(request: BuildRequest, sources: Sequence[Source], workspace: Works
         for what, same in (
             ("input files", known == [source.record.identity for source in sources]),
             ("tokenizer", _is_same_tokenizer(manifest, request.tokenizer)),
+            ("chat template", _is_same_template(manifest, request)),
             ("options", manifest.options == request.options()),
         )
         if not same
@@ -177,6 +197,13 @@ def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:
     if found is not None and found == manifest.tokenizer.files_xxh3:
         return True
     return load_tokenizer(name).hash == manifest.tokenizer.hash
+
+
+def _is_same_template(manifest: Manifest, request: BuildRequest) -> bool:
+    if not request.chat:
+        return True
+    template = load_tokenizer(request.tokenizer).chat_template(request.chat_template)
+    return template.hash == manifest.tokenizer.chat_template
 
 
 @contextmanager
@@ -212,8 +239,13 @@ class _Build:
 
     def __post_init__(self) -> None:
         request, tokenizer = self.request, self.tokenizer
-        self.reading = ReadOptions(request.selection, request.text_keys, request.max_document_bytes)
-        identity = (tokenizer.hash, request.held_out, request.parse_special_tokens)
+        self.reading = ReadOptions(
+            request.selection, request.text_keys, request.max_document_bytes, request.chat
+        )
+        self.template = tokenizer.chat_template(request.chat_template) if request.chat else None
+        identity = [tokenizer.hash, request.held_out, request.parse_special_tokens]
+        if self.template is not None:
+            identity.append(self.template.hash)
         self.units = plan_units(self.sources, self.reading, request.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
@@ -265,6 +297,14 @@ class _Build:
             return
         self.workspace.drop_invalid(left)
         encoders = self._trusted_encoders()
+        chat = None
+        if self.template is not None:
+            chat = ChatEncoder(
+                encoders.current,
+                encoders.reference,
+                self.template,
+                trusted=self.request.parse_special_tokens,
+            )
         job = Job(
             encoders.current,
             encoders.reference,
@@ -273,6 +313,7 @@ class _Build:
             self.request.held_out,
             self.reading,
             allow_bad=self.request.max_bad_fraction > 0,
+            chat=chat,
         )
         work = Round(left, self.request.share, job, self.workspace)
         try:
@@ -286,8 +327,11 @@ class _Build:
     def _trusted_encoders(self) -> EncoderQueue:
         """The current one is not among those that any process has found wrong."""
         if self.encoders is None:
+            reference = self.tokenizer.encoder(self.request.parse_special_tokens)
+            if self.request.chat:  # special tokens are the template's, and ends as well
+                reference = self.tokenizer.encoder(parse_special_tokens=True, ends=False)
             self.encoders = choose_encoder(
-                self.tokenizer.encoder(self.request.parse_special_tokens),
+                reference,
                 self.request.encoder,
                 read_once=any(source.read_once for source in self.sources),
             )
@@ -298,7 +342,12 @@ class _Build:
 
     def _finish(self, records: dict[str, UnitRecord]) -> Manifest:
         finish = Finish(
-            self.workspace, self.sources, self.units, self.tokenizer, self.request.options()
+            self.workspace,
+            self.sources,
+            self.units,
+            self.tokenizer,
+            self.request.options(),
+            self.template,
         )
         return finish.run(records)
 

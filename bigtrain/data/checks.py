@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.config import ModelSection, RunConfig
-from bigtrain.data.manifest import Manifest
+from bigtrain.data.manifest import Manifest, Split
+from bigtrain.data.packed_documents import plan_of
 from bigtrain.data.packing import count_windows
-from bigtrain.data.shards import open_dataset
+from bigtrain.data.shards import TokenDataset, open_dataset
 from bigtrain.errors import DataError, Problem
 
 MAX_PADDING_ROWS = 1024
@@ -30,15 +31,20 @@ def check_dataset(config: RunConfig, model_vocab_size: int | None = None) -> lis
     a tokenizer only where data.tokenizer names one.
     """
     problems: list[Problem] = []
-    manifests: list[Manifest] = []
+    datasets: list[TokenDataset] = []
     for number, source in enumerate(config.data.mixture):
         try:
-            manifests.append(open_dataset(source.path, check="sizes").manifest)
+            datasets.append(open_dataset(source.path, check="sizes"))
         except DataError as error:
             problems.append(Problem(config.data.key_of(number), source.path, str(error)))
     if problems:
         return problems
-    problems = check_length(config, manifests) + check_same_tokenizer(config, manifests)
+    manifests = [dataset.manifest for dataset in datasets]
+    try:
+        problems = check_length(config, datasets)
+    except DataError as error:  # of an index that packing reads
+        return [Problem("data.packing", config.data.packing, str(error))]
+    problems += check_masks(config, manifests) + check_same_tokenizer(config, manifests)
     if model_vocab_size is None:
         model_vocab_size = known_vocab_size(config.model)
     if model_vocab_size is not None:
@@ -73,16 +79,15 @@ def check_same_tokenizer(config: RunConfig, manifests: Sequence[Manifest]) -> li
     ]
 
 
-def check_length(config: RunConfig, manifests: Sequence[Manifest]) -> list[Problem]:
+def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
     """Whether the splits hold enough tokens for one global batch and for one evaluation.
 
     Every source must hold one sample, and all of them together one global batch.
     """
     length = config.batch.sequence_length
     chunk_length = config.data.chunk_length or length
-    tokens = [manifest.num_tokens("train") for manifest in manifests]
-    chunks = [count_windows(number, chunk_length) for number in tokens]
-    samples = [number * (chunk_length // length) for number in chunks]
+    tokens = [dataset.manifest.num_tokens("train") for dataset in datasets]
+    samples = [_num_samples(config, dataset, "train") for dataset in datasets]
     key, value = ("data.path", config.data.path) if config.data.path else ("data.sources", None)
     problems = []
     if sum(samples) < config.batch.samples_per_step:
@@ -95,9 +100,9 @@ def check_length(config: RunConfig, manifests: Sequence[Manifest]) -> list[Probl
                 "tokenize more text, or set a smaller batch",
             )
         )
-    for number, manifest in enumerate(manifests):
+    for number, dataset in enumerate(datasets):
         key, path = config.data.key_of(number), config.data.mixture[number].path
-        if not samples[number] and len(manifests) > 1:
+        if not samples[number] and len(datasets) > 1:
             problems.append(
                 Problem(
                     key,
@@ -108,8 +113,8 @@ def check_length(config: RunConfig, manifests: Sequence[Manifest]) -> list[Probl
                     + ("batch.sequence_length" if chunk_length == length else "data.chunk_length"),
                 )
             )
-        held_out = manifest.num_tokens("held_out")
-        if held_out and not count_windows(held_out, length):
+        held_out = dataset.manifest.num_tokens("held_out")
+        if held_out and not _num_samples(config, dataset, "held_out"):
             problems.append(
                 Problem(
                     key,
@@ -120,6 +125,33 @@ def check_length(config: RunConfig, manifests: Sequence[Manifest]) -> list[Probl
                 )
             )
     return problems
+
+
+def _num_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int:
+    """As `bigtrain.data.loader` counts them."""
+    if config.data.packing == "best_fit":
+        return plan_of(config, dataset, split).num_packs
+    length = config.batch.sequence_length
+    chunk_length = config.data.chunk_length or length if split == "train" else length
+    num_tokens = dataset.manifest.num_tokens(split)
+    return count_windows(num_tokens, chunk_length) * (chunk_length // length)
+
+
+def check_masks(config: RunConfig, manifests: Sequence[Manifest]) -> list[Problem]:
+    """Whether conversations are kept apart: an answer must not be learned from another chat."""
+    if config.data.isolates:
+        return []
+    return [
+        Problem(
+            "data.packing",
+            config.data.packing,
+            f"conversations ({config.data.mixture[number].path}) would be cut wherever a sample "
+            "is full, and see each other",
+            "set data.packing=best_fit (or at least data.document_boundaries=isolate)",
+        )
+        for number, manifest in enumerate(manifests)
+        if manifest.is_masked
+    ]
 
 
 def check_vocabulary(manifest: Manifest, model_vocab_size: int) -> list[Problem]:

@@ -18,6 +18,7 @@ import orjson
 import xxhash
 
 from bigtrain.data.bad_documents import BadDocument, Rejects
+from bigtrain.data.conversations import ConversationError, conversation_bytes
 from bigtrain.data.lines import (
     HashingReader,
     count_lines_before,
@@ -27,7 +28,7 @@ from bigtrain.data.lines import (
 )
 from bigtrain.data.manifest import DEFAULT_MAX_DOCUMENT_BYTES
 from bigtrain.data.sources import Selection, Source
-from bigtrain.data.tables import Rows, arrow_rows, csv_rows, dataset_rows, parquet_rows
+from bigtrain.data.tables import Keys, Rows, arrow_rows, csv_rows, dataset_rows, parquet_rows
 from bigtrain.data.text_columns import TextColumn
 from bigtrain.errors import DataError
 
@@ -48,6 +49,8 @@ COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
 }
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
 JOINED_WITH = "\n"
+TOOLS_KEY = "tools"
+"""Where data sets of conversations keep the tools of one, beside its messages."""
 BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 2048
 
@@ -57,13 +60,22 @@ class ReadOptions:
     """How documents are taken out of sources.
 
     `text_keys`: of several, those that a document has and that are not empty are joined by a line
-    end; it must have one of them. `max_document_bytes`: of a document's UTF-8, or of its whole
-    line in a file of lines.
+    end; it must have one of them. `chat`: the only key holds a conversation, and the key ``tools``,
+    where there is one, its tools (`bigtrain.data.chat`). `max_document_bytes`: of a document's
+    UTF-8, or of its whole line in a file of lines.
     """
 
     selection: Selection
     text_keys: tuple[str, ...] = ("text",)
     max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
+    chat: bool = False
+
+    @property
+    def keys(self) -> Keys:
+        """The columns of a table that are read."""
+        if self.chat:
+            return Keys(self.text_keys, (TOOLS_KEY,), "--chat-key")
+        return Keys(self.text_keys)
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,8 @@ class PartReader:
     """Iterates once over the documents of `part`.
 
     `bytes_done` follows for progress. At the end `num_lines` is how many lines of a file of lines
-    started in the part, and `checksum` what `PartRecord` says.
+    started in the part, and `checksum` what `PartRecord` says. `places` are the lines or rows of
+    the documents of the last block, as `BadDocument` counts them; of conversations alone.
     """
 
     part: Part
@@ -97,6 +110,7 @@ class PartReader:
     rejects: Rejects
     bytes_done: int = 0
     num_lines: int = 0
+    places: list[int] = field(default_factory=list)
     _hash: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
 
     def blocks(self) -> Iterator[list[bytes]]:
@@ -117,6 +131,13 @@ class PartReader:
     def checksum(self) -> str:
         """Of what was read so far; see `PartRecord`."""
         return self._hash.hexdigest()
+
+    def reject_at(self, place: int, why: str) -> None:
+        """Reject a document of `places` for what was found wrong with it later."""
+        if self.part.source.kind in ("jsonl", "csv"):
+            self._reject_line(place, why)
+        else:
+            self.rejects.add(BadDocument(self.part.source.path, why, row=place))
 
     def _text(self) -> Iterator[list[bytes]]:
         path, limit = self.part.source.path, self.options.max_document_bytes
@@ -157,6 +178,11 @@ class PartReader:
     def _parse(self, lines: Sequence[bytes | None]) -> list[bytes]:
         """Documents of `lines`, which follow `num_lines` others."""
         keys = self.options.text_keys
+        if self.options.chat:
+            numbered = enumerate(lines, self.num_lines + 1)
+            chats = [(number, self._parse_line(number, line)) for number, line in numbered]
+            self.places = [number for number, content in chats if content is not None]
+            return [content for _, content in chats if content is not None]
         try:
             # What orjson refuses, and it refuses more than json does, is looked at one by one.
             if len(keys) == 1:
@@ -176,7 +202,8 @@ class PartReader:
         if not line.strip():
             return None
         try:
-            document = json.loads(line.decode("utf-8"))
+            # orjson is several times quicker and refuses more: numbers beyond 64 bits, for one.
+            document = orjson.loads(line) if self.options.chat else json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             self._reject_line(number, f"not UTF-8 ({error.reason})")
         except (ValueError, RecursionError) as error:
@@ -187,7 +214,9 @@ class PartReader:
                 return None
             keys = self.options.text_keys
             found = [key for key in keys if key in document]
-            if found:
+            if found and self.options.chat:
+                content, why = _conversation([document[found[0]], document.get(TOOLS_KEY)], keys[0])
+            elif found:
                 content, why = _content([document[key] for key in found], found)
             else:
                 there = ", ".join(sorted(document)[:20]) or "none"
@@ -207,14 +236,13 @@ class PartReader:
         options, path = self.options, self.part.source.path
         with self._stream() as stream:
             chunks = stream_chunks(stream)
-            rows = csv_rows(
-                path, options.text_keys, chunks, options.max_document_bytes, self.rejects
-            )
+            rows = csv_rows(path, options.keys, chunks, options.max_document_bytes, self.rejects)
             for line, values in rows:
+                self.places = []
                 yield [c for c in self._contents(values, line=line, hashed=False)]
 
     def _table(self) -> Iterator[list[bytes]]:
-        part, keys = self.part, self.options.text_keys
+        part, keys = self.part, self.options.keys
         source = part.source
         blocks: Iterator[tuple[int, Rows | TextColumn]]
         if source.kind == "parquet":
@@ -225,14 +253,16 @@ class PartReader:
             blocks = dataset_rows(source, self.options.selection, keys, part.begin, part.end)
         self._require_unchanged()
         for row, values in blocks:
-            if not isinstance(values, TextColumn):
-                yield list(self._contents(values, row=row, hashed=True))
-            elif max(map(len, values.contents)) <= self.options.max_document_bytes:
-                self._hash.update(values.joined)
-                yield values.contents
-            else:
-                rows = [[content.decode("utf-8")] for content in values.contents]
-                yield list(self._contents(rows, row=row, hashed=True))
+            self.places = []
+            if isinstance(values, TextColumn):
+                if not self.options.chat and (
+                    max(map(len, values.contents)) <= self.options.max_document_bytes
+                ):
+                    self._hash.update(values.joined)
+                    yield values.contents
+                    continue
+                values = [[content.decode("utf-8")] for content in values.contents]
+            yield list(self._contents(values, row=row, hashed=True))
         self._require_unchanged()
 
     def _contents(
@@ -245,13 +275,17 @@ class PartReader:
     ) -> Iterator[bytes]:
         """The rows that are documents; the first is row number `row`, or the one in `line`."""
         for number, values in enumerate(rows):
-            content, why = _content(values, self.options.text_keys)
+            if self.options.chat:
+                content, why = _conversation(values, self.options.text_keys[0])
+            else:
+                content, why = _content(values, self.options.text_keys)
             if content is not None and len(content) > self.options.max_document_bytes:
                 content, why = None, f"the document {self._too_large()}"
             if content is None:
                 at = None if row is None else row + number
                 self.rejects.add(BadDocument(self.part.source.path, why, line=line, row=at))
                 continue
+            self.places.append(line if line is not None else (row or 0) + number)
             if hashed:
                 self._hash.update(content)
             yield content
@@ -360,6 +394,14 @@ def batched(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
                 batch, size = [], 0
     if batch:
         yield batch
+
+
+def _conversation(values: Sequence[Any], key: str) -> tuple[bytes | None, str]:
+    """The document of messages and tools, or None and why there is none."""
+    try:
+        return conversation_bytes(*values), ""
+    except ConversationError as error:
+        return None, f"{key!r} is no conversation: {error}"
 
 
 def _joined(document: Any, keys: Sequence[str]) -> bytes:

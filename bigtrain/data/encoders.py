@@ -60,6 +60,7 @@ class EncoderError(Exception):
 class Encoder(ABC):
     """Turns documents into tokens. Can be pickled; the library is loaded at the first use.
 
+    `end_of_document_id` is None where documents get no end (chat, whose template writes it).
     Special tokens are not added. Without `parse_special_tokens` they are not recognised either: a
     document that holds the letters ``<|endoftext|>`` becomes the tokens of these letters, so no
     document can inject a control token.
@@ -68,7 +69,10 @@ class Encoder(ABC):
     library: str
 
     def __init__(
-        self, tokenizer_json: str, end_of_document_id: int, parse_special_tokens: bool = False
+        self,
+        tokenizer_json: str,
+        end_of_document_id: int | None,
+        parse_special_tokens: bool = False,
     ) -> None:
         self.tokenizer_json = tokenizer_json
         self.end_of_document_id = end_of_document_id
@@ -90,6 +94,8 @@ class Encoder(ABC):
         if self._backend is None:
             self._backend = self._load()
         tokens, lengths = self._encode(contents)
+        if self.end_of_document_id is None:
+            return Encoded(tokens, lengths)
         full = lengths > 0
         with_end = lengths + full
         ends = np.cumsum(with_end)

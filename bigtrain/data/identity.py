@@ -7,15 +7,17 @@ from pathlib import Path
 
 import xxhash
 
-from bigtrain.config import DataSection
+from bigtrain.config import DataSection, RunConfig
 from bigtrain.data.manifest import Manifest, read_manifest
+from bigtrain.data.packed_documents import plan_of
+from bigtrain.data.shards import open_dataset
 
 
 @dataclass(frozen=True)
 class SourceIdentity:
     """A dataset: `hash` of its tokenizer and of its training tokens in order, and their number.
 
-    `path` is for people.
+    Of packed documents `num_tokens` is that of a stream of as many samples. `path` is for people.
     """
 
     path: str
@@ -23,14 +25,24 @@ class SourceIdentity:
     num_tokens: int
 
 
-def identify_sources(data: DataSection) -> tuple[SourceIdentity, ...]:
-    """The datasets of the mixture, in its order. Raises DataError where one has no manifest."""
+def identify_sources(config: RunConfig) -> tuple[SourceIdentity, ...]:
+    """The datasets of the mixture, in its order. Raises DataError where one has no manifest.
+
+    Documents that are packed are another dataset at every sequence length: what of it was read in
+    samples of one length says nothing of samples of another.
+    """
     found = []
-    for source in data.mixture:
+    for source in config.data.mixture:
         manifest = read_manifest(Path(source.path))
         digest = xxhash.xxh3_64(manifest.tokenizer.hash.encode())
         _add_tokens(digest, manifest)
-        found.append(SourceIdentity(source.path, digest.hexdigest(), manifest.num_tokens("train")))
+        num_tokens = manifest.num_tokens("train")
+        if config.data.packing == "best_fit":
+            length = config.batch.sequence_length
+            digest.update(f"best_fit:{length}:{config.data.long_documents}".encode())
+            plan = plan_of(config, open_dataset(source.path, check="sizes"), "train")
+            num_tokens = plan.num_packs * length + 1
+        found.append(SourceIdentity(source.path, digest.hexdigest(), num_tokens))
     return tuple(found)
 
 
@@ -48,4 +60,4 @@ def data_hash(data: DataSection) -> str:
 
 def _add_tokens(digest: xxhash.xxh3_64, manifest: Manifest) -> None:
     for shard in manifest.shards("train"):
-        digest.update(f"{shard.tokens}:{shard.xxh3}".encode())
+        digest.update(f"{shard.tokens}:{shard.xxh3}{shard.mask_xxh3 or ''}".encode())

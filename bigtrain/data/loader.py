@@ -15,6 +15,7 @@ from bigtrain.data.batches import IGNORED_LABEL, BatchOptions, BatchReader, Micr
 from bigtrain.data.identity import identify_sources
 from bigtrain.data.manifest import Split
 from bigtrain.data.mixture import MixedSamples
+from bigtrain.data.packed_documents import packed_documents
 from bigtrain.data.packing import PackedWindows, split_stream
 from bigtrain.data.phases import Phase, first_phase
 from bigtrain.data.samples import Indices, Samples
@@ -210,10 +211,11 @@ def open_training_data(
     """
     datasets = _open_sources(config)
     if phase is None:
-        phase = first_phase(config, identify_sources(config.data))
+        phase = first_phase(config, identify_sources(config))
     assert phase.sequence_length == plan.sequence_length
     sources = [
-        _windows(dataset, "train", plan.sequence_length, phase.chunk_length) for dataset in datasets
+        _samples(config, dataset, "train", plan.sequence_length, phase.chunk_length)
+        for dataset in datasets
     ]
     return TrainingBatches(
         MixedSamples(sources),
@@ -241,14 +243,14 @@ def open_held_out(
     """
     datasets = _open_sources(config)
     if phase is None:
-        phase = first_phase(config, identify_sources(config.data))
+        phase = first_phase(config, identify_sources(config))
     options = _options(config, datasets, device_pin)
     return [
         HeldOutSource(
             name,
             source.weight,
             HeldOutBatches(
-                _windows(dataset, "held_out", plan.sequence_length),
+                _samples(config, dataset, "held_out", plan.sequence_length),
                 plan,
                 data_rank,
                 config.evaluation.samples,
@@ -266,10 +268,16 @@ def _open_sources(config: RunConfig) -> list[TokenDataset]:
     return [open_dataset(source.path, check="sizes") for source in config.data.mixture]
 
 
-def _windows(
-    dataset: TokenDataset, split: Split, sequence_length: int, chunk_length: int | None = None
-) -> PackedWindows:
+def _samples(
+    config: RunConfig,
+    dataset: TokenDataset,
+    split: Split,
+    sequence_length: int,
+    chunk_length: int | None = None,
+) -> Samples:
     try:
+        if config.data.packing == "best_fit":
+            return packed_documents(config, dataset, split)
         return PackedWindows(split_stream(dataset, split), sequence_length, chunk_length)
     except DataError as error:
         name = {"train": "training", "held_out": "held-out"}[split]
@@ -281,6 +289,6 @@ def _options(config: RunConfig, datasets: Sequence[TokenDataset], pin: bool) -> 
     end = datasets[0].manifest.tokenizer.end_of_document_id
     return BatchOptions(
         end_of_document_id=end if config.data.mask_end_of_document else None,
-        isolate=config.data.document_boundaries == "isolate",
+        isolate=config.data.isolates,
         pin=pin,
     )

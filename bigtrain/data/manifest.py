@@ -5,6 +5,7 @@
     DIRECTORY/
       manifest.json                     the dataset exists once this does
       train-00000.bin  train-00000.idx  Megatron shards, `bigtrain.data.shards`
+      train-00000.mask                  which tokens are targets, of chat data alone
       held_out-00000.bin  ...
       tokenizer/                        what made the tokens, loadable by AutoTokenizer
       errors.jsonl                      documents that were left out, if any
@@ -62,6 +63,10 @@ class TokenizerRecord(Record):
         default=None, description="`bigtrain.data.tokenizer_files.fingerprint` of the files"
     )
 
+    chat_template: str | None = Field(
+        default=None, description="of conversations: `bigtrain.data.tokenization.ChatTemplate.hash`"
+    )
+
     @model_validator(mode="after")
     def _id_in_vocabulary(self) -> Self:
         if self.end_of_document_id >= self.vocab_size:
@@ -108,12 +113,13 @@ class OptionsRecord(Record):
     max_document_bytes: Annotated[int, Field(ge=1)] = DEFAULT_MAX_DOCUMENT_BYTES
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     parse_special_tokens: bool = False
+    chat: bool = Field(default=False, description="documents are conversations, under text_keys")
     dataset_config: str | None = None
     dataset_split: str = "train"
 
 
 class ShardRecord(Record):
-    """One `.bin` and `.idx` pair."""
+    """One `.bin` and `.idx` pair, and the `.mask` where not every token is a target."""
 
     name: str = Field(description="file name without .bin", pattern=r"^[A-Za-z0-9_][\w.-]*$")
     documents: Count
@@ -122,6 +128,24 @@ class ShardRecord(Record):
     text_bytes: Count = Field(description="UTF-8 bytes of the documents")
     xxh3: Checksum = Field(description="XXH3-64 of the .bin")
     index_xxh3: Checksum = Field(description="XXH3-64 of the .idx")
+    mask_xxh3: Checksum | None = Field(default=None, description="XXH3-64 of the .mask")
+    target_tokens: Count | None = Field(
+        default=None, description="tokens with a loss, where there is a .mask"
+    )
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """XXH3-64 of each of its files, by the suffix of its name."""
+        masks = {} if self.mask_xxh3 is None else {"mask": self.mask_xxh3}
+        return {"bin": self.xxh3, "idx": self.index_xxh3, **masks}
+
+    @model_validator(mode="after")
+    def _mask_is_whole(self) -> Self:
+        if (self.mask_xxh3 is None) != (self.target_tokens is None):
+            raise ValueError("of mask_xxh3 and target_tokens only one is given")
+        if self.target_tokens is not None and self.target_tokens > self.tokens:
+            raise ValueError(f"{self.target_tokens} of {self.tokens} tokens are targets")
+        return self
 
 
 class Manifest(Record):
@@ -140,18 +164,25 @@ class Manifest(Record):
     def _consistent(self) -> Self:
         if "train" not in self.splits:
             raise ValueError("there is no split train")
-        names = [shard.name for shards in self.splits.values() for shard in shards]
+        every = [shard for shards in self.splits.values() for shard in shards]
+        names = [shard.name for shard in every]
         if len(set(names)) != len(names):
             raise ValueError("a shard is listed twice")
+        if len({shard.mask_xxh3 is None for shard in every}) > 1:
+            raise ValueError("some shards have a mask and others none")
         size = 2 if self.token_dtype == "uint16" else 4
-        for shards in self.splits.values():
-            for shard in shards:
-                if shard.bytes != shard.tokens * size:
-                    raise ValueError(
-                        f"shard {shard.name}: {shard.tokens} tokens of {size} bytes are not "
-                        f"{shard.bytes} bytes"
-                    )
+        for shard in every:
+            if shard.bytes != shard.tokens * size:
+                raise ValueError(
+                    f"shard {shard.name}: {shard.tokens} tokens of {size} bytes are not "
+                    f"{shard.bytes} bytes"
+                )
         return self
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask says which tokens are targets; without one all of them are."""
+        return any(s.mask_xxh3 is not None for shards in self.splits.values() for s in shards)
 
     def shards(self, split: Split) -> Sequence[ShardRecord]:
         """The shards of `split`, in stream order; none where the dataset has no such split."""
@@ -166,7 +197,9 @@ class Manifest(Record):
 
 def write_manifest(directory: Path, manifest: Manifest, draft: Path | None = None) -> None:
     """Write `manifest.json`, which makes `directory` a dataset; `draft` as of `write_whole`."""
-    content = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+    # What is not there has no key: a dataset without masks says nothing of them.
+    tree = manifest.model_dump(mode="json", exclude_none=True)
+    content = json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
     write_whole(directory / MANIFEST_NAME, content.encode("utf-8"), draft)
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from bigtrain.data.manifest import Split
 from bigtrain.data.reading import FileReader
 from bigtrain.data.samples import Indices, TokenRows
-from bigtrain.data.shards import Shard, TokenDataset
+from bigtrain.data.shards import Mask, Shard, TokenDataset
 from bigtrain.errors import DataError
 
 Tokens = npt.NDArray[Any]
@@ -49,6 +49,10 @@ class TokenStream:
         assert len(types) <= 1
         self.token_dtype = types.pop() if types else np.dtype("<u2")
         self._reader = FileReader([shard.bin_path for shard in self.shards])
+        masks = [shard.mask_path for shard in self.shards if shard.mask_path is not None]
+        assert len(masks) in (0, len(self.shards))
+        self.is_masked = bool(masks)
+        self._mask_reader = FileReader(masks)
         sizes = [shard.num_tokens for shard in self.shards]
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self._begins = self._ends - np.array(sizes, np.int64)
@@ -126,6 +130,28 @@ class TokenStream:
             parts.places.tolist(), packed.tolist(), parts.lengths.tolist(), strict=True
         ):
             out[place : place + length] = narrow[begin : begin + length]
+
+    def read_mask(self, starts: Indices, lengths: Indices, out: Mask, places: Indices) -> None:
+        """Which tokens of ranges of the stream are targets, as `read` does with the tokens.
+
+        `out`: bool, one-dimensional. Only where `is_masked`.
+        """
+        parts = self._cut(starts, lengths, places)
+        first, last = parts.offsets // 8, (parts.offsets + parts.lengths + 7) // 8
+        ends = np.cumsum(last - first)
+        packed = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
+        begins = ends - (last - first)
+        self._mask_reader.read(
+            parts.numbers.tolist(), first.tolist(), packed.data, begins.tolist(), ends.tolist()
+        )
+        bits = np.unpackbits(packed, bitorder="little").view(np.bool_)
+        for place, begin, length in zip(
+            parts.places.tolist(),
+            (8 * begins + parts.offsets % 8).tolist(),
+            parts.lengths.tolist(),
+            strict=True,
+        ):
+            out[place : place + length] = bits[begin : begin + length]
 
     def begins(self, starts: Indices, lengths: Indices, places: Indices) -> Indices:
         """Where documents begin in ranges of the stream, int64: token ``starts[i] + j`` as
@@ -217,8 +243,6 @@ class PackedWindows:
     none. Raises DataError where the stream is too short for a single one.
     """
 
-    masks_loss = False
-
     def __init__(
         self, stream: TokenStream, sequence_length: int, chunk_length: int | None = None
     ) -> None:
@@ -228,6 +252,7 @@ class PackedWindows:
         self.sequence_length = sequence_length
         self.token_dtype = stream.token_dtype
         self.vocab_size = stream.vocab_size
+        self.masks_loss = stream.is_masked
         num_chunks = count_windows(stream.num_tokens, chunk_length)
         self.num_samples = num_chunks * (chunk_length // sequence_length)
         if not self.num_samples:
@@ -241,8 +266,13 @@ class PackedWindows:
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
         """See `bigtrain.data.samples.Samples`."""
+        assert not len(samples) or 0 <= samples.min() <= samples.max() < self.num_samples
         starts, width = samples * self.sequence_length, self.sequence_length + 1
         self.stream.read_rows(starts, out.tokens, rows)
+        if self.masks_loss:
+            assert out.loss_mask is not None
+            lengths = np.full(len(samples), width)
+            self.stream.read_mask(starts, lengths, out.loss_mask.reshape(-1), rows * width)
         if out.begins is not None:
             lengths = np.full(len(samples), width)
             out.begins.append(self.stream.begins(starts, lengths, rows * width))

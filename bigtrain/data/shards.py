@@ -17,6 +17,10 @@ shards as they are, uint16 shards not.
 
 As ``preprocess_data.py --append-eod`` does, a document is one sequence that ends with the
 end-of-document token; a document without any text is one without sequences.
+
+Where not every token is to be predicted (chat), a `.mask` lies beside the two: one bit per token, 1
+where it has a loss as a target. Token ``i`` is bit ``i % 8``, counted from the lowest, of byte
+``i // 8`` (``np.packbits`` with ``bitorder="little"``); the bits after the last token are 0.
 """
 
 from __future__ import annotations
@@ -61,6 +65,7 @@ CHUNK_ITEMS = 1 << 20
 """Items of an index or a shard looked at in one go: what bounds the memory of a check."""
 
 Tokens = npt.NDArray[np.integer[Any]]
+Mask = npt.NDArray[np.bool_]
 Level = Literal["sizes", "index", "contents"]
 
 
@@ -81,14 +86,40 @@ class _HashingFile:
         self.hash.update(data)
 
 
+class _MaskFile:
+    """A `.mask` being written: bits of tokens, of which eight at a time make a byte."""
+
+    def __init__(self, path: Path) -> None:
+        self.part = _HashingFile(path)
+        self.num_targets = 0
+        self._rest = np.empty(0, np.bool_)
+
+    def add(self, mask: Mask) -> None:
+        self.num_targets += int(np.count_nonzero(mask))
+        bits = np.concatenate([self._rest, mask])
+        whole = len(bits) // 8 * 8
+        self.part.write(np.packbits(bits[:whole], bitorder="little").data)
+        self._rest = bits[whole:].copy()
+
+    def finish(self) -> None:
+        self.part.write(np.packbits(self._rest, bitorder="little").data)
+
+
 class ShardWriter:
     """Writes one shard, in memory bounded by the number of its documents (12 bytes each).
 
-    The files have temporary names until `close`; leaving the ``with`` block by an exception
-    removes them.
+    `masked`: with a `.mask` beside it. The files have temporary names until `close`; leaving the
+    ``with`` block by an exception removes them.
     """
 
-    def __init__(self, directory: Path, name: str, dtype: Literal["uint16", "int32"]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        dtype: Literal["uint16", "int32"],
+        *,
+        masked: bool = False,
+    ) -> None:
         self.directory = directory
         self.name = name
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -98,19 +129,31 @@ class ShardWriter:
         self._lengths = array("i")
         self._document_starts = array("q", [0])
         self._bin = _HashingFile(self._partial("bin"))
+        self._mask = _MaskFile(self._partial("mask")) if masked else None
 
-    def add(self, tokens: Tokens, lengths: npt.NDArray[np.int64], text_bytes: int) -> None:
+    def add(
+        self,
+        tokens: Tokens,
+        lengths: npt.NDArray[np.int64],
+        text_bytes: int,
+        mask: Mask | None = None,
+    ) -> None:
         """Append documents: `tokens` of all of them, their `lengths`, and their UTF-8 bytes.
 
         A length of zero is a document without a sequence. `tokens` must fit the shard's type.
+        `mask`, bool [tokens]: which of them have a loss; given exactly where the shard is masked.
         """
         assert int(lengths.sum()) == len(tokens)
+        assert (mask is None) == (self._mask is None)
         if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
             raise DataError(
                 f"a document of {int(lengths.max())} tokens: the format holds at most 2^31 - 1 -> "
                 "split it"
             )
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data.cast("B"))
+        if self._mask is not None and mask is not None:
+            assert len(mask) == len(tokens)
+            self._mask.add(mask)
         full = lengths > 0
         starts = len(self._lengths) + np.cumsum(full)
         self._lengths.frombytes(lengths[full].astype(np.int32).tobytes())
@@ -132,7 +175,11 @@ class ShardWriter:
         index.write(lengths.astype("<i4").tobytes())
         index.write(pointers.astype("<i8").tobytes())
         index.write(starts.astype("<i8").tobytes())
-        for part, suffix in ((self._bin, "bin"), (index, "idx")):
+        parts = [(self._bin, "bin"), (index, "idx")]
+        if self._mask is not None:
+            self._mask.finish()
+            parts.append((self._mask.part, "mask"))
+        for part, suffix in parts:
             part.file.close()
             self._partial(suffix).rename(self.directory / f"{self.name}.{suffix}")
         return ShardRecord(
@@ -143,6 +190,8 @@ class ShardWriter:
             text_bytes=self.text_bytes,
             xxh3=self._bin.hash.hexdigest(),
             index_xxh3=index.hash.hexdigest(),
+            mask_xxh3=self._mask.part.hash.hexdigest() if self._mask else None,
+            target_tokens=self._mask.num_targets if self._mask else None,
         )
 
     def __enter__(self) -> Self:
@@ -159,7 +208,9 @@ class ShardWriter:
     def discard(self) -> None:
         """Remove what has no final name yet; what `close` finished stays."""
         self._bin.file.close()
-        for suffix in ("bin", "idx"):
+        if self._mask is not None:
+            self._mask.part.file.close()
+        for suffix in ("bin", "idx", "mask"):
             self._partial(suffix).unlink(missing_ok=True)
 
     def _partial(self, suffix: str) -> Path:
@@ -173,10 +224,11 @@ class Shard:
     `check_index` reads the whole index. Pages are read when they are touched, so a file must not
     be shortened while it is open.
 
-    Raises DataError where a file is missing or its size is not what the index's header says.
+    `mask_path` is None where every token is a target. Raises DataError where a file is missing or
+    its size is not what the index's header says.
     """
 
-    def __init__(self, prefix: Path) -> None:
+    def __init__(self, prefix: Path, *, masked: bool = False) -> None:
         self.bin_path = prefix.with_name(prefix.name + ".bin")
         self.index_path = prefix.with_name(prefix.name + ".idx")
         index_size, self.num_bytes = _file_size(self.index_path), _file_size(self.bin_path)
@@ -205,6 +257,15 @@ class Shard:
         self.dtype = dtype
         self.num_documents = int(num_starts) - 1
         self.num_sequences = int(num_sequences)
+        self.mask_path: Path | None = None
+        if masked:
+            self.mask_path = prefix.with_name(prefix.name + ".mask")
+            found, mask_bytes = _file_size(self.mask_path), -(-self.num_tokens // 8)
+            if found != mask_bytes:
+                raise DataError(
+                    f"{self.mask_path} is damaged: {found} bytes, {self.num_tokens} tokens have "
+                    f"{mask_bytes} -> tokenize again"
+                )
 
     # Mapped when they are first looked at: a training run reads tokens by positioned reads, and
     # most of them need nothing of the index.
@@ -230,6 +291,12 @@ class Shard:
     def tokens(self) -> Tokens:
         """The whole `.bin`."""
         return _map(self.bin_path, self.dtype.str, 0, self.num_tokens)
+
+    @cached_property
+    def mask_bytes(self) -> npt.NDArray[np.uint8]:
+        """The whole `.mask`; only where there is one."""
+        assert self.mask_path is not None
+        return _map(self.mask_path, "u1", 0, -(-self.num_tokens // 8))
 
     @property
     def num_tokens(self) -> int:
@@ -373,7 +440,7 @@ def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
 
 
 def _open_shard(directory: Path, record: ShardRecord, manifest: Manifest, check: Level) -> Shard:
-    shard = Shard(directory / record.name)
+    shard = Shard(directory / record.name, masked=record.mask_xxh3 is not None)
     for what, found, expected in (
         ("bytes", shard.num_bytes, record.bytes),
         ("documents", shard.num_documents, record.documents),
@@ -387,10 +454,8 @@ def _open_shard(directory: Path, record: ShardRecord, manifest: Manifest, check:
     if check != "sizes":
         shard.check_index()
     if check == "contents":
-        for file, checksum in (
-            (shard.bin_path, record.xxh3),
-            (shard.index_path, record.index_xxh3),
-        ):
+        for suffix, checksum in record.checksums.items():
+            file = directory / f"{record.name}.{suffix}"
             if file_checksum(file) != checksum:
                 raise DataError(
                     f"{file} is damaged: its checksum is not the manifest's -> tokenize again"
@@ -406,8 +471,7 @@ def damaged_files(path: str | Path) -> list[str]:
     directory, problems = Path(path), []
     for shards in read_manifest(directory).splits.values():
         for record in shards:
-            checksums = {"bin": record.xxh3, "idx": record.index_xxh3}
-            for suffix, checksum in checksums.items():
+            for suffix, checksum in record.checksums.items():
                 file = directory / f"{record.name}.{suffix}"
                 try:
                     if file_checksum(file) != checksum:

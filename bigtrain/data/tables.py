@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.data.bad_documents import BadDocument, Rejects
@@ -21,8 +22,17 @@ ROWS_PER_READ = 256
 Rows = list[list[Any]]
 
 
+@dataclass(frozen=True)
+class Keys:
+    """Columns to read: one of `wanted` must be there, named by a command's `argument`."""
+
+    wanted: Sequence[str]
+    optional: Sequence[str] = ()
+    argument: str = "--text-key"
+
+
 def parquet_rows(
-    path: str, keys: Sequence[str], begin: int, end: int | None
+    path: str, keys: Keys, begin: int, end: int | None
 ) -> Iterator[tuple[int, Rows | TextColumn]]:
     """(number of the first row, rows) of row groups [begin, end)."""
     import pyarrow
@@ -53,7 +63,7 @@ def count_row_groups(path: str) -> list[int]:
 
 
 def arrow_rows(
-    path: str, keys: Sequence[str], begin: int, end: int | None
+    path: str, keys: Keys, begin: int, end: int | None
 ) -> Iterator[tuple[int, Rows | TextColumn]]:
     """(number of the first row, rows) of record batches [begin, end) of an IPC file or stream.
 
@@ -106,7 +116,7 @@ def _is_ipc_file(mapped: Any) -> bool:
 
 
 def csv_rows(
-    path: str, keys: Sequence[str], chunks: Iterator[bytes], max_bytes: int, rejects: Rejects
+    path: str, keys: Keys, chunks: Iterator[bytes], max_bytes: int, rejects: Rejects
 ) -> Iterator[tuple[int, Rows]]:
     """(line number, one row) of a comma-separated file with a header, as RFC 4180 has it.
 
@@ -148,7 +158,7 @@ def _csv_lines(path: str, chunks: Iterator[bytes], max_bytes: int) -> Iterator[s
 
 
 def dataset_rows(
-    source: Source, selection: Selection, keys: Sequence[str], begin: int, end: int | None
+    source: Source, selection: Selection, keys: Keys, begin: int, end: int | None
 ) -> Iterator[tuple[int, Rows]]:
     """(number of the first row, rows) of a dataset.
 
@@ -217,12 +227,11 @@ def _values(column: Any) -> list[Any]:
         return [c if c is None else c.decode("utf-8", "surrogateescape") for c in contents]
 
 
-def _columns(path: str, keys: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Those of `keys` that are columns. Raises DataError where none is."""
-    found = [key for key in keys if key in names]
+def _columns(path: str, keys: Keys, names: Sequence[str]) -> list[str]:
+    """Those of `keys` that are columns. Raises DataError where none of the wanted is."""
+    found = [key for key in keys.wanted if key in names]
     if not found:
-        wanted = " or ".join(map(repr, keys))
-        raise DataError(
-            f"{path}: no column {wanted} -> --text-key: {', '.join(sorted(names)[:20]) or 'none'}"
-        )
-    return found
+        wanted = " or ".join(map(repr, keys.wanted))
+        there = ", ".join(sorted(names)[:20]) or "none"
+        raise DataError(f"{path}: no column {wanted} -> {keys.argument}: {there}")
+    return [*found, *(key for key in keys.optional if key in names)]

@@ -10,14 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy.typing as npt
 
+from bigtrain.data.conversations import ConversationError
 from bigtrain.data.encoders import ReferenceEncoder
 from bigtrain.data.remembered import (
     RememberedTokenizer,
@@ -33,6 +36,8 @@ MIN_VOCAB_SIZE = 257
 
 HUB_TIMEOUT_S = 10.0
 FACTS = ("hash", "vocab_size", "end_of_document_id")
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+"""As transformers calls it, and prefers it to what stands in tokenizer_config.json."""
 
 # Llama 3's: words with one leading space or mark, digits in threes, runs of marks, line ends, and
 # indentation apart from the word after it.
@@ -40,6 +45,12 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+# As transformers looks for it.
+_GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
+_RENDERING = Lock()
+"""transformers keeps the ranges of a rendering in the compiled template, which threads share."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +73,34 @@ class Tokenizer:
         """What ``AutoTokenizer`` makes of it; imports transformers."""
         return _load_with_transformers(self.name) if self.loaded is None else self.loaded
 
-    def encoder(self, parse_special_tokens: bool = False) -> ReferenceEncoder:
-        """The reference encoder; `bigtrain.data.encoders.choose_encoder` finds a faster one."""
-        return ReferenceEncoder(self._backend_json(), self.end_of_document_id, parse_special_tokens)
+    def encoder(self, parse_special_tokens: bool = False, ends: bool = True) -> ReferenceEncoder:
+        """The reference encoder; `bigtrain.data.encoders.choose_encoder` finds a faster one.
+
+        `ends`: each document gets the end-of-document token.
+        """
+        end = self.end_of_document_id if ends else None
+        return ReferenceEncoder(self._backend_json(), end, parse_special_tokens)
+
+    def chat_template(self, file: Path | None = None) -> ChatTemplate:
+        """The tokenizer's chat template, or the one in `file`.
+
+        Raises DataError where there is none, it cannot be read, or it is not a template.
+        """
+        try:
+            given = None if file is None else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"--chat-template {file} cannot be read: {error}") from error
+        try:
+            # A tokenizer may have one template for conversations with tools and one for others.
+            find = self.huggingface.get_chat_template
+            without, with_tools = find(given, None), find(given, [])
+        except ValueError as error:
+            raise DataError(
+                f"tokenizer {self.name} has no chat template -> give one: --chat-template FILE"
+            ) from error
+        literals = _literals({without, with_tools}, str(file or f"of tokenizer {self.name}"))
+        variables = dict(self.huggingface.special_tokens_map)
+        return ChatTemplate(without, with_tools, variables, literals)
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
         """Text of `tokens`, special tokens included."""
@@ -88,6 +124,87 @@ class Tokenizer:
         if self.remembered is not None:
             return self.remembered.backend_json
         return str(self.huggingface.backend_tokenizer.to_str())
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template, rendered by transformers. Can be pickled.
+
+    source: the Jinja text; source_with_tools: that of conversations with tools. variables: the
+    special tokens by name. literals: the strings that stand in the two.
+    """
+
+    source: str
+    source_with_tools: str
+    variables: dict[str, str]
+    literals: frozenset[str]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of all that decides what is rendered, as 64 hexadecimal digits."""
+        parts = [self.source, self.source_with_tools, self.variables]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def marks_assistant(self, tools: object) -> bool:
+        """Whether the template itself says, by ``{% generation %}``, what the assistant wrote."""
+        return _GENERATION.search(self._source(tools)) is not None
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the character ranges of it that are in ``{% generation %}`` blocks.
+
+        Raises ConversationError.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template
+        try:
+            with _RENDERING:
+                texts, ranges = render(
+                    conversations=[list(messages)],
+                    tools=tools,
+                    chat_template=self._source(tools),
+                    return_assistant_tokens_mask=self.marks_assistant(tools),
+                    add_generation_prompt=add_generation_prompt,
+                    **self.variables,
+                )
+        except Exception as error:  # whatever a foreign template raises
+            raise ConversationError(
+                f"the chat template refuses it: {type(error).__name__}: {_first_line(error)}"
+            ) from error
+        return texts[0], ranges[0] if ranges else []
+
+    def save(self, directory: Path) -> None:
+        """Make it the template of the tokenizer in `directory`."""
+        (directory / CHAT_TEMPLATE_NAME).write_text(self.source, encoding="utf-8")
+
+    def _source(self, tools: object) -> str:
+        return self.source if tools is None else self.source_with_tools
+
+
+def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
+    """The strings in chat templates. Raises DataError where one is not a template."""
+    from jinja2 import TemplateSyntaxError, nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    compile_: Any = _compile_jinja_template
+    found: set[str] = set()
+    for source in sources:
+        try:
+            tree = compile_(source).environment.parse(source)
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template {where} is not one: line {error.lineno}: {error.message}"
+            ) from error
+        found |= {node.data for node in tree.find_all(nodes.TemplateData)}
+        values = [node.value for node in tree.find_all(nodes.Const)]
+        found |= {value for value in values if isinstance(value, str)}
+    return frozenset(found)
 
 
 def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokenizer:

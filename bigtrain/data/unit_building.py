@@ -16,12 +16,13 @@ import numpy.typing as npt
 import xxhash
 
 from bigtrain.data.bad_documents import BadDocument, Rejects
+from bigtrain.data.chat import ChatEncoder
 from bigtrain.data.directories import sync_to_disk
 from bigtrain.data.documents import PartReader, ReadOptions, batched
 from bigtrain.data.encoders import Checks, CheckSampler, Encoder
 from bigtrain.data.manifest import ShardRecord, Split
 from bigtrain.data.planning import Unit
-from bigtrain.data.shards import ShardWriter, Tokens
+from bigtrain.data.shards import Mask, ShardWriter, Tokens
 from bigtrain.data.workspace import PartDone, UnitRecord, Workspace, errors_name, shard_name
 
 ENCODING_THREADS = 2
@@ -36,6 +37,7 @@ class Job:
 
     `encoder_reason`: why it is no faster one. `allow_bad`: list bad documents instead of stopping.
     `overlap`: encode in threads while reading and writing go on; without, one thread does it all.
+    `chat`: what encodes documents that are conversations.
     """
 
     encoder: Encoder
@@ -46,9 +48,12 @@ class Job:
     reading: ReadOptions
     allow_bad: bool
     overlap: bool = True
+    chat: ChatEncoder | None = None
 
     def run(self, contents: list[bytes], checks: Checks) -> Batch:
         """Raises EncoderError where the encoder is wrong or fails."""
+        if self.chat is not None:
+            return self._run_chat(self.chat, contents, checks)
         encoded = self.encoder.encode_utf8(contents)
         checks.run(self.encoder, self.reference, contents, encoded)
         return Batch(
@@ -56,6 +61,20 @@ class Job:
             encoded.lengths,
             self._held_out(contents),
             np.fromiter(map(len, contents), np.int64, len(contents)),
+        )
+
+    def _run_chat(self, chat: ChatEncoder, contents: list[bytes], checks: Checks) -> Batch:
+        encoded = chat.encode(contents, checks)
+        good = np.ones(len(contents), bool)
+        good[[number for number, _ in encoded.problems]] = False
+        return Batch(
+            encoded.tokens.astype(self.dtype),
+            encoded.lengths[good],
+            self._held_out(contents)[good],
+            encoded.text_bytes[good],
+            encoded.mask,
+            len(contents),
+            encoded.problems,
         )
 
     def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -66,12 +85,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Batch:
-    """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each."""
+    """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each.
+
+    Of conversations also: which tokens are targets, how many conversations there were, and number
+    and reason of those that are not among the documents.
+    """
 
     tokens: Tokens
     lengths: npt.NDArray[np.int64]
     held_out: npt.NDArray[np.bool_]
     text_bytes: npt.NDArray[np.int64]
+    mask: Mask | None = None
+    num_read: int = 0
+    problems: Sequence[tuple[int, str]] = ()
 
 
 @dataclass
@@ -109,13 +135,17 @@ def build_unit(
         writers = {
             split: cleanup.enter_context(
                 ShardWriter(
-                    workspace.directory, shard_name(unit.key, workspace.token, split), job.dtype
+                    workspace.directory,
+                    shard_name(unit.key, workspace.token, split),
+                    job.dtype,
+                    masked=job.chat is not None,
                 )
             )
             for split in (SPLITS if job.held_out else SPLITS[:1])
         }
         cleanup.enter_context(reader)
         for batch in _encoded(reader.batches(), job):
+            reader.reject(batch)
             _write(batch, writers)
             counts.num_tokens += len(batch.tokens)
             counts.num_documents += len(batch.lengths)
@@ -157,9 +187,22 @@ class _UnitReader:
         self.job = job
         self.counts = counts
         self.done: list[PartDone] = []
+        self._part_of_bad: int | None = None  # the one that is being read
         self.rejects = Rejects(job.allow_bad, self._keep)
         self._errors_path: Path = workspace.directory / errors_name(unit.key, workspace.token)
         self._errors: IO[str] | None = None
+        self._places: deque[tuple[int, int]] = deque()  # part, and line or row, of conversations
+
+    def reject(self, batch: Batch) -> None:
+        """Reject what encoding found wrong in the next conversations. Raises as `Rejects` does."""
+        read = [self._places.popleft() for _ in range(batch.num_read)]
+        for number, why in batch.problems:
+            part_number, place = read[number]
+            part = self.unit.parts[part_number]
+            reader = PartReader(part, self.job.reading, self.rejects)
+            self._part_of_bad = part_number
+            reader.reject_at(place, why)
+            self._part_of_bad = None
 
     def batches(self) -> Iterator[tuple[list[bytes], Checks]]:
         """The documents, and which of them are compared with the reference."""
@@ -177,6 +220,8 @@ class _UnitReader:
             for documents in reader.blocks():
                 counts.part_done = min(reader.bytes_done, part.num_bytes)
                 counts.num_bytes = before + counts.part_done
+                if self.job.chat is not None:
+                    self._places.extend((len(self.done), place) for place in reader.places)
                 yield documents
             before += part.num_bytes
             counts.num_bytes, counts.part_done = before, part.num_bytes
@@ -186,7 +231,8 @@ class _UnitReader:
         """Lines count from the beginning of the part: `assembly` knows the lines before it."""
         if self._errors is None:
             self._errors = self._errors_path.open("w", encoding="utf-8")
-        entry = [len(self.done), bad.path, bad.line, bad.row, bad.reason]
+        part = len(self.done) if self._part_of_bad is None else self._part_of_bad
+        entry = [part, bad.path, bad.line, bad.row, bad.reason]
         self._errors.write(json.dumps(entry, ensure_ascii=False) + "\n")
         self.counts.bad_documents += 1
 
@@ -222,7 +268,7 @@ def _encoded(batches: Iterator[tuple[list[bytes], Checks]], job: Job) -> Iterato
 
 def _write(batch: Batch, writers: dict[Split, ShardWriter]) -> None:
     if not batch.held_out.any():
-        writers["train"].add(batch.tokens, batch.lengths, int(batch.text_bytes.sum()))
+        writers["train"].add(batch.tokens, batch.lengths, int(batch.text_bytes.sum()), batch.mask)
         return
     of_document = np.repeat(batch.held_out, batch.lengths)
     for split, writer in writers.items():
@@ -232,4 +278,5 @@ def _write(batch: Batch, writers: dict[Split, ShardWriter]) -> None:
             batch.tokens[of_document == wanted],
             batch.lengths[documents],
             int(batch.text_bytes[documents].sum()),
+            None if batch.mask is None else batch.mask[of_document == wanted],
         )

@@ -37,7 +37,6 @@ from bigtrain.data.manifest import (
 from bigtrain.data.planning import Unit
 
 JOURNAL_NAME = "assembly.json"
-SHARD_SUFFIXES = ("bin", "idx")
 RECORD_OR_CLAIM = re.compile(r"[0-9a-f]{32}\.(json|claim)|assembly\.(json|claim)")
 
 
@@ -62,7 +61,7 @@ class UnitRecord(Record):
 
     @property
     def files(self) -> list[str]:
-        names = [f"{s.name}.{suffix}" for s in self.splits.values() for suffix in SHARD_SUFFIXES]
+        names = [f"{s.name}.{suffix}" for s in self.splits.values() for suffix in s.checksums]
         return [*names, *([self.errors_name] if self.bad_documents else [])]
 
     @property

@@ -146,7 +146,7 @@ def _refusal(
             hf_config,
             config.model.attention,
             parallel.sequence,
-            isolate=config.data.document_boundaries == "isolate",
+            isolate=config.data.isolates,
         )
     return "; ".join(problem.rule for problem in problems) or None
 
@@ -196,7 +196,7 @@ def micro_batches(
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORED_LABEL
     parts = [inputs, labels]
-    if config.data.document_boundaries == "isolate":
+    if config.data.isolates:
         positions = torch.arange(plan.sequence_length).expand_as(inputs) % _DOCUMENT
         labels[positions == _DOCUMENT - 1] = IGNORED_LABEL
         parts.append(positions.contiguous())

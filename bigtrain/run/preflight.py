@@ -11,6 +11,7 @@ from bigtrain.config import RunConfig
 from bigtrain.data.checks import check_dataset
 from bigtrain.data.identity import SourceIdentity, data_hash, identify_sources
 from bigtrain.data.manifest import read_manifest
+from bigtrain.data.packed_documents import PackingReport, packing_reports
 from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import ConfigError, DataError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
@@ -25,19 +26,21 @@ class Inputs:
     """What a run reads, found to exist and to fit together.
 
     hf_config: the model's Hugging Face configuration. data_hash: `bigtrain.data.identity`.
-    sources: the datasets of the mixture, in its order.
+    sources: the datasets of the mixture, in its order. packing: what became of their documents.
     """
 
     hf_config: Any
     data_hash: str
     sources: tuple[SourceIdentity, ...]
+    packing: tuple[PackingReport, ...] = ()
 
 
 def inspect_inputs(run: ResolvedRun) -> Inputs:
     """Read the model's configuration and the dataset's manifest, and compare them with the run.
 
-    Creates nothing; every process may call it. Raises ModelError for a model that cannot be found
-    and one ConfigError with everything else that is wrong.
+    Creates nothing but a packing plan, which is a cache of the dataset's; every process may call
+    it. Raises ModelError for a model that cannot be found and one ConfigError with everything else
+    that is wrong.
     """
     config = run.config
     hf_config = load_hf_config(config.model)
@@ -48,18 +51,28 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         *_check_best(config),
     ]
     problems += check_tensor_size(hf_config, config.parallel.tensor)
-    if config.data.document_boundaries == "isolate" and not problems:
-        problems += check_isolation(hf_config, config.model.attention)
+    if config.data.isolates and not problems:
+        problems += _check_isolation(config, hf_config)
     if config.parallel.sequence > 1 and not problems:
         problems += check_sequence_parallel(
             hf_config,
             config.model.attention,
             config.parallel.sequence,
-            isolate=config.data.document_boundaries == "isolate",
+            isolate=config.data.isolates,
         )
     if problems:
         raise ConfigError(problems, "the run's inputs")
-    return Inputs(hf_config, data_hash(config.data), identify_sources(config.data))
+    return Inputs(
+        hf_config, data_hash(config.data), identify_sources(config), packing_reports(config)
+    )
+
+
+def _check_isolation(config: RunConfig, hf_config: Any) -> list[Problem]:
+    found = check_isolation(hf_config, config.model.attention)
+    if config.data.packing == "concatenate":
+        return found
+    remedy = "set data.packing=concatenate, or take another architecture"
+    return [Problem("data.packing", "best_fit", problem.rule, remedy) for problem in found]
 
 
 def _check_best(config: RunConfig) -> Sequence[Problem]:

@@ -32,7 +32,11 @@ _FREE = {
     "data.workers",
 }
 # Settings younger than some checkpoints, with what such a run did.
-_BEFORE = {"data.document_boundaries": "ignore"}
+_BEFORE = {
+    "data.document_boundaries": "ignore",
+    "data.packing": "concatenate",
+    "data.long_documents": "cut",
+}
 _FREE_SECTIONS = {"output", "logging", "checkpoint", "evaluation", "engine", "parallel"}
 
 

@@ -169,6 +169,7 @@ def describe_environment(session: Session) -> dict[str, Any]:
         "host": socket.gethostname(),
         "topology": asdict(session.run.topology),
         "batch": session.run.plan.equation(),
+        "packing": [report.to_json() for report in session.inputs.packing],
     }
 
 

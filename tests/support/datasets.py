@@ -18,25 +18,32 @@ END_OF_DOCUMENT = 0
 
 
 def write_dataset(
-    directory: Path, *, vocab_size: int, num_documents: int = 60, seed: int = 0
+    directory: Path,
+    *,
+    vocab_size: int,
+    num_documents: int = 60,
+    seed: int = 0,
+    masked: bool = False,
 ) -> Path:
     """Random documents of 5 to 60 tokens with a learnable pattern, each closed by token 0.
 
-    A tenth of them are held out. There is no tokenizer beside them: nothing here reads text.
+    A tenth of them are held out. `masked`: about two in five tokens are targets. There is no
+    tokenizer beside them: nothing here reads text.
     """
     directory.mkdir(parents=True)
     generator = np.random.default_rng(seed)
     dtype = token_dtype(vocab_size)
     splits = {}
     for split, count in (("train", num_documents), ("held_out", max(1, num_documents // 10))):
-        with ShardWriter(directory, f"{split}_00000", dtype) as writer:
+        with ShardWriter(directory, f"{split}_00000", dtype, masked=masked) as writer:
             for _ in range(count):
                 length = int(generator.integers(5, 60))
                 start = int(generator.integers(1, vocab_size))
                 stride = int(generator.integers(1, 4))
                 body = (start + stride * np.arange(length)) % (vocab_size - 1) + 1
                 tokens = np.append(body, END_OF_DOCUMENT).astype(np.int64)
-                writer.add(tokens, np.array([len(tokens)]), len(tokens))
+                mask = generator.random(len(tokens)) < 0.4 if masked else None
+                writer.add(tokens, np.array([len(tokens)]), len(tokens), mask)
             splits[split] = (writer.close(),)
     write_manifest(
         directory,

@@ -1,0 +1,187 @@
+"""Packed and masked samples are trained on as if each conversation were alone."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from bigtrain.cli import main
+from bigtrain.config import RunConfig
+from bigtrain.data.loader import MicroBatch, open_training_data
+from bigtrain.data.packed_documents import packing_reports
+from bigtrain.data.sampling import SampleOrder
+from bigtrain.data.shards import open_dataset
+from bigtrain.topology import BatchPlan
+from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config, train_cases
+from tests.support.chats import CHATML, chat_tokenizer, save_chat_tokenizer, turns
+from tests.support.datasets import write_dataset
+
+LENGTH, SAMPLES, STEPS = 128, 4, 2
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": llama(vocab_size=412, max_position_embeddings=LENGTH),
+    "gpt2": {**ARCHITECTURES["gpt2"], "vocab_size": 412, "n_positions": LENGTH},
+}
+
+
+def config_of(data: Path, model: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    batch = {"sequence_length": LENGTH, "global_samples": SAMPLES, "micro_samples": SAMPLES}
+    config: dict[str, Any] = run_config(
+        data,
+        model,
+        micro_samples=SAMPLES,
+        batch=batch,
+        schedule={"type": "constant"},
+        train={"steps": STEPS},
+        **changes,
+    )
+    config["data"] = {"path": str(data), "packing": "best_fit"}
+    return config
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[list[dict[str, Any]]]:
+    return [
+        turns(*(f"{'word ' * (n % 5)}{n}, {turn}?" for turn in range(2 + 2 * (n % 2))))
+        for n in range(60)
+    ]
+
+
+@pytest.fixture(scope="module")
+def chat_dataset(
+    chats: list[list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    directory = tmp_path_factory.mktemp("chats")
+    source = directory / "chats.jsonl"
+    source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
+    tokenizer = save_chat_tokenizer(directory / "tokenizer")
+    command = ["tokenize", "--input", source, "--chat-key", "messages", "--tokenizer", tokenizer]
+    assert main([*map(str, command), "--output", str(directory / "shards")]) == 0
+    return directory / "shards"
+
+
+def documents_of(data: Path, sample: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and mask of the pieces of one sample, each read by itself."""
+    config = RunConfig.model_validate(config_of(data, {"config": llama()}))
+    plan = packing_reports(config)[0].plan
+    shards = open_dataset(data).shards("train")
+    assert len(shards) == 1
+    tokens = torch.tensor(shards[0].tokens.astype("int64"))
+    bits = torch.tensor(
+        [byte >> bit & 1 for byte in shards[0].mask_bytes.tolist() for bit in range(8)]
+    )
+    low = int(plan.row_ends[sample - 1]) if sample else 0
+    found = []
+    for piece in range(low, int(plan.row_ends[sample])):
+        start, length = int(plan.starts[piece]), int(plan.lengths[piece])
+        found.append((tokens[start : start + length], bits[start : start + length].bool()))
+    return found
+
+
+def separate_loss(model: Any, pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Mean cross-entropy in nats over the targets, one forward pass for each conversation."""
+    total, count = torch.zeros(()), 0
+    for tokens, mask in pieces:
+        logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0]
+        labels = torch.where(mask[1:], tokens[1:], -100)
+        total = total + F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
+        count += int(mask[1:].sum())
+    return total / count
+
+
+def packed_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
+    logits = model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+    ).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+
+
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", sorted(MODELS))
+@pytest.mark.parametrize("kind", ["chats", "random"])
+def test_packed_equals_separate(
+    chat_dataset: Path, tmp_path: Path, architecture: str, attention: str, kind: str
+) -> None:
+    values = dict(MODELS[architecture])
+    hf_config = CONFIG_MAPPING[values.pop("model_type")](**values)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=attention)
+    data = chat_dataset
+    if kind == "random":
+        data = write_dataset(tmp_path / "set", vocab_size=97, masked=True)
+    config = RunConfig.model_validate(config_of(data, {"config": llama()}))
+    with closing(open_training_data(config, BatchPlan(SAMPLES, SAMPLES, 1, 1, LENGTH), 0)) as data_:
+        (batch,) = data_.step(0)
+    num_packs = packing_reports(config)[0].plan.num_packs
+    samples = SampleOrder(num_packs, SEED).windows(0, SAMPLES).tolist()
+    pieces = [piece for sample in samples for piece in documents_of(data, sample)]
+    assert len(pieces) > SAMPLES
+    loss, expected = packed_loss(model, batch), separate_loss(model, pieces)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+    found, wanted = gradients(model, loss), gradients(model, expected)
+    for name, gradient in wanted.items():
+        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-6), name
+
+
+def transformers_pieces(
+    chats: list[list[dict[str, Any]]], pieces: list[tuple[torch.Tensor, torch.Tensor]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The same conversations, as transformers makes tokens and masks of them."""
+    tokenizer = chat_tokenizer(CHATML)
+    known = {}
+    for messages in chats:
+        result = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        mask = torch.tensor(result["assistant_masks"]).bool()
+        known[tuple(result["input_ids"])] = torch.tensor(result["input_ids"]), mask
+    return [known[tuple(tokens.tolist())] for tokens, _ in pieces]
+
+
+def test_from_conversations_to_training(
+    chats: list[list[dict[str, Any]]],
+    chat_dataset: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """jsonl, tokenize, two steps of the engine: losses and norms of plain transformers."""
+    directory = tmp_path_factory.mktemp("training")
+    torch.manual_seed(1)
+    values = dict(MODELS["llama"])
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[values.pop("model_type")](**values))
+    model.save_pretrained(directory / "hf")
+    config = config_of(chat_dataset, {"path": str(directory / "hf")})
+    case = {"config": config, "deepspeed_config": "zero1"}
+    result = train_cases(1, {"chat": case}, directory)["chat"]
+    plan = packing_reports(RunConfig.model_validate(config))[0].plan
+    model.train()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=3e-3,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    for step in range(STEPS):
+        samples = SampleOrder(plan.num_packs, SEED).windows(step * SAMPLES, SAMPLES).tolist()
+        pieces = [piece for sample in samples for piece in documents_of(chat_dataset, sample)]
+        optimizer.zero_grad()
+        loss = separate_loss(model, transformers_pieces(chats, pieces))
+        loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        assert result["losses"][step] == pytest.approx(float(loss.detach()), abs=1e-5)
+        assert result["norms"][step] == pytest.approx(norm, rel=1e-4)
