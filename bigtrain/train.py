@@ -91,7 +91,15 @@ def train_run(run: ResolvedRun, world: World) -> None:
     from bigtrain.run.session import open_session
 
     with open_session(run, inputs, world) as session:
-        engine = build_engine(run.config, run.engine, run.plan, inputs.hf_config, session.device)
+        engine = build_engine(
+            run.config,
+            run.engine,
+            run.plan,
+            inputs.hf_config,
+            session.device,
+            run.topology,
+            inputs.stages,
+        )
         pin = session.device.type == "cuda"
         data_rank = run.topology.coordinates(world.rank).data_rank
         batches = open_training_data(run.config, run.plan, data_rank, device_pin=pin)

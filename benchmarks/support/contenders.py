@@ -211,7 +211,12 @@ class Bigtrain:
         self.session = session
         self.batches = _RoundBatches(batches)
         self.engine = build_engine(
-            run.config, run.engine, run.plan, session.inputs.hf_config, session.device
+            run.config,
+            run.engine,
+            run.plan,
+            session.inputs.hf_config,
+            session.device,
+            run.topology,
         )
         self.evaluator = Evaluator(session, self.engine, None)
         self.state = TrainState()

@@ -23,8 +23,10 @@ from bigtrain.config import OptimizerSection, RunConfig
 from bigtrain.data.loader import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.deepspeed_config import EngineConfig
 from bigtrain.engine.fragments import undo_trial_update
+from bigtrain.engine.mesh import open_mesh
 from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
-from bigtrain.topology import BatchPlan
+from bigtrain.models.stage_proof import StagePlan, require_stages
+from bigtrain.topology import BatchPlan, Topology
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,17 @@ class StepResult:
 
 
 class TrainEngine:
-    """Trains one model by optimizer steps. Every method is collective over all processes."""
+    """Trains one model by optimizer steps. Every method is collective over all processes.
+
+    copied: names of parameters that another process writes to checkpoints.
+    """
 
     def __init__(self, engine: Any, plan: BatchPlan, device: torch.device) -> None:
         self.engine = engine
         self.plan = plan
         self.device = device
-        config = engine.module.config
+        self.copied: frozenset[str] = frozenset()
+        config: Any = self.module.config
         self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self._norm: torch.Tensor | None = None
         if isinstance(engine.optimizer, torch.optim.Optimizer):
@@ -73,7 +79,7 @@ class TrainEngine:
         self.engine.train()
         for batch in micro_batches:
             outputs = self._forward(batch)
-            cross_entropy = _summed_cross_entropy(outputs.logits, self._to_device(batch.labels))
+            cross_entropy = summed_cross_entropy(outputs.logits, self._to_device(batch.labels))
             loss_sum += cross_entropy.detach()
             loss = cross_entropy * scale
             if getattr(outputs, "aux_loss", None) is not None:
@@ -123,7 +129,7 @@ class TrainEngine:
         self.engine.eval()
         for batch in batches:
             labels = self._to_device(batch.labels)
-            totals[0] += _summed_cross_entropy(self._forward(batch).logits, labels)
+            totals[0] += summed_cross_entropy(self._forward(batch).logits, labels)
             totals[1] += (labels != IGNORED_LABEL).sum()
         self.engine.train()
         dist.all_reduce(totals)
@@ -164,7 +170,7 @@ class TrainEngine:
         return count
 
 
-def _summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy in nats summed over targets: logits [B, T, V] any dtype, labels [B, T]."""
     return F.cross_entropy(
         logits.flatten(0, 1).float(),
@@ -180,11 +186,21 @@ def build_engine(
     plan: BatchPlan,
     hf_config: Any,
     device: torch.device,
+    topology: Topology,
+    stages: StagePlan | None = None,
 ) -> TrainEngine:
     """Build the run's model and hand it to DeepSpeed. Collective over all processes.
 
     ZeRO-3 models are partitioned while they are built: no process ever holds the whole model.
+    `stages` says where the model is cut; found here where it is not given and needed.
     """
+    if topology.pipeline_size > 1:
+        # That module builds on this one.
+        from bigtrain.engine.pipeline import build_pipeline_engine
+
+        stages = stages or require_stages(hf_config, config.model.attention, topology.pipeline_size)
+        mesh = open_mesh(topology, dist.get_rank())
+        return build_pipeline_engine(config, engine_config, plan, hf_config, device, mesh, stages)
     model = build_model(
         config.model,
         hf_config,
@@ -192,11 +208,11 @@ def build_engine(
         dtype=_build_dtype(config, engine_config),
         partitioning=_partitioning(engine_config),
     )
-    # `initialize` writes into the dict it is given.
+    groups = parameter_groups(model, config.optimizer)
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=_parameter_groups(model, config.optimizer),
-        config=_copy(engine_config.deepspeed),
+        model_parameters=[group for group in groups if group["params"]],
+        config=copy_of(engine_config.deepspeed),
     )
     undo_trial_update(engine)
     _leave_out_lone_reduction(engine)
@@ -240,7 +256,7 @@ def _partitioning(engine_config: EngineConfig) -> Partitioning:
     def construct() -> AbstractContextManager[Any]:
         # No overrides: constructors keep the dtype they ask for, so rotary buffers stay float32.
         context: AbstractContextManager[Any] = deepspeed.zero.Init(
-            config_dict_or_path=_copy(engine_config.deepspeed), tensor_overrides=[]
+            config_dict_or_path=copy_of(engine_config.deepspeed), tensor_overrides=[]
         )
         return context
 
@@ -250,19 +266,20 @@ def _partitioning(engine_config: EngineConfig) -> Partitioning:
         )
         return context
 
-    return Partitioning(construct, gather, dist.get_rank() == 0, _copy(engine_config.deepspeed))
+    return Partitioning(construct, gather, dist.get_rank() == 0, copy_of(engine_config.deepspeed))
 
 
-def _parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
+    """What decays and what does not, in this order; either may be without parameters."""
     groups = split_by_decay(model, decay_embeddings=section.decay_embeddings)
-    both = [
+    return [
         {"params": groups.decay, "weight_decay": section.weight_decay, "name": "decay"},
         {"params": groups.no_decay, "weight_decay": 0.0, "name": "no_decay"},
     ]
-    return [group for group in both if group["params"]]
 
 
-def _copy(value: Any) -> Any:
+def copy_of(value: Any) -> Any:
+    """A deep copy of JSON values; `deepspeed.initialize` writes into what it is given."""
     if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: copy_of(item) for key, item in value.items()}
+    return [copy_of(item) for item in value] if isinstance(value, (list, tuple)) else value

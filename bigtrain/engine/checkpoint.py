@@ -30,7 +30,9 @@ def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:
     Collective over all processes, which must see the same `directory`.
     """
     ensure_optimizer_states(engine.engine)
-    write_tensors(directory, owned_fragments(engine.engine), _buffers(engine))
+    fragments = owned_fragments(engine.engine, engine.module)
+    written = [fragment for fragment in fragments if fragment.name not in engine.copied]
+    write_tensors(directory, written, _buffers(engine))
     return {
         "optimizer_steps": optimizer_step_count(engine.engine),
         "loss_scaler": _scaler_state(engine),
@@ -43,7 +45,7 @@ def restore_engine(engine: TrainEngine, directory: Path, scalars: dict[str, Any]
     Collective over all processes. Raises CheckpointError for tensors missing or of other shapes.
     """
     ensure_optimizer_states(engine.engine)
-    read_tensors(directory, owned_fragments(engine.engine), _buffers(engine))
+    read_tensors(directory, owned_fragments(engine.engine, engine.module), _buffers(engine))
     set_optimizer_step_count(engine.engine, int(scalars["optimizer_steps"]))
     scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
     for name, value in scalars.get("loss_scaler", {}).items():
@@ -53,7 +55,7 @@ def restore_engine(engine: TrainEngine, directory: Path, scalars: dict[str, Any]
 
 
 def _buffers(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """Buffers that a state dict holds, by name; the same on every process."""
+    """Buffers that a state dict holds, by name; the same on every process that has them."""
     kept = set()
     for prefix, module in engine.module.named_modules():
         for name in module._buffers.keys() - module._non_persistent_buffers_set:

@@ -50,10 +50,12 @@ def build_model(
     seed: int,
     dtype: torch.dtype = torch.float32,
     partitioning: Partitioning = WHOLE,
+    reduce: Callable[[PreTrainedModel], None] = lambda _: None,
 ) -> PreTrainedModel:
     """The run's model on the CPU (partitioned models: where `partitioning` puts them).
 
-    Random weights depend on `seed` and parameter names alone: not on dtype beyond rounding, the
+    `reduce` may take parts of the model away before it has weights (trained ones: after), as
+    `bigtrain.models.stages` does. Random weights depend on `seed` and parameter names alone: not on dtype beyond rounding, the
     number of processes, partitioning or device. Collective over all processes when partitioned.
     Raises ModelError for weights that are missing, incomplete, or of another architecture.
     """
@@ -61,8 +63,11 @@ def build_model(
         model = _load(section, hf_config, dtype, partitioning)
     else:
         model = _construct(hf_config, section.attention, seed, dtype, partitioning)
-        initialize_weights(model, seed, partitioning)
+    # Counts layers, so it comes before any are taken away.
     _set_gradient_checkpointing(model, section)
+    reduce(model)
+    if section.path is None:
+        initialize_weights(model, seed, partitioning)
     model.config.use_cache = False
     return model
 
@@ -175,8 +180,9 @@ def initialize_weights(
             if partitioning.writes_weights:
                 with _float32_on_cpu(parameters), torch.random.fork_rng(devices=[]):
                     for name, child, child_owner in _post_order(module, prefix, owner, recurse):
-                        torch.manual_seed(_seed_of(seed, name))
-                        child_owner._init_weights(child)
+                        if not getattr(child, "is_hollow", False):
+                            torch.manual_seed(_seed_of(seed, name))
+                            child_owner._init_weights(child)
         for parameter in parameters:
             # transformers' init functions leave flagged tensors alone: a tied weight, or a layer
             # that a container's rule would touch again when it is no longer whole.

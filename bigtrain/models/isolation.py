@@ -44,7 +44,7 @@ def check_isolation(hf_config: PreTrainedConfig, attention: str) -> list[Problem
     samples of three documents each with those of the six documents alone. Takes a second or so.
     """
     try:
-        model = _small_model(hf_config, attention)
+        model = small_model(hf_config, attention)
         if model.config._attn_implementation not in ("sdpa", "eager"):
             return [_refusal(hf_config, f"its attention is {model.config._attn_implementation}")]
         alone, packed, mixed = _logits(model)
@@ -101,13 +101,19 @@ def _logits(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return alone, packed, mixed
 
 
-def _small_model(hf_config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """A float32 model in evaluation mode, as narrow as its class can be built."""
+def small_model(
+    hf_config: PreTrainedConfig, attention: str, *, all_layers: bool = False
+) -> PreTrainedModel:
+    """A float32 model in evaluation mode, as narrow as its class can be built.
+
+    It has a few layers, of every kind one, or `all_layers`. Raises ValueError where none can be.
+    """
     failure: Exception | None = None
+    shorter = () if all_layers else (_fewer_layers,)
     steps: tuple[tuple[Callable[[Any], None], ...], ...] = (
-        (_fewer_layers, _fewer_tokens, _narrower),
-        (_fewer_layers, _fewer_tokens),
-        (_fewer_layers,),
+        (*shorter, _fewer_tokens, _narrower),
+        (*shorter, _fewer_tokens),
+        shorter,
     )
     for shrink in steps:
         config = copy.deepcopy(hf_config)

@@ -16,6 +16,7 @@ from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.isolation import check_isolation
+from bigtrain.models.stage_proof import StagePlan, plan_stages
 from bigtrain.run.metrics import check_trackers
 
 
@@ -23,11 +24,13 @@ from bigtrain.run.metrics import check_trackers
 class Inputs:
     """What a run reads, found to exist and to fit together.
 
-    hf_config: the model's Hugging Face configuration. data_hash: see `data_hash`.
+    hf_config: the model's Hugging Face configuration. data_hash: see `data_hash`. stages: where the
+    model is cut; None without pipeline stages.
     """
 
     hf_config: Any
     data_hash: str
+    stages: StagePlan | None = None
 
 
 def inspect_inputs(run: ResolvedRun) -> Inputs:
@@ -45,9 +48,15 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
     ]
     if config.data.document_boundaries == "isolate" and not problems:
         problems += check_isolation(hf_config, config.model.attention)
+    stages = None
+    if run.topology.pipeline_size > 1 and not problems:
+        stages, of_stages = plan_stages(
+            hf_config, config.model.attention, run.topology.pipeline_size
+        )
+        problems += of_stages
     if problems:
         raise ConfigError(problems, "the run's inputs")
-    return Inputs(hf_config, data_hash(config.data))
+    return Inputs(hf_config, data_hash(config.data), stages)
 
 
 def data_hash(data: DataSection) -> str:

@@ -28,8 +28,10 @@ from bigtrain.world import World, read_world
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world.size, case["deepspeed_config"], device.type)
-    engine = build_engine(config, run.engine, run.plan, load_hf_config(config.model), device)
-    batches = open_training_data(config, run.plan, world.rank)
+    hf_config = load_hf_config(config.model)
+    engine = build_engine(config, run.engine, run.plan, hf_config, device, run.topology)
+    data_rank = run.topology.coordinates(world.rank).data_rank
+    batches = open_training_data(config, run.plan, data_rank)
     losses, norms = [], []
     first = case.get("first_step", 0)
     if first:
