@@ -113,5 +113,5 @@ class _Touch(torch.autograd.Function):
 
 def touch(first: torch.Tensor, others: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """`first`, made to depend on `others` without a value, so that all of them get a gradient."""
-    result: torch.Tensor = _Touch.apply(first, *others)
+    result: torch.Tensor = _Touch.apply(first, *others)  # type: ignore[no-untyped-call]
     return result

@@ -91,7 +91,7 @@ class _StageModule(nn.Module):
         return outputs.logits if self.stage.is_last else outputs
 
 
-class _Module(PipelineModule):
+class _Module(PipelineModule):  # type: ignore[misc]
     """DeepSpeed's module with one "layer" per stage, of which this process has its own."""
 
     def __init__(self, stage: _StageModule, topology: ProcessTopology) -> None:
@@ -133,7 +133,8 @@ class PipelineTrainEngine(TrainEngine):
     @property
     def module(self) -> nn.Module:
         """This stage's part of the Hugging Face model, parameters under their own names."""
-        return self._stage.stage.model
+        model: nn.Module = self._stage.stage.model
+        return model
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """As `TrainEngine.train_step`; the micro-batches are in the pipeline together.

@@ -54,9 +54,10 @@ def build_model(
 ) -> PreTrainedModel:
     """The run's model on the CPU (partitioned models: where `partitioning` puts them).
 
-    `reduce` may take parts of the model away before it has weights (trained ones: after), as
-    `bigtrain.models.stages` does. Random weights depend on `seed` and parameter names alone: not on dtype beyond rounding, the
-    number of processes, partitioning or device. Collective over all processes when partitioned.
+    Random weights depend on `seed` and parameter names alone: not on dtype beyond rounding, the
+    number of processes, partitioning or device. `reduce` may take parts of the model away before
+    it is given random weights (trained weights: after), as `bigtrain.models.stages` does.
+    Collective over all processes when partitioned.
     Raises ModelError for weights that are missing, incomplete, or of another architecture.
     """
     if section.path is not None:

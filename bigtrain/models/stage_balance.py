@@ -61,7 +61,9 @@ def _stage_costs(layers: Sequence[float], first: float, last: float) -> StageCos
 
 def _minimax(num_layers: int, num_stages: int, cost_of: StageCost) -> tuple[float, tuple[int, ...]]:
     """The least possible cost of the dearest stage, and cuts that reach it."""
-    best = {stop: (cost_of(0, stop), (0, stop)) for stop in range(1, num_layers + 1)}
+    best: dict[int, tuple[float, tuple[int, ...]]] = {
+        stop: (cost_of(0, stop), (0, stop)) for stop in range(1, num_layers + 1)
+    }
     for stage in range(2, num_stages + 1):
         best = {
             stop: min(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,35 +102,34 @@ def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
         if isinstance(module, nn.ModuleList) and len(module) > 1
     }
     order: dict[str, list[int]] = {name: [] for name in lists}
-    with ExitStack() as stack, torch.no_grad():
-        for name, members in lists.items():
-            for index, member in enumerate(members):
-                stack.enter_context(_hook(member, order[name], index))
-        model(input_ids=input_ids, use_cache=False)
+    handles = [
+        member.register_forward_pre_hook(partial(_note, order[name], index))
+        for name, members in lists.items()
+        for index, member in enumerate(members)
+    ]
+    try:
+        with torch.no_grad():
+            model(input_ids=input_ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
     fitting = [name for name, members in lists.items() if order[name] == list(range(len(members)))]
-    planned = set(getattr(model.config, "base_model_pp_plan", None) or {})
+    planned = set[str](getattr(model.config, "base_model_pp_plan", None) or {})
     if not fitting:
         raise ModelError(
             "it has no list of layers that a forward pass calls once each, one after the other"
         )
-    return max(
-        fitting,
-        key=lambda name: (
-            name.rpartition(".")[2] in planned,
-            sum(p.numel() for member in lists[name] for p in member.parameters()),
-        ),
-    )
+
+    def preference(name: str) -> tuple[bool, int]:
+        size = sum(p.numel() for member in lists[name] for p in member.parameters())
+        return name.rpartition(".")[2] in planned, size
+
+    chosen: str = max(fitting, key=preference)
+    return chosen
 
 
-class _hook:
-    def __init__(self, module: nn.Module, calls: list[int], index: int) -> None:
-        self._handle = module.register_forward_pre_hook(lambda *_: calls.append(index))
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
+def _note(order: list[int], index: int, *_: Any) -> None:
+    order.append(index)
 
 
 def _watch(
@@ -140,7 +139,8 @@ def _watch(
     calls: list[_Call] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments: dict[Place, Any] = {**dict(enumerate(args)), **kwargs}
+        arguments: dict[Place, Any] = dict(enumerate(args))
+        arguments.update(kwargs)
         shared = {k: dict(v) for k, v in kwargs.items() if isinstance(v, (dict, UserDict))}
         calls.append(_Call(arguments, shared))
 

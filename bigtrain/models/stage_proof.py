@@ -125,8 +125,10 @@ def difference(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor | None = None,
 ) -> Difference:
-    """Of `model` cut at `cuts` from itself whole, for a random gradient of the logits."""
-    torch_generator = torch.Generator().manual_seed(0)
+    """Of `model` cut at `cuts` from itself whole, for a random gradient of the logits.
+
+    Raises ModelError for a model whose loss is not in its logits.
+    """
     model.zero_grad(set_to_none=True)
     whole = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     if getattr(whole, "aux_loss", None) is not None:
@@ -134,23 +136,35 @@ def difference(
             "its router's auxiliary loss is taken over all layers at once, and a stage has only "
             "its own: set model.overrides.output_router_logits=false"
         )
-    direction = torch.randn(whole.logits.shape, generator=torch_generator)
+    expected: torch.Tensor = whole.logits.detach()
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
     whole.logits.backward(direction)
-    expected = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     stages = [Stage(copy.deepcopy(model), layout, cuts, index) for index in range(len(cuts) - 1)]
     logits = run_in_turn(stages, input_ids, position_ids, direction)
-    scale = float(whole.logits.detach().abs().max())
-    largest = max(float(g.abs().max()) for g in expected.values() if g is not None)
+    found = _summed_gradients(stages, stages_of_parameters(model, layout, cuts))
+    largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
     worst, where = 0.0, ""
-    holders = stages_of_parameters(model, layout, cuts)
-    for name, gradient in expected.items():
-        parts = [dict(stages[s].model.named_parameters())[name].grad for s in holders[name]]
-        total = sum((p for p in parts if p is not None), torch.zeros(()))
-        found = float((total - (gradient if gradient is not None else 0.0)).abs().max()) / largest
-        if not found <= worst:
-            worst, where = found, name
-    return Difference(float((logits - whole.logits).abs().max()) / scale, worst, where)
+    for name, gradient in gradients.items():
+        wanted = torch.zeros(()) if gradient is None else gradient
+        distance = float((found[name] - wanted).abs().max()) / largest
+        if not distance <= worst:
+            worst, where = distance, name
+    return Difference(float((logits - expected).abs().max() / expected.abs().max()), worst, where)
+
+
+def _summed_gradients(
+    stages: Sequence[Stage], holders: dict[str, tuple[int, ...]]
+) -> dict[str, torch.Tensor]:
+    held = [dict(stage.model.named_parameters()) for stage in stages]
+    return {
+        name: sum(
+            (p.grad for index in indices if (p := held[index][name]).grad is not None),
+            torch.zeros(()),
+        )
+        for name, indices in holders.items()
+    }
 
 
 def run_in_turn(
@@ -225,6 +239,6 @@ def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
 
 
 def _tokens(model: PreTrainedModel) -> torch.Tensor:
-    vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
+    vocabulary = int(model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(3, vocabulary, (2, 24), generator=generator)

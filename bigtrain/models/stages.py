@@ -66,7 +66,8 @@ class Entry(Absent):
     received: Payload | None = None
 
     def forward(self, *_: Any, **kwargs: Any) -> Any:
-        assert self.received is not None and self._handover is not None
+        assert self.received is not None
+        assert self._handover is not None
         for key, values in self.received.shared.items():
             kwargs[key].update(values)
         outputs = self.received.outputs
@@ -197,7 +198,8 @@ def _replace_layers(
     model: PreTrainedModel, layout: StageLayout, start: int, stop: int
 ) -> Entry | None:
     layers: Any = model.get_submodule(layout.layers)
-    assert len(layers) == layout.num_layers and 0 <= start < stop <= len(layers)
+    assert len(layers) == layout.num_layers
+    assert 0 <= start < stop <= len(layers)
     entry = None
     for index, layer in enumerate(layers):
         handover = layout.handovers[index] if index < len(layout.handovers) else None
