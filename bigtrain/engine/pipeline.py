@@ -20,6 +20,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import groups
 from torch import nn
 
 from bigtrain.config import RunConfig
@@ -184,6 +185,11 @@ class PipelineTrainEngine(TrainEngine):
         self.engine.train()
         return logits.float()
 
+    def close(self) -> None:
+        """As `TrainEngine.close`; an engine without stages may follow in this process."""
+        super().close()
+        groups.mpu = None
+
     def _in_turn(self, input_ids: torch.Tensor) -> tuple[Any, list[Packing]]:
         """What the last stage computes, on the CPU of every process, and the packings between."""
         ranks = dist.get_process_group_ranks(self._mesh.pipeline)
@@ -311,8 +317,8 @@ def build_pipeline_engine(
     }
     with redirect_stdout(io.StringIO()):
         pipeline = _Module(module, ProcessTopology(list(axes), list(axes.values())))
-    groups = parameter_groups(stage.model, config.optimizer)
-    _fill_groups(pipeline, groups, mesh, device)
+    decay_groups = parameter_groups(stage.model, config.optimizer)
+    _fill_groups(pipeline, decay_groups, mesh, device)
     for name, stages_with in stage.replicas.items():
         parameter = dict(stage.model.named_parameters()).get(name)
         if parameter is not None:
@@ -320,7 +326,7 @@ def build_pipeline_engine(
     with redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
             model=pipeline,
-            model_parameters=[group for group in groups if group["params"]],
+            model_parameters=[group for group in decay_groups if group["params"]],
             config=copy_of(engine_config.deepspeed),
         )
     undo_trial_update(engine)
@@ -328,16 +334,18 @@ def build_pipeline_engine(
 
 
 def _fill_groups(
-    pipeline: _Module, groups: list[dict[str, Any]], mesh: Mesh, device: torch.device
+    pipeline: _Module, decay_groups: list[dict[str, Any]], mesh: Mesh, device: torch.device
 ) -> None:
     """Give every stage the parameter groups that any stage has.
 
     DeepSpeed drops empty ones, and ZeRO 1 then waits for a norm per group that some stages do not
     have (runtime/engine.py:2348, zero/stage_1_and_2.py:2943): a lone zero without a gradient fills.
     """
-    present = torch.tensor([len(group["params"]) > 0 for group in groups], device=device).int()
+    present = torch.tensor(
+        [len(group["params"]) > 0 for group in decay_groups], device=device
+    ).int()
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=mesh.pipeline)
-    for index, group in enumerate(groups):
+    for index, group in enumerate(decay_groups):
         if present[index] and not group["params"]:
             filler = nn.Parameter(torch.zeros(1, device=device))
             filler.ds_pipe_replicated = False  # type: ignore[attr-defined]

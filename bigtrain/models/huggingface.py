@@ -6,6 +6,7 @@ deepspeed is not imported here: whoever partitions parameters while the model is
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -70,6 +71,13 @@ def build_model(
     if section.path is None:
         initialize_weights(model, seed, partitioning)
     model.config.use_cache = False
+    return model
+
+
+def empty_model(hf_config: PreTrainedConfig) -> PreTrainedModel:
+    """The model on the meta device: names and shapes, nothing allocated."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
     return model
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ConfigError, ModelError, Problem
+from bigtrain.models.huggingface import empty_model
 from bigtrain.models.isolation import small_model
 from bigtrain.models.stage_balance import StageCosts, balanced_cuts
 from bigtrain.models.stage_layout import StageLayout, find_layout, map_tensors
@@ -209,8 +210,7 @@ def _cut(payload: Payload, leaving: list[torch.Tensor], arriving: list[torch.Ten
 def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
     """Multiply-adds per token, and parameters, of a model's parts; nothing of it is allocated."""
     text: Any = hf_config.get_text_config()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+    model = empty_model(hf_config)
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     chosen = getattr(text, "num_experts_per_tok", None)
     active = chosen / experts if experts and chosen else 1.0
