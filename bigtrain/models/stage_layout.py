@@ -99,7 +99,7 @@ def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
     lists = {
         name: list(module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 1
+        if isinstance(module, nn.ModuleList) and len(module)
     }
     order: dict[str, list[int]] = {name: [] for name in lists}
     handles = [

@@ -217,11 +217,12 @@ def test_plan_balances_with_the_head() -> None:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    hf_config = CONFIG_MAPPING["llama"](**LLAMA)
-    plan, problems = plan_stages(hf_config, "sdpa", 5)
-    assert plan is None
-    assert "is more than the model's 4 layers" in str(problems[0])
-    assert "parallel.pipeline=4" in str(problems[0])
+    for layers in (1, 4):
+        hf_config = CONFIG_MAPPING["llama"](**{**LLAMA, "num_hidden_layers": layers})
+        plan, problems = plan_stages(hf_config, "sdpa", 5)
+        assert plan is None
+        assert f"is more than the model's {layers} layers" in str(problems[0])
+        assert f"parallel.pipeline={layers}" in str(problems[0])
 
 
 def test_auxiliary_losses_are_refused() -> None:
