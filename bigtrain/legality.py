@@ -98,12 +98,21 @@ _OFFLOAD_OPTIMIZER = "ds:zero_optimization.offload_optimizer"
 _OFFLOAD_PARAM = "ds:zero_optimization.offload_param"
 
 _PARALLEL_RULES = (
-    _rule(
-        "tensor parallelism is not built",
-        lambda f: f.tensor_size > 1,
-        ("parallel.tensor", lambda f: f.tensor_size),
-        "tensor parallelism is not available yet; the degrees available are: 1",
-        "parallel.tensor=1, and ZeRO 3 (ds_configs/zero3.json) for models too large for one device",
+    _rule(  # utils/groups.py, _create_zero_param_parallel_group: neighbours of the whole world
+        "secondary partition with tensor parallelism",
+        lambda f: f.tensor_size > 1 and f.partition_size > 1,
+        ("ds:zero_optimization.zero_hpz_partition_size", lambda f: f.partition_size),
+        "DeepSpeed makes its groups of neighbouring processes, which hold different shards with "
+        "parallel.tensor above 1",
+        "1, or parallel.tensor=1",
+    ),
+    _rule(  # utils/groups.py, _get_local_all_to_all_group: likewise
+        "quantized gradients with tensor parallelism",
+        lambda f: f.tensor_size > 1 and f.quantized_gradients,
+        ("ds:zero_optimization.zero_quantized_gradients", lambda f: True),
+        "DeepSpeed reduces them over neighbouring processes, which hold different shards with "
+        "parallel.tensor above 1",
+        "leave it out, or parallel.tensor=1",
     ),
     _rule(
         "sequence parallelism is not built",

@@ -84,6 +84,8 @@ def train_run(run: ResolvedRun, world: World) -> None:
 
     from bigtrain.data.loader import open_held_out, open_training_data
     from bigtrain.engine.build import build_engine
+    from bigtrain.engine.mesh import open_mesh
+    from bigtrain.models.plan_check import check_tensor_plan
     from bigtrain.run.evaluation import Evaluator
     from bigtrain.run.finish import finish
     from bigtrain.run.loop import train
@@ -91,17 +93,15 @@ def train_run(run: ResolvedRun, world: World) -> None:
     from bigtrain.run.session import open_session
 
     with open_session(run, inputs, world) as session:
+        mesh = open_mesh(run.topology, world.rank)
+        if run.topology.tensor_size > 1:
+            attention = run.config.model.attention
+            check_tensor_plan(inputs.hf_config, attention, mesh.tensor, session.device)
         engine = build_engine(
-            run.config,
-            run.engine,
-            run.plan,
-            inputs.hf_config,
-            session.device,
-            run.topology,
-            inputs.stages,
+            run.config, run.engine, run.plan, inputs.hf_config, session.device, mesh, inputs.stages
         )
         pin = session.device.type == "cuda"
-        data_rank = run.topology.coordinates(world.rank).data_rank
+        data_rank = mesh.coordinates.data_rank
         batches = open_training_data(run.config, run.plan, data_rank, device_pin=pin)
         held_out = open_held_out(run.config, run.plan, data_rank, device_pin=pin)
         evaluator = Evaluator(session, engine, held_out)

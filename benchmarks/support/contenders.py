@@ -18,6 +18,7 @@ from bigtrain.data.manifest import Manifest, OptionsRecord, TokenizerRecord, wri
 from bigtrain.data.shards import ShardWriter, token_dtype
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.deepspeed_config import find_deepspeed_config
+from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import ResolvedRun, resolve_run
 from bigtrain.models.huggingface import build_model, split_by_decay
 from bigtrain.run.evaluation import Evaluator
@@ -216,7 +217,7 @@ class Bigtrain:
             run.plan,
             session.inputs.hf_config,
             session.device,
-            run.topology,
+            open_mesh(run.topology, session.world.rank),
         )
         self.evaluator = Evaluator(session, self.engine, None)
         self.state = TrainState()

@@ -16,17 +16,19 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.utils import groups
 from torch import nn
 
 from bigtrain.config import OptimizerSection, RunConfig
 from bigtrain.data.loader import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.deepspeed_config import EngineConfig
 from bigtrain.engine.fragments import undo_trial_update
-from bigtrain.engine.mesh import open_mesh
+from bigtrain.engine.gradient_norm import clip_gradients, mark_gradients, total_norm
+from bigtrain.engine.mesh import Mesh, ModelParallelUnit
+from bigtrain.engine.tensor import tensor_partitioning
 from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
 from bigtrain.models.stage_proof import StagePlan, require_stages
-from bigtrain.topology import BatchPlan, Topology
+from bigtrain.topology import BatchPlan
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,13 @@ class StepResult:
 
 
 class TrainEngine:
-    """Trains one model by optimizer steps. Every method is collective over all processes.
+    """Trains one model by optimizer steps. Every method is collective over all processes."""
 
-    copied: names of parameters that another process writes to checkpoints.
-    """
-
-    def __init__(self, engine: Any, plan: BatchPlan, device: torch.device) -> None:
+    def __init__(self, engine: Any, plan: BatchPlan, device: torch.device, mesh: Mesh) -> None:
         self.engine = engine
         self.plan = plan
         self.device = device
-        self.copied: frozenset[str] = frozenset()
+        self.mesh = mesh
         config: Any = self.module.config
         self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self._norm: torch.Tensor | None = None
@@ -93,20 +92,18 @@ class TrainEngine:
     def _clip_gradients(self) -> None:
         # As the method of DeepSpeed (0.19.8, runtime/engine.py:3502) that this stands for, which
         # throws the norm away: measuring it once more would be another pass over all gradients.
-        self._norm = clip_grad_norm_(
-            parameters=self.module.parameters(),
-            max_norm=self.engine.gradient_clipping(),
-            mpu=self.engine.mpu,
-        )
+        limit = self.engine.gradient_clipping()
+        self._norm = clip_gradients(self.module.parameters(), limit, self.mesh)
 
     def _gradient_norm_before_step(self) -> torch.Tensor | None:
         # The plain torch optimizer of fp32 ZeRO 0 keeps no norm, and after step() the gradients
         # are gone; every other engine, and `_clip_gradients`, measures it while it clips.
         plain = isinstance(self.engine.optimizer, torch.optim.Optimizer)
+        if not plain:
+            mark_gradients(self.module.parameters())
         if not plain or self.engine.gradient_clipping() > 0:
             return None
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+        return total_norm(self.module.parameters(), self.mesh)
 
     def gradient_norm(self) -> float:
         """Norm of the whole last gradient before clipping. Waits for the device."""
@@ -116,7 +113,7 @@ class TrainEngine:
     def step_loss(self, result: StepResult) -> float:
         """Mean loss of a step over the global batch, in nats per token. Waits for the device."""
         total = result.loss_sum.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.mesh.replicas)
         return float(total / result.num_targets.clamp(min=1))
 
     @torch.no_grad()
@@ -132,7 +129,7 @@ class TrainEngine:
             totals[0] += summed_cross_entropy(self._forward(batch).logits, labels)
             totals[1] += (labels != IGNORED_LABEL).sum()
         self.engine.train()
-        dist.all_reduce(totals)
+        dist.all_reduce(totals, group=self.mesh.replicas)
         num_tokens = int(totals[1])
         return float(totals[0]) / max(1, num_tokens), num_tokens
 
@@ -166,7 +163,7 @@ class TrainEngine:
     def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         own = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in micro_batches)
         count = torch.tensor(own, device=self.device, dtype=torch.int64)
-        dist.all_reduce(count)
+        dist.all_reduce(count, group=self.mesh.replicas)
         return count
 
 
@@ -186,47 +183,51 @@ def build_engine(
     plan: BatchPlan,
     hf_config: Any,
     device: torch.device,
-    topology: Topology,
+    mesh: Mesh,
     stages: StagePlan | None = None,
 ) -> TrainEngine:
     """Build the run's model and hand it to DeepSpeed. Collective over all processes.
 
     ZeRO-3 models are partitioned while they are built: no process ever holds the whole model.
     `stages` says where the model is cut; found here where it is not given and needed.
+    Raises ModelError for a model whose tensor-parallel plan cannot be carried out.
     """
-    if topology.pipeline_size > 1:
+    num_stages = mesh.topology.pipeline_size
+    if num_stages > 1:
         # That module builds on this one.
         from bigtrain.engine.pipeline import build_pipeline_engine
 
-        stages = stages or require_stages(hf_config, config.model.attention, topology.pipeline_size)
-        mesh = open_mesh(topology, dist.get_rank())
+        stages = stages or require_stages(hf_config, config.model.attention, num_stages)
         return build_pipeline_engine(config, engine_config, plan, hf_config, device, mesh, stages)
     model = build_model(
         config.model,
         hf_config,
         seed=config.seed,
         dtype=_build_dtype(config, engine_config),
-        partitioning=_partitioning(engine_config),
+        partitioning=_partitioning(engine_config, mesh),
     )
-    groups = parameter_groups(model, config.optimizer)
+    decay_groups = parameter_groups(model, config.optimizer)
+    mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
+    groups.mpu = mpu  # DeepSpeed would keep that of an earlier engine
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=[group for group in groups if group["params"]],
+        model_parameters=[group for group in decay_groups if group["params"]],
         config=copy_of(engine_config.deepspeed),
+        mpu=mpu,
     )
     undo_trial_update(engine)
-    _leave_out_lone_reduction(engine)
-    return TrainEngine(engine, plan, device)
+    _leave_out_lone_reduction(engine, mesh)
+    return TrainEngine(engine, plan, device, mesh)
 
 
-def _leave_out_lone_reduction(engine: Any) -> None:
-    """Spare fp32 ZeRO 0 in one process the copy of all gradients that it would reduce with nobody.
+def _leave_out_lone_reduction(engine: Any, mesh: Mesh) -> None:
+    """Spare fp32 ZeRO 0 without replicas the copy of all gradients, reduced with nobody.
 
     DeepSpeed 0.19.8 (runtime/engine.py:3828) flattens them, multiplies by 1 and copies them back.
     What it does before, giving zeros to parameters without a gradient, stays.
     """
     if (
-        dist.get_world_size() == 1
+        dist.get_world_size(mesh.replicas) == 1
         and isinstance(engine.optimizer, torch.optim.Optimizer)
         # Other settings round the gradients on the way.
         and engine.communication_data_type == torch.float32
@@ -249,7 +250,10 @@ _DTYPES = {
 }
 
 
-def _partitioning(engine_config: EngineConfig) -> Partitioning:
+def _partitioning(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
+    if mesh.topology.tensor_size > 1:
+        zero3 = copy_of(engine_config.deepspeed) if engine_config.zero_stage == 3 else None
+        return tensor_partitioning(mesh, zero3)
     if engine_config.zero_stage != 3:
         return WHOLE
 
@@ -271,10 +275,10 @@ def _partitioning(engine_config: EngineConfig) -> Partitioning:
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
     """What decays and what does not, in this order; either may be without parameters."""
-    groups = split_by_decay(model, decay_embeddings=section.decay_embeddings)
+    split = split_by_decay(model, decay_embeddings=section.decay_embeddings)
     return [
-        {"params": groups.decay, "weight_decay": section.weight_decay, "name": "decay"},
-        {"params": groups.no_decay, "weight_decay": 0.0, "name": "no_decay"},
+        {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
+        {"params": split.no_decay, "weight_decay": 0.0, "name": "no_decay"},
     ]
 
 

@@ -30,9 +30,7 @@ def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:
     Collective over all processes, which must see the same `directory`.
     """
     ensure_optimizer_states(engine.engine)
-    fragments = owned_fragments(engine.engine, engine.module)
-    written = [fragment for fragment in fragments if fragment.name not in engine.copied]
-    write_tensors(directory, written, _buffers(engine))
+    write_tensors(directory, owned_fragments(engine.engine, engine.module), _buffers(engine))
     return {
         "optimizer_steps": optimizer_step_count(engine.engine),
         "loss_scaler": _scaler_state(engine),

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from bigtrain.engine.fragments import MASTER, Fragment, rectangles
+from bigtrain.engine.fragments import MASTER, Fragment
 from bigtrain.errors import CheckpointError
 
 BUFFER = "buffer"
@@ -64,13 +64,9 @@ def _chunks(
 ) -> dict[MetadataIndex, _Chunk]:
     found = []
     for fragment in fragments:
-        count = fragment.tensors[MASTER].numel()
-        cuts = rectangles(fragment.shape, fragment.start, count)
-        for kind, flat in fragment.tensors.items():
-            for cut in cuts:
-                view = flat[cut.begin : cut.end].view(cut.sizes)
-                key = f"{kind}/{fragment.name}"
-                found.append(_Chunk(key, fragment.shape, cut.offsets, view))
+        for kind in fragment.tensors:
+            key, shape = f"{kind}/{fragment.name}", fragment.shard.shape
+            found += [_Chunk(key, shape, offsets, view) for offsets, view in fragment.parts(kind)]
     for name, buffer in buffers.items():
         view = buffer if buffer.ndim else buffer.view(1)
         found.append(_Chunk(f"{BUFFER}/{name}", tuple(view.shape), (0,) * view.ndim, view))
@@ -99,7 +95,7 @@ class _SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        return self._chunks[write_item.index].view.detach()
+        return self._chunks[write_item.index].view.detach().contiguous()
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -141,12 +137,14 @@ def write_tensors(
 ) -> None:
     """Write every process's fragments and the replicated buffers. Collective.
 
-    Files are fsynced before this returns. Raises OSError (inside DCP's own error) if writing fails.
+    Of a part that several processes hold, the one that answers for it writes, and DCP drops what
+    its replicas hold as well. Files are fsynced before this returns. Raises OSError (inside DCP's
+    own error) if writing fails.
     """
     dcp_save(
         {},
         storage_writer=FileSystemWriter(directory),
-        planner=_SavePlanner(_chunks(fragments, buffers)),
+        planner=_SavePlanner(_chunks((f for f in fragments if f.shard.primary), buffers)),
     )
 
 

@@ -1,13 +1,17 @@
-"""What each process owns of the model and its optimizer, as flat ranges of full parameters.
+"""What each process owns of the model and its optimizer, as parts of full parameters.
 
 DeepSpeed keeps fp32 masters and optimizer states in a different shape for every ZeRO stage. Here
 they all become `Fragment`s: live views into DeepSpeed's own storage, described in terms of the
 full Hugging Face parameter. Saving reads through the views, loading writes through them.
+
+A parameter is cut twice: tensor parallelism leaves this process a shard of it
+(`bigtrain.models.sharding`), ZeRO a flat range of that shard.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,27 +19,37 @@ import torch
 from torch import nn
 
 from bigtrain.errors import CheckpointError
+from bigtrain.models.sharding import Shard, local_shape, shard_of
 
 MASTER = "master"
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A flat range of one full parameter, and this process's storage for it.
+    """A flat range of one process's shard of a parameter, and the storage for it.
 
-    name: the parameter's Hugging Face name. shape: of the full parameter. start: of the range, in
-    elements. tensors: 1-D views by kind (`MASTER`, then each optimizer state by its own name).
+    name: the parameter's Hugging Face name. shard: of the full parameter. start: of the range, in
+    elements of the shard. tensors: 1-D views by kind (`MASTER`, then each optimizer state by its
+    own name).
     """
 
     name: str
-    shape: tuple[int, ...]
+    shard: Shard
     start: int
     tensors: dict[str, torch.Tensor]
+
+    def parts(self, kind: str) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """(offsets in the full parameter, view) of every rectangle that the fragment covers."""
+        flat = self.tensors[kind]
+        for cut in rectangles(self.shard.local_shape, self.start, flat.numel()):
+            view = flat[cut.begin : cut.end].view(cut.sizes)
+            for part in self.shard.cuts(cut.offsets, cut.sizes):
+                yield part.offsets, view[part.where]
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rectangle of a full tensor, and the range of a fragment (in elements) that fills it."""
+    """A rectangle of a tensor, and the range of a fragment (in elements) that fills it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -97,7 +111,8 @@ def _cut(
 def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
     """All fragments that this process has of `model`, which `engine` trains.
 
-    Parameters that are replicated appear on every process.
+    Parameters that are replicated appear on every process that holds them; `shard.primary` is true
+    on those that answer for them.
 
     Optimizer states must exist (`ensure_optimizer_states`). Not collective.
     """
@@ -262,7 +277,7 @@ def _finder(engine: Any) -> Any:
 def _part_of(name: str, parameter: nn.Parameter, master: Any, offset: int, states: Any) -> Fragment:
     """A whole parameter whose master is a range of the tensor `master`."""
     tensors = _ranges(master, states[master], offset, parameter.numel())
-    return Fragment(name, _shape(parameter), 0, tensors)
+    return Fragment(name, _shard(parameter), 0, tensors)
 
 
 def _ranges(master: Any, state: dict[str, Any], offset: int, count: int) -> dict[str, torch.Tensor]:
@@ -287,7 +302,7 @@ def _zero12(name: str, parameter: nn.Parameter, partitions: Any, states: Any) ->
     flat = partitions[mapping.param_group_index]
     address = mapping.hp_fragment_address
     tensors = _ranges(flat, states[flat], address.start, address.numel)
-    return Fragment(name, _shape(parameter), mapping.lp_fragment_address.start, tensors)
+    return Fragment(name, _shard(parameter), mapping.lp_fragment_address.start, tensors)
 
 
 def _zero3(name: str, parameter: Any, optimizer: Any) -> Fragment | None:
@@ -299,15 +314,15 @@ def _zero3(name: str, parameter: Any, optimizer: Any) -> Fragment | None:
     start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
     flat = optimizer.fp32_partitioned_groups_flat[group]
     tensors = _ranges(flat, optimizer.optimizer.state[flat], offset, count)
-    return Fragment(name, _shape(parameter), start, tensors)
+    return Fragment(name, _shard(parameter), start, tensors)
 
 
 def _frozen(name: str, parameter: Any) -> Fragment:
     if not hasattr(parameter, "ds_tensor"):
-        return Fragment(name, _shape(parameter), 0, {MASTER: parameter.data.view(-1)})
+        return Fragment(name, _shard(parameter), 0, {MASTER: parameter.data.view(-1)})
     rank = torch.distributed.get_rank(group=parameter.ds_process_group)
     start, count = _partition_range(parameter, rank)
-    return Fragment(name, _shape(parameter), start, {MASTER: parameter.ds_tensor.data[:count]})
+    return Fragment(name, _shard(parameter), start, {MASTER: parameter.ds_tensor.data[:count]})
 
 
 def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:
@@ -317,6 +332,9 @@ def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:
     return start, min(capacity, parameter.ds_numel - start)
 
 
-def _shape(parameter: Any) -> tuple[int, ...]:
-    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    return shape or (1,)
+def _shard(parameter: Any) -> Shard:
+    shard = shard_of(parameter)
+    if shard is not None and shard.shape:
+        return shard
+    primary = shard is None or shard.primary
+    return Shard(local_shape(parameter) or (1,), primary)

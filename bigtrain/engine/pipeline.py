@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -19,8 +20,6 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.topology import ProcessTopology
-from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.utils import groups
 from torch import nn
 
 from bigtrain.config import RunConfig
@@ -36,7 +35,9 @@ from bigtrain.engine.deepspeed_config import EngineConfig
 from bigtrain.engine.fragments import undo_trial_update
 from bigtrain.engine.mesh import Mesh
 from bigtrain.engine.payload import Packing, touch
-from bigtrain.models.huggingface import build_model
+from bigtrain.engine.tensor import tensor_partitioning
+from bigtrain.models.huggingface import WHOLE, build_model
+from bigtrain.models.sharding import Shard, shard_of, tag_shard
 from bigtrain.models.stage_layout import map_tensors
 from bigtrain.models.stage_proof import StagePlan
 from bigtrain.models.stages import Payload, Stage
@@ -115,14 +116,10 @@ class PipelineTrainEngine(TrainEngine):
         replicas: dict[str, dist.ProcessGroup],
     ) -> None:
         self._stage = stage
-        super().__init__(engine, plan, device)
-        self._mesh = mesh
+        super().__init__(engine, plan, device, mesh)
         self._replicas = replicas
         self._scale: torch.Tensor | float = 1.0
         self._loss_sum = torch.zeros((), device=device)
-        self.copied = frozenset(
-            name for name, stages in stage.stage.replicas.items() if stages[0] != stage.stage.index
-        )
         engine.module.loss_fn = self._loss
         engine._INSTRUCTION_MAP = {
             **engine._INSTRUCTION_MAP,
@@ -154,13 +151,18 @@ class PipelineTrainEngine(TrainEngine):
         self.engine.train_batch(data_iter=((b.input_ids, b.labels) for b in micro_batches))
         return StepResult(self._loss_sum, num_targets)
 
+    def step_loss(self, result: StepResult) -> float:
+        """As `TrainEngine.step_loss`, on every stage."""
+        total = result.loss_sum.clone() if self._speaks else torch.zeros_like(result.loss_sum)
+        dist.all_reduce(total)
+        return float(total / result.num_targets.clamp(min=1))
+
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """As `TrainEngine.evaluate`; all stages of a pipeline bring the same batches."""
         held = list(batches)
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
-        if self._counts_targets:
-            totals[1] = sum(int((b.labels != IGNORED_LABEL).sum()) for b in held)
+        totals[1] = sum(int((b.labels != IGNORED_LABEL).sum()) for b in held)
         self._scale, self._loss_sum = 1.0, totals[0]
         self._stage.feed(held)
         # Its shapes are sent once; these may differ from those of training.
@@ -173,6 +175,8 @@ class PipelineTrainEngine(TrainEngine):
         )
         self.engine.reset_activation_shape()
         self.engine.train()
+        if not self._speaks:
+            totals.zero_()
         dist.all_reduce(totals)
         num_tokens = int(totals[1])
         return float(totals[0]) / max(1, num_tokens), num_tokens
@@ -185,14 +189,9 @@ class PipelineTrainEngine(TrainEngine):
         self.engine.train()
         return logits.float()
 
-    def close(self) -> None:
-        """As `TrainEngine.close`; an engine without stages may follow in this process."""
-        super().close()
-        groups.mpu = None
-
     def _in_turn(self, input_ids: torch.Tensor) -> tuple[Any, list[Packing]]:
         """What the last stage computes, on the CPU of every process, and the packings between."""
-        ranks = dist.get_process_group_ranks(self._mesh.pipeline)
+        ranks = dist.get_process_group_ranks(self.mesh.pipeline)
         handed: Any = None
         packings: list[Packing] = []
         for index, rank in enumerate(ranks):
@@ -202,7 +201,7 @@ class PipelineTrainEngine(TrainEngine):
                 if not self._stage.stage.is_last:
                     box[1] = Packing.of(outputs)
                 box[0] = _moved(outputs, torch.device("cpu"))
-            dist.broadcast_object_list(box, src=rank, group=self._mesh.pipeline, device=self.device)
+            dist.broadcast_object_list(box, src=rank, group=self.mesh.pipeline, device=self.device)
             if index == len(ranks) - 1:
                 return box[0], packings
             packings.append(box[1])
@@ -224,11 +223,9 @@ class PipelineTrainEngine(TrainEngine):
         return cross_entropy * self._scale
 
     @property
-    def _counts_targets(self) -> bool:
-        return self._stage.stage.is_last and self._mesh.coordinates.tensor_rank == 0
-
-    def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        return super()._count_targets(micro_batches if self._counts_targets else [])
+    def _speaks(self) -> bool:
+        """Whether this process has the loss of its samples; one of each pipeline does."""
+        return self._stage.stage.is_last and self.mesh.coordinates.tensor_rank == 0
 
     @torch.no_grad()
     def _sum_replicated_gradients(self) -> None:
@@ -244,31 +241,8 @@ class PipelineTrainEngine(TrainEngine):
                 dist.all_reduce(_gradient(parameters[name], optimizer), group=group)
 
     def _optimizer_step(self, engine: Any) -> None:
-        if isinstance(engine.optimizer, torch.optim.Optimizer):
-            self._norm = self._whole_norm()
+        self._norm = self._gradient_norm_before_step()
         engine._exec_optimizer_step()
-
-    def _clip_gradients(self) -> None:
-        # DeepSpeed's own counts the first stage alone (runtime/utils.py:394).
-        assert self._norm is not None
-        ratio = self.engine.gradient_clipping() / (self._norm + 1e-6)
-        scale = ratio.clamp(max=1.0)
-        for parameter in self.engine.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-
-    @torch.no_grad()
-    def _whole_norm(self) -> torch.Tensor:
-        """Norm of the averaged gradient of the whole model, each parameter counted once."""
-        square = torch.zeros((), device=self.device, dtype=torch.float32)
-        for parameter in self.engine.module.parameters():
-            counts = self._mesh.coordinates.tensor_rank == 0 or is_model_parallel_parameter(
-                parameter
-            )
-            if parameter.grad is not None and counts and not parameter.ds_pipe_replicated:
-                square += parameter.grad.float().norm() ** 2
-        dist.all_reduce(square, group=self._mesh.model)
-        return square.sqrt()
 
 
 def _gradient(parameter: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
@@ -301,13 +275,17 @@ def build_pipeline_engine(
 ) -> PipelineTrainEngine:
     """Build this process's stage of the run's model. Collective over all processes."""
     stage: Any = None
+    tensor = tensor_partitioning(mesh, None) if mesh.topology.tensor_size > 1 else WHOLE
 
-    def cut(model: Any) -> None:
+    def prepare(model: Any) -> None:
         nonlocal stage
+        if tensor.prepare is not None:
+            tensor.prepare(model)
         index = mesh.coordinates.pipeline_rank
         stage = Stage(model, stages.layout, stages.cuts, index)
 
-    build_model(config.model, hf_config, seed=config.seed, reduce=cut)
+    partitioning = replace(tensor, prepare=prepare)
+    build_model(config.model, hf_config, seed=config.seed, partitioning=partitioning)
     module = _StageModule(stage, device)
     topology = mesh.topology
     axes = {
@@ -319,10 +297,7 @@ def build_pipeline_engine(
         pipeline = _Module(module, ProcessTopology(list(axes), list(axes.values())))
     decay_groups = parameter_groups(stage.model, config.optimizer)
     _fill_groups(pipeline, decay_groups, mesh, device)
-    for name, stages_with in stage.replicas.items():
-        parameter = dict(stage.model.named_parameters()).get(name)
-        if parameter is not None:
-            parameter.ds_pipe_replicated = stages_with[0] != stage.index
+    _mark_copies(stage)
     with redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
             model=pipeline,
@@ -331,6 +306,17 @@ def build_pipeline_engine(
         )
     undo_trial_update(engine)
     return PipelineTrainEngine(engine, plan, device, mesh, module, _replica_groups(stage, mesh))
+
+
+def _mark_copies(stage: Stage) -> None:
+    """Of a parameter on several stages, let the first answer for it, in norms and checkpoints."""
+    parameters: dict[str, Any] = dict(stage.model.named_parameters())
+    for name, holders in stage.replicas.items():
+        if stage.index in holders[1:]:
+            parameter = parameters[name]
+            shard = shard_of(parameter) or Shard(tuple(parameter.shape), primary=True)
+            tag_shard(parameter, replace(shard, primary=False))
+            parameter.ds_pipe_replicated = True
 
 
 def _fill_groups(

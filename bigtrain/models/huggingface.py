@@ -22,6 +22,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from bigtrain.config import ModelSection
 from bigtrain.errors import ModelError
+from bigtrain.models.sharding import full_shape
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,16 @@ class Partitioning:
         to them is on every process afterwards. Collective over all processes.
     writes_weights: whether this process is the one whose values count inside `gather`.
     deepspeed: the DeepSpeed dict, for transformers' own partitioned loading of trained weights.
+    prepare: called once with the whole constructed model, before random weights are filled in; it
+        may take parts away. Then `gather` is also what cuts full parameters, trained or random, on
+        leaving.
     """
 
     construct: Callable[[], AbstractContextManager[Any]]
     gather: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
     writes_weights: bool
     deepspeed: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[PreTrainedModel], None] | None = None
 
 
 WHOLE = Partitioning(construct=nullcontext, gather=lambda _: nullcontext(), writes_weights=True)
@@ -51,25 +56,28 @@ def build_model(
     seed: int,
     dtype: torch.dtype = torch.float32,
     partitioning: Partitioning = WHOLE,
-    reduce: Callable[[PreTrainedModel], None] = lambda _: None,
 ) -> PreTrainedModel:
     """The run's model on the CPU (partitioned models: where `partitioning` puts them).
 
     Random weights depend on `seed` and parameter names alone: not on dtype beyond rounding, the
-    number of processes, partitioning or device. `reduce` may take parts of the model away before
-    it is given random weights (trained weights: after), as `bigtrain.models.stages` does.
-    Collective over all processes when partitioned.
+    number of processes, partitioning or device. Collective over all processes when partitioned.
     Raises ModelError for weights that are missing, incomplete, or of another architecture.
     """
-    if section.path is not None:
-        model = _load(section, hf_config, dtype, partitioning)
-    else:
+    random = section.path is None
+    if random:
         model = _construct(hf_config, section.attention, seed, dtype, partitioning)
+    else:
+        model = _load(section, hf_config, dtype, partitioning)
     # Counts layers, so it comes before any are taken away.
     _set_gradient_checkpointing(model, section)
-    reduce(model)
-    if section.path is None:
+    if partitioning.prepare is not None:
+        partitioning.prepare(model)
+    if random:
         initialize_weights(model, seed, partitioning)
+    elif partitioning.prepare is not None:
+        for parameter in model.parameters():
+            with partitioning.gather([parameter]):
+                pass
     model.config.use_cache = False
     return model
 
@@ -276,7 +284,7 @@ def split_by_decay(model: nn.Module, *, decay_embeddings: bool) -> ParameterGrou
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
+        num_dims = len(full_shape(parameter))
         decays = num_dims >= 2 and (decay_embeddings or id(parameter) not in embeddings)
         (groups.decay if decays else groups.no_decay).append(parameter)
     return groups

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.huggingface import empty_model
-from bigtrain.models.isolation import small_model
+from bigtrain.models.small_copy import small_copy, two_heads
 from bigtrain.models.stage_balance import StageCosts, balanced_cuts
 from bigtrain.models.stage_layout import StageLayout, find_layout, map_tensors
 from bigtrain.models.stages import Payload, Stage, stages_of_parameters
@@ -62,7 +62,7 @@ def plan_stages(
 
     without = "parallel.pipeline=1"
     try:
-        model = small_model(hf_config, attention, all_layers=True)
+        model = small_copy(hf_config, attention, [two_heads], all_layers=True).eval()
         ids = _tokens(model)
         layout = find_layout(model, ids)
         if layout.num_layers < num_stages:

@@ -38,7 +38,9 @@ class Absent(nn.Module):
         self.__dict__["_stands_for"] = type(layer)
         self._handover = handover
         for name, value in vars(layer).items():
-            if name.startswith("_") or isinstance(value, (torch.Tensor, nn.Module)):
+            if name.startswith("_") or name == "forward":
+                continue
+            if isinstance(value, (torch.Tensor, nn.Module)):
                 continue
             self.__dict__.setdefault(name, value)
 

@@ -77,7 +77,8 @@ def plain_training(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return {"losses": losses, "norms": norms, "weights": model.state_dict()}
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights}
 
 
 @pytest.fixture(scope="module")

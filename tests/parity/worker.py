@@ -19,6 +19,7 @@ from bigtrain.data.loader import open_training_data
 from bigtrain.engine.build import TrainEngine, build_engine
 from bigtrain.engine.checkpoint import restore_engine, save_engine
 from bigtrain.engine.distributed import process_group
+from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.schedule import learning_rate_at
@@ -28,10 +29,11 @@ from bigtrain.world import World, read_world
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world.size, case["deepspeed_config"], device.type)
+    mesh = open_mesh(run.topology, world.rank)
     hf_config = load_hf_config(config.model)
-    engine = build_engine(config, run.engine, run.plan, hf_config, device, run.topology)
-    data_rank = run.topology.coordinates(world.rank).data_rank
-    batches = open_training_data(config, run.plan, data_rank)
+    engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh)
+    place = mesh.coordinates
+    batches = open_training_data(config, run.plan, place.data_rank)
     losses, norms = [], []
     first = case.get("first_step", 0)
     if first:
@@ -40,7 +42,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         if "save_again_to" in case:
             save(engine, Path(case["save_again_to"]), world)
     for step in range(first, case.get("last_step", config.train.steps)):
-        torch.manual_seed(1000 * step + world.rank)
+        torch.manual_seed(1000 * step + place.data_rank)
         lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
         result = engine.train_step(batches.step(step * run.plan.global_samples), lr)
         losses.append(engine.step_loss(result))

@@ -10,7 +10,14 @@ ZERO3 = {"zero_stage": 3}
 
 # One violating example for each rule of the table, and the value its problem must show.
 VIOLATIONS: dict[str, tuple[dict[str, object], str]] = {
-    "tensor parallelism is not built": ({"tensor_size": 2}, "parallel.tensor = 2"),
+    "secondary partition with tensor parallelism": (
+        {**ZERO3, "tensor_size": 2, "world_size": 4, "partition_size": 2},
+        "x.json: zero_optimization.zero_hpz_partition_size = 2",
+    ),
+    "quantized gradients with tensor parallelism": (
+        {**ZERO3, "tensor_size": 2, "quantized_gradients": True},
+        "x.json: zero_optimization.zero_quantized_gradients = True",
+    ),
     "sequence parallelism is not built": ({"sequence_size": 2}, "parallel.sequence = 2"),
     "ZeRO 2 and 3 with pipeline": (
         {"pipeline_size": 2, "zero_stage": 2},

@@ -15,7 +15,7 @@ from bigtrain.config import ModelSection
 from bigtrain.engine.payload import Packing, touch
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.huggingface import build_model
+from bigtrain.models.huggingface import WHOLE, build_model
 from bigtrain.models.stage_balance import StageCosts, balanced_cuts
 from bigtrain.models.stage_layout import StageLayout, find_layout
 from bigtrain.models.stage_proof import difference, plan_stages, prove, stage_costs
@@ -198,7 +198,9 @@ def test_initial_weights_do_not_depend_on_the_stage(model_type: str) -> None:
         def cut(model: PreTrainedModel, index: int = index, stages: list[Stage] = stages) -> None:
             stages.append(Stage(model, layout, (0, 1, 3, 4), index))
 
-        model = build_model(section, load_hf_config(section), seed=3, reduce=cut)
+        model = build_model(
+            section, load_hf_config(section), seed=3, partitioning=replace(WHOLE, prepare=cut)
+        )
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, whole[name]), name
             found.add(name)

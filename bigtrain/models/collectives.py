@@ -1,0 +1,104 @@
+"""Collectives with gradients, over an explicit process group: what tensor parallelism is made of.
+
+Megatron's f and g (arXiv:1909.08053, section 3) and their relatives. A tensor is *replicated* if
+every process has the same values and *partial* if the processes' values are to be added up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Group = dist.ProcessGroup
+
+
+def summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum over `group`, as a new tensor. Collective."""
+    total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return summed(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int, group: Group) -> torch.Tensor:
+        ctx.width, ctx.rank = x.shape[-1], dist.get_rank(group)
+        own = x.contiguous()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own, group=group)
+        return torch.cat(parts, -1)[..., :size]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        begin = ctx.rank * ctx.width
+        own = gradient[..., begin : begin + ctx.width]
+        missing = ctx.width - own.shape[-1]
+        return torch.nn.functional.pad(own, (0, missing)) if missing else own, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, span: tuple[int, int], group: Group) -> torch.Tensor:
+        ctx.size, ctx.span, ctx.group = x.shape[-1], span, group
+        return x[..., span[0] : span[1]].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        full = gradient.new_zeros((*gradient.shape[:-1], ctx.size))
+        full[..., ctx.span[0] : ctx.span[1]] = gradient
+        return summed(full, ctx.group), None, None
+
+
+# `apply` has no annotations.
+_sum_gradient: Any = _SumGradient.apply
+_sum: Any = _Sum.apply
+_gather: Any = _Gather.apply
+_split: Any = _Split.apply
+
+
+def sum_gradient(x: Any, group: Group) -> Any:
+    """A replicated `x` as it is; its gradient, partial in every process, is summed."""
+    if torch.is_tensor(x) and x.requires_grad and torch.is_grad_enabled():
+        return _sum_gradient(x, group)
+    return x
+
+
+def sum_partial(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of a partial `x`, replicated."""
+    result: torch.Tensor = _sum(x, group)
+    return result
+
+
+def gather_last(x: torch.Tensor, size: int, group: Group) -> torch.Tensor:
+    """All processes' slices of the last dimension joined, cut to `size`; slices equally wide."""
+    result: torch.Tensor = _gather(x, size, group)
+    return result
+
+
+def split_last(x: torch.Tensor, span: tuple[int, int], group: Group) -> torch.Tensor:
+    """``x[..., span[0]:span[1]]`` of a replicated `x`, whose gradient becomes whole again."""
+    result: torch.Tensor = _split(x, span, group)
+    return result

@@ -1,0 +1,139 @@
+"""Which part of a full parameter a process holds: the one description of a tensor-parallel shard.
+
+Initialization, loading and checkpoints all cut by it, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_ATTRIBUTE = "bigtrain_shard"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A rectangle of a full tensor, and where it lies in a tensor cut out of it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    where: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows of dimension `dim` of a full parameter that one process holds.
+
+    shape: of the full parameter. ranges: [start, stop) along `dim`, in the order they lie in the
+    local tensor; several where matrices are packed in one parameter. local_size: along `dim`; rows
+    beyond the ranges are padding, always zero, and stored nowhere. primary: whether this process
+    answers for what it holds (in norms and checkpoints); of processes with the same part, one does.
+    `dim` is None for a parameter that every process holds whole.
+    """
+
+    shape: tuple[int, ...]
+    primary: bool
+    dim: int | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+    local_size: int = 0
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self.local_size, *self.shape[self.dim + 1 :])
+
+    def take(self, full: torch.Tensor) -> torch.Tensor:
+        """This process's part of the full tensor, as a tensor of its own."""
+        if self.dim is None:
+            return full
+        local = full.new_zeros(self.local_shape)
+        begin = 0
+        for start, stop in self.ranges:
+            local.narrow(self.dim, begin, stop - start).copy_(
+                full.narrow(self.dim, start, stop - start)
+            )
+            begin += stop - start
+        return local
+
+    def cuts(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Cut]:
+        """A rectangle of the local tensor as rectangles of the full one, padding left out."""
+        if self.dim is None:
+            yield Cut(offsets, sizes, tuple(slice(0, size) for size in sizes))
+            return
+        dim, begin = self.dim, 0
+        low, high = offsets[dim], offsets[dim] + sizes[dim]
+        for start, stop in self.ranges:
+            first, last = max(low, begin), min(high, begin + stop - start)
+            if first < last:
+                where = [slice(0, size) for size in sizes]
+                where[dim] = slice(first - low, last - low)
+                yield Cut(
+                    (*offsets[:dim], start + first - begin, *offsets[dim + 1 :]),
+                    (*sizes[:dim], last - first, *sizes[dim + 1 :]),
+                    tuple(where),
+                )
+            begin += stop - start
+
+
+def shard_of(parameter: Any) -> Shard | None:
+    """The shard that `parameter` is; None where nothing was cut."""
+    shard: Shard | None = getattr(parameter, _ATTRIBUTE, None)
+    return shard
+
+
+def tag_shard(parameter: nn.Parameter, shard: Shard) -> None:
+    """Note on `parameter` which shard it is, for everybody here and for DeepSpeed's norms.
+
+    DeepSpeed counts `tensor_model_parallel` parameters on every process and others on the first of
+    a tensor-parallel group alone (runtime/utils.py, is_model_parallel_parameter).
+    """
+    setattr(parameter, _ATTRIBUTE, shard)
+    parameter.tensor_model_parallel = (  # type: ignore[attr-defined]
+        shard.dim is not None and shard.primary
+    )
+
+
+@torch.no_grad()
+def cut_parameter(parameter: nn.Parameter) -> None:
+    """Let go of all of a full parameter but the shard it was tagged with."""
+    shard = shard_of(parameter)
+    if shard is not None and shard.dim is not None:
+        assert parameter.shape == shard.shape, (parameter.shape, shard.shape)
+        parameter.data = shard.take(parameter.data)
+
+
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """Shape of the whole parameter, whatever of it this process holds."""
+    shard = shard_of(parameter)
+    return shard.shape if shard is not None else local_shape(parameter)
+
+
+def local_shape(parameter: Any) -> tuple[int, ...]:
+    """Shape of what the tensor-parallel group gave this process, before ZeRO partitions it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def full_numel(parameter: Any) -> int:
+    """Elements of the whole parameter."""
+    return math.prod(full_shape(parameter))
+
+
+def even_ranges(size: int, parts: int, rank: int) -> tuple[int, int]:
+    """[start, stop) of part `rank` when `size` rows fall to `parts`, as evenly as they can."""
+    share, rest = divmod(size, parts)
+    start = rank * share + min(rank, rest)
+    return start, start + share + (rank < rest)
+
+
+def padded_range(size: int, parts: int, rank: int) -> tuple[tuple[int, int], int]:
+    """([start, stop), rows held) of part `rank` when all parts hold equally many rows, padding at
+    the end."""
+    rows = -(-size // parts)
+    start = min(rank * rows, size)
+    return (start, min(start + rows, size)), rows

@@ -1,0 +1,194 @@
+"""Tensor parallelism computes what a plain loop in one process does, and so do its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bigtrain.config import ModelSection
+from bigtrain.engine.checkpoint_io import read_full
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.huggingface import build_model
+from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config
+from tests.parity.conftest import train_cases as train
+from tests.parity.test_zero_stages import LOSS, NORM, plain_training
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+
+WEIGHT = 1e-5
+
+# The vocabulary of 97 divides by no degree; "odd" has nothing else that does.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": llama(),
+    "odd": llama(intermediate_size=63, tie_word_embeddings=False, attention_bias=True),
+    "qwen3": llama(model_type="qwen3", head_dim=8),
+    "phi3": llama(model_type="phi3", pad_token_id=0),
+    "qwen3_moe": ARCHITECTURES["qwen3_moe"] | {"tie_word_embeddings": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point: ZeRO stage by its JSON, `tensor` x `data` processes."""
+
+    engine: str
+    tensor: int = 2
+    data: int = 1
+    model: str = "llama"
+    accumulation: int = 1
+    recompute: str = "none"
+    dtype: str = "float32"
+    trained: bool = field(default=False)
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.engine}-tensor{self.tensor}-data{self.data}-{self.model}-"
+            f"accumulation{self.accumulation}-recompute_{self.recompute}-{self.dtype}"
+            f"{'-trained' if self.trained else ''}"
+        )
+
+
+COVERING = [
+    Case("zero0"),
+    Case("zero0", model="odd", accumulation=4, recompute="full"),
+    Case("zero1", model="qwen3", accumulation=4),
+    Case("zero1", model="qwen3_moe", recompute="full"),
+    Case("zero2", model="phi3", recompute="full", trained=True),
+    Case("zero2_offload", model="odd"),
+    Case("zero3", accumulation=4, recompute="full"),
+    Case("zero3", model="qwen3_moe", trained=True),
+    Case("zero3_offload", model="qwen3"),
+    Case("zero0", dtype="bfloat16"),
+    Case("zero1", dtype="bfloat16", model="qwen3"),
+    Case("zero3", dtype="bfloat16"),
+    Case("zero0", data=2, model="qwen3"),
+    Case("zero1", data=2, accumulation=2),
+    Case("zero3", data=2, model="qwen3_moe", recompute="full"),
+    Case("zero2", tensor=4, model="odd"),  # two key-value heads for four processes
+    Case("zero3", tensor=4, model="qwen3"),
+]
+
+
+def everything() -> list[Case]:
+    """All that the covering set covers."""
+    return [
+        case
+        for engine in ("zero0", "zero1", "zero2", "zero3")
+        for data in (1, 2)
+        for model in MODELS
+        for accumulation in (1, 4)
+        for recompute in ("none", "full")
+        for dtype in ("float32", "bfloat16")
+        if (case := Case(engine, 2, data, model, accumulation, recompute, dtype)) not in COVERING
+    ]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every model as the run's seed makes it, saved by plain transformers."""
+    found = {}
+    for name, config in MODELS.items():
+        section = ModelSection(config=config)
+        model = build_model(section, load_hf_config(section), seed=SEED)
+        found[name] = tmp_path_factory.mktemp("tensor") / name
+        model.save_pretrained(found[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def references(dataset: Path, directories: dict[str, Path]) -> dict[str, Any]:
+    config = run_config(dataset, {}, micro_samples=8)
+    return {name: plain_training(dataset, path, config) for name, path in directories.items()}
+
+
+def configured(dataset: Path, directories: dict[str, Path], case: Case) -> dict[str, Any]:
+    model: dict[str, Any] = {"gradient_checkpointing": case.recompute}
+    if case.trained:
+        model["path"] = str(directories[case.model])
+    else:
+        model["config"] = MODELS[case.model]
+    config = run_config(
+        dataset,
+        model,
+        micro_samples=8 // (case.data * case.accumulation),
+        precision={"dtype": case.dtype},
+        parallel={"tensor": case.tensor},
+    )
+    return {"config": config, "deepspeed_config": case.engine}
+
+
+def train_all(
+    dataset: Path, directories: dict[str, Path], cases: list[Case], root: Path
+) -> dict[str, Any]:
+    """Figures of every case by name, and its final masters by parameter."""
+    found: dict[str, Any] = {}
+    for size in sorted({case.tensor * case.data for case in cases}):
+        chosen = [case for case in cases if case.tensor * case.data == size]
+        (root / str(size)).mkdir()
+        asked = {
+            case.name: configured(dataset, directories, case)
+            | {"save_at": STEPS, "save_to": str(root / case.name)}
+            for case in chosen
+        }
+        found |= train(size, asked, root / str(size))
+    for case in cases:
+        masters = read_full(root / case.name / "tensors", kinds=("master",))
+        found[case.name]["weights"] = {k.split("/", 1)[1]: v for k, v in masters.items()}
+    return found
+
+
+def assert_equal(case: Case, reference: dict[str, Any], result: dict[str, Any]) -> None:
+    assert result["accumulation"] == case.accumulation
+    for step in range(STEPS):
+        loss, norm = reference["losses"][step], reference["norms"][step]
+        assert result["losses"][step] == pytest.approx(loss, abs=LOSS[case.dtype]), step
+        assert result["norms"][step] == pytest.approx(norm, rel=NORM[case.dtype]), step
+    assert result["weights"].keys() == reference["weights"].keys()
+    if case.dtype == "float32":
+        for name, weight in reference["weights"].items():
+            torch.testing.assert_close(
+                result["weights"][name],
+                weight,
+                rtol=0,
+                atol=WEIGHT,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
+
+
+@pytest.fixture(scope="module")
+def results(
+    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return train_all(dataset, directories, COVERING, tmp_path_factory.mktemp("covering"))
+
+
+@pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)
+def test_equals_plain_training(
+    case: Case, references: dict[str, Any], results: dict[str, Any]
+) -> None:
+    assert_equal(case, references[case.model], results[case.name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_everything_equals_plain_training(
+    dataset: Path,
+    directories: dict[str, Path],
+    references: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    cases = everything()
+    found = train_all(dataset, directories, cases, tmp_path)
+    wrong = {}
+    for case in cases:
+        try:
+            assert_equal(case, references[case.model], found[case.name])
+        except AssertionError as error:
+            wrong[case.name] = str(error)[:300]
+    assert not wrong, json.dumps(wrong, indent=1)
