@@ -73,11 +73,16 @@ class Case:
     dtype: str = "float32"
     isolate: bool = False
     clip_norm: float = 0.5
+    tensor: int = 1
+
+    @property
+    def data(self) -> int:
+        return self.world_size // (self.stages * self.tensor)
 
     @property
     def name(self) -> str:
         return (
-            f"{self.model}-pp{self.stages}-dp{self.world_size // self.stages}-{self.engine}-"
+            f"{self.model}-pp{self.stages}-tp{self.tensor}-dp{self.data}-{self.engine}-"
             f"accumulation{self.accumulation}-{self.checkpointing}-{self.dtype}"
             f"{'-isolate' if self.isolate else ''}{'' if self.clip_norm else '-unclipped'}"
         )
@@ -91,36 +96,42 @@ COVERING = [
     Case(2, 2, "zero1", 2, "olmo"),
     Case(4, 4, "zero1", 4, "gpt2"),
     Case(4, 2, "zero0", 2, "qwen3_moe", "full"),
+    Case(4, 2, "zero1", 2, "llama", tensor=2),
 ]
 ALL = [
-    case
+    Case(size, stages, engine, accumulation, model, checkpointing, isolate=isolate)
     for size, stages in ((2, 2), (4, 2), (4, 4))
     for engine in ("zero0", "zero1")
     for accumulation in (1, 4)
     for checkpointing in ("none", "full")
     for model in ("llama", "llama_untied")
     for isolate in (False, True)
-    if size == stages or accumulation == 1 or checkpointing == "none"
-    for case in [Case(size, stages, engine, accumulation, model, checkpointing, isolate=isolate)]
-    if size // stages * accumulation <= 8
 ]
 ALL += [
-    Case(4, stages, engine, 2, model, dtype=dtype)
+    Case(4, stages, engine, 2, "gpt2", dtype=dtype)
     for stages in (2, 4)
-    for engine, dtype in (("zero0", "float32"), ("zero1", "bfloat16"), ("zero0", "bfloat16"))
-    for model in ("gpt2", "qwen3_moe", "gemma3n")
-    if not (dtype == "bfloat16" and model != "gpt2")
+    for engine in ("zero0", "zero1")
+    for dtype in ("float32", "bfloat16")
+]
+ALL += [Case(4, 4, "zero0", 2, model) for model in ("qwen3_moe", "gemma3n", "olmo")]
+ALL += [
+    Case(4, 2, engine, 2, model, dtype=dtype, tensor=2)
+    for engine, dtype in (("zero0", "float32"), ("zero1", "float32"), ("zero1", "bfloat16"))
+    for model in ("llama", "llama_untied", "qwen3_moe")
+]
+ALL += [
+    Case(8, 2, "zero1", 2, "llama", "full", isolate=True, tensor=2),
+    Case(8, 4, "zero0", 4, "qwen3_moe", tensor=2),
 ]
 
 
 def config_of(case: Case, data: Path) -> dict[str, Any]:
-    samples = 8 // (case.world_size // case.stages * case.accumulation)
     config = run_config(
         data,
         {"config": MODELS[case.model], "gradient_checkpointing": case.checkpointing},
-        micro_samples=samples,
+        micro_samples=8 // (case.data * case.accumulation),
         precision={"dtype": case.dtype},
-        parallel={"pipeline": case.stages},
+        parallel={"pipeline": case.stages, "tensor": case.tensor},
         optimizer=optimizer_of(case),
     )
     if case.isolate:
