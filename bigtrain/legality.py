@@ -22,6 +22,7 @@ class Facts:
 
     ``device`` is None where it is not known (a login node): rules about it then let pass.
     ``gradient_dtype`` is what the run asks for, None where it leaves the choice to the engine.
+    ``pipeline_settings`` are the keys of its pipeline block that say more than the defaults.
     ``source`` names the DeepSpeed JSON in problems.
     """
 
@@ -49,6 +50,7 @@ class Facts:
     compute_grad_norm: bool = True
     use_gds: bool = False
     pipeline_block: bool = False
+    pipeline_settings: tuple[str, ...] = ()
     device: Device | None = None
     source: str = "DeepSpeed JSON"
 
@@ -114,28 +116,6 @@ _PARALLEL_RULES = (
         "leave it out, or parallel.tensor=1",
     ),
     _rule(
-        "pipeline parallelism is not built",
-        lambda f: f.pipeline_size > 1,
-        ("parallel.pipeline", lambda f: f.pipeline_size),
-        "pipeline parallelism is not available yet; the degrees available are: 1",
-        "parallel.pipeline=1, and ZeRO 3 (ds_configs/zero3.json) for models too large for one "
-        "device",
-    ),
-    _rule(  # the stages' inputs are whole samples
-        "sequence parallelism in pipeline stages",
-        lambda f: f.sequence_size > 1 and f.pipeline_size > 1,
-        ("parallel.sequence", lambda f: f.sequence_size),
-        "pipeline stages pass whole samples on",
-        "parallel.sequence=1, or parallel.pipeline=1",
-    ),
-    _rule(
-        "sequence parallelism with tensor parallelism",
-        lambda f: f.sequence_size > 1 and f.tensor_size > 1,
-        ("parallel.sequence", lambda f: f.sequence_size),
-        "both divide the attention heads, and no test has shown their numbers together",
-        "parallel.sequence=1, or parallel.tensor=1",
-    ),
-    _rule(
         "samples that do not divide",
         lambda f: f.sequence_length % f.sequence_size != 0,
         ("batch.sequence_length", lambda f: f.sequence_length),
@@ -145,12 +125,42 @@ _PARALLEL_RULES = (
             f"{_largest_divisor(f.sequence_length, f.sequence_size)}"
         ),
     ),
+    _rule(
+        "sequence parallelism with tensor parallelism",
+        lambda f: f.sequence_size > 1 and f.tensor_size > 1,
+        ("parallel.sequence", lambda f: f.sequence_size),
+        "both divide the attention heads, and no test has shown their numbers together",
+        "parallel.sequence=1, or parallel.tensor=1",
+    ),
     _rule(  # runtime/pipe/engine.py:76, which says so only after the whole model is built
         "ZeRO 2 and 3 with pipeline",
         lambda f: f.pipeline_size > 1 and f.zero_stage >= 2,
         (_STAGE, lambda f: f.zero_stage),
         "pipeline stages need whole gradients: DeepSpeed's pipeline runs with ZeRO 0 and 1 only",
         "ds_configs/pipeline_zero1.json, or parallel.pipeline=1",
+    ),
+    _rule(  # samples would have to be divided over stages and tokens at once; neither engine does
+        "sequence parallelism with pipeline",
+        lambda f: f.pipeline_size > 1 and f.sequence_size > 1,
+        ("parallel.sequence", lambda f: f.sequence_size),
+        "pipeline stages exchange whole samples",
+        "parallel.sequence=1, or parallel.pipeline=1",
+    ),
+    _rule(  # fp16/unfused_optimizer.py:214 passes bare gradients, utils.py:575 skips later stages
+        "fp16 pipeline with ZeRO 0",
+        lambda f: f.pipeline_size > 1 and f.zero_stage == 0 and f.dtype == "float16",
+        (_STAGE, lambda f: f.zero_stage),
+        "DeepSpeed's fp16 optimizer of ZeRO 0 counts the first stage alone in the gradient norm",
+        "ds_configs/pipeline_zero1.json, or precision.dtype=bfloat16",
+    ),
+    _rule(  # pipe/engine.py:135 reads a few of its keys, pipe/module.py takes the others
+        "pipeline block with settings",
+        lambda f: bool(f.pipeline_settings),
+        ("ds:pipeline", lambda f: ", ".join(f.pipeline_settings)),
+        "bigtrain divides the model itself, recomputes as model.gradient_checkpointing says, and "
+        "stages exchange whole tensors; the block may only hold pipe_partitioned and "
+        "grad_partitioned, both false",
+        "leave these keys out",
     ),
     _rule(
         "pipeline block without pipeline",

@@ -112,7 +112,13 @@ def train_run(run: ResolvedRun, world: World) -> int:
             check_tensor_plan(inputs.hf_config, attention, mesh.tensor, session.device)
         with source.building(run.config) as config:
             engine = build_engine(
-                config, run.engine, run.plan, inputs.hf_config, session.device, mesh
+                config,
+                run.engine,
+                run.plan,
+                inputs.hf_config,
+                session.device,
+                mesh,
+                inputs.stages,
             )
         pin = session.device.type == "cuda"
         state = restore_or_start(session, engine)

@@ -28,6 +28,7 @@ from bigtrain.engine.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.tensor import tensor_partitioning
 from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
 from bigtrain.models.sequence_parallel import GroupExchange, SequenceParallel
+from bigtrain.models.stage_proof import StagePlan, require_stages
 from bigtrain.topology import BatchPlan
 
 
@@ -59,7 +60,7 @@ class TrainEngine:
         self.device = device
         self.mesh = mesh
         self.sequence = sequence
-        config = engine.module.config
+        config: Any = self.module.config
         self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self._norm: torch.Tensor | None = None
         if isinstance(engine.optimizer, torch.optim.Optimizer):
@@ -88,7 +89,7 @@ class TrainEngine:
         self.engine.train()
         for batch in micro_batches:
             outputs = self._forward(batch)
-            cross_entropy = _summed_cross_entropy(
+            cross_entropy = summed_cross_entropy(
                 outputs.logits, self._to_device(self._labels(batch))
             )
             loss_sum += cross_entropy.detach()
@@ -138,7 +139,7 @@ class TrainEngine:
         self.engine.eval()
         for batch in batches:
             labels = self._to_device(self._labels(batch))
-            totals[0] += _summed_cross_entropy(self._forward(batch).logits, labels)
+            totals[0] += summed_cross_entropy(self._forward(batch).logits, labels)
             totals[1] += (labels != IGNORED_LABEL).sum()
         self.engine.train()
         dist.all_reduce(totals, group=self.mesh.replicas)
@@ -196,7 +197,7 @@ class TrainEngine:
         return count
 
 
-def _summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy in nats summed over targets: logits [B, T, V] any dtype, labels [B, T]."""
     return F.cross_entropy(
         logits.flatten(0, 1).float(),
@@ -213,12 +214,21 @@ def build_engine(
     hf_config: Any,
     device: torch.device,
     mesh: Mesh,
+    stages: StagePlan | None = None,
 ) -> TrainEngine:
     """Build the run's model and hand it to DeepSpeed. Collective over all processes.
 
     ZeRO-3 models are partitioned while they are built: no process ever holds the whole model.
+    `stages` says where the model is cut; found here where it is not given and needed.
     Raises ModelError for a model whose tensor-parallel plan cannot be carried out.
     """
+    num_stages = mesh.topology.pipeline_size
+    if num_stages > 1:
+        # That module builds on this one.
+        from bigtrain.engine.pipeline import build_pipeline_engine
+
+        stages = stages or require_stages(hf_config, config.model.attention, num_stages)
+        return build_pipeline_engine(config, engine_config, plan, hf_config, device, mesh, stages)
     model = build_model(
         config.model,
         hf_config,
@@ -229,13 +239,13 @@ def build_engine(
     sequence = None
     if mesh.topology.sequence_size > 1:
         sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
+    decay_groups = parameter_groups(model, config.optimizer)
     mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
     groups.mpu = mpu  # DeepSpeed would keep that of an earlier engine
-    # `initialize` writes into the dict it is given.
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=_parameter_groups(model, config.optimizer),
-        config=_copy(engine_config.deepspeed),
+        model_parameters=[group for group in decay_groups if group["params"]],
+        config=copy_of(engine_config.deepspeed),
         mpu=mpu,
     )
     undo_trial_update(engine)
@@ -275,7 +285,7 @@ _DTYPES = {
 
 def _partitioning(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
     if mesh.topology.tensor_size > 1:
-        zero3 = _copy(engine_config.deepspeed) if engine_config.zero_stage == 3 else None
+        zero3 = copy_of(engine_config.deepspeed) if engine_config.zero_stage == 3 else None
         return tensor_partitioning(mesh, zero3)
     if engine_config.zero_stage != 3:
         return WHOLE
@@ -283,7 +293,7 @@ def _partitioning(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
     def construct() -> AbstractContextManager[Any]:
         # No overrides: constructors keep the dtype they ask for, so rotary buffers stay float32.
         context: AbstractContextManager[Any] = deepspeed.zero.Init(
-            config_dict_or_path=_copy(engine_config.deepspeed), tensor_overrides=[]
+            config_dict_or_path=copy_of(engine_config.deepspeed), tensor_overrides=[]
         )
         return context
 
@@ -293,19 +303,20 @@ def _partitioning(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
         )
         return context
 
-    return Partitioning(construct, gather, dist.get_rank() == 0, _copy(engine_config.deepspeed))
+    return Partitioning(construct, gather, dist.get_rank() == 0, copy_of(engine_config.deepspeed))
 
 
-def _parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
-    groups = split_by_decay(model, decay_embeddings=section.decay_embeddings)
-    both = [
-        {"params": groups.decay, "weight_decay": section.weight_decay, "name": "decay"},
-        {"params": groups.no_decay, "weight_decay": 0.0, "name": "no_decay"},
+def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
+    """What decays and what does not, in this order; either may be without parameters."""
+    split = split_by_decay(model, decay_embeddings=section.decay_embeddings)
+    return [
+        {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
+        {"params": split.no_decay, "weight_decay": 0.0, "name": "no_decay"},
     ]
-    return [group for group in both if group["params"]]
 
 
-def _copy(value: Any) -> Any:
+def copy_of(value: Any) -> Any:
+    """A deep copy of JSON values; `deepspeed.initialize` writes into what it is given."""
     if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: copy_of(item) for key, item in value.items()}
+    return [copy_of(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -38,7 +38,9 @@ class EngineSnapshot:
 def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> EngineSnapshot:
     """Masters, optimizer states and buffers, or what `staging` takes of them. Collective."""
     ensure_optimizer_states(engine.engine)
-    tensors = TensorSnapshot(owned_fragments(engine.engine), _buffers(engine), staging)
+    tensors = TensorSnapshot(
+        owned_fragments(engine.engine, engine.module), _buffers(engine), staging
+    )
     scalars = {
         "optimizer_steps": optimizer_step_count(engine.engine),
         "loss_scaler": _scaler_state(engine),
@@ -63,7 +65,7 @@ def restore_engine(engine: TrainEngine, directory: Path, scalars: dict[str, Any]
     DamagedCheckpointError for files that cannot be read; another checkpoint may be restored then.
     """
     ensure_optimizer_states(engine.engine)
-    read_tensors(directory, owned_fragments(engine.engine), _buffers(engine))
+    read_tensors(directory, owned_fragments(engine.engine, engine.module), _buffers(engine))
     set_optimizer_step_count(engine.engine, int(scalars["optimizer_steps"]))
     scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
     for name, value in scalars.get("loss_scaler", {}).items():
@@ -82,7 +84,7 @@ def restore_weights(engine: TrainEngine, directory: Path) -> None:
     ensure_optimizer_states(engine.engine)
     masters = [
         replace(fragment, tensors={MASTER: fragment.tensors[MASTER]})
-        for fragment in owned_fragments(engine.engine)
+        for fragment in owned_fragments(engine.engine, engine.module)
     ]
     read_tensors(directory, masters, _buffers(engine))
     if is_new:
@@ -91,7 +93,7 @@ def restore_weights(engine: TrainEngine, directory: Path) -> None:
 
 
 def _buffers(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """Buffers that a state dict holds, by name; the same on every process."""
+    """Buffers that a state dict holds, by name; the same on every process that has them."""
     kept = set()
     for prefix, module in engine.module.named_modules():
         for name in module._buffers.keys() - module._non_persistent_buffers_set:

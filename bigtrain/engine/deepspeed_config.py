@@ -246,6 +246,10 @@ def _assemble(
     bf16, fp16 = tree.pop("bf16", {}), tree.pop("fp16", {})
     optimizer, data_types = tree.pop("optimizer", {}), tree.pop("data_types", {})
     zero = {**tree.pop("zero_optimization", {}), "stage": stage}
+    if config.parallel.pipeline > 1:
+        # DeepSpeed's defaults are true, and 2 GB for a buffer that it allocates at every step.
+        tree["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+        zero.setdefault("reduce_bucket_size", _AUTO_BUCKET_SIZE)
     defaults = {"steps_per_print": _NEVER_PRINT_STEPS, "wall_clock_breakdown": False}
     rendered: dict[str, Any] = {
         **defaults,

@@ -108,15 +108,17 @@ def _cut(
     return _cut(shape[1:], (*prefix, whole_to), 0, end - base, filled, found)
 
 
-def owned_fragments(engine: Any) -> list[Fragment]:
-    """All fragments of this process. Parameters that are replicated appear on every process that
-    holds them; `shard.primary` is true on those that answer for them.
+def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
+    """All fragments that this process has of `model`, which `engine` trains.
+
+    Parameters that are replicated appear on every process that holds them; `shard.primary` is true
+    on those that answer for them.
 
     Optimizer states must exist (`ensure_optimizer_states`). Not collective.
     """
     find = _finder(engine)
     fragments = []
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in model.named_parameters():
         fragment = find(name, parameter) if parameter.requires_grad else _frozen(name, parameter)
         if fragment is not None and fragment.tensors[MASTER].numel():
             fragments.append(fragment)

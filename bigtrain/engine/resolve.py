@@ -148,9 +148,17 @@ def facts_of(
         compute_grad_norm=zero.get("compute_grad_norm") is not False,
         use_gds=value_at(raw, "aio.use_gds") is True,
         pipeline_block="pipeline" in raw,
+        pipeline_settings=_pipeline_settings(raw.get("pipeline")),
         device=device,
         source=source,
     )
+
+
+def _pipeline_settings(block: object) -> tuple[str, ...]:
+    if not isinstance(block, Mapping):
+        return ()
+    free = ("pipe_partitioned", "grad_partitioned")
+    return tuple(key for key, value in block.items() if key not in free or value is not False)
 
 
 def _topology_of(config: RunConfig, world_size: int) -> tuple[Topology | None, list[Problem]]:

@@ -6,6 +6,7 @@ deepspeed is not imported here: whoever partitions parameters while the model is
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,8 +34,9 @@ class Partitioning:
         to them is on every process afterwards. Collective over all processes.
     writes_weights: whether this process is the one whose values count inside `gather`.
     deepspeed: the DeepSpeed dict, for transformers' own partitioned loading of trained weights.
-    prepare: called once with the whole constructed model, before its weights are filled in; then
-        `gather` is also what cuts full parameters, trained or random, on leaving.
+    prepare: called once with the whole constructed model, before random weights are filled in; it
+        may take parts away. Then `gather` is also what cuts full parameters, trained or random, on
+        leaving.
     """
 
     construct: Callable[[], AbstractContextManager[Any]]
@@ -61,20 +63,29 @@ def build_model(
     number of processes, partitioning or device. Collective over all processes when partitioned.
     Raises ModelError for weights that are missing, incomplete, or of another architecture.
     """
-    if section.path is not None:
-        model = _load(section, hf_config, dtype, partitioning)
-        if partitioning.prepare is not None:
-            partitioning.prepare(model)
-            for parameter in model.parameters():
-                with partitioning.gather([parameter]):
-                    pass
-    else:
+    random = section.path is None
+    if random:
         model = _construct(hf_config, section.attention, seed, dtype, partitioning)
-        if partitioning.prepare is not None:
-            partitioning.prepare(model)
-        initialize_weights(model, seed, partitioning)
+    else:
+        model = _load(section, hf_config, dtype, partitioning)
+    # Counts layers, so it comes before any are taken away.
     _set_gradient_checkpointing(model, section)
+    if partitioning.prepare is not None:
+        partitioning.prepare(model)
+    if random:
+        initialize_weights(model, seed, partitioning)
+    elif partitioning.prepare is not None:
+        for parameter in model.parameters():
+            with partitioning.gather([parameter]):
+                pass
     model.config.use_cache = False
+    return model
+
+
+def empty_model(hf_config: PreTrainedConfig) -> PreTrainedModel:
+    """The model on the meta device: names and shapes, nothing allocated."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
     return model
 
 
@@ -186,8 +197,9 @@ def initialize_weights(
             if partitioning.writes_weights:
                 with _float32_on_cpu(parameters), torch.random.fork_rng(devices=[]):
                     for name, child, child_owner in _post_order(module, prefix, owner, recurse):
-                        torch.manual_seed(_seed_of(seed, name))
-                        child_owner._init_weights(child)
+                        if not getattr(child, "is_hollow", False):
+                            torch.manual_seed(_seed_of(seed, name))
+                            child_owner._init_weights(child)
         for parameter in parameters:
             # transformers' init functions leave flagged tensors alone: a tied weight, or a layer
             # that a container's rule would touch again when it is no longer whole.

@@ -40,19 +40,23 @@ def small_copy(
     attention: str,
     narrower: Sequence[Change],
     usable: Callable[[PreTrainedModel], None] = lambda model: None,
+    *,
+    all_layers: bool = False,
 ) -> PreTrainedModel:
     """A float32 model on the CPU, as narrow as its class can be built; the same on every process.
 
     `narrower` are ways to change the widths of a text configuration, the narrowest first. `usable`
-    raises for a copy that cannot be used, and the next larger one is tried. Raises ValueError with
+    raises for a copy that cannot be used, and the next larger one is tried. It has a few layers, of
+    every kind one, or `all_layers`. Raises ValueError with
     the first reason where none can.
     """
     failure: Exception | None = None
+    shorter: tuple[Change, ...] = () if all_layers else (fewer_layers,)
     steps: tuple[tuple[Change, ...], ...] = (
-        *((fewer_layers, fewer_tokens, change) for change in narrower),
+        *((*shorter, fewer_tokens, change) for change in narrower),
         *((fewer_tokens, change) for change in narrower),
-        (fewer_layers, fewer_tokens),
-        (fewer_layers,),
+        (*shorter, fewer_tokens),
+        shorter,
     )
     for shrink in steps:
         config = copy.deepcopy(hf_config)

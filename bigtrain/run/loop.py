@@ -89,7 +89,7 @@ def _log(
             samples=state.samples,
             tokens_per_second=tokens_per_second,
             step_seconds=step_seconds,
-            model_flops_utilization=session.utilization(engine, tokens_per_second),
+            model_flops_utilization=session.utilization(tokens_per_second),
             memory_gib=memory_gib(session.device.type),
         )
     )

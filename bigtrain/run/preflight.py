@@ -17,6 +17,7 @@ from bigtrain.errors import ConfigError, DataError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.isolation import check_isolation
 from bigtrain.models.sequence_check import check_sequence_parallel
+from bigtrain.models.stage_proof import StagePlan, plan_stages
 from bigtrain.models.tensor_degree import check_tensor_size
 from bigtrain.run.metrics import check_trackers
 
@@ -27,12 +28,14 @@ class Inputs:
 
     hf_config: the model's Hugging Face configuration. data_hash: `bigtrain.data.identity`.
     sources: the datasets of the mixture, in its order. packing: what became of their documents.
+    stages: where the model is cut; None without pipeline stages.
     """
 
     hf_config: Any
     data_hash: str
     sources: tuple[SourceIdentity, ...]
     packing: tuple[PackingReport, ...] = ()
+    stages: StagePlan | None = None
 
 
 def inspect_inputs(run: ResolvedRun) -> Inputs:
@@ -60,10 +63,20 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
             config.parallel.sequence,
             isolate=config.data.isolates,
         )
+    stages = None
+    if run.topology.pipeline_size > 1 and not problems:
+        stages, of_stages = plan_stages(
+            hf_config, config.model.attention, run.topology.pipeline_size
+        )
+        problems += of_stages
     if problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(
-        hf_config, data_hash(config.data), identify_sources(config), packing_reports(config)
+        hf_config,
+        data_hash(config.data),
+        identify_sources(config),
+        packing_reports(config),
+        stages,
     )
 
 

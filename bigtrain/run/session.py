@@ -22,10 +22,9 @@ import torch
 
 import bigtrain
 from bigtrain.data.manifest import TOKENIZER_DIRECTORY
-from bigtrain.engine.build import TrainEngine
 from bigtrain.engine.distributed import process_group
 from bigtrain.engine.resolve import ResolvedRun
-from bigtrain.models.sharding import full_numel
+from bigtrain.models.huggingface import empty_model
 from bigtrain.run.export import MODEL_CONFIG
 from bigtrain.run.flops import (
     ModelShape,
@@ -93,7 +92,7 @@ class Session:
             print(text, file=sys.stderr, flush=True)
         self._said_early.clear()
 
-    def utilization(self, engine: TrainEngine, tokens_per_second: float) -> float | None:
+    def utilization(self, tokens_per_second: float) -> float | None:
         """Model FLOPs utilization, or None where the device's peak or the formula is not known."""
         if self.device.type != "cuda":
             return None
@@ -101,7 +100,7 @@ class Session:
             torch.cuda.get_device_name(self.device), self.run.config.precision.dtype
         )
         if self._flops_per_token is None:
-            shape = _shape_of(engine.module)
+            shape = _shape_of(empty_model(self.inputs.hf_config))
             if shape is None:
                 return None
             self._flops_per_token = flops_per_token(shape, self.run.plan.sequence_length)
@@ -174,12 +173,13 @@ def describe_environment(session: Session) -> dict[str, Any]:
 
 
 def _shape_of(model: Any) -> ModelShape | None:
+    # Not of the engine's model, which has a part of the parameters, or a part of each.
     parameters = dict(model.named_parameters())
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     return model_shape(
         model.config.get_text_config(),
-        [(name, full_numel(p)) for name, p in parameters.items()],
+        [(name, p.numel()) for name, p in parameters.items()],
         next(name for name, p in parameters.items() if p is embedding),
         tied=head is not None and head.weight is embedding,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,20 @@ LOSS = {"float32": 1e-5, "bfloat16": 2e-3}
 NORM = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
-def plain_training(data: Path, hf_directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+def masked_loss(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Mean loss in nats of samples [S, T + 1], none for what follows an end of document."""
+    inputs, labels = rows[:, :-1], rows[:, 1:].clone()
+    labels[inputs == END_OF_DOCUMENT] = -100
+    logits = model(input_ids=inputs, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def plain_training(
+    data: Path,
+    hf_directory: Path,
+    config: dict[str, Any],
+    loss_of: Callable[[Any, torch.Tensor], torch.Tensor] = masked_loss,
+) -> dict[str, Any]:
     """Train with nothing of bigtrain but the stored tokens and which sample comes when."""
     model = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=torch.float32)
     model.train()
@@ -32,12 +46,12 @@ def plain_training(data: Path, hf_directory: Path, config: dict[str, Any]) -> di
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [
-            {"params": decay, "weight_decay": 0.1},
+            {"params": decay, "weight_decay": config["optimizer"].get("weight_decay", 0.1)},
             {"params": vectors, "weight_decay": 0.0},
         ],
         lr=config["optimizer"]["lr"],
         betas=(0.9, 0.95),
-        eps=1e-8,
+        eps=config["optimizer"].get("eps", 1e-8),
     )
     length = config["batch"]["sequence_length"]
     num_samples = config["batch"]["global_samples"]
@@ -49,12 +63,10 @@ def plain_training(data: Path, hf_directory: Path, config: dict[str, Any]) -> di
         rows = torch.zeros((num_samples, length + 1), dtype=torch.int64)
         for row, window in enumerate(order.windows(step * num_samples, num_samples)):
             windows.read_into(int(window), rows[row].numpy())
-        inputs, labels = rows[:, :-1], rows[:, 1:].clone()
-        labels[inputs == END_OF_DOCUMENT] = -100
-        logits = model(input_ids=inputs, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss = loss_of(model, rows)
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        limit = config["optimizer"]["clip_norm"] or math.inf
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
         rate = (
             (step + 1) / warmup
             if step < warmup

@@ -18,11 +18,6 @@ VIOLATIONS: dict[str, tuple[dict[str, object], str]] = {
         {**ZERO3, "tensor_size": 2, "quantized_gradients": True},
         "x.json: zero_optimization.zero_quantized_gradients = True",
     ),
-    "pipeline parallelism is not built": ({"pipeline_size": 4}, "parallel.pipeline = 4"),
-    "sequence parallelism in pipeline stages": (
-        {"sequence_size": 2, "pipeline_size": 2},
-        "parallel.sequence = 2",
-    ),
     "sequence parallelism with tensor parallelism": (
         {"sequence_size": 2, "tensor_size": 2},
         "parallel.sequence = 2",
@@ -34,6 +29,18 @@ VIOLATIONS: dict[str, tuple[dict[str, object], str]] = {
     "ZeRO 2 and 3 with pipeline": (
         {"pipeline_size": 2, "zero_stage": 2},
         "x.json: zero_optimization.stage = 2",
+    ),
+    "sequence parallelism with pipeline": (
+        {"pipeline_size": 2, "sequence_size": 2},
+        "parallel.sequence = 2",
+    ),
+    "fp16 pipeline with ZeRO 0": (
+        {"pipeline_size": 2, "dtype": "float16"},
+        "x.json: zero_optimization.stage = 0",
+    ),
+    "pipeline block with settings": (
+        {"pipeline_size": 2, "pipeline_block": True, "pipeline_settings": ("partition", "stages")},
+        "x.json: pipeline = 'partition, stages'",
     ),
     "pipeline block without pipeline": ({"pipeline_block": True}, "x.json: pipeline"),
     "optimizer offload with ZeRO 0": (
@@ -129,6 +136,8 @@ VIOLATIONS: dict[str, tuple[dict[str, object], str]] = {
 # Neighbours of the violations that must pass.
 LEGAL: list[dict[str, object]] = [
     *({"zero_stage": stage} for stage in range(4)),
+    *({"zero_stage": stage, "pipeline_size": 4} for stage in range(2)),
+    {"zero_stage": 1, "pipeline_size": 2, "pipeline_block": True, "dtype": "float16"},
     {"zero_stage": 2, "offload_optimizer": "cpu", "device": "cpu"},
     {**ZERO3, "offload_optimizer": "cpu", "offload_param": "cpu", "device": "cpu"},
     {**ZERO3, "offload_optimizer": "nvme", "offload_optimizer_nvme_path": "/disk"},

@@ -1,0 +1,75 @@
+"""Where to cut a model into pipeline stages. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# A stage may be this much slower than the slowest of the fastest division if that spares memory.
+_TIME_SLACK = 1.05
+
+StageCost = Callable[[int, int], float]
+"""Of the stage with layers ``start : stop``."""
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What the parts of a model cost, in any units.
+
+    layer_time, layer_memory: one of each for each layer. first_*: before the layers (embeddings);
+    last_*: after them (head and loss).
+    """
+
+    layer_time: tuple[float, ...]
+    layer_memory: tuple[float, ...]
+    first_time: float = 0.0
+    last_time: float = 0.0
+    first_memory: float = 0.0
+    last_memory: float = 0.0
+
+
+def balanced_cuts(costs: StageCosts, num_stages: int) -> tuple[int, ...]:
+    """Layer indices ``(0, ..., number of layers)`` that cut the model into `num_stages`.
+
+    The slowest stage is as fast as can be, or at most 5% slower where the largest stage then takes
+    less memory. Every stage has a layer; there must be that many.
+    """
+    num_layers = len(costs.layer_time)
+    assert 1 <= num_stages <= num_layers == len(costs.layer_memory)
+    time = _stage_costs(costs.layer_time, costs.first_time, costs.last_time)
+    memory = _stage_costs(costs.layer_memory, costs.first_memory, costs.last_memory)
+    fastest, _ = _minimax(num_layers, num_stages, time)
+
+    def affordable_memory(start: int, stop: int) -> float:
+        slow = time(start, stop) > fastest * _TIME_SLACK
+        return float("inf") if slow else memory(start, stop)
+
+    return _minimax(num_layers, num_stages, affordable_memory)[1]
+
+
+def _stage_costs(layers: Sequence[float], first: float, last: float) -> StageCost:
+    sums = [0.0]
+    for cost in layers:
+        sums.append(sums[-1] + cost)
+
+    def cost_of(start: int, stop: int) -> float:
+        ends = (first if start == 0 else 0.0) + (last if stop == len(layers) else 0.0)
+        return sums[stop] - sums[start] + ends
+
+    return cost_of
+
+
+def _minimax(num_layers: int, num_stages: int, cost_of: StageCost) -> tuple[float, tuple[int, ...]]:
+    """The least possible cost of the dearest stage, and cuts that reach it."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {
+        stop: (cost_of(0, stop), (0, stop)) for stop in range(1, num_layers + 1)
+    }
+    for stage in range(2, num_stages + 1):
+        best = {
+            stop: min(
+                (max(best[start][0], cost_of(start, stop)), (*best[start][1], stop))
+                for start in range(stage - 1, stop)
+            )
+            for stop in range(stage, num_layers + 1)
+        }
+    return best[num_layers]

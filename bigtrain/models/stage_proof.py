@@ -1,0 +1,244 @@
+"""Whether a model computes the same in stages: tried on a narrow copy of it, before a run begins.
+
+All stages run one after another in this process; logits and every gradient are compared with the
+whole model's. What an architecture does that the cut does not know of shows here, and is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from bigtrain.errors import ConfigError, ModelError, Problem
+from bigtrain.models.huggingface import empty_model
+from bigtrain.models.small_copy import small_copy, with_heads
+from bigtrain.models.stage_balance import StageCosts, balanced_cuts
+from bigtrain.models.stage_layout import StageLayout, find_layout, map_tensors
+from bigtrain.models.stages import Payload, Stage, stages_of_parameters
+
+_TOLERANCE = 1e-5
+"""Of the largest logit and of the largest gradient; float32 sums in another order make 1e-7."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """How a model is cut, found to compute the same as the whole.
+
+    cuts: layer indices, see `bigtrain.models.stages.Stage`.
+    """
+
+    layout: StageLayout
+    cuts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of a model in stages from the whole one, relative to the largest value there is.
+
+    parameter: the one whose gradient differs most.
+    """
+
+    logits: float
+    gradients: float
+    parameter: str
+
+
+def plan_stages(
+    hf_config: PreTrainedConfig, attention: str, num_stages: int
+) -> tuple[StagePlan | None, list[Problem]]:
+    """How to cut a model of `hf_config` into `num_stages`, or why it cannot be.
+
+    Builds a narrow copy with all of its layers on the CPU; takes seconds. Not collective: all
+    processes come to the same plan.
+    """
+
+    def refused(rule: str, remedy: str) -> tuple[None, list[Problem]]:
+        return None, [Problem("parallel.pipeline", num_stages, rule, remedy)]
+
+    without = "parallel.pipeline=1"
+    try:
+        model = small_copy(hf_config, attention, [with_heads(2)], all_layers=True).eval()
+        ids = _tokens(model)
+        layout = find_layout(model, ids)
+        if layout.num_layers < num_stages:
+            rule = f"is more than the model's {layout.num_layers} layers"
+            return refused(rule, f"parallel.pipeline={layout.num_layers} at most")
+        cuts = balanced_cuts(stage_costs(hf_config, layout), num_stages)
+        plan, reason = prove(model, layout, cuts, ids)
+    except (
+        ModelError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+    ) as error:
+        plan, reason = None, " ".join(str(error).split())[:300] or type(error).__name__
+    if plan is None:
+        rule = f"cannot be had of model_type {hf_config.model_type}: {reason}"
+        return refused(rule, f"{without}, or another architecture")
+    return plan, []
+
+
+def require_stages(hf_config: PreTrainedConfig, attention: str, num_stages: int) -> StagePlan:
+    """As `plan_stages`. Raises ConfigError where the model cannot be cut."""
+    plan, problems = plan_stages(hf_config, attention, num_stages)
+    if plan is None:
+        raise ConfigError(problems, "the run's inputs")
+    return plan
+
+
+def prove(
+    model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int], input_ids: torch.Tensor
+) -> tuple[StagePlan | None, str]:
+    """The plan that makes `model` compute the same in stages, or the reason why none does.
+
+    Where the layout has tokens on the first stage alone, and that is wrong, tokens on every stage
+    are tried.
+    """
+    reason = ""
+    for everywhere in sorted({layout.tokens_everywhere, True}):
+        tried = replace(layout, tokens_everywhere=everywhere)
+        try:
+            found = difference(model, tried, cuts, input_ids)
+        except (TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+            reason = reason or f"a stage of it fails ({' '.join(str(error).split())[:200]})"
+            continue
+        if found.logits <= _TOLERANCE and found.gradients <= _TOLERANCE:
+            return StagePlan(tried, tuple(cuts)), ""
+        reason = reason or (
+            f"in stages it computes something else (logits differ by {found.logits:.1g} of the "
+            f"largest, gradients by {found.gradients:.1g}, most at {found.parameter})"
+        )
+    return None, reason
+
+
+def difference(
+    model: PreTrainedModel,
+    layout: StageLayout,
+    cuts: Sequence[int],
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+) -> Difference:
+    """Of `model` cut at `cuts` from itself whole, for a random gradient of the logits.
+
+    Raises ModelError for a model whose loss is not in its logits.
+    """
+    model.zero_grad(set_to_none=True)
+    whole = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    if getattr(whole, "aux_loss", None) is not None:
+        raise ModelError(
+            "its router's auxiliary loss is taken over all layers at once, and a stage has only "
+            "its own: set model.overrides.output_router_logits=false"
+        )
+    expected: torch.Tensor = whole.logits.detach()
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    whole.logits.backward(direction)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    stages = [Stage(copy.deepcopy(model), layout, cuts, index) for index in range(len(cuts) - 1)]
+    logits = run_in_turn(stages, input_ids, position_ids, direction)
+    found = _summed_gradients(stages, stages_of_parameters(model, layout, cuts))
+    largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
+    worst, where = 0.0, ""
+    for name, gradient in gradients.items():
+        wanted = torch.zeros(()) if gradient is None else gradient
+        distance = float((found[name] - wanted).abs().max()) / largest
+        if not distance <= worst:
+            worst, where = distance, name
+    return Difference(float((logits - expected).abs().max() / expected.abs().max()), worst, where)
+
+
+def _summed_gradients(
+    stages: Sequence[Stage], holders: dict[str, tuple[int, ...]]
+) -> dict[str, torch.Tensor]:
+    held = [dict(stage.model.named_parameters()) for stage in stages]
+    return {
+        name: sum(
+            (p.grad for index in indices if (p := held[index][name]).grad is not None),
+            torch.zeros(()),
+        )
+        for name, indices in holders.items()
+    }
+
+
+def run_in_turn(
+    stages: Sequence[Stage],
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    direction: torch.Tensor,
+) -> torch.Tensor:
+    """Logits of stages run one after another, and the gradients of ``(logits * direction).sum()``
+    in their parameters."""
+    sent: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    payload: Any = None
+    for stage in stages[:-1]:
+        payload = stage(payload, input_ids, position_ids)
+        leaving: list[torch.Tensor] = []
+        arriving: list[torch.Tensor] = []
+        payload = _cut(payload, leaving, arriving)
+        sent.append((leaving, arriving))
+    logits: torch.Tensor = stages[-1](payload, input_ids, position_ids).logits
+    logits.backward(direction)
+    for leaving, arriving in reversed(sent):
+        pairs = [(a, b.grad) for a, b in zip(leaving, arriving, strict=True) if b.grad is not None]
+        torch.autograd.backward([a for a, _ in pairs], [b for _, b in pairs])
+    return logits.detach()
+
+
+def _cut(payload: Payload, leaving: list[torch.Tensor], arriving: list[torch.Tensor]) -> Payload:
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        copied = tensor.detach().clone()
+        if tensor.requires_grad:
+            copied.requires_grad_()
+            leaving.append(tensor)
+            arriving.append(copied)
+        return copied
+
+    return Payload(
+        tuple(map_tensors(cut, item) for item in payload.outputs),
+        map_tensors(cut, payload.shared),
+    )
+
+
+def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
+    """Multiply-adds per token, and parameters, of a model's parts; nothing of it is allocated."""
+    text: Any = hf_config.get_text_config()
+    model = empty_model(hf_config)
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    active = chosen / experts if experts and chosen else 1.0
+
+    def time(parameter: torch.Tensor) -> float:
+        # Stacked matrices are experts.
+        return parameter.numel() * (active if parameter.ndim > 2 else 1.0)
+
+    layers = list(model.get_submodule(layout.layers).children())
+    outside = {
+        name: p
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if not name.startswith(f"{layout.layers}.")
+    }
+    head = model.get_output_embeddings()
+    first = [p for name, p in outside.items() if name in layout.prologue]
+    last = [p for name, p in outside.items() if name in layout.epilogue]
+    return StageCosts(
+        layer_time=tuple(sum(time(p) for p in layer.parameters()) for layer in layers),
+        layer_memory=tuple(float(sum(p.numel() for p in x.parameters())) for x in layers),
+        # A lookup costs nothing; the head is a matrix also where it is the embedding's.
+        last_time=float(head.weight.numel()) if head is not None else 0.0,
+        first_memory=float(sum(p.numel() for p in first)),
+        last_memory=float(sum(p.numel() for p in last)),
+    )
+
+
+def _tokens(model: PreTrainedModel) -> torch.Tensor:
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, vocabulary, (2, 24), generator=generator)

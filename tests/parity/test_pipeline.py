@@ -1,0 +1,345 @@
+"""Pipeline stages train as plain transformers and torch.optim.AdamW do in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bigtrain.config import ModelSection
+from bigtrain.engine.checkpoint_io import read_full, read_full_masters
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.huggingface import build_model
+from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, VOCAB_SIZE, llama, run_config
+from tests.parity.conftest import train_cases as train
+from tests.parity.test_zero_stages import LOSS, NORM, masked_loss, plain_training
+from tests.support.datasets import END_OF_DOCUMENT
+
+# Worlds of up to four processes train in the first test's set-up: minutes on two busy cores.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+
+WEIGHTS = 1e-5
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": llama(num_hidden_layers=4),
+    "llama_untied": llama(num_hidden_layers=4, tie_word_embeddings=False),
+    "gpt2": {**ARCHITECTURES["gpt2"], "n_layer": 4},
+    "qwen3_moe": {**ARCHITECTURES["qwen3_moe"], "num_hidden_layers": 4},
+    # Keys and values written by one layer and read by later ones, inputs of every layer from ids.
+    "gemma3n": llama(
+        model_type="gemma3n_text",
+        num_hidden_layers=4,
+        head_dim=8,
+        num_kv_shared_layers=2,
+        intermediate_size=[64] * 4,
+        activation_sparsity_pattern=[0.0] * 4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=8,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        laurel_rank=4,
+        pad_token_id=None,
+        eos_token_id=None,
+        bos_token_id=None,
+    ),
+    # No biases and no weights in its norms: no parameter that is not to decay, but embeddings.
+    "olmo": {
+        "model_type": "olmo",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "pad_token_id": None,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the matrix."""
+
+    world_size: int
+    stages: int
+    engine: str
+    accumulation: int
+    model: str
+    checkpointing: str = "none"
+    dtype: str = "float32"
+    isolate: bool = False
+    clip_norm: float = 0.5
+    tensor: int = 1
+
+    @property
+    def data(self) -> int:
+        return self.world_size // (self.stages * self.tensor)
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.model}-pp{self.stages}-tp{self.tensor}-dp{self.data}-{self.engine}-"
+            f"accumulation{self.accumulation}-{self.checkpointing}-{self.dtype}"
+            f"{'-isolate' if self.isolate else ''}{'' if self.clip_norm else '-unclipped'}"
+        )
+
+
+COVERING = [
+    Case(2, 2, "zero0", 4, "llama"),
+    Case(2, 2, "zero1", 1, "llama_untied", "full", isolate=True),
+    Case(2, 2, "pipeline_zero1", 4, "llama", dtype="bfloat16"),
+    Case(2, 2, "zero0", 2, "gemma3n", "full", clip_norm=0.0),
+    Case(2, 2, "zero1", 2, "olmo"),
+    Case(4, 4, "zero1", 4, "gpt2"),
+    Case(4, 2, "zero0", 2, "qwen3_moe", "full"),
+    Case(4, 2, "zero1", 2, "llama", tensor=2),
+]
+ALL = [
+    Case(size, stages, engine, accumulation, model, checkpointing, isolate=isolate)
+    for size, stages in ((2, 2), (4, 2), (4, 4))
+    for engine in ("zero0", "zero1")
+    for accumulation in (1, 4)
+    for checkpointing in ("none", "full")
+    for model in ("llama", "llama_untied")
+    for isolate in (False, True)
+]
+ALL += [
+    Case(4, stages, engine, 2, "gpt2", dtype=dtype)
+    for stages in (2, 4)
+    for engine in ("zero0", "zero1")
+    for dtype in ("float32", "bfloat16")
+]
+ALL += [Case(4, 4, "zero0", 2, model) for model in ("qwen3_moe", "gemma3n", "olmo")]
+ALL += [
+    Case(4, 2, engine, 2, model, dtype=dtype, tensor=2)
+    for engine, dtype in (("zero0", "float32"), ("zero1", "float32"), ("zero1", "bfloat16"))
+    for model in ("llama", "llama_untied", "qwen3_moe")
+]
+ALL += [
+    Case(8, 2, "zero1", 2, "llama", "full", isolate=True, tensor=2),
+    Case(8, 4, "zero0", 4, "qwen3_moe", tensor=2),
+]
+
+
+def config_of(case: Case, data: Path) -> dict[str, Any]:
+    config = run_config(
+        data,
+        {"config": MODELS[case.model], "gradient_checkpointing": case.checkpointing},
+        micro_samples=8 // (case.data * case.accumulation),
+        precision={"dtype": case.dtype},
+        parallel={"pipeline": case.stages, "tensor": case.tensor},
+        optimizer=optimizer_of(case),
+    )
+    if case.isolate:
+        config["data"] = {"path": str(data), "document_boundaries": "isolate"}
+    return config
+
+
+def optimizer_of(case: Case) -> dict[str, Any]:
+    """Olmo: embeddings alone are in the group that does not decay, which one stage has not."""
+    optimizer: dict[str, Any] = {"lr": 3e-3, "clip_norm": case.clip_norm}
+    if case.model == "olmo":
+        optimizer |= {"decay_embeddings": False, "weight_decay": 0.0}
+    if case.model == "gemma3n":
+        # Some of its gradients are nearly zero: with the usual 1e-8, AdamW makes updates of full
+        # size from their rounding errors.
+        optimizer["eps"] = 1e-6
+    return optimizer
+
+
+def isolated_loss(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Mean loss in nats of samples [S, T + 1], every document in a forward pass of its own."""
+    total, count = torch.zeros(()), 0
+    for row in rows:
+        length = len(row) - 1
+        ends = (torch.nonzero(row == END_OF_DOCUMENT).flatten() + 1).tolist()
+        bounds = [0, *(end for end in ends if end <= length), length + 1]
+        for low, high in pairwise(bounds):
+            if high - low > 1:
+                logits = model(input_ids=row[None, low : high - 1], use_cache=False).logits[0]
+                total = total + F.cross_entropy(logits, row[low + 1 : high], reduction="sum")
+                count += high - low - 1
+    return total / count
+
+
+class References:
+    """The plain loop's figures, computed where they are asked for."""
+
+    def __init__(self, data: Path, directory: Path) -> None:
+        self.data = data
+        self.directory = directory
+        self.found: dict[Any, dict[str, Any]] = {}
+
+    def of(self, case: Case) -> dict[str, Any]:
+        key = case.model, case.isolate, case.clip_norm
+        if key not in self.found:
+            source = self.directory / case.model
+            if not source.exists():
+                section = ModelSection(config=MODELS[case.model])
+                build_model(section, load_hf_config(section), seed=SEED).save_pretrained(source)
+            config = run_config(self.data, {}, micro_samples=8, optimizer=optimizer_of(case))
+            loss_of = isolated_loss if case.isolate else masked_loss
+            self.found[key] = plain_training(self.data, source, config, loss_of)
+        return self.found[key]
+
+
+@pytest.fixture(scope="module")
+def references(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(dataset, tmp_path_factory.mktemp("plain"))
+
+
+def train_matrix(cases: list[Case], data: Path, directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for size in sorted({case.world_size for case in cases}):
+        world = directory / f"world{size}"
+        world.mkdir()
+        jobs = {
+            case.name: {
+                "config": config_of(case, data),
+                "deepspeed_config": case.engine,
+                "save_at": STEPS,
+                "save_to": str(directory / case.name),
+            }
+            for case in cases
+            if case.world_size == size
+        }
+        found.update(train(size, jobs, world))
+    return {"results": found, "directory": directory}
+
+
+@pytest.fixture(scope="module")
+def covering(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train_matrix(COVERING, dataset, tmp_path_factory.mktemp("covering"))
+
+
+@pytest.fixture(scope="module")
+def everything(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train_matrix(ALL, dataset, tmp_path_factory.mktemp("everything"))
+
+
+def compare(case: Case, reference: dict[str, Any], trained: dict[str, Any]) -> None:
+    result = trained["results"][case.name]
+    assert result["accumulation"] == case.accumulation
+    for step in range(STEPS):
+        loss, norm = reference["losses"][step], reference["norms"][step]
+        assert result["losses"][step] == pytest.approx(loss, abs=LOSS[case.dtype]), step
+        assert result["norms"][step] == pytest.approx(norm, rel=NORM[case.dtype]), step
+    if case.clip_norm:
+        assert min(reference["norms"]) > case.clip_norm
+    if case.dtype == "float32":
+        masters = read_full_masters(trained["directory"] / case.name / "tensors")
+        assert masters.keys() <= reference["weights"].keys()
+        assert sum(t.numel() for t in masters.values()) > 10_000
+        for name, tensor in masters.items():
+            difference = float((tensor - reference["weights"][name]).abs().max())
+            assert difference <= WEIGHTS, name
+
+
+@pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)
+def test_equals_plain_training(
+    case: Case, references: References, covering: dict[str, Any]
+) -> None:
+    compare(case, references.of(case), covering)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_all_equal_plain_training(
+    case: Case, references: References, everything: dict[str, Any]
+) -> None:
+    compare(case, references.of(case), everything)
+
+
+SAVED, END = 4, 8
+LAYOUTS = {
+    "pp2": (2, 2, "zero1"),
+    "dp2": (2, 1, "zero1"),
+    "pp2-zero0": (2, 2, "zero0"),
+    "one": (1, 1, "zero0"),
+}
+PAIRS = [
+    *((wrote, read, "float32") for wrote in ("pp2", "one") for read in LAYOUTS),
+    ("dp2", "pp2", "float32"),
+    ("pp2", "pp2", "bfloat16"),
+    ("pp2", "dp2", "bfloat16"),
+    ("dp2", "pp2", "bfloat16"),
+]
+
+
+def resume_job(data: Path, layout: str, dtype: str, **steps: Any) -> dict[str, Any]:
+    size, stages, engine = LAYOUTS[layout]
+    model = {"config": llama(num_hidden_layers=4)}
+    config = run_config(
+        data,
+        model,
+        micro_samples=2,
+        precision={"dtype": dtype},
+        parallel={"pipeline": stages},
+    )
+    assert size in (1, 2)
+    return {"config": config, "deepspeed_config": engine, **steps}
+
+
+@pytest.fixture(scope="module")
+def resumed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Runs that save at SAVED and go on, then every reader of PAIRS on what they saved."""
+    root = tmp_path_factory.mktemp("resumed")
+    found: dict[str, Any] = {}
+    writers = {(wrote, dtype) for wrote, _, dtype in PAIRS}
+    for size in (1, 2):
+        jobs = {
+            f"{wrote}-{dtype}": resume_job(
+                dataset,
+                wrote,
+                dtype,
+                last_step=END,
+                save_at=SAVED,
+                save_to=str(root / f"{wrote}-{dtype}"),
+            )
+            for wrote, dtype in sorted(writers)
+            if LAYOUTS[wrote][0] == size
+        }
+        found.update(train(size, jobs, tmp_path_factory.mktemp("write")))
+    for size in (1, 2):
+        jobs = {
+            f"{wrote}-{read}-{dtype}": resume_job(
+                dataset,
+                read,
+                dtype,
+                first_step=SAVED,
+                last_step=END,
+                restore_from=str(root / f"{wrote}-{dtype}"),
+                save_again_to=str(root / f"{wrote}-{read}-{dtype}"),
+            )
+            for wrote, read, dtype in PAIRS
+            if LAYOUTS[read][0] == size
+        }
+        found.update(train(size, jobs, tmp_path_factory.mktemp("read")))
+    return root, found
+
+
+@pytest.mark.parametrize(("wrote", "read", "dtype"), PAIRS)
+def test_goes_on_at_other_stages(
+    wrote: str, read: str, dtype: str, resumed: tuple[Path, dict[str, Any]]
+) -> None:
+    root, found = resumed
+    saved = read_full(root / f"{wrote}-{dtype}" / "tensors")
+    again = read_full(root / f"{wrote}-{read}-{dtype}" / "tensors")
+    assert saved.keys() == again.keys()
+    assert {key.split("/")[0] for key in saved} == {"master", "exp_avg", "exp_avg_sq"}
+    assert len([key for key in saved if "embed_tokens" in key]) == 3
+    for key, tensor in saved.items():
+        assert torch.equal(tensor, again[key]), key
+    before = found[f"{wrote}-{dtype}"]["losses"][SAVED:]
+    after = found[f"{wrote}-{read}-{dtype}"]["losses"]
+    if wrote == read:
+        assert after == before
+        assert (
+            found[f"{wrote}-{read}-{dtype}"]["norms"] == found[f"{wrote}-{dtype}"]["norms"][SAVED:]
+        )
+    assert after == pytest.approx(before, abs=LOSS[dtype])
