@@ -149,7 +149,15 @@ def _compute(
     commands = {
         host.name: [
             # Ended on its own host as well, where nobody is left to be told.
-            *("timeout", str(what.limit_seconds), sys.executable, "-m", "torch.distributed.run"),
+            *(
+                "timeout",
+                "-k",
+                "10",
+                str(what.limit_seconds),
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+            ),
             *(*common, "--node_rank", str(rank), *address),
             *("-m", "bigtrain.launch.probe_compute", str(what.limit_seconds)),
         ]

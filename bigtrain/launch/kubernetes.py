@@ -215,6 +215,9 @@ def _check_request(request: KubernetesRequest) -> list[Problem]:
     if not _NAME.fullmatch(request.name):
         rule = "is no name for Kubernetes: small letters, digits and -, at most 53, a letter first"
         problems.append(Problem("--name", request.name, rule))
+    if request.restarts < 0:
+        rule = "must be 0 (none) or more"
+        problems.append(Problem("--restarts", request.restarts, rule))
     if not PurePosixPath(request.mount).is_absolute() or request.mount == "/":
         rule = "must be an absolute path, and not /"
         problems.append(Problem("--mount", request.mount, rule, "--mount /data"))

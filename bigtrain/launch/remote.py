@@ -9,12 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from bigtrain.launch.checkout import checkout
 from bigtrain.launch.hostfile import Host
@@ -23,6 +24,7 @@ from bigtrain.launch.remote_environment import KEEP_ALIVE, select_environment
 
 Transport = Literal["ssh", "srun"]
 _GRACE_SECONDS = 15  # for the connection, on top of what the probe itself may take
+_TIMED_OUT = 124  # exit code of `timeout`
 
 
 @dataclass(frozen=True)
@@ -62,31 +64,40 @@ def probe_command(probe: str, limit_seconds: int, **arguments: Any) -> list[str]
 
 def _ask(host: Host, command: Sequence[str], transport: Transport, limit_seconds: int) -> Reply:
     sent_at = time.time()
-    process = subprocess.Popen(
-        _carried(host, command, transport),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=limit_seconds + _GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return Reply(None, f"no answer within {limit_seconds} s", sent_at, time.time())
-    received_at = time.time()
-    for line in output.splitlines():
-        _, marked, text = line.partition(MARK)
-        if marked:
-            return Reply(json.loads(text), None, sent_at, received_at)
-    if process.returncode in (-signal.SIGALRM, 128 + signal.SIGALRM):
-        return Reply(None, f"no answer within {limit_seconds} s", sent_at, received_at)
-    said = [line for line in errors.splitlines() if line.strip()] or ["said nothing"]
-    problem = f"exit code {process.returncode}: {said[-1].strip()[:200]}"
-    return Reply(None, problem, sent_at, received_at)
+    silent = f"no answer within {limit_seconds} s"
+    # Files, not pipes: a grandchild that outlives the command would keep a pipe open for ever.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                _carried(host, command, transport),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Reply(None, str(error), sent_at, time.time())
+        try:
+            code = process.wait(limit_seconds + _GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return Reply(None, silent, sent_at, time.time())
+        received_at = time.time()
+        for line in _lines(output):
+            _, marked, text = line.partition(MARK)
+            if marked:
+                return Reply(json.loads(text), None, sent_at, received_at)
+        if code in (-signal.SIGALRM, 128 + signal.SIGALRM, _TIMED_OUT):
+            return Reply(None, silent, sent_at, received_at)
+        said = _lines(errors) or ["said nothing"]
+        return Reply(None, f"exit code {code}: {said[-1][:200]}", sent_at, received_at)
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    file.seek(0)
+    lines = file.read().decode("utf-8", errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _carried(host: Host, command: Sequence[str], transport: Transport) -> list[str]:

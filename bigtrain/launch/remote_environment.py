@@ -58,8 +58,9 @@ def select_environment(
                 chosen[name] = environment[name]
     for name, value in chosen.items():
         if not _NAME.fullmatch(name) or "\n" in value or "\r" in value:
-            rule = f"a line of {NAME} is NAME=VALUE, so neither can hold a line end"
-            raise LaunchError(f"{name} = {value!r}: {rule} -> unset it here")
+            # Without the value, which may be a secret.
+            rule = f"cannot stand in {NAME}, where a line is NAME=VALUE, for it holds a line end"
+            raise LaunchError(f"{name}: {rule} -> unset it here")
     return chosen, withheld
 
 

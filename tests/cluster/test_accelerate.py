@@ -36,6 +36,7 @@ def two_machines(lab: Lab, launcher: str) -> Path:
     return answer(lab.folder / "accelerate.yaml", answers)
 
 
+@pytest.mark.slow
 def test_standard_launcher(lab: Lab, alone: dict[int, float]) -> None:
     config_file = two_machines(lab, "standard")
     command = [ACCELERATE, "launch", "--config_file", config_file, "--machine_rank"]

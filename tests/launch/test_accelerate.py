@@ -49,13 +49,14 @@ def launched(config_file: Path, run_yaml: Path, home: Path) -> Finished:
             },
             {"stage": 2, "offload": "none", "accumulation": 2, "micro": 2},
         ),
-        (
+        pytest.param(
             {
                 "ZeRO optimization stage": 3,
                 "Where to offload optimizer": 1,
                 "Where to offload parameters": 1,
             },
             {"stage": 3, "offload": "cpu", "accumulation": 1, "micro": 4},
+            marks=pytest.mark.slow,
         ),
         (
             {"specify a json file": "yes", "path to the json DeepSpeed config": str(ZERO3)},

@@ -150,6 +150,7 @@ def test_liveness_command(tmp_path: Path) -> None:
         (["--name", "Run_1"], "--name = 'Run_1': is no name for Kubernetes"),
         (["--mount", "data"], "--mount = 'data': must be an absolute path"),
         (["--nodes", "3"], "batch.global_samples"),
+        (["--restarts", "-1"], "--restarts = -1: must be 0"),
     ],
 )
 def test_what_cannot_work_is_refused(

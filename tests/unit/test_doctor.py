@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -194,3 +196,13 @@ def test_doctor_of_this_machine(
     said = capsys.readouterr().out
     assert "mode 644 lets others read HF_TOKEN" in said
     assert "hf_geheim" not in said
+
+
+def test_a_grandchild_that_stays_does_not_keep_the_doctor() -> None:
+    """It holds the command's output open, as workers of torchrun in sessions of their own do."""
+    host = Host("localhost", 1, 1)
+    leaves = "setsid sleep 30 & echo $! >&2; exit 3"
+    reply = ask_all([host], {"localhost": ["sh", "-c", leaves]}, "ssh", 60)["localhost"]
+    assert reply.problem is not None
+    assert reply.problem.startswith("exit code 3: ")
+    os.kill(int(reply.problem.removeprefix("exit code 3: ")), signal.SIGKILL)
