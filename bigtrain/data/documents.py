@@ -210,7 +210,7 @@ class PartReader:
                 path, options.text_keys, chunks, options.max_document_bytes, self.rejects
             )
             for line, values in rows:
-                yield [c for c in self._contents(values, line=line, hashed=False)]
+                yield list(self._contents(values, line=line, hashed=False))
 
     def _table(self) -> Iterator[list[bytes]]:
         part, keys = self.part, self.options.text_keys
@@ -222,7 +222,8 @@ class PartReader:
         else:
             blocks = dataset_rows(source, self.options.selection, keys, part.begin, part.end)
         self._require_unchanged()
-        for row, values in blocks:
+        for row, values, share in blocks:
+            self.bytes_done = int(share * part.num_bytes)
             yield list(self._contents(values, row=row, hashed=True))
         self._require_unchanged()
 
