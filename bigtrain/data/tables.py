@@ -1,7 +1,7 @@
 """Rows of parquet, arrow, csv and Hugging Face datasets: the values of some columns, in blocks.
 
-Every function yields blocks and raises DataError for a file that is damaged and for one without any
-of the columns.
+Every function yields lists of rows, a row being the list of its values (None where a column has
+none), and raises DataError for a file that is damaged and for one without any of the columns.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from bigtrain.errors import DataError
 ROWS_PER_READ = 256
 
 Rows = list[list[Any]]
-"""A row is the list of its values, None where a column has none."""
-
-Block = tuple[int, Rows, float]
-"""Number of the first row, rows, and which share of all is done with them (0 where not known)."""
 
 
-def parquet_rows(path: str, keys: Sequence[str], begin: int, end: int | None) -> Iterator[Block]:
-    """Row groups [begin, end)."""
+def parquet_rows(
+    path: str, keys: Sequence[str], begin: int, end: int | None
+) -> Iterator[tuple[int, Rows]]:
+    """(number of the first row, rows) of row groups [begin, end)."""
     import pyarrow
     from pyarrow import parquet
 
@@ -33,11 +31,9 @@ def parquet_rows(path: str, keys: Sequence[str], begin: int, end: int | None) ->
         with parquet.ParquetFile(path) as file:
             columns = _columns(path, keys, file.schema_arrow.names)
             groups = range(begin, file.num_row_groups if end is None else end)
-            num_rows = [file.metadata.row_group(i).num_rows for i in range(groups.stop)]
-            row = first = sum(num_rows[:begin])
-            wanted = max(1, sum(num_rows[begin:]))
+            row = sum(file.metadata.row_group(i).num_rows for i in range(begin))
             for batch in file.iter_batches(ROWS_PER_READ, row_groups=groups, columns=columns):
-                yield row, _rows_of(batch, columns), (row + batch.num_rows - first) / wanted
+                yield row, _rows_of(batch, columns)
                 row += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from error
@@ -55,8 +51,10 @@ def count_row_groups(path: str) -> list[int]:
     return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 
 
-def arrow_rows(path: str, keys: Sequence[str], begin: int, end: int | None) -> Iterator[Block]:
-    """Record batches [begin, end) of an IPC file or stream.
+def arrow_rows(
+    path: str, keys: Sequence[str], begin: int, end: int | None
+) -> Iterator[tuple[int, Rows]]:
+    """(number of the first row, rows) of record batches [begin, end) of an IPC file or stream.
 
     A stream can only be read whole: `begin` 0 and no `end`.
     """
@@ -70,8 +68,7 @@ def arrow_rows(path: str, keys: Sequence[str], begin: int, end: int | None) -> I
                     columns = _columns(path, keys, batch.schema.names)
                     for first in range(0, batch.num_rows, ROWS_PER_READ):
                         part = batch.slice(first, ROWS_PER_READ)
-                        share = (number - begin) / (end - begin) if end is not None else 0.0
-                        yield row + first, _rows_of(part, columns), share
+                        yield row + first, _rows_of(part, columns)
                 row += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from error
@@ -151,18 +148,17 @@ def _csv_lines(path: str, chunks: Iterator[bytes], max_bytes: int) -> Iterator[s
 
 def dataset_rows(
     source: Source, selection: Selection, keys: Sequence[str], begin: int, end: int | None
-) -> Iterator[Block]:
-    """Rows of a dataset.
+) -> Iterator[tuple[int, Rows]]:
+    """(number of the first row, rows) of a dataset.
 
     Of a saved one rows [begin, end), of a streamed one shards [begin, end).
     """
     dataset = open_hf_dataset(source, selection)
-    row, wanted = 0, None
+    row = 0
     if source.kind == "saved_dataset":
         dataset = dataset.with_format(None)
         if end is not None:
             dataset, row = dataset.select(range(begin, end)), begin
-        wanted = max(1, len(dataset))
     elif source.kind == "hub_dataset" and end is not None:
         assert end == begin + 1, "one shard of a streamed dataset at a time"
         dataset = dataset.shard(num_shards=dataset.num_shards, index=begin)
@@ -172,7 +168,7 @@ def dataset_rows(
         for batch in dataset.iter(ROWS_PER_READ):
             columns = _columns(source.path, keys, list(batch))
             rows = [list(values) for values in zip(*(batch[c] for c in columns), strict=True)]
-            yield row, rows, (row + len(rows) - begin) / wanted if wanted else 0.0
+            yield row, rows
             row += len(rows)
     except (DataError, GeneratorExit):
         raise
