@@ -84,10 +84,11 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The dataset's manifest, and whether it was there already."""
+    """The dataset's manifest, whether it was there already, and what this process did of it."""
 
     manifest: Manifest
     already_finished: bool
+    built_tokens: int = 0
 
 
 def build_dataset(request: BuildRequest) -> BuildResult:
@@ -104,7 +105,7 @@ def build_dataset(request: BuildRequest) -> BuildResult:
     build = _Build(request, sources, load_tokenizer(request.tokenizer), workspace)
     with _work_folder(workspace):
         manifest = build.run()
-    return BuildResult(manifest, already_finished=False)
+    return BuildResult(manifest, already_finished=False, built_tokens=build.built_tokens)
 
 
 def _outside(output: Path, sources: Sequence[Source]) -> list[Source]:
@@ -216,6 +217,7 @@ class _Build:
         self.units = plan_units(self.sources, self.reading, request.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
+        self.built_tokens = 0
 
     def run(self) -> Manifest:
         """Work until the dataset is there, whoever finishes it."""
@@ -244,6 +246,7 @@ class _Build:
                     return self._of_others()
                 self._work(records, progress)
                 records = self._records()
+            self.built_tokens = progress.counts().num_tokens
         while not self.workspace.is_finished():
             with self.workspace.claims.take(CLAIM) as mine:
                 if mine:
