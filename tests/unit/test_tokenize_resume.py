@@ -183,12 +183,24 @@ def test_killed_at_twenty_random_moments(
     assert interrupted >= 10
 
 
-def test_ranks_side_by_side(home: Path, commands: Commands, unbroken: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "environments",
+    [
+        [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}],
+        [{"SLURM_PROCID": str(rank), "SLURM_NTASKS": "3"} for rank in range(3)],
+        [{"JOB_COMPLETION_INDEX": "0"}, {"JOB_COMPLETION_INDEX": "1"}],
+    ],
+    ids=["torchrun", "slurm", "kubernetes"],
+)
+def test_ranks_side_by_side(
+    home: Path,
+    commands: Commands,
+    unbroken: Path,
+    tmp_path: Path,
+    environments: list[dict[str, str]],
+) -> None:
     words = tokenize(home, tmp_path / "d")
-    ranks = [
-        commands.start(*words, environment={"RANK": str(rank), "WORLD_SIZE": "2"})
-        for rank in range(2)
-    ]
+    ranks = [commands.start(*words, environment=environment) for environment in environments]
     for ended in [rank.wait() for rank in ranks]:
         require_whole(ended, tmp_path / "d", unbroken)
 
