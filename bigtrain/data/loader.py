@@ -37,7 +37,7 @@ HELD_OUT_ORDER_SEED = 0
 """Not the run's seed: two runs on the same data are measured on the same samples."""
 
 
-STEPS_AT_ONCE, TOKENS_AT_ONCE = 8, 1 << 18
+STEPS_AT_ONCE, TOKENS_AT_ONCE = 8, 1 << 16
 """Of one process, at most. Handing a step from thread to thread costs as much as reading dozens of
 samples, so that a thread reads several steps for one request if they are small."""
 
