@@ -5,6 +5,7 @@ Shapes: R = rows, B = samples of a micro-batch, T = sequence length.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
@@ -21,6 +22,8 @@ IGNORED_LABEL = -100
 
 CHUNK_TOKENS = 1 << 17
 """Tokens that are read, checked and converted in one go: what stays in a core's cache."""
+
+MAX_KEPT_ARRAYS = 12
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class BatchReader:
         self.options = options
         self._width = dataset.sequence_length + 1
         self._chunk_rows = max(1, CHUNK_TOKENS // self._width)
+        self._arrays: list[npt.NDArray[np.int64]] = []
         self._buffer = np.empty((self._chunk_rows, self._width), dataset.token_dtype)
         self._unsigned = np.dtype(dataset.token_dtype.str.replace("i", "u"))
         self._places = np.arange(self._chunk_rows * self._width, dtype=np.int64)
@@ -94,8 +98,9 @@ class BatchReader:
             ]
             arrays = [part.numpy() for part in parts]
         else:
-            arrays = [np.empty(shape, np.int64) for _ in range(num_parts)]
+            arrays = [self._unused(shape) for _ in range(num_parts)]
             parts = [torch.from_numpy(array) for array in arrays]
+            self._arrays = [*self._arrays, *arrays][-MAX_KEPT_ARRAYS:]
         step = self._chunk_rows
         for low in range(0, rows, step):
             if stop():
@@ -104,6 +109,18 @@ class BatchReader:
                 samples[low : low + step], *(array[low : low + step] for array in arrays)
             )
         return MicroBatch(*parts)
+
+    def _unused(self, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
+        """An array that no tensor uses any more: the pages of new memory cost more than filling it.
+
+        A tensor holds a reference to the array it was made from until its last view is gone.
+        """
+        arrays = self._arrays
+        for number in range(len(arrays)):
+            # In use by nobody: the references are that of the list and that of the argument.
+            if arrays[number].shape == shape and sys.getrefcount(arrays[number]) == 2:
+                return arrays.pop(number)
+        return np.empty(shape, np.int64)
 
     def _read_chunk(
         self,

@@ -8,8 +8,8 @@ every token but the first of the stream is predicted exactly once.
 
 from __future__ import annotations
 
+import resource
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -30,10 +30,10 @@ MAX_MAPPED_FILES = 4096
 MIN_ROWS_OF_SHARD = 4
 """In the mean. Copying from a map costs some microseconds for each shard, as much as reading a few
 rows."""
-SLOW_ROW_SECONDS = 100e-6
-"""Of a copy from memory maps that had to wait for a disk. What is in memory takes about one
-microsecond a row; page faults were measured at 160 to 450 where a read takes 60."""
-READS_AFTER_SLOW_MAP = 64
+COLD_PAGES_OF_ROW = 0.25
+"""In the mean, pages that had to be fetched from a disk while rows were copied from maps: measured
+at 160 to 450 microseconds for a row, where a read takes 60. In memory a row takes about one."""
+READS_AFTER_COLD_MAP = 64
 
 
 class TokenStream:
@@ -78,7 +78,7 @@ class TokenStream:
 
         Where the pages are in memory this is several times quicker, and all rows of a shard are one
         operation that other threads do not wait for. Where they are not, a page fault costs more
-        than a read, so that for a while no more is copied after it was slow.
+        than a read, and for a while no more is copied.
         """
         width = out.shape[1]
         numbers = np.searchsorted(self._ends, starts, side="right")
@@ -86,7 +86,7 @@ class TokenStream:
         wanted = np.unique(numbers).tolist() if len(self.shards) > 1 else [int(numbers.max())]
         if len(starts) < MIN_ROWS_OF_SHARD * len(wanted):
             return np.arange(len(starts))
-        begun = time.perf_counter()
+        faults = _page_faults()
         for number in wanted:
             windows = self._mapped_windows(number, width) if number >= 0 else None
             own = np.flatnonzero(numbers == number)
@@ -94,9 +94,8 @@ class TokenStream:
                 numbers[own] = -1
             else:
                 out[rows[own]] = windows[starts[own] - self._begins[number]]
-        seconds = time.perf_counter() - begun
-        if seconds > len(starts) * SLOW_ROW_SECONDS:
-            self._reads_to_map = READS_AFTER_SLOW_MAP
+        if _page_faults() - faults > len(starts) * COLD_PAGES_OF_ROW:
+            self._reads_to_map = READS_AFTER_COLD_MAP
         return np.flatnonzero(numbers < 0)
 
     def _mapped_windows(self, number: int, width: int) -> Tokens | None:
@@ -213,6 +212,11 @@ class TokenStream:
             (parts.places * item).tolist(),
             ((parts.places + parts.lengths) * item).tolist(),
         )
+
+
+def _page_faults() -> int:
+    """Of this thread, those that waited for a disk."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 @dataclass(frozen=True)

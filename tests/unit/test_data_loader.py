@@ -161,6 +161,21 @@ def test_rows_are_read_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch
         assert torch.equal(one, other)
 
 
+def test_memory_is_used_again_only_when_no_tensor_uses_it() -> None:
+    reader = BatchReader(Numbered(50, LENGTH), BatchOptions())
+    first = reader.read(np.array([1, 2]), 2)
+    kept = first.split(1)[1].labels  # a view
+    place, values = first.input_ids.data_ptr(), kept.tolist()
+    del first
+    second = reader.read(np.array([3, 4]), 2)
+    assert kept.data_ptr() - 8 * LENGTH not in (
+        second.input_ids.data_ptr(),
+        second.labels.data_ptr(),
+    )
+    assert place in (second.input_ids.data_ptr(), second.labels.data_ptr())
+    assert kept.tolist() == values
+
+
 @pytest.mark.parametrize("data_size", [1, 2, 3, 5])
 @pytest.mark.parametrize(("samples", "num_windows"), [(10, 40), (11, 40), (1, 40), (50, 13)])
 def test_held_out_samples_are_the_same_for_every_size(

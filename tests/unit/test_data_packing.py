@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bigtrain.data.batches import BatchOptions, BatchReader
-from bigtrain.data.packing import READS_AFTER_SLOW_MAP, PackedWindows, TokenStream, split_stream
+from bigtrain.data.packing import READS_AFTER_COLD_MAP, PackedWindows, TokenStream, split_stream
 from bigtrain.data.shards import HEADER, MAGIC, Shard, ShardWriter, open_dataset
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
@@ -89,17 +89,15 @@ def test_a_file_that_shrinks_is_an_error_also_where_it_is_mapped(tmp_path: Path)
         reader.read(order, 4)
 
 
-def test_where_copying_from_maps_is_slow_rows_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_maps_are_cold_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream, tokens = write_stream(tmp_path, [4000])
     out, starts = np.empty((4, 10), "<i4"), np.array([5, 3000, 17, 0])
     rows = np.array([2, 0, 3, 1])
-    monkeypatch.setattr("bigtrain.data.packing.SLOW_ROW_SECONDS", 0.0)
+    monkeypatch.setattr("bigtrain.data.packing.COLD_PAGES_OF_ROW", -1)
     stream.read_rows(starts, out, rows)
-    assert stream._reads_to_map == READS_AFTER_SLOW_MAP
+    assert stream._reads_to_map == READS_AFTER_COLD_MAP
     monkeypatch.setattr(stream, "_copy_mapped", None)
-    for _ in range(READS_AFTER_SLOW_MAP):
+    for _ in range(READS_AFTER_COLD_MAP):
         out[:] = 0
         stream.read_rows(starts, out, rows)
         assert out[rows].tolist() == [tokens[start : start + 10].tolist() for start in starts]
