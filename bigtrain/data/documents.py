@@ -225,15 +225,17 @@ class PartReader:
             blocks = dataset_rows(source, self.options.selection, keys, part.begin, part.end)
         self._require_unchanged()
         for row, values in blocks:
-            if not isinstance(values, TextColumn):
-                yield list(self._contents(values, row=row, hashed=True))
-            elif max(map(len, values.contents)) <= self.options.max_document_bytes:
+            if isinstance(values, TextColumn) and self._as_it_stands(values):
                 self._hash.update(values.joined)
                 yield values.contents
-            else:
-                rows = [[content.decode("utf-8")] for content in values.contents]
-                yield list(self._contents(rows, row=row, hashed=True))
+                continue
+            rows = values.rows() if isinstance(values, TextColumn) else values
+            yield list(self._contents(rows, row=row, hashed=True))
         self._require_unchanged()
+
+    def _as_it_stands(self, column: TextColumn) -> bool:
+        """Whether `_contents` would take every row, and as it is."""
+        return max(map(len, column.contents)) <= self.options.max_document_bytes
 
     def _contents(
         self,
