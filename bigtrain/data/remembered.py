@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from bigtrain.data.known import key_of, recall, remember, source_of, versions
+from bigtrain.data.known import builds, key_of, recall, remember, source_of
 
 KIND = "tokenizers"
 BACKEND_FILE = "tokenizer.json"
@@ -83,12 +83,12 @@ def fingerprint(directory: Path, name: str) -> str | None:
     libraries and this module.
     """
     try:
-        parts: list[str | bytes] = [name, versions(*LIBRARIES), source_of(__file__)]
+        parts: list[str | bytes] = [name, builds(*LIBRARIES), source_of(__file__)]
         for path in _files(directory):
             if path.stat().st_size > MAX_FILE_BYTES:
                 return None
             parts += [path.relative_to(directory).as_posix(), path.read_bytes()]
-    except OSError:
+    except (OSError, LookupError):
         return None
     return key_of(parts)
 
