@@ -80,7 +80,6 @@ class Counts:
 
     num_bytes: int = 0
     num_tokens: int = 0
-    num_documents: int = 0
     bad_documents: int = 0
     path: str = ""
     part_done: int = 0
@@ -118,7 +117,6 @@ def build_unit(
         for batch in _encoded(reader.batches(), job):
             _write(batch, writers)
             counts.num_tokens += len(batch.tokens)
-            counts.num_documents += len(batch.lengths)
             report()
         shards = {split: writer.close() for split, writer in writers.items()}
     return _commit(unit, job, workspace, shards, reader)
