@@ -2,12 +2,14 @@
 
 Not called tokenize.py: a script there would hide the standard library's module of that name.
 
-Prints MB/s of text of: the whole command in a fresh process, the same without what does not grow
-with the input (start-up and the proof of the encoder, measured by a run on one document), its own
-encoder alone on text already in memory, and the reference encoder alone; then their ratios and
-the command's peak memory.
+In MB of text per CPU second (user and system, of all threads and child processes), which other work
+on the machine disturbs least: the whole command in a fresh process, the same without its start-up
+(measured on one document), its own encoder alone on text already in memory, the reference encoder
+alone, the command with the reference encoder, and Megatron-LM's script where a checkout is given.
+Contenders take turns, the best of the rounds counts. Then the ratios, and the peak memory.
 
     python benchmarks/tokenizing.py [--megabytes 200] [--input FILE.jsonl] [--tokenizer DIR]
+        [--megatron MEGATRON_LM]   # what it needs to be imported is PYTHONPATH's affair
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.data.encoders import Encoder, choose_encoder
@@ -61,26 +65,62 @@ def batches(texts: list[bytes]) -> Iterator[list[bytes]]:
 
 
 def encode_alone(encoder: Encoder, texts: list[bytes]) -> float:
-    """Seconds for `texts` with a new encoder, whose caches are empty."""
+    """CPU seconds for `texts` with a new encoder, whose caches are empty."""
     fresh = type(encoder)(encoder.tokenizer_json, encoder.end_of_document_id)
-    fresh.encode_utf8([])
-    started_at = time.perf_counter()
+    fresh.encode_utf8([b"x"])
+    started_at = time.process_time()
     for batch in batches(texts):
         fresh.encode_utf8(batch)
-    return time.perf_counter() - started_at
+    return time.process_time() - started_at
 
 
-def command(source: Path, tokenizer: Path, output: Path, encoder: str) -> tuple[float, float]:
-    """Seconds and peak MB of the whole command."""
-    words = [sys.executable, "-m", "bigtrain.cli", "tokenize", "--input", str(source)]
-    words += ["--tokenizer", str(tokenizer), "--output", str(output), "--encoder", encoder]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+@dataclass(frozen=True)
+class Cost:
+    """Of a command: CPU seconds, seconds on the clock, and peak memory of its largest process."""
+
+    cpu_s: float
+    wall_s: float
+    peak_mb: float
+
+
+def run_command(words: Sequence[str], **environment: str) -> Cost:
+    """`words` as a process, with its children. Raises RuntimeError where it fails."""
     started_at = time.perf_counter()
-    subprocess.run(
-        words, check=True, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL
-    )
-    seconds = time.perf_counter() - started_at
-    return seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1000
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            words, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            log.seek(0)
+            raise RuntimeError(f"{words}: {log.read().decode()[-3000:]}")
+    wall_s = time.perf_counter() - started_at
+    return Cost(usage.ru_utime + usage.ru_stime, wall_s, usage.ru_maxrss / 1000)
+
+
+@dataclass(frozen=True)
+class Commands:
+    """What is compared, on any file of lines."""
+
+    tokenizer: Path
+    directory: Path
+    megatron: Path | None
+
+    def bigtrain(self, source: Path, encoder: str) -> Cost:
+        output = self.directory / "out"
+        shutil.rmtree(output, ignore_errors=True)
+        words = [sys.executable, "-m", "bigtrain.cli", "tokenize", "--input", str(source)]
+        words += ["--tokenizer", str(self.tokenizer), "--output", str(output)]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        return run_command([*words, "--encoder", encoder], PYTHONPATH=path)
+
+    def megatrons(self, source: Path) -> Cost:
+        assert self.megatron is not None
+        words = [sys.executable, str(self.megatron / "tools" / "preprocess_data.py")]
+        words += ["--input", str(source), "--output-prefix", str(self.directory / "megatron")]
+        words += ["--tokenizer-type", "HuggingFaceTokenizer", "--append-eod", "--workers", "2"]
+        return run_command([*words, "--tokenizer-model", str(self.tokenizer)])
 
 
 def write_lines(path: Path, texts: list[str]) -> Path:
@@ -90,44 +130,95 @@ def write_lines(path: Path, texts: list[str]) -> Path:
     return path
 
 
+def first_megabytes(texts: list[str], megabytes: float) -> list[str]:
+    size, count = 0, 0
+    while count < len(texts) and size < megabytes * 1e6:
+        size += len(texts[count].encode("utf-8"))
+        count += 1
+    return texts[:count]
+
+
+def megabytes_of(texts: Sequence[str]) -> float:
+    return sum(len(text.encode("utf-8")) for text in texts) / 1e6
+
+
 def measure(args: argparse.Namespace, directory: Path) -> None:
     if args.input:
         with args.input.open(encoding="utf-8") as file:
-            texts = [json.loads(line)["text"] for line in file]
-        source = args.input
+            texts = first_megabytes([json.loads(line)["text"] for line in file], args.megabytes)
     else:
         texts = list(python_sources(int(args.megabytes * 1e6)))
-        source = write_lines(directory / "in.jsonl", texts)
+    source = write_lines(directory / "in.jsonl", texts)
+    part = first_megabytes(texts, args.slow_megabytes)
+    part_source = write_lines(directory / "part.jsonl", part)
+    one = write_lines(directory / "one.jsonl", texts[:1])
     tokenizer = args.tokenizer
     if tokenizer is None:
         tokenizer = directory / "tokenizer"
         train_tokenizer([texts[: max(1, len(texts) // 20)]], args.vocab_size).save(tokenizer)
-    # The peak of all children so far: the small run first, the large one after it.
-    one = write_lines(directory / "one.jsonl", texts[:1])
-    start_s, _ = command(one, tokenizer, directory / "one", args.encoder)
-    whole_s, peak_mb = command(source, tokenizer, directory / "out", args.encoder)
-    contents = [text.encode("utf-8") for text in texts]
-    del texts
-    megabytes = sum(map(len, contents)) / 1e6
+    os.environ["BIGTRAIN_CACHE"] = str(directory / "cache")  # empty, for the first start
+    commands = Commands(tokenizer, directory, args.megatron)
+    first = commands.bigtrain(one, args.encoder)
     queue = choose_encoder(load_tokenizer(str(tokenizer)).encoder(), args.encoder)
-    alone_s = encode_alone(queue.current, contents)
-    part, size = 0, 0
-    while part < len(contents) and size < REFERENCE_BYTES:
-        size += len(contents[part])
-        part += 1
-    reference = size / 1e6 / encode_alone(queue.reference, contents[:part])
-    whole, streaming = megabytes / whole_s, megabytes / max(1e-9, whole_s - start_s)
-    alone = megabytes / alone_s
-    print(f"{megabytes:.1f} MB of text, {len(contents)} documents, {queue.current.engine()}")
-    print(f"start-up and proof             {start_s:9.2f} s")
-    print(f"whole command                  {whole:9.1f} MB/s, {whole_s:.2f} s")
-    print(f"whole command without start-up {streaming:9.1f} MB/s")
-    print(f"encoder alone, in memory       {alone:9.1f} MB/s")
-    print(f"reference encoder alone        {reference:9.1f} MB/s, on {size / 1e6:.1f} MB")
-    print(f"ratio whole / encoder alone              {whole / alone:6.2f}")
-    print(f"ratio without start-up / encoder alone   {streaming / alone:6.2f}")
-    print(f"ratio whole / reference alone            {whole / reference:6.2f}")
-    print(f"peak memory of the command     {peak_mb:9.0f} MB")
+    costs: dict[str, list[Cost]] = defaultdict(list)
+    alone: dict[str, list[float]] = defaultdict(list)
+    for _ in range(args.rounds):
+        costs["start"].append(commands.bigtrain(one, args.encoder))
+        costs["whole"].append(commands.bigtrain(source, args.encoder))
+        alone["own"].append(encode_alone(queue.current, [text.encode() for text in texts]))
+        alone["reference"].append(encode_alone(queue.reference, [text.encode() for text in part]))
+        costs["fallback start"].append(commands.bigtrain(one, "reference"))
+        costs["fallback"].append(commands.bigtrain(part_source, "reference"))
+        if args.megatron:
+            costs["megatron start"].append(commands.megatrons(one))
+            costs["megatron"].append(commands.megatrons(part_source))
+    print(f"{megabytes_of(texts):.1f} MB of text, {len(texts)} documents, {queue.current.engine()}")
+    print(f"load of the machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+    report(costs, alone, megabytes_of(texts), megabytes_of(part), first)
+
+
+def _more(cpu_s: dict[str, float], name: str, start: str) -> float:
+    """What grows with the input; of very little text the noise may be larger."""
+    return max(1e-3, cpu_s[name] - cpu_s[start])
+
+
+def report(
+    costs: dict[str, list[Cost]],
+    alone: dict[str, list[float]],
+    megabytes: float,
+    part: float,
+    first: Cost,
+) -> None:
+    cpu_s = {name: min(cost.cpu_s for cost in found) for name, found in costs.items()}
+    cpu_s |= {name: min(found) for name, found in alone.items()}
+    rates = {
+        "whole command": megabytes / cpu_s["whole"],
+        "whole command without start-up": megabytes / _more(cpu_s, "whole", "start"),
+        "its encoder alone, in memory": megabytes / cpu_s["own"],
+        "reference encoder alone": part / cpu_s["reference"],
+        "with reference, without start-up": part / _more(cpu_s, "fallback", "fallback start"),
+    }
+    if "megatron" in cpu_s:
+        rates["Megatron's script, no start-up"] = part / _more(cpu_s, "megatron", "megatron start")
+    wall_s = min(cost.wall_s for cost in costs["whole"])
+    print(f"{'start-up':34} {cpu_s['start']:8.2f} CPU-s, {first.cpu_s:.2f} the first time")
+    print(f"{'whole command':34} {cpu_s['whole']:8.2f} CPU-s, {wall_s:.2f} s")
+    for name, rate in rates.items():
+        print(f"{name:34} {rate:8.1f} MB/CPU-s")
+    whole, streaming, own, reference, fallback, *megatron = rates.values()
+    ratios = {
+        "whole / encoder alone": whole / own,
+        "without start-up / encoder alone": streaming / own,
+        "whole / reference alone": whole / reference,
+        "with reference / reference alone": fallback / reference,
+    }
+    if megatron:
+        ratios["without start-up / Megatron"] = streaming / megatron[0]
+        ratios["whole / Megatron's whole"] = whole / (part / cpu_s["megatron"])
+        ratios["with reference / Megatron"] = fallback / megatron[0]
+    for name, ratio in ratios.items():
+        print(f"ratio {name:34} {ratio:7.2f}")
+    print(f"peak memory of the command {max(cost.peak_mb for cost in costs['whole']):.0f} MB")
 
 
 def main() -> None:
@@ -137,6 +228,11 @@ def main() -> None:
     parser.add_argument("--input", type=Path, help="jsonl with the key text")
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--encoder", default="auto")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--slow-megabytes", type=float, default=8.0, help="text for the slow contenders"
+    )
+    parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM")
     with tempfile.TemporaryDirectory() as directory:
         measure(parser.parse_args(), Path(directory))
 

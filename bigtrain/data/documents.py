@@ -257,16 +257,18 @@ class PartReader:
         self._require_unchanged()
         for row, values in blocks:
             self.places = []
-            if isinstance(values, TextColumn):
-                if not self.options.chat and (
-                    max(map(len, values.contents)) <= self.options.max_document_bytes
-                ):
-                    self._hash.update(values.joined)
-                    yield values.contents
-                    continue
-                values = [[content.decode("utf-8")] for content in values.contents]
-            yield list(self._contents(values, row=row, hashed=True))
+            if isinstance(values, TextColumn) and self._as_it_stands(values):
+                self._hash.update(values.joined)
+                yield values.contents
+                continue
+            rows = values.rows() if isinstance(values, TextColumn) else values
+            yield list(self._contents(rows, row=row, hashed=True))
         self._require_unchanged()
+
+    def _as_it_stands(self, column: TextColumn) -> bool:
+        """Whether `_contents` would take every row, and as it is."""
+        limit = self.options.max_document_bytes
+        return not self.options.chat and max(map(len, column.contents)) <= limit
 
     def _contents(
         self,

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from bigtrain.data import hard_sample as hard_sample_module
 from bigtrain.data.hard_sample import hard_sample
-from bigtrain.data.known import key_of, recall, remember, source_of
+from bigtrain.data.known import builds, key_of, recall, remember, source_of
 from bigtrain.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -252,13 +252,17 @@ def prove(fast: Encoder, reference: Encoder) -> None:
 
 def _proof_key(fast: Encoder, reference: Encoder) -> str | None:
     try:
-        own = source_of(__file__, hard_sample_module.__file__)
-    except OSError:
+        parts: list[str | bytes] = [
+            source_of(__file__, hard_sample_module.__file__),
+            builds(fast.library, reference.library),
+            reference.tokenizer_json,
+            _processor(),
+        ]
+    except (OSError, LookupError):
         return None
-    parts: list[str | bytes] = [own, reference.tokenizer_json, _processor()]
     for encoder in (fast, reference):
         kind = type(encoder)
-        parts += [kind.__module__, kind.__qualname__, encoder.engine()]
+        parts += [kind.__module__, kind.__qualname__]
         parts += [str(encoder.end_of_document_id), str(encoder.parse_special_tokens)]
     return key_of(parts)
 

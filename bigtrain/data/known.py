@@ -54,9 +54,12 @@ def remember(kind: str, key: str, fact: dict[str, Any]) -> None:
         return  # no home, no space, no right to write: it is found out again next time
 
 
-def versions(*libraries: str) -> str:
-    """The installed versions of `libraries`, also which are absent."""
-    return " ".join(f"{library}={_version(library)}" for library in libraries)
+def builds(*libraries: str) -> str:
+    """What is installed of `libraries`: versions, and checksums of all their files.
+
+    Raises LookupError for one that is installed as editable, which may change at any time.
+    """
+    return " ".join(_build(library) for library in libraries)
 
 
 def source_of(*files: str) -> bytes:
@@ -67,11 +70,16 @@ def source_of(*files: str) -> bytes:
     return digest.digest()
 
 
-def _version(library: str) -> str:
+def _build(library: str) -> str:
     try:
-        return metadata.version(library)
+        installed = metadata.distribution(library)
     except metadata.PackageNotFoundError:
-        return "absent"
+        return f"{library} absent"
+    if '"editable": true' in (installed.read_text("direct_url.json") or ""):
+        raise LookupError(library)
+    # Installed from a repository, two states of it have the same version, but not these checksums.
+    record = hashlib.sha256((installed.read_text("RECORD") or "").encode()).hexdigest()
+    return f"{library} {installed.version} {record}"
 
 
 def _path(kind: str, key: str) -> Path:

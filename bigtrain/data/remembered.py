@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from bigtrain.data.known import key_of, recall, remember, source_of, versions
+from bigtrain.data.known import builds, key_of, recall, remember, source_of
 
 KIND = "tokenizers"
 BACKEND_FILE = "tokenizer.json"
@@ -33,7 +33,9 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".g
 """No tokenizer is read from these, and they may be large."""
 SUBFOLDER = "additional_chat_templates"
 """The only folder in a tokenizer's directory that transformers looks into."""
-MAX_FILES_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 28
+"""Of one file that is read to tell whether it changed."""
+MAX_SAVED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,18 @@ class RememberedTokenizer:
 
 
 def fingerprint(directory: Path, name: str) -> str | None:
-    """What loading `directory` by `name` depends on; None where its files cannot be read.
+    """What loading `directory` by `name` depends on; None where its files are not to be read.
 
     Its files but weights, the name (transformers knows some models by it), the versions of the
     libraries and this module.
     """
     try:
-        parts: list[str | bytes] = [name, versions(*LIBRARIES), source_of(__file__)]
+        parts: list[str | bytes] = [name, builds(*LIBRARIES), source_of(__file__)]
         for path in _files(directory):
+            if path.stat().st_size > MAX_FILE_BYTES:
+                return None
             parts += [path.relative_to(directory).as_posix(), path.read_bytes()]
-    except OSError:
+    except (OSError, LookupError):
         return None
     return key_of(parts)
 
@@ -177,6 +181,6 @@ def _saved_files(huggingface: Any) -> dict[str, str] | None:
         names = {path.relative_to(temporary).as_posix(): path for path in paths}
         if names.pop(BACKEND_FILE, None) is None:
             return None
-        if sum(path.stat().st_size for path in names.values()) > MAX_FILES_BYTES:
+        if sum(path.stat().st_size for path in names.values()) > MAX_SAVED_BYTES:
             return None
         return {name: path.read_bytes().decode("utf-8") for name, path in names.items()}

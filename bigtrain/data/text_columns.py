@@ -16,6 +16,10 @@ class TextColumn:
     contents: list[bytes]
     joined: bytes
 
+    def rows(self) -> list[list[str]]:
+        """As of any other column."""
+        return [[content.decode("utf-8")] for content in self.contents]
+
 
 def text_column(column: Any) -> TextColumn | None:
     """The arrow array `column`; None unless it is text in every row, and valid UTF-8."""

@@ -23,6 +23,19 @@ from tests.support.worlds import ROOT
 Change = Callable[[Path], None]
 
 
+class Installed:
+    """Another build of any library, as `importlib.metadata` describes it."""
+
+    version = "6.0"
+    editable = "false"
+
+    def __init__(self, library: str) -> None:
+        self.library = library
+
+    def read_text(self, name: str) -> str | None:
+        return {"direct_url.json": f'{{"dir_info": {{"editable": {self.editable}}}}}'}.get(name)
+
+
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
@@ -134,8 +147,10 @@ def test_another_content_or_version_is_another_tokenizer(
     (directory / "chat_template.jinja").unlink()
     assert fingerprint(directory, str(directory)) == key
     assert fingerprint(directory, "another/name") != key
-    monkeypatch.setattr(known.metadata, "version", lambda library: "6.0")
-    assert fingerprint(directory, str(directory)) != key
+    monkeypatch.setattr(known.metadata, "distribution", Installed)
+    assert fingerprint(directory, str(directory)) not in (key, None)
+    monkeypatch.setattr(Installed, "editable", "true")
+    assert fingerprint(directory, str(directory)) is None
 
 
 def test_a_tokenizer_of_other_files_is_never_remembered(directory: Path) -> None:
@@ -212,6 +227,10 @@ def test_the_hard_sample_is_compared_once(directory: Path, monkeypatch: pytest.M
         with pytest.raises(encoders.EncoderError):
             prove(fast(Wrong), reference)
         assert len(calls) == number, "what differs is compared every time"
-    monkeypatch.setattr(known.metadata, "version", lambda library: "6.0")
+    monkeypatch.setattr(known.metadata, "distribution", Installed)
     prove(fast(GigatokenEncoder), reference)
     assert len(calls) == 5
+    monkeypatch.setattr(Installed, "editable", "true")
+    for number in (6, 7):
+        prove(fast(GigatokenEncoder), reference)
+        assert len(calls) == number, "it may have changed"
