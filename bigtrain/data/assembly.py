@@ -107,7 +107,8 @@ class Finish:
             splits=splits,
         )
         if not manifest.num_tokens("train"):
-            raise EmptyDataset(
+            # With bad documents their list stays, to be looked at.
+            raise (DataError if manifest.skipped_documents else EmptyDataset)(
                 f"there is no training token in the input: {manifest.num_documents('train')} "
                 f"training documents, {manifest.num_documents('held_out')} held-out documents with "
                 f"{manifest.num_tokens('held_out')} tokens, {manifest.skipped_documents} skipped"

@@ -7,6 +7,7 @@ process does the same with the same arguments, so any of them may be killed and 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -103,14 +104,12 @@ def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None
     wrong: units that are finished by then are kept, without any nothing is left behind. `pause`
     passes the time while other processes work (default: sleep).
     """
-    sources = find_sources(request.selection)
-    _refuse_output_among_inputs(request.output, sources)
+    sources = _outside(request.output, find_sources(request.selection))
     if request.chat:
         _refuse_texts(sources)
     workspace = Workspace(request.output, new_token())
-    if workspace.is_finished():
+    if workspace.is_finished() or not _is_own(workspace):
         return BuildResult(_finished(request, sources, workspace), already_finished=True)
-    _require_own(request.output)
     build = _Build(request, sources, load_tokenizer(request.tokenizer), workspace)
     build.pause = pause or (lambda: time.sleep(POLL_S))
     with _work_folder(workspace):
@@ -118,11 +117,21 @@ def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None
     return BuildResult(manifest, already_finished=False)
 
 
-def _refuse_output_among_inputs(output: Path, sources: Sequence[Source]) -> None:
-    target = output.resolve()
+def _outside(output: Path, sources: Sequence[Source]) -> list[Source]:
+    """`sources` without what the command itself writes into a folder that it also reads."""
+    # Not the real path of every source: that looks at every folder above each of many files.
+    targets = (os.path.abspath(output), os.path.realpath(output))
+    folders = tuple(target + os.sep for target in targets)
+    outside = []
     for source in sources:
-        if Path(source.path).resolve() == target:
+        path = os.path.abspath(source.path)
+        if path in targets:
             raise DataError(f"--output {output} is one of the inputs")
+        if not path.startswith(folders):
+            outside.append(source)
+    if not outside:
+        raise DataError(f"every input lies in --output {output}")
+    return outside
 
 
 def _refuse_texts(sources: Sequence[Source]) -> None:
@@ -134,28 +143,38 @@ def _refuse_texts(sources: Sequence[Source]) -> None:
             )
 
 
-def _require_own(output: Path) -> None:
-    """Raises DataError where `output` holds anything but an unfinished dataset."""
-    if not (output / WORK_DIRECTORY).is_dir():
-        require_free(output)
-        return
-    for path in output.iterdir():
-        if not OWN_NAMES.fullmatch(path.name):
-            raise DataError(
-                f"{path} is not part of the unfinished dataset in {output}; nothing was written -> "
-                "name another --output, or remove it first"
-            )
+def _is_own(workspace: Workspace) -> bool:
+    """Whether the output is free or an unfinished dataset; not where that was finished just now.
+
+    Raises DataError where it holds anything else.
+    """
+    output = workspace.output
+    try:
+        if not workspace.directory.is_dir():
+            require_free(output)
+            return True
+        for path in output.iterdir():
+            if not OWN_NAMES.fullmatch(path.name):
+                raise DataError(
+                    f"{path} is not part of the unfinished dataset in {output}; nothing was "
+                    "written -> name another --output, or remove it first"
+                )
+    except DataError:
+        if not workspace.is_finished():
+            raise
+        return False
+    return True
 
 
 def _finished(request: BuildRequest, sources: Sequence[Source], workspace: Workspace) -> Manifest:
     """The manifest in the output, if it is of this input. Raises DataError saying what differs."""
     output = request.output
     manifest = read_manifest(output)
-    known = tuple(source.model_copy(update={"parts": ()}) for source in manifest.sources)
+    known = [source.identity for source in manifest.sources]
     different = [
         what
         for what, same in (
-            ("input files", known == tuple(source.record for source in sources)),
+            ("input files", known == [source.record.identity for source in sources]),
             ("tokenizer", _is_same_tokenizer(manifest, request.tokenizer)),
             ("chat template", _is_same_template(manifest, request)),
             ("options", manifest.options == request.options()),
@@ -235,11 +254,16 @@ class _Build:
         """Work until the dataset is there, whoever finishes it."""
         try:
             return self._run()
-        except FileNotFoundError:
-            # Another process finished the dataset and removed the work folder meanwhile.
+        except OSError as error:
+            # Another process may have finished the dataset and removed the work folder meanwhile.
             if self.workspace.is_finished():
                 return self._of_others()
-            raise
+            if not self.workspace.directory.exists():
+                raise DataError(
+                    f"{self.workspace.directory} was removed meanwhile, by another process that "
+                    "gave up or by hand -> start again"
+                ) from error
+            raise DataError(f"{self.workspace.output} cannot be written: {error}") from error
 
     def _run(self) -> Manifest:
         self._undo_other_assembly()
@@ -271,7 +295,7 @@ class _Build:
             progress.wait_for_others(len(left))
             self.pause()
             return
-        self.workspace.drop_records(unit.key for unit in left)
+        self.workspace.drop_invalid(left)
         encoders = self._trusted_encoders()
         chat = None
         if self.template is not None:

@@ -29,12 +29,20 @@ from bigtrain.data.lines import (
 from bigtrain.data.manifest import DEFAULT_MAX_DOCUMENT_BYTES
 from bigtrain.data.sources import Selection, Source
 from bigtrain.data.tables import Keys, arrow_rows, csv_rows, dataset_rows, parquet_rows
-from bigtrain.data.zstd import open_zstd
 from bigtrain.errors import DataError
+
+
+def _open_zstd(raw: Any) -> Any:
+    """Arrow's: `zstandard` takes the end of a file inside a frame for the end of the data, or
+    decompresses all that a block of input gives at once."""
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+
 
 COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
-    ".zst": open_zstd,
+    ".zst": _open_zstd,
     ".xz": lzma.LZMAFile,
     ".bz2": bz2.BZ2File,
 }
@@ -135,7 +143,7 @@ class PartReader:
         parts: list[bytes] = []
         size = 0
         with self._stream() as stream:
-            for chunk in stream_chunks(stream):
+            for chunk in stream_chunks(stream, self._stream_bytes()):
                 size += len(chunk)
                 if size > limit:
                     break
@@ -292,6 +300,11 @@ class PartReader:
                 with opener(raw) as stream:
                     yield stream
             raw.drain()
+
+    def _stream_bytes(self) -> int | None:
+        """How many bytes `_stream` gives, where that is known."""
+        source = self.part.source
+        return None if source.compressed or source.read_once else source.record.bytes
 
     def _counted(self) -> _CountedHash:
         return _CountedHash(self)

@@ -39,13 +39,14 @@ class HashingReader(io.RawIOBase):
 
     def drain(self) -> None:
         """Read to the end, for the hash."""
-        while self.read(BLOCK_BYTES):
+        while self.read(1 << 16):
             pass
 
 
-def stream_chunks(stream: IO[bytes]) -> Iterator[bytes]:
-    """All of `stream` in blocks."""
-    while chunk := stream.read(BLOCK_BYTES):
+def stream_chunks(stream: IO[bytes], expected_bytes: int | None = None) -> Iterator[bytes]:
+    """All of `stream` in blocks, small ones where little is expected: a read costs its size."""
+    size = BLOCK_BYTES if expected_bytes is None else min(BLOCK_BYTES, expected_bytes + 1)
+    while chunk := stream.read(size):
         yield chunk
 
 

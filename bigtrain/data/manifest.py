@@ -98,6 +98,11 @@ class SourceRecord(Record):
     revision: str | None = Field(default=None, description="of a dataset: commit or fingerprint")
     parts: tuple[PartRecord, ...] = Field(default=(), strict=False)
 
+    @property
+    def identity(self) -> tuple[str, int | None, int | None, str | None]:
+        """What is known of it before it is read: equal where it is taken to be the same."""
+        return self.path, self.bytes, self.modified_ns, self.revision
+
 
 class OptionsRecord(Record):
     """What else decides the contents of the shards."""

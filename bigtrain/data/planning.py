@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import xxhash
@@ -65,17 +66,7 @@ def _key(common: Sequence[object], parts: Sequence[Part]) -> str:
     described: list[Any] = []
     for part in parts:
         record = part.source.record
-        described.append(
-            [
-                part.source.kind,
-                record.path,
-                record.bytes,
-                record.modified_ns,
-                record.revision,
-                part.begin,
-                part.end,
-            ]
-        )
+        described.append([part.source.kind, *record.identity, part.begin, part.end])
     return xxhash.xxh3_128_hexdigest(json.dumps([common, described]).encode())
 
 
@@ -142,14 +133,13 @@ def _even(source: Source, count: int, shard_bytes: int | None) -> list[Part]:
 def _cut_row_groups(source: Source, shard_bytes: int) -> list[Part]:
     """Row groups of parquet, whose bytes are taken to be spread evenly over the rows."""
     rows = count_row_groups(source.path)
-    total, num_bytes = max(1, sum(rows)), source.record.bytes or 0
+    ends = list(accumulate(rows))
+    num_bytes = source.record.bytes or 0
+    at = [num_bytes * end // max(1, ends[-1]) for end in ends]
     parts: list[Part] = []
-    begin = rows_in_part = 0
-    for group, num_rows in enumerate(rows):
-        rows_in_part += num_rows
-        last = group == len(rows) - 1
-        next_rows = 0 if last else rows[group + 1]
-        if last or (rows_in_part + next_rows) * num_bytes > shard_bytes * total:
-            parts.append(Part(source, begin, group + 1, num_bytes * rows_in_part // total))
-            begin, rows_in_part = group + 1, 0
+    begin = done = 0
+    for group in range(len(rows)):
+        if group == len(rows) - 1 or at[group + 1] - done > shard_bytes:
+            parts.append(Part(source, begin, group + 1, at[group] - done))
+            begin, done = group + 1, at[group]
     return parts or [whole(source)]

@@ -158,6 +158,10 @@ def _file_source(path: Path) -> Source:
         status = path.stat()
     except OSError as error:
         raise DataError(f"--input {path}: {error.strerror}") from error
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(f"--input {str(path)!r}: the name is not UTF-8 -> rename it") from None
     plain = _without_compression(path.name)
     kind = KINDS.get(Path(plain).suffix, "text")
     if kind in COMPRESSED_INSIDE and plain != path.name:

@@ -146,8 +146,8 @@ def _csv_lines(path: str, chunks: Iterator[bytes], max_bytes: int) -> Iterator[s
             number += 1
             if line is None:
                 raise DataError(
-                    f"{path}:{number} cannot be read: a line of more than {max_bytes:,} bytes -> "
-                    "--max-document-bytes"
+                    f"{path}:{number} cannot be read as csv: the line is larger than "
+                    f"--max-document-bytes {max_bytes:,}"
                 )
             yield line.decode("utf-8", "surrogateescape") + "\n"
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,16 +125,17 @@ class Workspace:
         found = {}
         for unit in units:
             record = self._read_record(unit.key)
-            if record is None or record.engine in rejected:
-                continue
-            if moved or self._has_files(record):
+            if record and record.engine not in rejected and (moved or self._has_files(record)):
                 found[unit.key] = record
         return found
 
-    def drop_records(self, keys: Iterable[str]) -> None:
-        """Forget units, so that they are done again."""
-        for key in keys:
-            self._record_path(key).unlink(missing_ok=True)
+    def drop_invalid(self, units: Sequence[Unit]) -> None:
+        """Forget those of `units` that have a record which `records` does not count."""
+        recorded = [unit for unit in units if self.is_recorded(unit.key)]
+        valid = self.records(recorded)
+        for unit in recorded:
+            if unit.key not in valid:
+                self._record_path(unit.key).unlink(missing_ok=True)
 
     def rejected(self) -> dict[str, str]:
         """Engines that were found wrong on this input, and why."""

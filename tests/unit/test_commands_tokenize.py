@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -270,3 +271,132 @@ def test_documents_longer_than_a_shard(tokenizer: Path, tmp_path: Path) -> None:
     tokens = np.concatenate([shard.tokens for shard in opened.shards("train")])
     assert int((tokens == 0).sum()) == 4
     assert len(opened.shards("train")) > 3
+
+
+def test_shards_together_are_the_one_shard(
+    corpus: Path, tokenizer: Path, texts: list[str], tmp_path: Path
+) -> None:
+    """What one shard holds, several hold one after another; so one is as Megatron writes it."""
+    command = ["tokenize", "--input", corpus, "--tokenizer", tokenizer]
+    assert bigtrain(*command, "--output", tmp_path / "one") == 0
+    assert bigtrain(*command, "--output", tmp_path / "many", "--shard-size", "7KB") == 0
+    (one,) = open_dataset(tmp_path / "one").shards("train")
+    many = open_dataset(tmp_path / "many").shards("train")
+    assert len(many) > 9
+    assert one.bin_path.read_bytes() == b"".join(shard.bin_path.read_bytes() for shard in many)
+    assert one.sequence_lengths.tolist() == [n for s in many for n in s.sequence_lengths.tolist()]
+    assert one.num_documents == len(texts) == sum(shard.num_documents for shard in many)
+
+
+def test_bad_documents_up_to_a_share(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = '{"text": "good"}\n', '{"text": 5}\n{"x": "\\ud800"}\n'
+    (tmp_path / "a.jsonl").write_text(good * 40 + bad + good * 40)
+    (tmp_path / "b.jsonl").write_text(bad + good * 18)
+    output = tmp_path / "d"
+    command = ["tokenize", "--input", tmp_path, "--tokenizer", tokenizer, "--output", output]
+    command += ["--shard-size", 200]
+    assert bigtrain(*command, "--max-bad-fraction", 0.035) == 2
+    error = capsys.readouterr().err
+    assert "4 of 102 documents cannot be read, more than --max-bad-fraction 0.035 allows" in error
+    assert f"the first is {tmp_path}/a.jsonl:41: 'text' is not text but int; all are in" in error
+    # Allowing more does not read anything again.
+    before = {path.stat().st_ino for path in output.glob(".units/*.bin")}
+    assert bigtrain(*command, "--max-bad-fraction", 0.04) == 0
+    assert {path.stat().st_ino for path in output.glob("train-*.bin")} <= before
+    listed = [json.loads(line) for line in (output / "errors.jsonl").read_text().splitlines()]
+    assert [(Path(entry["file"]).name, entry["line"]) for entry in listed] == [
+        ("a.jsonl", 41),
+        ("a.jsonl", 42),
+        ("b.jsonl", 1),
+        ("b.jsonl", 2),
+    ]
+    assert listed[3]["reason"] == "no key 'text'; keys here: x"
+    assert open_dataset(output).manifest.skipped_documents == 4
+
+
+def test_a_bad_document_in_the_middle_ends_it_at_once(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 40 + "{}\n")
+    command = ["tokenize", "--input", tmp_path, "--tokenizer", tokenizer, "--shard-size", 100]
+    for workers in (1, 2):
+        assert bigtrain(*command, "--output", tmp_path / "d", "--workers", workers) == 2
+        assert "a.jsonl:41: no key 'text'; keys here: none" in capsys.readouterr().err
+
+
+def test_a_finished_dataset_costs_no_library(dataset: Path, corpus: Path, tokenizer: Path) -> None:
+    command = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--output", dataset]
+    words = [*map(str, command), "--held-out", "0.1", "--shard-size", "20000"]
+    code = (
+        "import sys; from bigtrain.cli import main\n"
+        f"assert main({words!r}) == 0\n"
+        "heavy = 'torch transformers tokenizers datasets pyarrow gigatoken huggingface_hub'\n"
+        "print([name for name in heavy.split() if name in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "nothing to do" in result.stdout
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_same_tokenizer_elsewhere(dataset: Path, corpus: Path, tokenizer: Path) -> None:
+    """Other files, but it encodes the same: the dataset is still finished."""
+    other = corpus.parent / "same tokenizer"
+    load_tokenizer(str(tokenizer)).save(other)
+    tree = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(tree, indent=3))
+    command = ["tokenize", "--input", corpus, "--tokenizer", other, "--output", dataset]
+    assert bigtrain(*command, "--held-out", 0.1, "--shard-size", 20000) == 0
+
+
+def test_verify(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset, copy)
+    assert bigtrain("verify", dataset, copy) == 0
+    assert capsys.readouterr().out.count("every checksum is right") == 2
+    content = bytearray((copy / "train-00001.bin").read_bytes())
+    content[40] ^= 1
+    (copy / "train-00001.bin").write_bytes(content)
+    (copy / "held_out-00000.idx").unlink()
+    assert bigtrain("verify", copy) == 2
+    error = capsys.readouterr().err
+    assert f"{copy}/train-00001.bin is damaged: its checksum is not the manifest's" in error
+    assert f"{copy}/held_out-00000.idx cannot be read: No such file or directory" in error
+    assert len(error.splitlines()) == 2
+
+
+def test_an_output_among_the_inputs(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the command writes, errors.jsonl among it, is not read by the next start."""
+    write_lines(tmp_path / "a.jsonl", ["some text", "more"])
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("{\n")
+    command = ["tokenize", "--input", tmp_path, "--tokenizer", tokenizer, "--skip-bad"]
+    for _ in range(2):
+        assert bigtrain(*command, "--output", tmp_path / "d") == 0
+    assert "nothing to do" in capsys.readouterr().out
+    (source,) = open_dataset(tmp_path / "d").manifest.sources
+    assert source.path == str(tmp_path / "a.jsonl")
+    inside = ["tokenize", "--input", tmp_path / "d", "--tokenizer", tokenizer]
+    assert bigtrain(*inside, "--output", tmp_path / "d") == 2
+    assert f"every input lies in --output {tmp_path}/d" in capsys.readouterr().err
+
+
+def test_nothing_but_bad_documents(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their list stays, and the same command can be started again."""
+    (tmp_path / "a.jsonl").write_text("{\n[]\n")
+    command = ["tokenize", "--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer]
+    for _ in range(2):
+        assert bigtrain(*command, "--output", tmp_path / "d", "--skip-bad") == 2
+        assert "there is no training token in the input" in capsys.readouterr().err
+    assert len((tmp_path / "d" / "errors.jsonl").read_text().splitlines()) == 2

@@ -16,7 +16,7 @@ import zstandard
 from pyarrow import parquet
 
 from bigtrain.data.bad_documents import BadDocument, Rejects
-from bigtrain.data.documents import DocumentReader, ReadOptions
+from bigtrain.data.documents import DocumentReader, Part, PartReader, ReadOptions
 from bigtrain.data.sources import Selection, find_sources
 from bigtrain.errors import DataError
 
@@ -172,6 +172,12 @@ def test_choice_among_the_files_of_a_folder(tmp_path: Path) -> None:
     assert read(tmp_path / "a.py", f"{tmp_path}/a*") == ["a.py"]
 
 
+def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    write(Path(f"{tmp_path}/a\udce4.txt"), b"x")
+    with pytest.raises(DataError, match=r"a\\udce4\.txt': the name is not UTF-8 -> rename it"):
+        read(tmp_path)
+
+
 def test_inputs_that_match_nothing(tmp_path: Path) -> None:
     write(tmp_path / "a.md", b"x")
     with pytest.raises(DataError, match=r"no file there ends with .*; found: \.md \(1\) -> name"):
@@ -185,3 +191,94 @@ def test_inputs_that_match_nothing(tmp_path: Path) -> None:
         find_sources(Selection([f"{tmp_path}/*.md"], exclude=["*.md"]))
     with pytest.raises(DataError, match="and no dataset of this name can be had from the Hugging"):
         find_sources(Selection(["nobody/no-such-dataset"]))
+
+
+def test_true_lines_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    """A part that begins anywhere names the line of the file, by counting those before it."""
+    good, bad = b'{"text": "good"}\n', b'{"text": 5}\n'
+    path = write(tmp_path / "a.jsonl", good * 7 + bad + good * 5)
+    size = path.stat().st_size
+    selection = Selection([str(path)])
+    (source,) = find_sources(selection)
+    for begin in range(0, len(good) * 7 + 1):
+        part = Part(source, begin, size, size - begin)
+        reader = PartReader(part, ReadOptions(selection), Rejects(False))
+        with pytest.raises(DataError, match=r"a\.jsonl:8: 'text' is not text but int"):
+            list(reader.blocks())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.xz", "a.parquet"])
+def test_documents_that_are_too_large(tmp_path: Path, name: str) -> None:
+    texts = ["small", "x" * 5000, "small"]
+    path = tmp_path / name
+    if name == "a.parquet":
+        parquet.write_table(pyarrow.table({"text": texts}), path)
+        where = "a.parquet row 1: the document"
+    elif "jsonl" in name:
+        write(path, COMPRESS[".gz" if name.endswith("gz") else ""](lines(texts)))
+        where = f"{name}:2: the line"
+    else:
+        write(path, COMPRESS[".xz" if name.endswith("xz") else ""](b"x" * 5000))
+        where = f"{name}: the document"
+    with pytest.raises(DataError) as caught:
+        read(path, limit=4999)
+    assert f"{where} is larger than --max-document-bytes 4,999 -> " in str(caught.value)
+    bad: list[BadDocument] = []
+    assert read(path, limit=4999, skip=True, bad=bad) == ([] if "txt" in name else ["small"] * 2)
+    assert len(bad) == 1
+    assert len(read(path, limit=5100)) == (1 if "txt" in name else 3)
+
+
+def test_several_text_keys(tmp_path: Path) -> None:
+    rows = [
+        {"title": "T", "body": "B"},
+        {"title": "", "body": "only body"},
+        {"title": None, "body": "no title"},
+        {"body": "neither", "x": 1},
+    ]
+    expected = ["T\nB", "only body", "no title", "neither"]
+    path = write(tmp_path / "a.jsonl", b"".join(json.dumps(r).encode() + b"\n" for r in rows))
+    assert read(path, text_key="title,body") == expected
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", text_key="title,body") == expected
+    assert read(tmp_path / "a.parquet", text_key="missing,body")[0] == "B"
+    write(path, b'{"x": 1}\n')
+    with pytest.raises(DataError, match=r"a.jsonl:1: no key 'title' or 'body'; keys here: x"):
+        read(path, text_key="title,body")
+    write(path, b'{"title": null, "body": 3}\n')
+    with pytest.raises(DataError, match=r":1: 'title' or 'body' is not text but int"):
+        read(path, text_key="title,body")
+
+
+@pytest.mark.parametrize(
+    ("content", "documents"),
+    [
+        (b'text,n\r\n"a ""quoted"" word",1\r\n', ['a "quoted" word']),
+        (b'n,text\n1,"two\r\nlines"\n\n2,\n', ["two\r\nlines", ""]),
+        ("\ufefftext\nä\nnan".encode(), ["ä", "nan"]),
+    ],
+)
+def test_csv(tmp_path: Path, content: bytes, documents: list[str]) -> None:
+    assert read(write(tmp_path / "a.csv", content)) == documents
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "documents"),
+    [
+        (b"text,n\na,1\nb\nc,2\n", r"a\.csv:3: 1 fields, the header has 2", ["a", "c"]),
+        (b'text\n"a\nb"\n\xff\nc\n', r"a\.csv:4: not UTF-8", ["a\nb", "c"]),
+        (b"text,n\n" + b"a" * 60 + b",1\nb,2\n", "larger than --max-document-bytes 50", None),
+        (b'text\n"a', r"a\.csv:2 cannot be read as csv: unexpected end of data", None),
+        (b'text\na\n"b" c\n', r"a\.csv:3 cannot be read as csv: ',' expected after", None),
+        (b'text\n"' + b"a\n" * 60, r"a\.csv:2 cannot be read as csv: field larger", None),
+        (b"", r"a\.csv: no column 'text' -> --text-key: none", None),
+    ],
+)
+def test_csv_that_is_wrong(
+    tmp_path: Path, content: bytes, message: str, documents: list[str] | None
+) -> None:
+    path = write(tmp_path / "a.csv", content)
+    with pytest.raises(DataError, match=message):
+        read(path, limit=50)
+    if documents is not None:
+        assert read(path, limit=50, skip=True) == documents

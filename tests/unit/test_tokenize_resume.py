@@ -10,14 +10,18 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from bigtrain.data.claims import Owner
+from bigtrain.data.encoders import GigatokenEncoder, ReferenceEncoder
 from bigtrain.data.manifest import read_manifest
 from bigtrain.data.shards import open_dataset
 from bigtrain.data.tokenization import train_tokenizer
+from bigtrain.data.workspace import Workspace
 from tests.support.commands import Commands, Ended
 
 RECORDS = "[0-9a-f]" * 32 + ".json"
@@ -243,6 +247,32 @@ def test_a_plan_that_changes_in_the_middle_of_the_assembly(
     assert files_of(tmp_path / "e") == files_of(tmp_path / "f")
 
 
+def test_units_of_an_encoder_found_wrong_are_done_again(
+    home: Path, commands: Commands, unbroken: Path, tmp_path: Path
+) -> None:
+    """Also those of an earlier start, once any process has noted it."""
+    output = tmp_path / "d"
+    words = [*tokenize(home, output), "--encoder", "gigatoken"]
+    steps = commands.run(*words, "--output", tmp_path / "first", kill_before_step=0).steps
+    last = max(n for n, step in enumerate(steps, 1) if step.endswith(".train.bin"))
+    assert commands.run(*words, kill_before_step=last).code == -9
+    done = {path.stat().st_ino for path in output.glob(".units/*.train.bin")}
+    assert len(done) >= 2
+    engine = GigatokenEncoder.engine()
+    Workspace(output, "other").reject(engine, "it was wrong elsewhere")
+    ended = commands.run(*words)
+    assert ended.code == 0, ended.output
+    assert f"encoder {engine} is not used: it was wrong elsewhere" in ended.output
+    found, expected = files_of(output), files_of(unbroken)
+    assert {n: c for n, c in found.items() if n != "manifest.json"} == {
+        n: c for n, c in expected.items() if n != "manifest.json"
+    }
+    tokenizer = read_manifest(output).tokenizer
+    assert tokenizer.engine == ReferenceEncoder.engine()
+    assert tokenizer.engine_reason == f"not {engine}: it was wrong elsewhere"
+    assert not done & {path.stat().st_ino for path in output.glob("train-*.bin")}
+
+
 def test_foreign_files_in_an_unfinished_output(
     home: Path, commands: Commands, tmp_path: Path
 ) -> None:
@@ -279,3 +309,53 @@ def test_errors_are_listed_with_their_true_lines(unbroken: Path, home: Path) -> 
     assert entries[0]["reason"].startswith("not JSON (")
     assert entries[1]["reason"] == "not UTF-8 (invalid start byte)"
     assert read_manifest(unbroken).skipped_documents == 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.txt", "a.csv"])
+def test_a_huge_line_is_never_held(
+    home: Path, commands: Commands, tmp_path: Path, name: str
+) -> None:
+    """200 MB where 1 MiB is allowed: the peak is that of a small file."""
+    if name == "a.csv":
+        head, tail = b'text,n\nword,1\n"', b'",2\n'
+    else:
+        head, tail = b'{"text": "word"}\n{"text": "', b'"}\n{"text": "word"}\n'
+    peaks = []
+    for size_mb in (2, 200):
+        folder = tmp_path / str(size_mb)
+        folder.mkdir()
+        (folder / "b.txt").write_text("word")
+        with (folder / name).open("wb") as raw, ExitStack() as stack:
+            file = raw
+            if name.endswith(".zst"):
+                file = stack.enter_context(zstandard.ZstdCompressor(1).stream_writer(raw))
+            file.write(head)
+            for _ in range(size_mb):
+                file.write(b"x" * 1_000_000)
+            file.write(tail)
+        words = ["tokenize", "--input", folder, "--tokenizer", home / "tokenizer", "--skip-bad"]
+        words += ["--suffix", ".txt", "--suffix", ".csv", "--suffix", ".jsonl"]
+        words += ["--output", folder / "d", "--max-document-bytes", "1MiB"]
+        ended = commands.run(*words, "--encoder", "reference")
+        if name == "a.csv":
+            assert ended.code == 2
+            assert "a.csv:3 cannot be read as csv: the line is larger than" in ended.output
+        else:
+            assert ended.code == 0, ended.output
+            (error,) = (folder / "d" / "errors.jsonl").read_text().splitlines()
+            assert json.loads(error).get("line") == (None if name == "a.txt" else 2)
+            assert "is larger than --max-document-bytes 1,048,576" in error
+        peaks.append(ended.peak_bytes)
+    assert peaks[1] - peaks[0] < 20e6
+
+
+def test_what_cannot_be_written_is_said(home: Path, commands: Commands, tmp_path: Path) -> None:
+    """In the system's own words, without a traceback."""
+    output = tmp_path / "d"
+    running = commands.run(*tokenize(home, output), kill_before_step=30)
+    assert running.code == -9
+    (output / ".units" / "assembly.json").mkdir()
+    ended = commands.run(*tokenize(home, output))
+    assert ended.code == 2
+    assert f"{output} cannot be written: [Errno 21] Is a directory" in ended.output
+    assert "Traceback" not in ended.output
