@@ -6,7 +6,8 @@ bigtrain  `TrainingBatches.step`, what a training run calls: order, positioned r
           check, inputs and labels as tensors; also with isolated documents, and from a mixture
 
 Both read the same dataset with a warm page cache in one process and take turns, so that whatever
-else the machine does falls on both; the ratio is the median over the rounds. Then the time from
+else the machine does falls on both; ratios, of wall and of CPU time, are medians over the rounds.
+Then the time from
 opening to the first batch: real files of a small dataset, and sparse files that say they hold 1e12
 tokens in 1e9 documents, beside what Megatron builds for the small one (shuffled documents, a row
 per sample, shuffled samples), here in vectorised numpy. Prints JSON.
@@ -133,11 +134,12 @@ def bare_gather(path: Path, sequence_length: int) -> Callable[[int], None]:
     return read
 
 
-def samples_per_second(read: Callable[[int], object], first: int, batches: int) -> float:
-    begun = time.perf_counter()
+def seconds_of(read: Callable[[int], object], first: int, batches: int) -> tuple[float, float]:
+    """Wall seconds and CPU seconds (of all threads) of one turn."""
+    begun, cpu_begun = time.perf_counter(), time.process_time()
     for number in range(first, first + batches):
         read(number)
-    return batches * BATCH_SAMPLES / (time.perf_counter() - begun)
+    return time.perf_counter() - begun, time.process_time() - cpu_begun
 
 
 def throughput(root: Path, sequence_length: int, batches: int, rounds: int) -> dict[str, Any]:
@@ -159,26 +161,34 @@ def throughput(root: Path, sequence_length: int, batches: int, rounds: int) -> d
     readers: dict[str, Callable[[int], object]] = {"bare": bare_gather(paths[0], sequence_length)}
     for name, loader in opened.items():
         readers[name] = lambda number, loader=loader: loader.step(number * BATCH_SAMPLES)
-    speeds: dict[str, list[float]] = {name: [] for name in readers}
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
     for turn in range(rounds + 1):
         for name, read in readers.items():
-            speed = samples_per_second(read, turn * batches, batches)
+            seconds = seconds_of(read, turn * batches, batches)
             if turn:  # the first warms the page cache
-                speeds[name].append(speed)
+                turns[name].append(seconds)
     for loader in opened.values():
         loader.close()
+    bare = turns["bare"]
+    samples = batches * BATCH_SAMPLES
     return {
         name: {
-            "samples_per_second": round(statistics.median(values)),
-            "ratio_to_bare": round(
-                statistics.median(
-                    own / bare for own, bare in zip(values, speeds["bare"], strict=True)
-                ),
-                3,
+            "samples_per_second": round(samples / statistics.median(wall for wall, _ in own)),
+            "cpu_microseconds_per_sample": round(
+                statistics.median(cpu for _, cpu in own) / samples * 1e6, 2
             ),
+            "ratio_to_bare": _median_ratio(bare, own, 0),
+            "cpu_ratio_to_bare": _median_ratio(bare, own, 1),
         }
-        for name, values in speeds.items()
+        for name, own in turns.items()
     }
+
+
+def _median_ratio(
+    bare: Sequence[tuple[float, float]], own: Sequence[tuple[float, float]], kind: int
+) -> float:
+    pairs = zip(bare, own, strict=True)
+    return round(statistics.median(there[kind] / here[kind] for there, here in pairs), 3)
 
 
 def first_batch(path: Path, sequence_length: int, rounds: int) -> dict[str, float]:

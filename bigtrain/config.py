@@ -127,6 +127,11 @@ class DataSection(Section):
         "batch.sequence_length and by default equal to it: the longest sequence with which the run "
         "can ever go on without reading anything twice in an epoch",
     )
+    verify: Literal["sizes", "contents"] = Field(
+        default="sizes",
+        description="of the shards before training; contents: also read all of them, divided over "
+        "the processes, and compare their checksums",
+    )
     workers: PositiveInt = Field(
         default=1,
         description="threads of each process that read the batches of coming steps, one step each; "

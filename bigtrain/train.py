@@ -89,8 +89,11 @@ def train_run(run: ResolvedRun, world: World) -> None:
     from bigtrain.run.loop import train
     from bigtrain.run.resume import restore_or_start, save
     from bigtrain.run.session import open_session
+    from bigtrain.run.verification import verify_data
 
     with open_session(run, inputs, world) as session:
+        if run.config.data.verify == "contents":
+            verify_data(session)
         engine = build_engine(run.config, run.engine, run.plan, inputs.hf_config, session.device)
         pin = session.device.type == "cuda"
         data_rank = run.topology.coordinates(world.rank).data_rank

@@ -109,7 +109,9 @@ class MixtureOrder:
             for source in sources
         ]
         self._offsets = [0, *accumulate(source.num_windows for source in sources)][:-1]
-        # A block costs as much as a few samples of it, and several steps read the same one.
+        # A block costs as much as a few samples of it, and several steps read the same one. Where
+        # there is nothing to mix it may have any size; numpy does more in one call.
+        self._block_samples = BLOCK_SAMPLES if len(sources) > 1 else 4 * BLOCK_SAMPLES
         self._block = lru_cache(maxsize=2)(self._windows_of_block)
 
     def windows(self, first_sample: int, count: int) -> Indices:
@@ -119,8 +121,8 @@ class MixtureOrder:
         position = first_sample - self.first_sample
         end = position + count
         while position < end:
-            block, offset = divmod(position, BLOCK_SAMPLES)
-            length = min(end - position, BLOCK_SAMPLES - offset)
+            block, offset = divmod(position, self._block_samples)
+            length = min(end - position, self._block_samples - offset)
             parts.append(self._block(block)[offset : offset + length])
             position += length
         return np.concatenate(parts)
@@ -140,7 +142,7 @@ class MixtureOrder:
 
     def _windows_of_block(self, block: int) -> Indices:
         if len(self._orders) == 1:
-            return self._orders[0].windows(block * BLOCK_SAMPLES, BLOCK_SAMPLES)
+            return self._orders[0].windows(block * self._block_samples, self._block_samples)
         before = apportion(self.weights, block * BLOCK_SAMPLES)
         found = np.empty(BLOCK_SAMPLES, np.int64)
         for order, offset, first, own in zip(

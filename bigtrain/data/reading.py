@@ -55,9 +55,10 @@ class FileReader:
                 while count < end - begin:
                     more = read(file.descriptor, (out[begin + count : end],), position + count)
                     if not more:
+                        size = os.fstat(file.descriptor).st_size
                         raise DataError(
-                            f"{file.path} ends at byte {position + count}; it was longer when it "
-                            "was opened -> do not change a dataset that is being read"
+                            f"{file.path} ends at byte {size}; it was longer when it was opened -> "
+                            "do not change a dataset that is being read"
                         )
                     count += more
             except OSError as error:

@@ -162,16 +162,26 @@ def _feistel(
     half = np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & half
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & half)
+        mixed = _mix(right ^ key)
+        mixed &= half
+        mixed ^= left
+        left, right = right, mixed
     return (left << shift) | right
 
 
+_LOW = np.uint64(0xFFFFFFFF)
+_SHIFTS = np.uint64(16), np.uint64(13)
+_FACTORS = np.uint64(0x85EBCA6B), np.uint64(0xC2B2AE35)
+
+
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """MurmurHash3's 32-bit finaliser (public domain, Appleby), on 32 bits held in 64."""
-    low = np.uint64(0xFFFFFFFF)
-    values = values & low
-    values ^= values >> np.uint64(16)
-    values = (values * np.uint64(0x85EBCA6B)) & low
-    values ^= values >> np.uint64(13)
-    values = (values * np.uint64(0xC2B2AE35)) & low
-    return values ^ (values >> np.uint64(16))
+    """MurmurHash3's 32-bit finaliser (public domain, Appleby), on 32 bits held in 64; in place."""
+    values &= _LOW
+    values ^= values >> _SHIFTS[0]
+    values *= _FACTORS[0]
+    values &= _LOW
+    values ^= values >> _SHIFTS[1]
+    values *= _FACTORS[1]
+    values &= _LOW
+    values ^= values >> _SHIFTS[0]
+    return values

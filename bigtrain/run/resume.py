@@ -31,6 +31,7 @@ _FREE = {
     "data.path",
     "data.sources",
     "data.tokenizer",
+    "data.verify",
     "data.workers",
 }
 # Settings younger than some checkpoints, with what such a run did.

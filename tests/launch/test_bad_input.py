@@ -263,6 +263,29 @@ def test_two_processes_say_it_once(inputs: Inputs, home: Path, tmp_path: Path) -
     assert not run.exists()
 
 
+@pytest.mark.distributed
+def test_damaged_contents_are_found_by_all_processes(
+    inputs: Inputs, home: Path, tmp_path: Path
+) -> None:
+    """The sizes are right; each file is read by one process, and both stop with one text."""
+    shards, run = tmp_path / "shards", tmp_path / "run"
+    shutil.copytree(inputs.shards, shards)
+    for split in ("train", "held_out"):
+        file = next(shards.glob(f"{split}*.bin"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    arguments = ["--config", inputs.run_yaml, f"output.directory={run}", "batch.micro_samples=4"]
+    changed = [f"data.path={shards}", "data.verify=contents"]
+    finished = launch([*launcher("torchrun"), *arguments, *changed], home)
+    assert finished.code != 0
+    assert finished.output.count("2 of 4 files of the data are damaged") == 1, finished.output
+    for split in ("train", "held_out"):
+        assert f"{next(shards.glob(f'{split}*.bin'))}: its checksum is " in finished.output
+    assert 'File "' + str(Path(train.__code__.co_filename)) not in finished.output
+    assert not run.exists()
+
+
 @pytest.mark.usefixtures("alone")
 def test_process_that_fails_alone_speaks_after_the_main_one_could(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -75,8 +75,9 @@ def held_out_losses(tree: dict[str, Any], model_directory: Path) -> dict[str, fl
 
 def test_goes_on_with_other_shares_and_shorter_samples(tree: dict[str, Any], home: Path) -> None:
     run = Path(tree["output"]["directory"])
-    code, output = start(tree, home)
+    code, output = start(tree, home, "data.verify=contents")
     assert code == 0, output
+    assert "data verified: 8 files, " in output
 
     by_source = metrics(run, "held_out_sources")[4]
     assert isinstance(by_source, dict)

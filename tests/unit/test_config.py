@@ -171,6 +171,10 @@ def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
         (["optimizer.lr=.nan"], "optimizer.lr = nan: input should be a finite number"),
         (["model.gradient_checkpointing=some"], "model.gradient_checkpointing = 'some'"),
         (["optimizer.betas=[0.9, 1.0]"], "optimizer.betas.1 = 1.0: input should be less than 1"),
+        (
+            ["data.chunk_length=100"],
+            "data.chunk_length = 100 is not a multiple of batch.sequence_length = ",
+        ),
     ],
 )
 def test_values_that_do_not_fit(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -199,7 +203,7 @@ def test_values_that_do_not_fit(tmp_path: Path, overrides: list[str], message: s
         (
             {"sources": [{"path": "a", "weight": 1, "epoch": 1}]},
             "data.sources.0.epoch = 1: unknown key -> did you mean data.sources.0.epochs? known "
-            "here: epochs, path, weight",
+            "here: epochs, name, path, weight",
         ),
     ],
 )

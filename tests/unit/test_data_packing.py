@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bigtrain.data.batches import BatchOptions, BatchReader
-from bigtrain.data.packing import PackedWindows, TokenStream, split_stream
+from bigtrain.data.packing import READS_AFTER_SLOW_MAP, PackedWindows, TokenStream, split_stream
 from bigtrain.data.shards import HEADER, MAGIC, Shard, ShardWriter, open_dataset
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
@@ -54,9 +55,13 @@ def test_windows_are_the_stream(tmp_path: Path, lengths: list[int], sequence_len
     assert labels == tokens[1 : len(labels) + 1].tolist()
     assert len(tokens) - 1 - len(labels) < sequence_length
     order = np.random.default_rng(0).permutation(windows.num_samples)
-    batch = BatchReader(windows, BatchOptions()).read(order, len(order))
-    assert batch.input_ids.tolist() == np.reshape(inputs, (-1, sequence_length))[order].tolist()
-    assert batch.labels.tolist() == np.reshape(labels, (-1, sequence_length))[order].tolist()
+    order = np.concatenate([order] * 6)  # rows enough to copy from maps
+    reader = BatchReader(windows, BatchOptions())
+    for reads in (-1, 1):  # from memory maps, by reads
+        stream._reads_to_map = reads
+        batch = reader.read(order, len(order))
+        assert batch.input_ids.tolist() == np.reshape(inputs, (-1, sequence_length))[order].tolist()
+        assert batch.labels.tolist() == np.reshape(labels, (-1, sequence_length))[order].tolist()
 
 
 def test_tokens_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
@@ -71,6 +76,34 @@ def test_tokens_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
     expected = r"tokens 0 to 11 of .*train_00000\.bin are damaged: one of them is .* or 50, the voc"
     with pytest.raises(DataError, match=expected):
         reader.read(np.array([2, 0]), 2)
+
+
+def test_a_file_that_shrinks_is_an_error_also_where_it_is_mapped(tmp_path: Path) -> None:
+    stream, _ = write_stream(tmp_path, [4000])
+    reader = BatchReader(PackedWindows(stream, 100), BatchOptions())
+    order = np.array([38, 0, 37, 5])
+    assert reader.read(order, 4).labels[:, -1].tolist() == [3900, 100, 3800, 600]
+    assert stream._reads_to_map < 0
+    os.truncate(tmp_path / "s0.bin", 8000)
+    with pytest.raises(DataError, match=r"s0\.bin ends at byte 8000; it was longer"):
+        reader.read(order, 4)
+
+
+def test_where_copying_from_maps_is_slow_rows_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, tokens = write_stream(tmp_path, [4000])
+    out, starts = np.empty((4, 10), "<i4"), np.array([5, 3000, 17, 0])
+    rows = np.array([2, 0, 3, 1])
+    monkeypatch.setattr("bigtrain.data.packing.SLOW_ROW_SECONDS", 0.0)
+    stream.read_rows(starts, out, rows)
+    assert stream._reads_to_map == READS_AFTER_SLOW_MAP
+    monkeypatch.setattr(stream, "_copy_mapped", None)
+    for _ in range(READS_AFTER_SLOW_MAP):
+        out[:] = 0
+        stream.read_rows(starts, out, rows)
+        assert out[rows].tolist() == [tokens[start : start + 10].tolist() for start in starts]
+    assert stream._reads_to_map == 0
 
 
 def write_documents(directory: Path, shards: list[list[int]]) -> tuple[TokenStream, list[int]]:
