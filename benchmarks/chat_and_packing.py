@@ -1,12 +1,12 @@
 """What conversations and packing cost.
 
-chat      seconds from messages to tokens and mask for one conversation: transformers'
+chat      CPU seconds from messages to tokens and mask for one conversation: transformers'
           ``apply_chat_template(return_assistant_tokens_mask=True)``, one after another, and
           `bigtrain.data.chat`, of a template with ``{% generation %}`` marks and of one without.
           Both make the same of the same conversations (compared first) in turns, in one process.
-packing   microseconds for each document of a packing plan, and the share of padding, for documents
-          of log-normal lengths; next to the padding of next-fit, which fills one sample after
-          another.
+packing   CPU microseconds for each document of a packing plan, and the share of padding, for
+          documents of log-normal lengths; next to the padding of next-fit, which fills one sample
+          after another.
 
 Prints JSON.
 """
@@ -97,21 +97,21 @@ def chat_figures(num_chats: int, rounds: int) -> dict[str, Any]:
         assert own.mask.tolist() == [bool(b) for e in expected for b in e["assistant_masks"]]
         seconds: dict[str, list[float]] = {"transformers": [], "bigtrain": []}
         for _ in range(rounds):
-            begun = time.perf_counter()
+            begun = time.process_time()
             for messages in chats:
                 theirs.apply_chat_template(
                     messages, return_dict=True, return_assistant_tokens_mask=True
                 )
-            seconds["transformers"].append(time.perf_counter() - begun)
-            begun = time.perf_counter()
+            seconds["transformers"].append(time.process_time() - begun)
+            begun = time.process_time()
             encoder.encode(contents)
-            seconds["bigtrain"].append(time.perf_counter() - begun)
+            seconds["bigtrain"].append(time.process_time() - begun)
         ratios = [a / b for a, b in zip(seconds["transformers"], seconds["bigtrain"], strict=True)]
         result[name] = {
             "tokens_per_conversation": round(len(own.tokens) / num_chats),
             "encoder": encoders.current.engine(),
             **{
-                f"{who}_us_per_conversation": round(statistics.median(s) / num_chats * 1e6, 1)
+                f"{who}_cpu_us_per_conversation": round(statistics.median(s) / num_chats * 1e6, 1)
                 for who, s in seconds.items()
             },
             "times_faster": round(statistics.median(ratios), 2),
@@ -129,11 +129,11 @@ def packing_figures(num_documents: int, rounds: int) -> dict[str, Any]:
         lengths = np.clip(drawn, 2, room)
         seconds = []
         for _ in range(rounds):
-            begun = time.perf_counter()
+            begun = time.process_time()
             _, num_packs = best_fit_decreasing(lengths, room)
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.process_time() - begun)
         result[str(sequence_length)] = {
-            "us_per_document": round(statistics.median(seconds) / num_documents * 1e6, 3),
+            "cpu_us_per_document": round(statistics.median(seconds) / num_documents * 1e6, 3),
             "padding_fraction": float(f"{1 - lengths.sum() / (num_packs * room):.2e}"),
             "padding_fraction_of_next_fit": round(1 - lengths.sum() / (next_fit(lengths, room)), 3),
         }
