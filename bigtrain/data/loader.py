@@ -38,6 +38,11 @@ HELD_OUT_ORDER_SEED = 0
 """Not the run's seed: two runs on the same data are measured on the same samples."""
 
 
+STEPS_AT_ONCE, TOKENS_AT_ONCE = 8, 1 << 18
+"""Of one process, at most. Handing a step from thread to thread costs as much as reading dozens of
+samples, so that a thread reads several steps for one request if they are small."""
+
+
 class Order(Protocol):
     """Which samples of the dataset the samples of a run are: `SampleOrder`, or `MixtureOrder`."""
 
@@ -49,8 +54,8 @@ class TrainingBatches:
     """The micro-batches of one data-parallel rank, by the number of samples consumed.
 
     Which sample is which row: `bigtrain.topology.BatchPlan`. `workers` threads read the batches of
-    the steps that follow, one step each, while this one is computed; however many there are, the
-    batches are the same. `close` ends them.
+    the steps that follow while this one is computed, each one step or, of small ones, several;
+    however many there are, the batches are the same. `close` ends them.
     """
 
     def __init__(
@@ -73,29 +78,42 @@ class TrainingBatches:
         self.options = options
         self._order_lock = Lock()
         self._closed = Event()
+        tokens = plan.accumulation * plan.micro_samples * plan.sequence_length
+        self._steps_at_once = min(STEPS_AT_ONCE, max(1, TOKENS_AT_ONCE // tokens))
         self._workers = [_Worker(self._make_read()) for _ in range(workers)]
         self._next_worker = cycle(self._workers)
-        # First samples of the steps that are being read, in the order they will be asked for.
+        # By first sample, in the order they will be asked for: steps, and requests for several.
+        self._ready: deque[tuple[int, list[MicroBatch]]] = deque()
         self._ahead: deque[tuple[int, _Worker]] = deque()
 
     def step(self, first_sample: int) -> list[MicroBatch]:
         """The `plan.accumulation` micro-batches of the step that begins with `first_sample`.
 
         Every data-parallel rank calls it with the same argument. Raises DataError where a shard
-        turns out to be damaged.
+        turns out to be damaged, be it that of a step soon after.
         """
+        if not self._ready or self._ready[0][0] != first_sample:
+            self._ready.clear()
+            self._wait(first_sample)
+        return self._ready.popleft()[1]
+
+    def _wait(self, first_sample: int) -> None:
         if not self._ahead or self._ahead[0][0] != first_sample:
-            self._forget()
+            for _, worker in self._ahead:
+                worker.results.get()
+            self._ahead.clear()
             self._read_ahead(first_sample)
         _, worker = self._ahead.popleft()
         following = self._ahead[-1][0] if self._ahead else first_sample
         while len(self._ahead) < len(self._workers):
-            following += self.plan.global_samples
+            following += self._steps_at_once * self.plan.global_samples
             self._read_ahead(following)
         found = worker.results.get()
         if isinstance(found, BaseException):
             raise found
-        return found
+        for step in found:
+            self._ready.append((first_sample, step))
+            first_sample += self.plan.global_samples
 
     def close(self) -> None:
         """End the reading threads; `step` must not be called any more. May be called again."""
@@ -109,22 +127,19 @@ class TrainingBatches:
         worker.requests.put(first_sample)
         self._ahead.append((first_sample, worker))
 
-    def _forget(self) -> None:
-        for _, worker in self._ahead:
-            worker.results.get()
-        self._ahead.clear()
-
-    def _make_read(self) -> Callable[[int], list[MicroBatch]]:
-        """What one thread does for the step that begins with a sample."""
-        plan = self.plan
+    def _make_read(self) -> Callable[[int], list[list[MicroBatch]]]:
+        """What one thread does for the steps from a first sample on."""
+        plan, num_steps = self.plan, self._steps_at_once
         reader = BatchReader(self.dataset, self.options)
 
-        def read(first_sample: int) -> list[MicroBatch]:
+        def read(first_sample: int) -> list[list[MicroBatch]]:
             with self._order_lock:  # so that no block of it is computed twice
-                samples = self.order.windows(first_sample, plan.global_samples)
-            divided = samples.reshape(plan.accumulation, plan.data_size, plan.micro_samples)
+                samples = self.order.windows(first_sample, num_steps * plan.global_samples)
+            divided = samples.reshape(-1, plan.data_size, plan.micro_samples)
             mine = divided[:, self.data_rank].reshape(-1)
-            return reader.read(mine, len(mine), self._closed.is_set).split(plan.micro_samples)
+            whole = reader.read(mine, len(mine), self._closed.is_set)
+            steps = whole.split(plan.accumulation * plan.micro_samples)
+            return [step.split(plan.micro_samples) for step in steps]
 
         return read
 
@@ -132,9 +147,9 @@ class TrainingBatches:
 class _Worker:
     """A thread that answers one request after another: its result, or what it raised."""
 
-    def __init__(self, read: Callable[[int], list[MicroBatch]]) -> None:
+    def __init__(self, read: Callable[[int], list[list[MicroBatch]]]) -> None:
         self.requests: SimpleQueue[int | None] = SimpleQueue()
-        self.results: SimpleQueue[list[MicroBatch] | BaseException] = SimpleQueue()
+        self.results: SimpleQueue[list[list[MicroBatch]] | BaseException] = SimpleQueue()
         self._read = read
         # A run that fails may leave without `close`: the thread must not keep the process.
         self.thread = Thread(target=self._work, name="batches", daemon=True)
