@@ -90,9 +90,7 @@ def write_random_dataset(directory: Path, *, vocab_size: int, num_tokens: int) -
             ),
             token_dtype=dtype,
             sources=(),
-            options=OptionsRecord(
-                text_key="text", held_out=0.0, shard_tokens=1 << 30, skip_bad=False
-            ),
+            options=OptionsRecord(),
             splits={"train": (record,), "held_out": ()},
         ),
     )

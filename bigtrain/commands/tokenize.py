@@ -117,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
     print(summary(args.output, result.manifest))
     if not result.already_finished:
         elapsed_s = time.monotonic() - started_at
-        tokens = sum(map(result.manifest.num_tokens, result.manifest.splits))
-        print(f"  {elapsed_s:.1f} s, {tokens / elapsed_s:,.0f} tokens/s")
+        tokens = result.built_tokens
+        print(f"  {elapsed_s:.1f} s, {tokens:,} tokens here, {tokens / elapsed_s:,.0f} tokens/s")
     return 0
 
 

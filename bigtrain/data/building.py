@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,8 @@ from bigtrain.data.workspace import UnitRecord, Workspace
 from bigtrain.errors import DataError
 
 POLL_S = 0.5
+"""How often a process looks whether others have finished what they claimed."""
+
 OWN_NAMES = re.compile(
     rf"(train|held_out)-\d+\.(bin|idx|mask)|{ERRORS_NAME}|{TOKENIZER_DIRECTORY}"
     rf"|{re.escape(WORK_DIRECTORY)}(\.\w+\.partial)?"
@@ -90,19 +92,19 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The dataset's manifest, and whether it was there already."""
+    """The dataset's manifest, whether it was there already, and what this process did of it."""
 
     manifest: Manifest
     already_finished: bool
+    built_tokens: int = 0
 
 
-def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None) -> BuildResult:
+def build_dataset(request: BuildRequest) -> BuildResult:
     """Tokenize `request.selection` into `request.output`.
 
     An output that is the finished dataset of the same inputs (by path, size and time), tokenizer
     and options is left alone; one that was begun is gone on with. Raises DataError for anything
-    wrong: units that are finished by then are kept, without any nothing is left behind. `pause`
-    passes the time while other processes work (default: sleep).
+    wrong: units that are finished by then are kept, without any nothing is left behind.
     """
     sources = _outside(request.output, find_sources(request.selection))
     if request.chat:
@@ -111,10 +113,9 @@ def build_dataset(request: BuildRequest, pause: Callable[[], None] | None = None
     if workspace.is_finished() or not _is_own(workspace):
         return BuildResult(_finished(request, sources, workspace), already_finished=True)
     build = _Build(request, sources, load_tokenizer(request.tokenizer), workspace)
-    build.pause = pause or (lambda: time.sleep(POLL_S))
     with _work_folder(workspace):
         manifest = build.run()
-    return BuildResult(manifest, already_finished=False)
+    return BuildResult(manifest, already_finished=False, built_tokens=build.built_tokens)
 
 
 def _outside(output: Path, sources: Sequence[Source]) -> list[Source]:
@@ -235,7 +236,6 @@ class _Build:
     sources: Sequence[Source]
     tokenizer: Tokenizer
     workspace: Workspace
-    pause: Callable[[], None] = time.sleep  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         request, tokenizer = self.request, self.tokenizer
@@ -249,6 +249,7 @@ class _Build:
         self.units = plan_units(self.sources, self.reading, request.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
+        self.built_tokens = 0
 
     def run(self) -> Manifest:
         """Work until the dataset is there, whoever finishes it."""
@@ -277,11 +278,12 @@ class _Build:
                     return self._of_others()
                 self._work(records, progress)
                 records = self._records()
+            self.built_tokens = progress.counts().num_tokens
         while not self.workspace.is_finished():
             with self.workspace.claims.take(CLAIM) as mine:
                 if mine:
                     return self._finish(records)
-            self.pause()
+            time.sleep(POLL_S)
         return self._of_others()
 
     def _records(self) -> dict[str, UnitRecord]:
@@ -293,7 +295,7 @@ class _Build:
         claims = self.workspace.claims
         if all(claims.is_live(unit.key) for unit in left):
             progress.wait_for_others(len(left))
-            self.pause()
+            time.sleep(POLL_S)
             return
         self.workspace.drop_invalid(left)
         encoders = self._trusted_encoders()
@@ -361,4 +363,4 @@ class _Build:
                 if mine and planned(self.workspace) not in (None, self.plan):
                     undo(self.workspace)
                     return
-            self.pause()
+            time.sleep(POLL_S)

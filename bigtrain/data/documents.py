@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import orjson
 import xxhash
 
+from bigtrain.data import tables
 from bigtrain.data.bad_documents import BadDocument, Rejects
 from bigtrain.data.conversations import ConversationError, conversation_bytes
 from bigtrain.data.lines import (
@@ -46,6 +47,7 @@ COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
     ".xz": lzma.LZMAFile,
     ".bz2": bz2.BZ2File,
 }
+T = TypeVar("T")
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
 JOINED_WITH = "\n"
 TOOLS_KEY = "tools"
@@ -249,6 +251,7 @@ class PartReader:
             blocks = arrow_rows(source.path, keys, part.begin, part.end)
         else:
             blocks = dataset_rows(source, self.options.selection, keys, part.begin, part.end)
+        blocks = self._followed(blocks)
         self._require_unchanged()
         for row, values in blocks:
             self.places = []
@@ -279,6 +282,20 @@ class PartReader:
             if hashed:
                 self._hash.update(content)
             yield content
+
+    def _followed(self, blocks: Iterator[tuple[int, T]]) -> Iterator[tuple[int, T]]:
+        """The same `blocks`; `bytes_done` follows where it is known how many rows there are."""
+        part = self.part
+        first, count = part.begin, 0
+        if part.source.kind == "parquet":
+            rows = tables.count_row_groups(part.source.path)
+            first, count = sum(rows[: part.begin]), sum(rows[part.begin : part.end])
+        elif part.source.kind == "saved_dataset" and part.end is not None:
+            count = part.end - part.begin
+        for row, values in blocks:
+            if count:
+                self.bytes_done = part.num_bytes * (row - first) // count
+            yield row, values
 
     @contextmanager
     def _file(self) -> Iterator[IO[bytes]]:

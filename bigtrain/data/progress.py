@@ -70,7 +70,6 @@ class Progress:
         return Counts(
             num_bytes=sum(counts.num_bytes for counts in every),
             num_tokens=sum(counts.num_tokens for counts in every),
-            num_documents=sum(counts.num_documents for counts in every),
             bad_documents=sum(counts.bad_documents for counts in every),
         )
 

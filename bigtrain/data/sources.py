@@ -125,18 +125,20 @@ def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
         return [_saved_dataset(folder, selection.dataset_split)]
     suffixes = tuple(selection.suffixes)
     seen: Counter[str] = Counter()
-    files = []
+    files: list[str] = []
     for root, directories, names in os.walk(folder):
-        relative = Path(root).relative_to(folder)
-        directories[:] = sorted(
-            d for d in directories if not _excluded(str(relative / d), selection.exclude)
-        )
+        # Strings from here on: there may be a million files.
+        below = "" if Path(root) == folder else os.path.relpath(root, folder)
+        directories[:] = [
+            d for d in directories if not _excluded(os.path.join(below, d), selection.exclude)
+        ]
+        prefix = "" if root == "." else str(Path(root))
         for name in names:
-            if _excluded(str(relative / name), selection.exclude):
+            if selection.exclude and _excluded(os.path.join(below, name), selection.exclude):
                 continue
             if name.endswith(suffixes) or _without_compression(name).endswith(suffixes):
-                files.append(Path(root, name))
-            seen[Path(name).suffix or "no suffix"] += 1
+                files.append(os.path.join(prefix, name))
+            seen[os.path.splitext(name)[1] or "no suffix"] += 1
     if not files:
         common = ", ".join(f"{suffix} ({count})" for suffix, count in seen.most_common(5))
         raise DataError(
@@ -144,7 +146,7 @@ def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
             f"{common or 'none at all'} -> name the suffix to read as text, for example "
             "--suffix .py"
         )
-    return [_file_source(file) for file in sorted(files)]
+    return [_file_source(file) for file in sorted(files, key=lambda file: file.split(os.sep))]
 
 
 def _excluded(relative: str, patterns: Sequence[str]) -> bool:
@@ -153,20 +155,20 @@ def _excluded(relative: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(relative, p) or any(fnmatch(part, p) for part in parts) for p in patterns)
 
 
-def _file_source(path: Path) -> Source:
+def _file_source(path: str | Path) -> Source:
+    name = str(path)
     try:
-        status = path.stat()
+        name.encode("utf-8")
+        status = os.stat(path)
+    except UnicodeEncodeError:
+        raise DataError(f"--input {name!r}: the name is not UTF-8 -> rename it") from None
     except OSError as error:
         raise DataError(f"--input {path}: {error.strerror}") from error
-    try:
-        str(path).encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError(f"--input {str(path)!r}: the name is not UTF-8 -> rename it") from None
-    plain = _without_compression(path.name)
-    kind = KINDS.get(Path(plain).suffix, "text")
-    if kind in COMPRESSED_INSIDE and plain != path.name:
+    plain = _without_compression(name)
+    kind = KINDS.get(os.path.splitext(plain)[1], "text")
+    if kind in COMPRESSED_INSIDE and plain != name:
         raise DataError(f"--input {path}: decompress it first; {kind} compresses inside")
-    record = SourceRecord(path=str(path), bytes=status.st_size, modified_ns=status.st_mtime_ns)
+    record = SourceRecord(path=name, bytes=status.st_size, modified_ns=status.st_mtime_ns)
     return Source(kind, record, read_once=not stat.S_ISREG(status.st_mode))
 
 
@@ -215,8 +217,8 @@ def _hub_source(name: str) -> Source:
 
 
 def _without_compression(name: str) -> str:
-    suffix = Path(name).suffix
-    return name.removesuffix(suffix) if suffix in COMPRESSION_SUFFIXES else name
+    stem, suffix = os.path.splitext(name)
+    return stem if suffix in COMPRESSION_SUFFIXES else name
 
 
 def first_line(error: BaseException) -> str:

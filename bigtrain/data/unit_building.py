@@ -106,7 +106,6 @@ class Counts:
 
     num_bytes: int = 0
     num_tokens: int = 0
-    num_documents: int = 0
     bad_documents: int = 0
     path: str = ""
     part_done: int = 0
@@ -148,7 +147,6 @@ def build_unit(
             reader.reject(batch)
             _write(batch, writers)
             counts.num_tokens += len(batch.tokens)
-            counts.num_documents += len(batch.lengths)
             report()
         shards = {split: writer.close() for split, writer in writers.items()}
     return _commit(unit, job, workspace, shards, reader)

@@ -68,10 +68,6 @@ class UnitRecord(Record):
     def errors_name(self) -> str:
         return errors_name(self.key, self.token)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(shard.tokens for shard in self.splits.values())
-
 
 def shard_name(key: str, token: str, split: Split) -> str:
     """File name without suffix of a unit's shard."""

@@ -280,6 +280,9 @@ def test_shards_together_are_the_one_shard(
     command = ["tokenize", "--input", corpus, "--tokenizer", tokenizer]
     assert bigtrain(*command, "--output", tmp_path / "one") == 0
     assert bigtrain(*command, "--output", tmp_path / "many", "--shard-size", "7KB") == 0
+    # More workers than units: these encode in the threads of one process.
+    assert bigtrain(*command, "--output", tmp_path / "three", "--workers", 3) == 0
+    assert files_of(tmp_path / "three") == files_of(tmp_path / "one")
     (one,) = open_dataset(tmp_path / "one").shards("train")
     many = open_dataset(tmp_path / "many").shards("train")
     assert len(many) > 9

@@ -99,7 +99,16 @@ def read(units: list[Unit], options: ReadOptions = OPTIONS) -> list[str]:
     for unit in units:
         for part in unit.parts:
             reader = PartReader(part, options, Rejects(False))
-            found += [content.decode() for block in reader.blocks() for content in block]
+            done = [0]
+            for block in reader.blocks():
+                found += [content.decode() for content in block]
+                done.append(reader.bytes_done)
+            assert done == sorted(done)
+            known = part.source.kind == "parquet" or (
+                part.source.kind == "saved_dataset" and part.end is not None
+            )
+            if known and len(done) > 2:
+                assert 0 < done[-1] < part.num_bytes
             assert reader.bytes_done == part.num_bytes
     return found
 

@@ -22,7 +22,7 @@ class Clock:
 
 
 def counts(megabytes: int, tokens: int, path: str = "in/a.jsonl", bad: int = 0) -> Counts:
-    return Counts(megabytes * 10**6, tokens, 5, bad, path, megabytes * 10**6, 40 * 10**6)
+    return Counts(megabytes * 10**6, tokens, bad, path, megabytes * 10**6, 40 * 10**6)
 
 
 def test_an_occasional_line() -> None:

@@ -126,6 +126,18 @@ def test_killed_before_every_step(
         assert kept <= {path.stat().st_ino for path in output.glob("train-*.bin")}
 
 
+def test_killed_after_the_last_unit(
+    home: Path, commands: Commands, steps: list[str], unbroken: Path, tmp_path: Path
+) -> None:
+    """The next start only makes the dataset, and counts no work of the first as its own."""
+    words = tokenize(home, tmp_path / "d")
+    journal = next(n for n, step in enumerate(steps, 1) if "assembly.json" in step)
+    assert commands.run(*words, kill_before_step=journal).code == -9
+    ended = commands.run(*words)
+    require_whole(ended, tmp_path / "d", unbroken)
+    assert ", 0 tokens here, 0 tokens/s" in ended.output
+
+
 def kill_at_change(commands: Commands, number: int, output: Path, words: list[object]) -> Ended:
     """Kill a command after the listing of its work folder has changed `number` times."""
     running = commands.start(*words)
