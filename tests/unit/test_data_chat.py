@@ -466,6 +466,14 @@ def test_templates_that_are_none(tmp_path: Path) -> None:
     assert given.hash != _describe("other", tokenizer_of(LLAMA3)).chat_template().hash
 
 
+def test_templates_that_write_the_date(caplog: pytest.LogCaptureFixture) -> None:
+    _describe("plain", chat_tokenizer(CHATML)).chat_template()
+    assert not caplog.records
+    dated = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    _describe("dated", chat_tokenizer(dated)).chat_template()
+    assert "the chat template of dated writes the date of the day" in caplog.text
+
+
 def test_one_template_for_tools_and_one_for_none() -> None:
     tokenizer = chat_tokenizer({"default": CHATML, "tool_use": QWEN3})
     described = _describe("test", tokenizer)
