@@ -4,9 +4,10 @@ A conversation is a list of messages as transformers' ``apply_chat_template`` ta
 a role and content (text, or a list of parts), and whatever else the template knows: tool calls,
 reasoning. Its tokens are that function's, with nothing added, and so is the mask
 (``return_assistant_tokens_mask``) of templates with ``{% generation %}`` blocks; of others it is
-that of `bigtrain.data.chat_spans`. Where transformers does not find the token at the end of a block
-it marks all that follow, and where it does not find that at the beginning, no more blocks at all:
-here those tokens are marked that hold characters of the block.
+that of `bigtrain.data.chat_spans`. As there, a block's last character counts by the first token
+that holds a part of it. Where transformers does not find the token at the end of a block it marks
+all that follow, and where it does not find that at the beginning, no more blocks at all: here those
+tokens are marked that hold characters of the block.
 
 Rendering is done once for each conversation and encoding for many together. Which characters a
 token holds is summed up from the tokens' own bytes; where these are not the text (a normalizer
@@ -134,6 +135,8 @@ class ChatEncoder:
             marked, marked_tools = self.control.marked([messages, tools])
             marked_text, _ = self.template.render(marked, marked_tools)
             control = self.control.written_by_template(text, marked_text)
+        elif not self.trusted and self.control.are_normalized:
+            control = [match.span() for match in self.control.find(text)]
         return _Rendered(text, spans, control)
 
     def _encode_slowly(self, chat: _Rendered) -> tuple[Integers, Mask]:

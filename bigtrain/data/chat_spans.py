@@ -58,7 +58,10 @@ def _span(
             whole, _ = template.render(messages[: number + 1], tools)
         if whole.startswith(prompt) and text.startswith(whole):
             return begin, len(whole)
-        return begin, _around_content(template, messages, tools, text, number)[1]
+        content, end = _around_content(template, messages, tools, text, number)
+        if begin <= content:
+            return begin, end
+        raise ConversationError(REMEDY.format(f"message {number + 1} begins inside of its prompt"))
     # The prompt may hold more than the turn does when it is written down: the begin of a thought.
     before, _ = template.render(messages[:number], tools)
     begin, end = _around_content(template, messages, tools, text, number)

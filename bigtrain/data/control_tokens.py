@@ -37,7 +37,8 @@ KNOWN_ROLES = frozenset(
 class ControlTokens:
     """The special tokens of a tokenizer, by its ``tokenizer.json``. Can be pickled.
 
-    `literals`: the strings that stand in the chat template.
+    `literals`: the strings that stand in the chat template. `are_normalized`: the tokenizer also
+    finds them in text that only a normalizer makes theirs, such as capital letters.
     """
 
     def __init__(self, tokenizer_json: str, literals: Collection[str]) -> None:
@@ -45,6 +46,9 @@ class ControlTokens:
         tree = json.loads(tokenizer_json)
         added = tree.get("added_tokens") or []
         self.ids = {token["content"]: token["id"] for token in added if token["special"]}
+        self.are_normalized = tree.get("normalizer") is not None and any(
+            token["special"] and token["normalized"] for token in added
+        )
         unknown = tree["model"].get("unk_token")
         self._control_ids = [id_ for name, id_ in self.ids.items() if name != unknown]
         names = sorted(filter(None, self.ids), key=len, reverse=True)

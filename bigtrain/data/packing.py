@@ -273,12 +273,11 @@ class PackedWindows:
         assert not len(samples) or 0 <= samples.min() <= samples.max() < self.num_samples
         starts, width = samples * self.sequence_length, self.sequence_length + 1
         self.stream.read_rows(starts, out.tokens, rows)
+        lengths = np.full(len(samples), width)
         if self.masks_loss:
             assert out.loss_mask is not None
-            lengths = np.full(len(samples), width)
             self.stream.read_mask(starts, lengths, out.loss_mask.reshape(-1), rows * width)
         if out.begins is not None:
-            lengths = np.full(len(samples), width)
             out.begins.append(self.stream.begins(starts, lengths, rows * width))
 
     def read_into(self, sample: int, out: Tokens) -> None:

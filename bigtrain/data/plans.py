@@ -34,6 +34,7 @@ import xxhash
 from bigtrain.data.best_fit import Block, LongDocuments, PackingCounts, pack_blocks
 from bigtrain.data.manifest import Split
 from bigtrain.data.shards import TokenDataset
+from bigtrain.errors import DataError
 
 MAGIC = b"BTPLAN1\n"
 HEADER = struct.Struct(f"<8sQQ{len(fields(PackingCounts))}Q")
@@ -91,7 +92,8 @@ def open_plan(
 ) -> PackingPlan:
     """The plan of `split`, read where it lies or made now (about a microsecond for each document).
 
-    Any number of processes may call it at once. Raises DataError where an index is damaged.
+    Any number of processes may call it at once. Raises DataError where an index is damaged, and
+    where there is no room for it anywhere.
     """
     name = f"{split}-{_key(dataset, split, sequence_length, long_documents)}.plan"
     directories = [dataset.path / DIRECTORY, *_cache_directories()]
@@ -100,14 +102,33 @@ def open_plan(
             plan = _map(file, sequence_length, directory / name)
             if plan is not None:
                 return plan
+    try:
+        return _make(
+            dataset, split, sequence_length, long_documents, [d / name for d in directories]
+        )
+    except OSError as error:
+        raise DataError(
+            f"the packing plan of {dataset.path} cannot be written anywhere: {error} -> make room "
+            "in the dataset's folder, or set TMPDIR"
+        ) from error
+
+
+def _make(
+    dataset: TokenDataset,
+    split: Split,
+    sequence_length: int,
+    long_documents: LongDocuments,
+    paths: Sequence[Path],
+) -> PackingPlan:
+    """A new plan, kept at the first of `paths` that can be written."""
     counts = PackingCounts()
     blocks = pack_blocks(dataset.shards(split), sequence_length, long_documents, counts)
     with ExitStack() as stack:
         arrays = [_temporary_file(stack) for _ in range(3)]
         header = _write_arrays(arrays, blocks, counts)
-        for directory in directories:
+        for path in paths:
             with suppress(OSError):
-                return _store(directory / name, header, arrays, sequence_length)
+                return _store(path, header, arrays, sequence_length)
         kept_open = _temporary_file(stack)
         _concatenate(kept_open, header, arrays)
         return _require(_map(kept_open, sequence_length))

@@ -30,6 +30,8 @@ from bigtrain.data.remembered import (
 )
 from bigtrain.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 END_OF_DOCUMENT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257
 """One token per byte and the end of document."""
@@ -49,6 +51,7 @@ SPLIT_PATTERN = (
 
 # As transformers looks for it.
 _GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
+_DATE_FUNCTION = "strftime_now"
 _RENDERING = Lock()
 """transformers keeps the ranges of a rendering in the compiled template, which threads share."""
 
@@ -99,6 +102,12 @@ class Tokenizer:
                 f"tokenizer {self.name} has no chat template -> give one: --chat-template FILE"
             ) from error
         literals = _literals({without, with_tools}, str(file or f"of tokenizer {self.name}"))
+        if any(_DATE_FUNCTION in source for source in (without, with_tools)):
+            logger.warning(
+                "the chat template of %s writes the date of the day it is rendered: tokens of the "
+                "same conversations differ from day to day",
+                file or self.name,
+            )
         variables = dict(self.huggingface.special_tokens_map)
         return ChatTemplate(without, with_tools, variables, literals)
 

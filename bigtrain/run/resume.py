@@ -37,6 +37,7 @@ _BEFORE = {
     "data.packing": "concatenate",
     "data.long_documents": "cut",
 }
+_PACKING = {"batch.sequence_length", "data.packing", "data.long_documents"}
 _FREE_SECTIONS = {"output", "logging", "checkpoint", "evaluation", "engine", "parallel"}
 
 
@@ -106,6 +107,8 @@ def resumed_phases(
     change of the data cannot be followed.
     """
     changes = _changed_settings(document["config"], config)
+    if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
+        _refuse_other_packing(changes, directory)
     phases = tuple(Phase.from_json(phase) for phase in document.get("phases", ()))
     if not phases:
         # Written before there were phases: of other data it would not be known what was read.
@@ -119,6 +122,16 @@ def resumed_phases(
     changes += [change for change in differences(phases[-1], following) if change[0] not in named]
     _refuse(changes, config.checkpoint.allow_changes, directory)
     return phases if following is phases[-1] else (*phases, following)
+
+
+def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -> None:
+    packing = [f"  {key}: {text}" for key, text in changes if key in _PACKING]
+    if packing:
+        raise CheckpointError(
+            f"{directory}: documents are packed anew for other settings, so that it cannot be told "
+            "what of the epoch was not read yet; restore them, or export the weights and begin a "
+            "new run with them:\n" + "\n".join(packing)
+        )
 
 
 def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from bigtrain.cli import main
+from bigtrain.data.chat import ChatEncoder
 from bigtrain.data.manifest import read_manifest
 from bigtrain.data.shards import damaged_files, open_dataset
 from tests.support.chats import CHATML, QWEN3, chat_tokenizer, save_chat_tokenizer, turns, unmarked
@@ -119,6 +120,36 @@ def test_every_way_to_read_gives_the_same(
     command = ["--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "e", *options]
     assert tokenize(*command) == 0
     assert documents_of(tmp_path / "e") == documents_of(tmp_path / "d")
+
+
+def test_masks_move_with_their_shards(
+    source: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed when all units are done and some files have moved: the next start goes on."""
+    command = ["--input", source, "--tokenizer", tokenizer, "--shard-size", 3000]
+    assert tokenize(*command, "--output", tmp_path / "whole") == 0
+    moved = []
+
+    def move(origin: Path, target: Path) -> None:
+        if len(moved) == 4:
+            raise KeyboardInterrupt
+        moved.append(target.name)
+        origin.rename(target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("bigtrain.data.assembly._move", move)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(*command, "--output", tmp_path / "d")
+    assert moved[:3] == ["train-00000.bin", "train-00000.idx", "train-00000.mask"]
+    with monkeypatch.context() as patched:
+        patched.setattr(ChatEncoder, "encode", None)  # nothing is encoded again
+        assert tokenize(*command, "--output", tmp_path / "d") == 0
+    found, wanted = (
+        {path.name: path.read_bytes() for path in folder.glob("train-*")}
+        for folder in (tmp_path / "d", tmp_path / "whole")
+    )
+    assert found == wanted
+    assert len(wanted) >= 9
 
 
 def test_held_out_conversations(source: Path, tokenizer: Path, tmp_path: Path) -> None:

@@ -247,3 +247,9 @@ def test_what_is_said_of_a_plan(tmp_path: Path) -> None:
         "4 documents in 2 samples, padding 18.750%, 1 longer than a sample lose 25.000% of the "
         "tokens, 2 pieces without a target dropped (10.000% of the tokens)"
     )
+
+
+def test_no_room_for_a_plan(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    with pytest.raises(DataError, match=r"plan of .*set cannot be written anywhere: .* set TMPDIR"):
+        open_plan(open_dataset(dataset), "train", 40, "cut")

@@ -140,3 +140,26 @@ def test_allowed_changes_are_settings() -> None:
     for entry in ("dataa", "batch.sequence", "seed.x", ""):
         with pytest.raises(ValueError, match="neither a section nor a key"):
             RunConfig.model_validate({**tree(), "checkpoint": {"allow_changes": [entry]}})
+
+
+@pytest.mark.parametrize("there", ["concatenate", "best_fit"])
+def test_packed_documents_go_on_as_they_were_packed(there: str) -> None:
+    before = tree(path="shards", packing=there)
+    allowed = {"checkpoint": {"allow_changes": ["data", "batch"]}}
+    now = {**tree(path="shards", packing="best_fit", long_documents="truncate"), **allowed}
+    now["batch"] = {"sequence_length": 4, "global_samples": 4}
+    with pytest.raises(CheckpointError, match="documents are packed anew") as caught:
+        resume(with_phases(before), now)
+    lines = ["batch.sequence_length: 8 there, 4 now"]
+    lines.append("data.long_documents: 'cut' there, 'truncate' now")
+    if there == "concatenate":
+        lines.append("data.packing: 'concatenate' there, 'best_fit' now")
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == lines
+    packed = tree(path="shards", packing="best_fit")
+    assert len(resume(with_phases(packed), packed)) == 1
+
+
+def test_a_checkpoint_from_before_packing_goes_on() -> None:
+    document = with_phases(tree())
+    del document["config"]["data"]["packing"], document["config"]["data"]["long_documents"]
+    assert len(resume(document, tree())) == 1

@@ -1,0 +1,65 @@
+"""The chat section of README.md, as it stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bigtrain.cli import build_parser
+from bigtrain.train import build_parser as train_parser
+from tests.support.chats import CHATML, chat_tokenizer, turns, unmarked
+from tests.support.worlds import ROOT
+
+
+def commands() -> list[list[str]]:
+    readme = (ROOT / "README.md").read_text()
+    section = readme[readme.index("## Chat data") :]
+    (block,) = re.findall(r"^```\n(.*?)^```", section, flags=re.M | re.S)[:1]
+    return [shlex.split(line) for line in block.splitlines()]
+
+
+def test_arguments_exist() -> None:
+    tokenize, train = commands()
+    assert build_parser("tokenize").parse_args(tokenize[1:])
+    assert train_parser().parse_intermixed_args(train[2:]).overrides
+
+
+@pytest.mark.slow
+def test_the_section_as_it_stands(tmp_path: Path) -> None:
+    for name in ("bigtrain", "ds_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    tokenizer = chat_tokenizer(unmarked(CHATML))
+    # The recipe's model has 4096 tokens.
+    tokenizer.add_tokens([f"<extra {number}>" for number in range(4096 - len(tokenizer))])
+    tokenizer.save_pretrained(str(tmp_path / "chat-tokenizer"))
+    chats = [
+        turns(*(f"{'word ' * (n % 9)}{n}, {turn}?" for turn in range(2 + 2 * (n % 3))))
+        for n in range(800)
+    ]
+    lines = "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
+    (tmp_path / "chats.jsonl").write_text(lines)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    for words in commands():
+        result = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout}\n{result.stderr}"
+    run = tmp_path / "runs/chat"
+    assert (run / "hf/config.json").is_file()
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any("held_out_loss" in line for line in metrics)
+    assert "packing of chat-shards/, train: " in (run / "log.txt").read_text()
+    train, held_out = json.loads((run / "environment.json").read_text())["packing"]
+    assert (train["split"], held_out["split"]) == ("train", "held_out")
+    assert 0 < train["padding_fraction"] < 0.1
