@@ -53,6 +53,7 @@ def small_copy(
         *((fewer_tokens, change) for change in narrower),
         (fewer_layers, fewer_tokens),
         (fewer_layers,),
+        (),
     )
     for shrink in steps:
         config = copy.deepcopy(hf_config)
