@@ -121,6 +121,12 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
         _shrink_groups(modules, plan, model, size)
 
 
+def check_shards(model: PreTrainedModel, plan: Plan, size: int) -> None:
+    """Raise ModelError for a parameter that cannot be cut into `size` shards. Moves no weights."""
+    for name, style, parameter in _styled_parameters(model, plan):
+        _shard_of_style(model, name, style, tuple(parameter.shape), 0, size)
+
+
 def _styled_parameters(
     model: PreTrainedModel, plan: Plan
 ) -> Iterator[tuple[str, str, nn.Parameter]]:

@@ -17,6 +17,7 @@ from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.isolation import check_isolation
 from bigtrain.models.stage_proof import StagePlan, plan_stages
+from bigtrain.models.tensor_degree import check_tensor_size
 from bigtrain.run.metrics import check_trackers
 
 
@@ -46,6 +47,7 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         *_check_sequence(config.batch.sequence_length, hf_config),
         *check_dataset(config, vocabulary_size(hf_config)),
     ]
+    problems += check_tensor_size(hf_config, config.parallel.tensor)
     if config.data.document_boundaries == "isolate" and not problems:
         problems += check_isolation(hf_config, config.model.attention)
     stages = None
