@@ -57,6 +57,7 @@ def small_copy(
         *((fewer_tokens, change) for change in narrower),
         (*shorter, fewer_tokens),
         shorter,
+        (),
     )
     for shrink in steps:
         config = copy.deepcopy(hf_config)
