@@ -87,6 +87,8 @@ _PER_LAYER = {
 }
 # What single architectures insist on.
 _SPECIAL: dict[str, dict[str, Any]] = {
+    **{name: {"rotary_dim": 8} for name in ("codegen", "gptj")},
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "cohere_compass_text": {
         "layer_types": _UNEVEN,
         "logit_scale": 0.0625,
