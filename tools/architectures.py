@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def sweep(model_types: list[str], kept: Path | None) -> dict[str, Outcome]:
-    """Outcome and reason of each architecture (default: all); those in `kept` are not tried."""
+    """Outcome and reason of each architecture (default: all), but for those that `kept` has."""
     from tools.tiny_models import model_types as every
     from tools.tiny_models import reason_to_leave_out
 

@@ -7,6 +7,7 @@ a mistake in how an architecture is handled shows in the numbers.
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ _PER_LAYER = {
 }
 # What single architectures insist on.
 _SPECIAL: dict[str, dict[str, Any]] = {
+    **{name: {"rotary_dim": 8} for name in ("codegen", "gptj")},
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "cohere_compass_text": {
         "layer_types": _UNEVEN,
         "logit_scale": 0.0625,
@@ -158,6 +161,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
+_DERIVED = {"layers_block_type": "layer_types"}
+"""Where the property that cannot be set has another name than what sets it."""
+
+
 def model_types() -> list[str]:
     """Every causal LM that transformers has."""
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys()))
@@ -193,7 +200,19 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
             values["layer_types"] = [kinds[0], kinds[1], kinds[1], kinds[0]]
     values |= _SPECIAL.get(model_type, {})
     values = {name: value for name, value in values.items() if value is not _DROP}
-    config: PreTrainedConfig = CONFIG_MAPPING[model_type](**copy.deepcopy(values))
+    return _configuration(model_type, values)
+
+
+def _configuration(model_type: str, values: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of those `values` that can be set; some only look as if they could."""
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type](**copy.deepcopy(values))
+    except AttributeError as error:
+        derived = re.search(r"property '(\w+)' of .* has no setter", str(error))
+        name = _DERIVED.get(derived[1], derived[1]) if derived else None
+        if name not in values:
+            raise
+        return _configuration(model_type, {k: v for k, v in values.items() if k != name})
     return config
 
 

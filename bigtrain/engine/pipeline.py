@@ -211,7 +211,8 @@ class PipelineTrainEngine(TrainEngine):
     def _learn_packings(self) -> None:
         """Try one small forward pass, so that every stage knows what it will be sent."""
         tokens = min(_TRIAL_TOKENS, self.plan.sequence_length)
-        with torch.random.fork_rng(), torch.enable_grad():
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.enable_grad():
             _, packings = self._in_turn(torch.zeros((1, tokens), dtype=torch.int64))
         index = self._stage.stage.index
         self._stage.incoming = packings[index - 1] if index else None

@@ -145,6 +145,7 @@ def facts_of(
         gradient_predivide_factor=_number(raw.get("gradient_predivide_factor"), 1.0),
         prescale_gradients=raw.get("prescale_gradients") is True,
         reduce_scatter=zero.get("reduce_scatter") is not False,
+        overlap_comm=zero.get("overlap_comm") is True,
         compute_grad_norm=zero.get("compute_grad_norm") is not False,
         use_gds=value_at(raw, "aio.use_gds") is True,
         pipeline_block="pipeline" in raw,

@@ -62,7 +62,7 @@ def plan_stages(
 
     without = "parallel.pipeline=1"
     try:
-        model = small_copy(hf_config, attention, [with_heads(2)], all_layers=True).eval()
+        model = small_copy(hf_config, attention, [with_heads(2)], _runs, all_layers=True)
         ids = _tokens(model)
         layout = find_layout(model, ids)
         if layout.num_layers < num_stages:
@@ -236,6 +236,13 @@ def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
         first_memory=float(sum(p.numel() for p in first)),
         last_memory=float(sum(p.numel() for p in last)),
     )
+
+
+@torch.no_grad()
+def _runs(model: PreTrainedModel) -> None:
+    """Raise whatever an architecture says to sizes that do not fit together; in evaluation mode."""
+    model.eval()
+    model(input_ids=_tokens(model), use_cache=False)
 
 
 def _tokens(model: PreTrainedModel) -> torch.Tensor:

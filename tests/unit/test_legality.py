@@ -34,9 +34,13 @@ VIOLATIONS: dict[str, tuple[dict[str, object], str]] = {
         {"pipeline_size": 2, "sequence_size": 2},
         "parallel.sequence = 2",
     ),
-    "fp16 pipeline with ZeRO 0": (
-        {"pipeline_size": 2, "dtype": "float16"},
+    "16-bit pipeline with ZeRO 0": (
+        {"pipeline_size": 2, "dtype": "bfloat16"},
         "x.json: zero_optimization.stage = 0",
+    ),
+    "overlapped reduction with pipeline": (
+        {"pipeline_size": 2, "zero_stage": 1, "overlap_comm": True},
+        "x.json: zero_optimization.overlap_comm = True",
     ),
     "pipeline block with settings": (
         {"pipeline_size": 2, "pipeline_block": True, "pipeline_settings": ("partition", "stages")},
@@ -136,7 +140,9 @@ VIOLATIONS: dict[str, tuple[dict[str, object], str]] = {
 # Neighbours of the violations that must pass.
 LEGAL: list[dict[str, object]] = [
     *({"zero_stage": stage} for stage in range(4)),
-    *({"zero_stage": stage, "pipeline_size": 4} for stage in range(2)),
+    {"pipeline_size": 4, "dtype": "float32"},
+    {"zero_stage": 1, "pipeline_size": 4},
+    {"zero_stage": 1, "pipeline_size": 1, "overlap_comm": True},
     {"zero_stage": 1, "pipeline_size": 2, "pipeline_block": True, "dtype": "float16"},
     {"zero_stage": 2, "offload_optimizer": "cpu", "device": "cpu"},
     {**ZERO3, "offload_optimizer": "cpu", "offload_param": "cpu", "device": "cpu"},
