@@ -259,7 +259,7 @@ def test_a_plan_that_changes_in_the_middle_of_the_assembly(
         write_lines(folder / f"{name}.jsonl", 100, seed)
     output = tmp_path / "d"
     words = ["tokenize", "--input", folder, "--tokenizer", home / "tokenizer", "--output", output]
-    words += ["--encoder", "reference", "--shard-size", 100_000, "--shard-size", 15_000]
+    words += ["--encoder", "reference", "--shard-size", 15_000]
     steps = commands.run(*words, kill_before_step=0).steps
     moves = [n for n, step in enumerate(steps, 1) if step.endswith("train-00002.idx")]
     other = ["--output", tmp_path / "e"]
