@@ -72,7 +72,8 @@ def tokenize(home: Path, output: Path, *more: object) -> list[object]:
 
 @pytest.fixture(scope="module")
 def steps(home: Path, commands: Commands) -> list[str]:
-    """What a run does to the file system."""
+    """What a run does to the file system, but for what the first one on a machine remembers."""
+    assert commands.run(*tokenize(home, home / "first")).code == 0
     ended = commands.run(*tokenize(home, home / "unbroken"), kill_before_step=0)
     assert ended.code == 0, ended.output
     return ended.steps
