@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import pytest
 import xxhash
 
 from bigtrain.cli import main
+from bigtrain.commands.arguments import size
 from bigtrain.data.manifest import Manifest
 from bigtrain.data.shards import open_dataset
 from bigtrain.data.tokenization import load_tokenizer
@@ -403,3 +405,36 @@ def test_nothing_but_bad_documents(
         assert bigtrain(*command, "--output", tmp_path / "d", "--skip-bad") == 2
         assert "there is no training token in the input" in capsys.readouterr().err
     assert len((tmp_path / "d" / "errors.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("512", 512),
+        ("1KB", 1000),
+        ("1kib", 1024),
+        ("1.5MiB", 3 << 19),
+        ("2GiB", 2 << 30),
+        ("3B", 3),
+    ],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", "0", "1XB", "MiB", "1 2"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        size(text)
+
+
+def test_text_keys_are_listed_or_repeated(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": "x", "b": "y", "c": "z"}\n{"c": "alone"}\n')
+    command = ["tokenize", "--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer]
+    command += ["--text-key", "c,a", "--text-key", "b", "--output", tmp_path / "d"]
+    assert bigtrain(*command) == 0
+    opened = open_dataset(tmp_path / "d")
+    assert opened.manifest.options.text_keys == ("c", "a", "b")
+    (shard,) = opened.shards("train")
+    texts = [load_tokenizer(str(tokenizer)).decode(shard.document(n)[:-1]) for n in range(2)]
+    assert texts == ["z\nx\ny", "alone"]

@@ -183,12 +183,24 @@ def test_killed_at_twenty_random_moments(
     assert interrupted >= 10
 
 
-def test_ranks_side_by_side(home: Path, commands: Commands, unbroken: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "environments",
+    [
+        [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}],
+        [{"SLURM_PROCID": str(rank), "SLURM_NTASKS": "3"} for rank in range(3)],
+        [{"JOB_COMPLETION_INDEX": "0"}, {"JOB_COMPLETION_INDEX": "1"}],
+    ],
+    ids=["torchrun", "slurm", "kubernetes"],
+)
+def test_ranks_side_by_side(
+    home: Path,
+    commands: Commands,
+    unbroken: Path,
+    tmp_path: Path,
+    environments: list[dict[str, str]],
+) -> None:
     words = tokenize(home, tmp_path / "d")
-    ranks = [
-        commands.start(*words, environment={"RANK": str(rank), "WORLD_SIZE": "2"})
-        for rank in range(2)
-    ]
+    ranks = [commands.start(*words, environment=environment) for environment in environments]
     for ended in [rank.wait() for rank in ranks]:
         require_whole(ended, tmp_path / "d", unbroken)
 
@@ -247,7 +259,7 @@ def test_a_plan_that_changes_in_the_middle_of_the_assembly(
         write_lines(folder / f"{name}.jsonl", 100, seed)
     output = tmp_path / "d"
     words = ["tokenize", "--input", folder, "--tokenizer", home / "tokenizer", "--output", output]
-    words += ["--encoder", "reference", "--shard-size", 100_000, "--shard-size", 15_000]
+    words += ["--encoder", "reference", "--shard-size", 15_000]
     steps = commands.run(*words, kill_before_step=0).steps
     moves = [n for n, step in enumerate(steps, 1) if step.endswith("train-00002.idx")]
     other = ["--output", tmp_path / "e"]
