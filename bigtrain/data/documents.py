@@ -268,7 +268,7 @@ class PartReader:
     def _as_it_stands(self, column: TextColumn) -> bool:
         """Whether `_contents` would take every row, and as it is."""
         limit = self.options.max_document_bytes
-        return not self.options.chat and max(map(len, column.contents)) <= limit
+        return not self.options.chat and max(map(len, column.contents), default=0) <= limit
 
     def _contents(
         self,
