@@ -2,15 +2,15 @@
 
 bare      numpy: windows of a memory map, in the order of a shuffled array, copied into one int64
           batch; no labels, no checks, no thread
-bigtrain  `TrainingBatches.step`, what a training run calls: order, positioned reads, vocabulary
-          check, inputs and labels as tensors; also with isolated documents, and from a mixture
+bigtrain  `TrainingBatches.step`, what a training run calls: order, tokens, vocabulary check, inputs
+          and labels as tensors, in a thread; also with isolated documents, and from a mixture
 
 Both read the same dataset with a warm page cache in one process and take turns, so that whatever
 else the machine does falls on both; ratios, of wall and of CPU time, are medians over the rounds.
-Then the time from
-opening to the first batch: real files of a small dataset, and sparse files that say they hold 1e12
-tokens in 1e9 documents, beside what Megatron builds for the small one (shuffled documents, a row
-per sample, shuffled samples), here in vectorised numpy. Prints JSON.
+
+Before that the time from opening to the first batch: real files of a small dataset, and sparse
+files that say they hold 1e12 tokens in 1e9 documents, beside what Megatron builds for the small one
+(shuffled documents, a row per sample, shuffled samples), here in vectorised numpy. Prints JSON.
 """
 
 from __future__ import annotations
@@ -192,10 +192,10 @@ def _median_ratio(
 
 
 def first_batch(path: Path, sequence_length: int, rounds: int) -> dict[str, float]:
-    """Seconds from opening to the first batch, and the resident memory it took."""
+    """Seconds from opening to the first batch, and the memory it took."""
     plan = BatchPlan(BATCH_SAMPLES, BATCH_SAMPLES, 1, 1, sequence_length)
     config = run_config({"path": str(path)}, sequence_length)
-    seconds, before = [], resident_mib()
+    seconds, before = [], own_mib()
     for _ in range(rounds):
         begun = time.perf_counter()
         with closing(open_training_data(config, plan, 0)) as loader:
@@ -204,7 +204,7 @@ def first_batch(path: Path, sequence_length: int, rounds: int) -> dict[str, floa
     return {
         "seconds": round(statistics.median(seconds), 4),
         "seconds_first": round(seconds[0], 4),
-        "resident_mib": round(resident_mib() - before, 1),
+        "memory_mib": round(own_mib() - before, 1),
     }
 
 
@@ -227,10 +227,10 @@ def megatron_index(path: Path, sequence_length: int) -> float:
     return time.perf_counter() - begun
 
 
-def resident_mib() -> float:
-    """Resident memory of this process, in MiB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+def own_mib() -> float:
+    """Memory that is this process's alone, in MiB: not the pages of files that it has mapped."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:", 1)[1].split(None, 1)[0]) / 2**10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -257,7 +257,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
             "sequence_length": length,
             "tokens": int(args.tokens),
-            "throughput": throughput(root, length, args.batches, args.rounds),
             "open_to_first_batch": {
                 f"{args.tokens:.0e} tokens": first_batch(root / "a", length, args.rounds),
                 f"{args.sparse_shards * 10**9:.0e} tokens in {args.sparse_shards * 10**6:.0e} "
@@ -266,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "seconds": round(megatron_index(root / "a", length), 4)
                 },
             },
+            "throughput": throughput(root, length, args.batches, args.rounds),
         }
     print(json.dumps(result, indent=1))
     return 0

@@ -456,6 +456,11 @@ class RunConfig(Section):
         for entry in self.checkpoint.allow_changes:
             section, _, key = entry.partition(".")
             fields = getattr(type(getattr(self, section, None)), "model_fields", {})
+            if entry == "seed":
+                raise ValueError(
+                    "checkpoint.allow_changes: seed cannot change in a run: which samples it has "
+                    "read follows from it"
+                )
             if section not in type(self).model_fields or (key and key not in fields):
                 raise ValueError(
                     f"checkpoint.allow_changes: {entry} is neither a section nor a key "

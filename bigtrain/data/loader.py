@@ -92,6 +92,7 @@ class TrainingBatches:
         Every data-parallel rank calls it with the same argument. Raises DataError where a shard
         turns out to be damaged, be it that of a step soon after.
         """
+        assert not self._closed.is_set()
         if not self._ready or self._ready[0][0] != first_sample:
             self._ready.clear()
             self._wait(first_sample)

@@ -39,9 +39,15 @@ def make_plan(data_size: int, micro_samples: int, accumulation: int) -> BatchPla
 
 
 def training(
-    plan: BatchPlan, rank: int, num_windows: int, workers: int = 1, **options: Any
+    plan: BatchPlan,
+    rank: int,
+    num_windows: int,
+    workers: int = 1,
+    failing: int | None = None,
+    **options: Any,
 ) -> TrainingBatches:
-    dataset, order = Numbered(num_windows, LENGTH), SampleOrder(num_windows, 3)
+    dataset = Numbered(num_windows, LENGTH, failing=failing)
+    order = SampleOrder(num_windows, 3)
     return TrainingBatches(dataset, plan, rank, order, BatchOptions(**options), workers=workers)
 
 
@@ -113,7 +119,8 @@ def test_no_loss_after_the_end_of_a_document() -> None:
 
 def test_an_error_of_the_reading_thread_surfaces() -> None:
     plan = make_plan(1, 700, 1)
-    with closing(training(plan, 0, 700)) as batches, pytest.raises(DataError, match="sample 666"):
+    batches = training(plan, 0, 700, failing=666)
+    with closing(batches), pytest.raises(DataError, match="sample 666"):
         batches.step(0)
 
 

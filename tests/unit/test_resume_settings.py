@@ -135,8 +135,10 @@ def test_tokens_are_counted_at_the_length_they_were_read() -> None:
 
 
 def test_allowed_changes_are_settings() -> None:
-    for entry in ("data", "batch.sequence_length", "seed"):
+    for entry in ("data", "batch.sequence_length", "optimizer.lr"):
         RunConfig.model_validate({**tree(), "checkpoint": {"allow_changes": [entry]}})
+    with pytest.raises(ValueError, match="seed cannot change in a run"):
+        RunConfig.model_validate({**tree(), "checkpoint": {"allow_changes": ["seed"]}})
     for entry in ("dataa", "batch.sequence", "seed.x", ""):
         with pytest.raises(ValueError, match="neither a section nor a key"):
             RunConfig.model_validate({**tree(), "checkpoint": {"allow_changes": [entry]}})
