@@ -101,7 +101,7 @@ def train_run(run: ResolvedRun, world: World) -> None:
             run.config, run.engine, run.plan, inputs.hf_config, session.device, mesh, inputs.stages
         )
         if inputs.stages is not None:
-            session.say(inputs.stages.describe())
+            session.say(inputs.stages.describe(run.plan.accumulation))
         pin = session.device.type == "cuda"
         data_rank = mesh.coordinates.data_rank
         batches = open_training_data(run.config, run.plan, data_rank, device_pin=pin)

@@ -36,10 +36,14 @@ class StagePlan:
     layout: StageLayout
     cuts: tuple[int, ...]
 
-    def describe(self) -> str:
-        """The stages as one line for people."""
-        stages = (f"{start}-{stop - 1}" for start, stop in pairwise(self.cuts))
-        return f"pipeline stages: layers {', '.join(stages)}"
+    def describe(self, num_micro_batches: int) -> str:
+        """The stages as one line for people, and how long they wait with so many in a step."""
+        stages = [f"{start}-{stop - 1}" for start, stop in pairwise(self.cuts)]
+        idle = (len(stages) - 1) / (num_micro_batches + len(stages) - 1)
+        return (
+            f"pipeline stages: layers {', '.join(stages)}; with {num_micro_batches} micro-batches "
+            f"in a step they idle {idle:.0%} of the time (more accumulation is less)"
+        )
 
 
 @dataclass(frozen=True)
