@@ -215,12 +215,17 @@ def table(outcomes: dict[str, Outcome]) -> str:
         "| model type | tensor parallel | why |",
         "|---|---|---|",
         *(
-            f"| `{name}` | {result} | {reason.replace('|', '/')} |"
+            f"| `{name}` | {result} | {_short(reason)} |"
             for name, (result, reason) in sorted(outcomes.items())
         ),
         "",
     ]
     return "\n".join(lines)
+
+
+def _short(reason: str) -> str:
+    """Without what every refusal says, and what to do instead."""
+    return reason.split(" -> ")[0].split(" is wrong: ")[-1].replace("|", "/")
 
 
 if __name__ == "__main__":
