@@ -116,6 +116,8 @@ def set_heads(config: Any, heads: int, key_value_heads: int, head_size: int | No
         head_size = own or config.hidden_size // config.num_attention_heads
     elif own:
         config.head_dim = head_size
+    if getattr(config, "linear_num_heads", None):  # of linear attention, slow without its kernels
+        config.linear_num_heads = heads
     config.hidden_size = heads * head_size
     config.num_attention_heads = heads
     if getattr(config, "num_key_value_heads", None):

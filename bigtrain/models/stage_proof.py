@@ -153,7 +153,10 @@ def difference(
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     # Parameters are shared, so what stages give to their gradients adds up.
-    shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    tensors = [*model.parameters(), *model.buffers()]
+    # What forward passes leave behind cannot be copied.
+    tensors += [t for m in model.modules() for t in vars(m).values() if torch.is_tensor(t)]
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
     stages = [
         Stage(copy.deepcopy(model, dict(shared)), layout, cuts, index)
         for index in range(len(cuts) - 1)

@@ -67,11 +67,9 @@ COVERING = [
     Case("zero0", dtype="bfloat16"),
     Case("zero1", dtype="bfloat16", model="qwen3"),
     Case("zero3", dtype="bfloat16"),
-    Case("zero0", data=2, model="qwen3"),
     Case("zero1", data=2, accumulation=2),
     Case("zero3", data=2, model="qwen3_moe", recompute="full"),
     Case("zero2", tensor=4, model="odd"),  # two key-value heads for four processes
-    Case("zero3", tensor=4, model="qwen3"),
 ]
 
 

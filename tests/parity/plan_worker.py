@@ -1,0 +1,54 @@
+"""One of two processes that check tensor-parallel plans, right and wrong, before a run.
+
+Argument: a file for rank 0 to write what each check said to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import CONFIG_MAPPING
+
+from bigtrain.engine.distributed import process_group
+from bigtrain.errors import ModelError
+from bigtrain.models.plan_check import check_tensor_plan
+from bigtrain.world import read_world
+
+
+def configs() -> dict[str, Any]:
+    """Full-size configurations, and two whose plan was spoilt."""
+    without_sum = CONFIG_MAPPING["qwen3"]()
+    without_sum.base_model_tp_plan = {
+        name: style
+        for name, style in without_sum.base_model_tp_plan.items()
+        if not name.endswith("k_norm")
+    }
+    uncut = CONFIG_MAPPING["llama"]()
+    uncut.base_model_tp_plan = {**uncut.base_model_tp_plan, "layers.*.mlp.down_proj": "replicate"}
+    return {
+        "qwen3_moe": CONFIG_MAPPING["qwen3_moe"](),
+        "gemma2": CONFIG_MAPPING["gemma2"](),
+        "apertus": CONFIG_MAPPING["apertus"](),
+        "without_sum": without_sum,
+        "uncut": uncut,
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    world = read_world(os.environ)
+    said = {}
+    with process_group(world) as device:
+        for name, config in configs().items():
+            try:
+                check_tensor_plan(config, "auto", dist.group.WORLD, device)
+                said[name] = ""
+            except ModelError as error:
+                said[name] = str(error)
+    Path(f"{sys.argv[1]}.{world.rank}").write_text(json.dumps(said))
