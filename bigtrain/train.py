@@ -120,6 +120,8 @@ def train_run(run: ResolvedRun, world: World) -> int:
                 mesh,
                 inputs.stages,
             )
+        if inputs.stages is not None:
+            session.say(inputs.stages.describe(run.plan.accumulation))
         pin = session.device.type == "cuda"
         state = restore_or_start(session, engine)
         if state.step == 0:

@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def sweep(model_types: list[str], kept: Path | None) -> dict[str, Outcome]:
-    """Outcome and reason of each architecture (default: all), but for those that `kept` has."""
+    """Outcome and reason of each architecture (default: all); those in `kept` are not tried."""
     from tools.tiny_models import model_types as every
     from tools.tiny_models import reason_to_leave_out
 
@@ -215,12 +215,17 @@ def table(outcomes: dict[str, Outcome]) -> str:
         "| model type | tensor parallel | why |",
         "|---|---|---|",
         *(
-            f"| `{name}` | {result} | {reason.replace('|', '/')} |"
+            f"| `{name}` | {result} | {_short(reason)} |"
             for name, (result, reason) in sorted(outcomes.items())
         ),
         "",
     ]
     return "\n".join(lines)
+
+
+def _short(reason: str) -> str:
+    """Without what every refusal says, and what to do instead."""
+    return reason.split(" -> ")[0].split(" is wrong: ")[-1].replace("|", "/")
 
 
 if __name__ == "__main__":

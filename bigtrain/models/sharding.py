@@ -5,7 +5,6 @@ Initialization, loading and checkpoints all cut by it, so that they cannot disag
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -117,11 +116,6 @@ def full_shape(parameter: Any) -> tuple[int, ...]:
 def local_shape(parameter: Any) -> tuple[int, ...]:
     """Shape of what the tensor-parallel group gave this process, before ZeRO partitions it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def full_numel(parameter: Any) -> int:
-    """Elements of the whole parameter."""
-    return math.prod(full_shape(parameter))
 
 
 def even_ranges(size: int, parts: int, rank: int) -> tuple[int, int]:

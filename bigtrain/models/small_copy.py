@@ -102,6 +102,8 @@ def fewer_layers(config: Any) -> None:
 def fewer_tokens(config: Any) -> None:
     """A vocabulary of `VOCABULARY` to twice as many tokens, none of them special."""
     config.vocab_size = max(VOCABULARY, min(config.vocab_size, 2 * VOCABULARY))
+    if isinstance(getattr(config, "vocab_size_per_layer_input", None), int):
+        config.vocab_size_per_layer_input = config.vocab_size
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, None)
 
@@ -121,8 +123,11 @@ def set_heads(config: Any, heads: int, key_value_heads: int, head_size: int | No
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = key_value_heads
     for name in _INNER_WIDTHS:
-        if isinstance(getattr(config, name, None), int):
+        width = getattr(config, name, None)
+        if isinstance(width, int):
             setattr(config, name, heads * head_size)
+        elif isinstance(width, list):  # one for each layer
+            setattr(config, name, [heads * head_size] * len(width))
 
 
 def with_heads(heads: int) -> Change:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.huggingface import empty_model
-from bigtrain.models.small_copy import small_copy, with_heads
+from bigtrain.models.small_copy import fewer_experts, set_heads, small_copy, with_heads
 from bigtrain.models.stage_balance import StageCosts, balanced_cuts
 from bigtrain.models.stage_layout import StageLayout, find_layout, map_tensors
-from bigtrain.models.stages import Payload, Stage, stages_of_parameters
+from bigtrain.models.stages import Payload, Stage
 
 _TOLERANCE = 1e-5
 """Of the largest logit and of the largest gradient; float32 sums in another order make 1e-7."""
@@ -34,6 +35,15 @@ class StagePlan:
 
     layout: StageLayout
     cuts: tuple[int, ...]
+
+    def describe(self, num_micro_batches: int) -> str:
+        """The stages as one line for people, and how long they wait with so many in a step."""
+        stages = [f"{start}-{stop - 1}" for start, stop in pairwise(self.cuts)]
+        idle = (len(stages) - 1) / (num_micro_batches + len(stages) - 1)
+        return (
+            f"pipeline stages: layers {', '.join(stages)}; with {num_micro_batches} micro-batches "
+            f"in a step they idle {idle:.0%} of the time (more accumulation is less)"
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ def plan_stages(
 
     without = "parallel.pipeline=1"
     try:
-        model = small_copy(hf_config, attention, [with_heads(2)], _runs, all_layers=True)
+        model = small_copy(hf_config, attention, _NARROWER, _runs, all_layers=True)
         ids = _tokens(model)
         layout = find_layout(model, ids)
         if layout.num_layers < num_stages:
@@ -142,30 +152,27 @@ def difference(
     whole.logits.backward(direction)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    stages = [Stage(copy.deepcopy(model), layout, cuts, index) for index in range(len(cuts) - 1)]
+    # Parameters are shared, so what stages give to their gradients adds up.
+    tensors = [*model.parameters(), *model.buffers()]
+    # What forward passes leave behind cannot be copied.
+    tensors += [t for m in model.modules() for t in vars(m).values() if torch.is_tensor(t)]
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    stages = [
+        Stage(copy.deepcopy(model, dict(shared)), layout, cuts, index)
+        for index in range(len(cuts) - 1)
+    ]
     logits = run_in_turn(stages, input_ids, position_ids, direction)
-    found = _summed_gradients(stages, stages_of_parameters(model, layout, cuts))
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
     largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
     worst, where = 0.0, ""
     for name, gradient in gradients.items():
-        wanted = torch.zeros(()) if gradient is None else gradient
-        distance = float((found[name] - wanted).abs().max()) / largest
+        zero = torch.zeros(())
+        wanted, other = (zero if g is None else g for g in (gradient, found[name]))
+        distance = float((other - wanted).abs().max()) / largest
         if not distance <= worst:
             worst, where = distance, name
     return Difference(float((logits - expected).abs().max() / expected.abs().max()), worst, where)
-
-
-def _summed_gradients(
-    stages: Sequence[Stage], holders: dict[str, tuple[int, ...]]
-) -> dict[str, torch.Tensor]:
-    held = [dict(stage.model.named_parameters()) for stage in stages]
-    return {
-        name: sum(
-            (p.grad for index in indices if (p := held[index][name]).grad is not None),
-            torch.zeros(()),
-        )
-        for name, indices in holders.items()
-    }
 
 
 def run_in_turn(
@@ -236,6 +243,20 @@ def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
         first_memory=float(sum(p.numel() for p in first)),
         last_memory=float(sum(p.numel() for p in last)),
     )
+
+
+def _slim(config: Any) -> None:
+    key_heads = getattr(config, "num_key_value_heads", None)
+    set_heads(config, 2, 2 if key_heads == config.num_attention_heads else 1, head_size=16)
+    fewer_experts(config)
+
+
+def _narrow(config: Any) -> None:
+    with_heads(2)(config)
+    fewer_experts(config)
+
+
+_NARROWER = (_slim, _narrow, with_heads(2))
 
 
 @torch.no_grad()

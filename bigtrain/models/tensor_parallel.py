@@ -156,7 +156,22 @@ def _shard_of_style(
         return Shard(shape, True, dim, (span,) if span[0] < span[1] else (), rows)
     if _is_shared_key_value(model, name, style, size):
         return _key_value_shard(model, shape, dim, rank, size)
-    return _unpadded(name, shape, dim, 2 if style.startswith("packed") else 1, rank, size)
+    packed = 2 if style.startswith("packed") else 1
+    if shape[dim] // packed % size and _drops_inner(text_config(model.config)):
+        raise ModelError(
+            f"parallel.tensor: {name} {list(shape)}: with dropout, {size} processes need equally "
+            "wide parts, or their random streams part -> a degree that divides "
+            f"{shape[dim] // packed}, or no dropout"
+        )
+    return _unpadded(name, shape, dim, packed, rank, size)
+
+
+def _drops_inner(config: Any) -> bool:
+    """Whether there may be dropout elsewhere than on attention, whose heads always divide."""
+    return any(
+        isinstance(value, float) and value > 0 and "drop" in name and "att" not in name
+        for name, value in vars(config).items()
+    )
 
 
 def _unpadded(

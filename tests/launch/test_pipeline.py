@@ -20,6 +20,7 @@ def test_two_stages_make_the_same_run(
     settings = ["parallel.pipeline=2", f"output.directory={run}"]
     finished = launch([*launcher("torchrun"), *words, *settings], home)
     assert finished.code == 0, finished.output
+    assert "pipeline stages: layers 0-0, 1-1" in (run / "log.txt").read_text()
     assert "stage=" not in finished.output  # what DeepSpeed's PipelineModule prints
     for key in ("loss", "held_out_loss", "grad_norm"):
         assert metrics(run, key) == pytest.approx(metrics(finished_run, key), rel=1e-4, abs=1e-5)

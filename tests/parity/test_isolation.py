@@ -108,7 +108,7 @@ def test_packed_equals_separate(dataset: Path, architecture: str, attention: str
 def trained(
     dataset: Path, hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What the engine computes: two processes, two architectures, two stages."""
+    """What the engine computes: two processes, two architectures, two stages, and cut."""
     cases = {
         f"{architecture}-{engine}": {
             "config": config_for(dataset, {"config": MODELS[architecture]}, 3),
@@ -118,13 +118,23 @@ def trained(
         for architecture in ("llama", "gpt2")
         for engine in ("zero1", "zero3")
     }
+    cut = config_for(dataset, {"config": MODELS["llama"]}, 6) | {"parallel": {"tensor": 2}}
+    cases["llama-tensor2"] = {"config": cut, "deepspeed_config": "zero2", "last_step": STEPS}
     return train_cases(2, cases, tmp_path_factory.mktemp("isolation"))
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("engine", ["zero1", "zero3"])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("architecture", "engine"),
+    [
+        ("llama", "zero1"),
+        ("llama", "zero3"),
+        ("llama", "tensor2"),
+        ("gpt2", "zero1"),
+        ("gpt2", "zero3"),
+    ],
+)
 def test_training_equals_separate_documents(
     dataset: Path,
     hf_directories: dict[str, Path],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,6 +207,23 @@ def test_initial_weights_do_not_depend_on_the_stage(model_type: str) -> None:
             assert torch.equal(parameter, whole[name]), name
             found.add(name)
     assert found == whole.keys()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_trained_weights_are_those_of_the_stage(model_type: str, tmp_path: Path) -> None:
+    model = small(model_type)
+    model.save_pretrained(tmp_path)
+    whole = dict(model.named_parameters())
+    layout = find_layout(model, tokens())
+    section = ModelSection(path=str(tmp_path))
+    for index in range(2):
+        prepare = partial(Stage, layout=layout, cuts=(0, 1, 4), index=index)
+        partitioning = replace(WHOLE, prepare=prepare)
+        stage = build_model(section, load_hf_config(section), seed=3, partitioning=partitioning)
+        held = dict(stage.named_parameters())
+        assert 0 < len(held) < len(whole)
+        for name, parameter in held.items():
+            assert torch.equal(parameter, whole[name]), name
 
 
 def test_plan_balances_with_the_head() -> None:

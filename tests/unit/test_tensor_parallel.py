@@ -117,6 +117,14 @@ def test_width_smaller_than_the_degree_is_refused_by_name() -> None:
         check_tensor_size(narrow, 4)
 
 
+def test_uneven_parts_with_dropout_are_refused() -> None:
+    """Processes would draw different amounts of randomness, and then different masks."""
+    uneven = config("phi", num_key_value_heads=8, resid_pdrop=0.1)
+    with pytest.raises(ModelError, match=r"mlp\.fc1\.weight .* with dropout, 2 processes need"):
+        check_tensor_size(uneven, 2)
+    assert check_tensor_size(config("phi", num_key_value_heads=8, resid_pdrop=0.0), 2) == []
+
+
 def test_unknown_style_is_refused_by_name() -> None:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config())
