@@ -126,13 +126,6 @@ _PARALLEL_RULES = (
             f"{_largest_divisor(f.sequence_length, f.sequence_size)}"
         ),
     ),
-    _rule(
-        "sequence parallelism with tensor parallelism",
-        lambda f: f.sequence_size > 1 and f.tensor_size > 1,
-        ("parallel.sequence", lambda f: f.sequence_size),
-        "both divide the attention heads, and no test has shown their numbers together",
-        "parallel.sequence=1, or parallel.tensor=1",
-    ),
     _rule(  # runtime/pipe/engine.py:76, which says so only after the whole model is built
         "ZeRO 2 and 3 with pipeline",
         lambda f: f.pipeline_size > 1 and f.zero_stage >= 2,

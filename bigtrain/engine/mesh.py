@@ -80,8 +80,9 @@ class ModelParallelUnit:
 
     ``runtime/zero`` and ``runtime/utils.py`` ask for ``model_parallel`` (norms, overflow),
     ``utils/bwc.py`` for ``tensor_model_parallel`` and ``pipeline_model_parallel``,
-    ``utils/groups.py`` for ``data_parallel`` and ``sequence_data_parallel`` (partitions, averages)
-    and ``sequence_parallel``. Each comes as ``get_NAME_group``, ``_world_size`` and ``_rank``.
+    ``utils/groups.py`` for ``data_parallel`` (partitions, averages). Each comes as
+    ``get_NAME_group``, ``_world_size`` and ``_rank``. Processes that share samples are shown as
+    replicas: told of sequence parallelism, DeepSpeed would not count them when it averages.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -89,9 +90,7 @@ class ModelParallelUnit:
             "model_parallel": mesh.model,
             "tensor_model_parallel": mesh.tensor,
             "pipeline_model_parallel": mesh.pipeline,
-            "data_parallel": mesh.data,
-            "sequence_parallel": mesh.sequence,
-            "sequence_data_parallel": mesh.replicas,
+            "data_parallel": mesh.replicas,
         }
 
     def __getattr__(self, name: str) -> Any:

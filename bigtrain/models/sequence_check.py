@@ -27,18 +27,20 @@ _DEADLOCK_SECONDS = 60.0
 
 
 def check_sequence_parallel(
-    hf_config: PreTrainedConfig, attention: str, size: int, *, isolate: bool
+    hf_config: PreTrainedConfig, attention: str, size: int, *, isolate: bool, tensor_size: int = 1
 ) -> list[Problem]:
     """Problems with samples of a model of `hf_config` split over `size` processes; or none.
 
-    `isolate`: documents in a sample are kept apart. Builds a few narrow layers of it with random
+    `isolate`: documents in a sample are kept apart. `tensor_size`: processes that the attention
+    heads are divided among already. Builds a few narrow layers of it with random
     weights on the CPU and compares logits. Takes a second or so.
     """
     text = text_config(hf_config)
     heads = getattr(text, "num_attention_heads", None)
-    if isinstance(heads, int) and heads % size:
-        fitting = max(n for n in range(1, size) if heads % n == 0)
-        return [_refusal(size, f"does not divide its {heads} attention heads", fitting)]
+    if isinstance(heads, int) and heads % (size * tensor_size):
+        fitting = max(n for n in range(1, size) if n == 1 or heads % (n * tensor_size) == 0)
+        among = f" among parallel.tensor = {tensor_size}" if tensor_size > 1 else ""
+        return [_refusal(size, f"does not divide its {heads} attention heads{among}", fitting)]
     if getattr(text, "output_router_logits", False):
         return [
             _refusal(size, "the router loss (output_router_logits) is not linear in the tokens")

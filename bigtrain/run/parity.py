@@ -147,6 +147,7 @@ def _refusal(
             config.model.attention,
             parallel.sequence,
             isolate=config.data.isolates,
+            tensor_size=parallel.tensor,
         )
     return "; ".join(problem.rule for problem in problems) or None
 

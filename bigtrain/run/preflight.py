@@ -62,6 +62,7 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
             config.model.attention,
             config.parallel.sequence,
             isolate=config.data.isolates,
+            tensor_size=config.parallel.tensor,
         )
     stages = None
     if run.topology.pipeline_size > 1 and not problems:

@@ -35,10 +35,10 @@ def check(topology: Topology, rank: int) -> None:
     unit = ModelParallelUnit(mesh)
     place = topology.coordinates(rank)
     assert unit.get_tensor_model_parallel_rank() == place.tensor_rank
-    assert unit.get_data_parallel_rank() == place.data_rank
-    assert unit.get_data_parallel_world_size() == topology.data_size
+    assert unit.get_data_parallel_group() is mesh.replicas
+    assert unit.get_data_parallel_world_size() == topology.data_size * topology.sequence_size
     assert unit.get_model_parallel_world_size() == topology.tensor_size * topology.pipeline_size
-    assert unit.get_sequence_data_parallel_group() is mesh.replicas
+    assert not hasattr(unit, "get_sequence_parallel_world_size")
     assert not hasattr(unit, "initialize_sequence_parallel")
 
 

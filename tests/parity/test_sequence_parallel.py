@@ -35,18 +35,19 @@ class Case:
     architecture: str = "llama"
     gradient_checkpointing: str = "none"
     dtype: str = "float32"
+    tensor: int = 1
     slow: bool = False
 
     @property
     def name(self) -> str:
         return (
-            f"sequence{self.sequence}of{self.world_size}-{self.engine}-"
+            f"sequence{self.sequence}-tensor{self.tensor}-of{self.world_size}-{self.engine}-"
             f"accumulation{self.accumulation}-{self.gradient_checkpointing}-{self.architecture}-"
             f"{self.dtype}"
         )
 
     def config(self, data: Path) -> dict[str, Any]:
-        data_size = self.world_size // self.sequence
+        data_size = self.world_size // (self.sequence * self.tensor)
         config: dict[str, Any] = run_config(
             data,
             {
@@ -54,7 +55,7 @@ class Case:
                 "gradient_checkpointing": self.gradient_checkpointing,
             },
             micro_samples=8 // (data_size * self.accumulation),
-            parallel={"sequence": self.sequence},
+            parallel={"sequence": self.sequence, "tensor": self.tensor},
             precision={"dtype": self.dtype},
         )
         return config
@@ -72,6 +73,10 @@ CASES = [
     Case(2, 2, "zero2", dtype="bfloat16"),
     Case(4, 2, "zero1", 2, architecture="one_key_head"),
     Case(4, 2, "zero3", 2),
+    Case(4, 2, "zero1", 4, tensor=2),
+    Case(4, 2, "zero3", architecture="one_key_head", tensor=2),
+    Case(4, 2, "zero0", architecture="mistral", tensor=2, slow=True),
+    Case(4, 2, "zero2", 4, dtype="bfloat16", tensor=2, slow=True),
     Case(4, 4, "zero1", architecture="one_key_head", slow=True),
     Case(4, 4, "zero3", architecture="mistral", slow=True),
     Case(4, 2, "zero2_offload", 4, gradient_checkpointing="full", slow=True),

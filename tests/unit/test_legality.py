@@ -18,10 +18,6 @@ VIOLATIONS: dict[str, tuple[dict[str, object], str]] = {
         {**ZERO3, "tensor_size": 2, "quantized_gradients": True},
         "x.json: zero_optimization.zero_quantized_gradients = True",
     ),
-    "sequence parallelism with tensor parallelism": (
-        {"sequence_size": 2, "tensor_size": 2},
-        "parallel.sequence = 2",
-    ),
     "samples that do not divide": (
         {"sequence_size": 3, "sequence_length": 16},
         "batch.sequence_length = 16",

@@ -20,9 +20,13 @@ COMMON = {
 }
 
 
-def problems(model_type: str, size: int = 2, *, isolate: bool = False, **changes: Any) -> list[Any]:
+def problems(
+    model_type: str, size: int = 2, *, isolate: bool = False, tensor_size: int = 1, **changes: Any
+) -> list[Any]:
     hf_config = CONFIG_MAPPING[model_type](**{**COMMON, **changes})
-    return check_sequence_parallel(hf_config, "auto", size, isolate=isolate)
+    return check_sequence_parallel(
+        hf_config, "auto", size, isolate=isolate, tensor_size=tensor_size
+    )
 
 
 @pytest.mark.parametrize("isolate", [False, True])
@@ -41,6 +45,13 @@ def test_heads_that_do_not_divide() -> None:
     (problem,) = problems("llama", 3)
     assert "does not divide its 4 attention heads" in str(problem)
     assert "parallel.sequence=2" in str(problem)
+
+
+def test_heads_are_divided_among_tensor_parallel_processes_first() -> None:
+    assert problems("llama", 2, tensor_size=2) == []
+    (problem,) = problems("llama", 2, tensor_size=4)
+    assert "4 attention heads among parallel.tensor = 4" in str(problem)
+    assert "parallel.sequence=1" in str(problem)
 
 
 @pytest.mark.parametrize(
