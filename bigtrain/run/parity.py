@@ -9,13 +9,10 @@ compared.
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +33,13 @@ from bigtrain.config import (
 from bigtrain.data.loader import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.checkpoint_io import read_full_masters
 from bigtrain.engine.resolve import resolve_run
-from bigtrain.errors import BigtrainError, ConfigError, LaunchError, ModelError
+from bigtrain.errors import BigtrainError, ConfigError, ModelError
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.huggingface import build_model, split_by_decay
-from bigtrain.models.sequence_check import check_sequence_parallel
 from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
 from bigtrain.models.tensor_degree import check_tensor_size
+from bigtrain.run.local_world import run_local_world
+from bigtrain.run.preflight import try_model
 from bigtrain.topology import BatchPlan
 
 STEPS = 5
@@ -51,7 +49,6 @@ NORM_TOLERANCE = 1e-4
 """Of the gradient norm, at every step."""
 WEIGHT_TOLERANCE = 1e-5
 """Of any weight, at the end."""
-WORLD_TIMEOUT_SECONDS = 1800
 
 _ENGINES = ("zero0", "zero1", "zero2", "zero3", "pipeline_zero1")
 _CLIP_NORM = 0.5
@@ -106,6 +103,7 @@ class Verdict:
 def points(config: RunConfig, world_size: int) -> list[Point]:
     """Every topology of `world_size` processes for the small copy's `config`, legal or not."""
     found = []
+    refused_by_model = cache(partial(_model_refusal, config))  # a second or so each
     for parallel in _degrees(world_size):
         for engine in _ENGINES:
             if (engine == "pipeline_zero1") != (parallel.pipeline > 1) and engine != "zero0":
@@ -117,7 +115,8 @@ def points(config: RunConfig, world_size: int) -> list[Point]:
             )
             data_size = world_size // (parallel.tensor * parallel.pipeline * parallel.sequence)
             name = ", ".join(part for part in (engine, f"data {data_size}", degrees) if part)
-            refusal = _refusal(config, engine, parallel, world_size)
+            refusal = _rule_refusal(config, engine, parallel, world_size)
+            refusal = refusal or refused_by_model(parallel)
             found.append(Point(name, engine, parallel, refusal))
     return found
 
@@ -131,25 +130,28 @@ def _degrees(world_size: int) -> Iterator[ParallelSection]:
                     yield ParallelSection(tensor=tensor, pipeline=pipeline, sequence=sequence)
 
 
-def _refusal(
+def _rule_refusal(
     config: RunConfig, engine: str, parallel: ParallelSection, world_size: int
 ) -> str | None:
-    at_point = config.model_copy(update={"parallel": parallel})
     try:
-        resolve_run(at_point, world_size, engine, "cpu")
+        resolve_run(_at(config, parallel), world_size, engine, "cpu")
     except ConfigError as error:
         return "; ".join(problem.rule for problem in error.problems)
+    return None
+
+
+def _model_refusal(config: RunConfig, parallel: ParallelSection) -> str | None:
     hf_config = load_hf_config(config.model)
-    problems = list(check_tensor_size(hf_config, parallel.tensor))
-    if parallel.sequence > 1:
-        problems += check_sequence_parallel(
-            hf_config,
-            config.model.attention,
-            parallel.sequence,
-            isolate=config.data.isolates,
-            tensor_size=parallel.tensor,
-        )
+    try:
+        problems = check_tensor_size(hf_config, parallel.tensor)
+    except ModelError as error:
+        return str(error)
+    problems = problems or try_model(_at(config, parallel), hf_config)[0]
     return "; ".join(problem.rule for problem in problems) or None
+
+
+def _at(config: RunConfig, parallel: ParallelSection) -> RunConfig:
+    return config.model_copy(update={"parallel": parallel})
 
 
 def shrink(config: RunConfig, world_size: int, directory: Path) -> RunConfig:
@@ -299,9 +301,7 @@ def train_points(
         json.dumps(
             [
                 {
-                    "config": config.model_copy(update={"parallel": p.parallel}).model_dump(
-                        mode="json"
-                    ),
+                    "config": _at(config, p.parallel).model_dump(mode="json"),
                     "engine": p.engine,
                     "directory": str(directory / f"point{number}"),
                 }
@@ -309,7 +309,11 @@ def train_points(
             ]
         )
     )
-    _run_world(world_size, [str(directory / "cases.json")])
+    run_local_world(
+        world_size,
+        ["-m", "bigtrain.run.parity_worker", str(directory / "cases.json")],
+        {"CUDA_VISIBLE_DEVICES": ""},
+    )
     found = {}
     for number, point in enumerate(legal):
         place = directory / f"point{number}"
@@ -322,48 +326,6 @@ def train_points(
             read_full_masters(place / "last"),
         )
     return found
-
-
-def _run_world(world_size: int, arguments: list[str]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {
-        **os.environ,
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [sys.executable, "-m", "bigtrain.run.parity_worker", *arguments]
-    with tempfile.TemporaryFile("w+") as output:
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(world_size)
-        ]
-        codes: list[int | str] = []
-        try:
-            for process in processes:
-                codes.append(process.wait(WORLD_TIMEOUT_SECONDS))
-        except subprocess.TimeoutExpired:
-            codes.append("timeout")
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-        if codes != [0] * world_size:
-            output.seek(0)
-            raise LaunchError(
-                f"the processes of a parity run ended with {codes}:\n{output.read()[-4000:]}"
-            )
 
 
 def compare(point: Point, reference: Figures, found: Figures) -> Verdict:

@@ -54,22 +54,9 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         *_check_best(config),
     ]
     problems += check_tensor_size(hf_config, config.parallel.tensor)
-    if config.data.isolates and not problems:
-        problems += _check_isolation(config, hf_config)
-    if config.parallel.sequence > 1 and not problems:
-        problems += check_sequence_parallel(
-            hf_config,
-            config.model.attention,
-            config.parallel.sequence,
-            isolate=config.data.isolates,
-            tensor_size=config.parallel.tensor,
-        )
     stages = None
-    if run.topology.pipeline_size > 1 and not problems:
-        stages, of_stages = plan_stages(
-            hf_config, config.model.attention, run.topology.pipeline_size
-        )
-        problems += of_stages
+    if not problems:
+        problems, stages = try_model(config, hf_config)
     if problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(
@@ -79,6 +66,29 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         packing_reports(config),
         stages,
     )
+
+
+def try_model(config: RunConfig, hf_config: Any) -> tuple[list[Problem], StagePlan | None]:
+    """What the model's own code rules out of `config`, and where it is cut into stages, if it is.
+
+    Found on small copies of the model, a second or so for each. `check_tensor_size` comes first.
+    """
+    attention, parallel = config.model.attention, config.parallel
+    problems: list[Problem] = []
+    if config.data.isolates:
+        problems += _check_isolation(config, hf_config)
+    if parallel.sequence > 1 and not problems:
+        problems += check_sequence_parallel(
+            hf_config,
+            attention,
+            parallel.sequence,
+            isolate=config.data.isolates,
+            tensor_size=parallel.tensor,
+        )
+    stages = None
+    if parallel.pipeline > 1 and not problems:
+        stages, problems = plan_stages(hf_config, attention, parallel.pipeline)
+    return problems, stages
 
 
 def _check_isolation(config: RunConfig, hf_config: Any) -> list[Problem]:

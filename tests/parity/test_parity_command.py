@@ -23,7 +23,7 @@ from bigtrain.run.parity import (
     train_reference,
 )
 from bigtrain.topology import BatchPlan
-from tests.parity.conftest import llama, run_config
+from tests.parity.conftest import ARCHITECTURES, llama, run_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -50,6 +50,14 @@ def test_every_topology_is_listed_once(small: RunConfig) -> None:
     legal = [point.name for point in found if point.refusal is None]
     assert {"zero0, data 2", "zero3, data 2", "zero2, data 1, sequence 2"} <= set(legal)
     assert all(point.refusal for point in found if point.name not in legal)
+
+
+def test_an_architecture_without_a_plan_is_refused_at_that_degree_alone(tmp_path: Path) -> None:
+    run = run_config(Path("unread"), {"config": ARCHITECTURES["gpt2"]}, micro_samples=1)
+    small = shrink(RunConfig.model_validate(run), 2, tmp_path / "model")
+    refusals = {point.name: point.refusal for point in points(small, 2)}
+    assert "gpt2" in str(refusals["zero1, data 1, tensor 2"])
+    assert refusals["pipeline_zero1, data 1, pipeline 2"] is None
 
 
 def test_batches_are_the_same_at_every_topology(small: RunConfig) -> None:

@@ -1,0 +1,72 @@
+"""A world of processes on this machine, started without a launcher and waited for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+
+from bigtrain.errors import LaunchError
+
+TIMEOUT_SECONDS = 1800.0
+SHOWN_CHARACTERS = 6000
+
+
+def free_port() -> int:
+    """A port that nothing listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def run_local_world(
+    world_size: int,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> str:
+    """Run Python with `arguments` in `world_size` processes; returns their joined output.
+
+    `environment` is added to this process's own. Raises LaunchError with the end of the output if
+    any process does not exit with 0 within `timeout_seconds`; none is left behind.
+    """
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    with tempfile.TemporaryFile("w+") as output:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(world_size)
+        ]
+        codes: list[int | str] = []
+        try:
+            for process in processes:
+                codes.append(process.wait(timeout_seconds))
+        except subprocess.TimeoutExpired:
+            codes.append("timeout")
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        output.seek(0)
+        text = output.read()
+    if codes != [0] * world_size:
+        end = text[-SHOWN_CHARACTERS:]
+        raise LaunchError(f"processes on this machine ended with exit codes {codes}:\n{end}")
+    return text
