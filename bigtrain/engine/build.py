@@ -83,8 +83,7 @@ class TrainEngine:
         num_targets = self._count_targets(micro_batches)
         # DeepSpeed divides the summed gradients by the number of replicas, and the processes that
         # share a sample are replicas to it.
-        replicas = self.plan.data_size * (self.sequence.size if self.sequence else 1)
-        scale = replicas / num_targets.clamp(min=1)
+        scale = dist.get_world_size(self.mesh.replicas) / num_targets.clamp(min=1)
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         self.engine.train()
         for batch in micro_batches:

@@ -8,7 +8,9 @@ does not divide. So it is tried, before there is a process group: threads take t
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -133,10 +135,18 @@ class _Threads:
         rank: int = self._local.rank
         return rank
 
-    def as_rank(self, rank: int) -> _Rank:
-        """Context of the thread that takes the part of process `rank`."""
+    @contextmanager
+    def as_rank(self, rank: int) -> Iterator[None]:
+        """The thread that takes the part of process `rank`.
+
+        When it fails it lets the others go, which would wait for it.
+        """
         self._local.rank = rank
-        return _Rank(self._barrier)
+        try:
+            yield
+        except BaseException:
+            self._barrier.abort()
+            raise
 
     def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
         """See `bigtrain.models.sequence_parallel.Exchange`."""
@@ -145,17 +155,3 @@ class _Threads:
         received = torch.stack([sent[self.rank] for sent in self._sent])
         self._barrier.wait()
         return received
-
-
-class _Rank:
-    """Lets the other threads go when this one fails, instead of waiting for it."""
-
-    def __init__(self, barrier: threading.Barrier) -> None:
-        self._barrier = barrier
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._barrier.abort()

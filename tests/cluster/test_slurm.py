@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -86,13 +85,6 @@ def restarts(lab: Lab, job: str) -> str:
     return next(word for word in output.split() if word.startswith("Restarts=")).split("=")[1]
 
 
-stops_on_signals = pytest.mark.skipif(
-    importlib.util.find_spec("bigtrain.run.stopping") is None,
-    reason="train.py does not stop on signals yet",
-)
-
-
-@stops_on_signals
 @pytest.mark.timeout(600)
 def test_near_its_time_limit_a_run_is_saved_requeued_and_goes_on(lab: Lab, submit: Submit) -> None:
     job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml, *LONG])
@@ -111,7 +103,6 @@ def test_near_its_time_limit_a_run_is_saved_requeued_and_goes_on(lab: Lab, submi
     assert not (lab.folder / "run" / "requeue").exists()
 
 
-@stops_on_signals
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_real_timer(lab: Lab, submit: Submit) -> None:
@@ -133,7 +124,6 @@ def test_the_real_timer(lab: Lab, submit: Submit) -> None:
     assert steps == list(range(1, len(steps) + 1))
 
 
-@stops_on_signals
 def test_a_cancelled_run_stays_cancelled(lab: Lab, submit: Submit) -> None:
     job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml, *LONG])
     wait_until("some steps", lambda: steps_logged(lab) >= 5, 200)
@@ -173,10 +163,6 @@ def test_after_a_node_failure_a_run_goes_on_with_what_is_left(lab: Lab, submit: 
     wait_until("n2 is back", lambda: "n[1-2]" in idle(lab))
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("bigtrain.data.shares") is None,
-    reason="`bigtrain tokenize` does not divide its input over commands yet",
-)
 def test_tokens_of_an_array_are_those_of_one_process(
     lab: Lab, inputs: Inputs, submit: Submit
 ) -> None:

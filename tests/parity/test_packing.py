@@ -14,12 +14,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bigtrain.cli import main
 from bigtrain.config import RunConfig
-from bigtrain.data.loader import MicroBatch, open_training_data
+from bigtrain.data.loader import open_training_data
 from bigtrain.data.packed_documents import packing_reports
 from bigtrain.data.sampling import SampleOrder
 from bigtrain.data.shards import open_dataset
 from bigtrain.topology import BatchPlan
 from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config, train_cases
+from tests.parity.test_isolation import gradients, packed_loss
 from tests.support.chats import CHATML, chat_tokenizer, save_chat_tokenizer, turns
 from tests.support.datasets import write_dataset
 
@@ -93,19 +94,6 @@ def separate_loss(model: Any, pieces: list[tuple[torch.Tensor, torch.Tensor]]) -
         total = total + F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
         count += int(mask[1:].sum())
     return total / count
-
-
-def packed_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
-    logits = model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-    ).logits
-    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
-
-
-def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
