@@ -23,6 +23,12 @@ PURE = {
     "bigtrain.errors",
     "bigtrain.legality",
     "bigtrain.schedule",
+    "bigtrain.sections",
+    "bigtrain.sections.base",
+    "bigtrain.sections.data",
+    "bigtrain.sections.model",
+    "bigtrain.sections.running",
+    "bigtrain.sections.training",
     "bigtrain.topology",
     "bigtrain.world",
     # What of the engine is text alone, so that `bigtrain check` needs no torch.

@@ -1,0 +1,66 @@
+"""Sections on the model: which one, how its layers run, in which dtypes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from bigtrain.sections.base import PositiveInt, Section
+
+
+class ModelSection(Section):
+    """Which Hugging Face causal LM, and how its layers run."""
+
+    path: str | None = Field(
+        default=None,
+        description="directory or hub name whose weights and configuration the run starts from",
+    )
+    config: str | dict[str, Any] | None = Field(
+        default=None,
+        description="start from random weights: a directory or hub name whose configuration is "
+        "used, or the configuration itself with its model_type",
+    )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keys of the Hugging Face configuration to change (not the vocabulary when "
+        "weights are loaded)",
+    )
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
+        default="auto",
+        description="attention implementation of transformers; auto: sdpa where the model has it, "
+        "or else eager",
+    )
+    gradient_checkpointing: Literal["none", "full"] | PositiveInt = Field(
+        default="none",
+        description="recompute activations in the backward pass: none, full (every layer), or n "
+        "(every n-th layer, starting with the first)",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            raise ValueError(
+                "exactly one of model.path (trained weights) and model.config (random weights) "
+                "must be set"
+            )
+        if isinstance(self.config, dict) and "model_type" not in self.config:
+            raise ValueError("model.config must name a model_type, for example model_type: llama")
+        return self
+
+
+class PrecisionSection(Section):
+    """Number formats."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="bfloat16",
+        description="of parameters in forward and backward; masters and optimizer are float32",
+    )
+    gradient_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="in which gradients are accumulated and reduced; default: float32 wherever "
+        "the engine can, which is everywhere but ZeRO 0 below float32 and float16",
+    )
+    initial_loss_scale_power: Annotated[int, Field(ge=0, le=32)] = Field(
+        default=16, description="float16 only: dynamic loss scaling starts at 2 to this power"
+    )
