@@ -46,7 +46,8 @@ from bigtrain.data.manifest import (
     TokenizerRecord,
     write_manifest,
 )
-from bigtrain.data.shards import HEADER, INDEX_VERSION, MAGIC, ShardWriter
+from bigtrain.data.shard_writing import ShardWriter
+from bigtrain.data.shards import HEADER, INDEX_VERSION, MAGIC
 from bigtrain.topology import BatchPlan
 
 VOCABULARY = 32_000

@@ -28,7 +28,7 @@ from bigtrain.data.packing import PackedWindows, split_stream
 from bigtrain.data.phases import Phase, first_phase
 from bigtrain.data.samples import Indices, Samples
 from bigtrain.data.sampling import SampleOrder
-from bigtrain.data.shards import TokenDataset, open_dataset
+from bigtrain.data.token_datasets import TokenDataset, open_sources
 from bigtrain.errors import DataError
 from bigtrain.topology import BatchPlan
 
@@ -263,7 +263,7 @@ def open_training_data(
 
     No collective. Raises DataError where a dataset is missing, damaged or too short.
     """
-    datasets = _open_sources(config)
+    datasets = open_sources(config.data)
     if phase is None:
         phase = first_phase(config, identify_sources(config))
     assert phase.sequence_length == plan.sequence_length
@@ -295,7 +295,7 @@ def open_held_out(
 
     No collective. Raises DataError where a source has some, but too few for one sample.
     """
-    datasets = _open_sources(config)
+    datasets = open_sources(config.data)
     if phase is None:
         phase = first_phase(config, identify_sources(config))
     options = _options(config, datasets, device_pin)
@@ -314,12 +314,6 @@ def open_held_out(
         for name, source, dataset in zip(config.data.names, phase.read, datasets, strict=True)
         if dataset.manifest.num_tokens("held_out")
     ]
-
-
-def _open_sources(config: RunConfig) -> list[TokenDataset]:
-    # Sizes alone, in the same time for any number of documents. What is read of an index or a
-    # shard is checked when it is; `bigtrain tokenize` has checked the rest.
-    return [open_dataset(source.path, check="sizes") for source in config.data.mixture]
 
 
 def _samples(

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from bigtrain.data.manifest import Split
 from bigtrain.data.reading import FileReader
 from bigtrain.data.samples import Indices, TokenRows
-from bigtrain.data.shards import Mask, Shard, TokenDataset
+from bigtrain.data.shards import Mask, Shard
+from bigtrain.data.token_datasets import TokenDataset
 from bigtrain.errors import DataError
 
 Tokens = npt.NDArray[Any]
