@@ -1,12 +1,16 @@
 """What reading batches costs: the loader against a bare gather, and the time to the first batch.
 
 bare      numpy: windows of a memory map, in the order of a shuffled array, copied into one int64
-          batch; no labels, no checks, no thread
+          batch; no labels, no checks, no thread. All ratios of bigtrain are to this one
+bare, as stored          the same without widening: a limit, for no model takes such tokens
+bare, inputs and labels  the same into the two int64 arrays that a model takes
 bigtrain  `TrainingBatches.step`, what a training run calls: order, tokens, vocabulary check, inputs
-          and labels as tensors, in a thread; also with isolated documents, and from a mixture
+          and labels as int64 tensors; also with isolated documents, and from a mixture
 
-Both read the same dataset with a warm page cache in one process and take turns, so that whatever
-else the machine does falls on both; ratios, of wall and of CPU time, are medians over the rounds.
+All read the same dataset with a warm page cache in one process and take turns, so that whatever
+else the machine does falls on all; ratios, of wall and of CPU time, are medians over the rounds.
+Every turn begins where nothing was read ahead; its CPU time has that of the threads, with what they
+read ahead for nobody at its end.
 
 Before that the time from opening to the first batch: real files of a small dataset, and sparse
 files that say they hold 1e12 tokens in 1e9 documents, beside what Megatron builds for the small one
@@ -26,7 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -42,12 +46,16 @@ from bigtrain.data.manifest import (
     TokenizerRecord,
     write_manifest,
 )
-from bigtrain.data.shards import HEADER, INDEX_VERSION, MAGIC, ShardWriter
+from bigtrain.data.shard_writing import ShardWriter
+from bigtrain.data.shards import HEADER, INDEX_VERSION, MAGIC
 from bigtrain.topology import BatchPlan
 
 VOCABULARY = 32_000
 BATCH_SAMPLES = 32
 DOCUMENT_TOKENS = 1000
+IDLE_SECONDS = 0.005
+SKIPPED_BATCHES = 1000
+"""Between turns, so that none uses what was read ahead in another."""
 UINT16_CODE = 8
 
 
@@ -119,17 +127,24 @@ def run_config(data: dict[str, Any], sequence_length: int) -> RunConfig:
     )
 
 
-def bare_gather(path: Path, sequence_length: int) -> Callable[[int], None]:
-    """Reads batch `number` as a plain script would."""
+def bare_gather(
+    path: Path, sequence_length: int, kind: Literal["one", "stored", "both"]
+) -> Callable[[int], None]:
+    """Reads batch `number` as a plain script would, into `kind` of arrays."""
     tokens = np.memmap(path / "train_00000.bin", dtype="<u2", mode="r")
     num_windows = (len(tokens) - 1) // sequence_length
     order = np.random.default_rng(0).permutation(num_windows)
+    dtype = np.uint16 if kind == "stored" else np.int64
+    width = sequence_length if kind == "both" else sequence_length + 1
 
     def read(number: int) -> None:
-        batch = np.empty((BATCH_SAMPLES, sequence_length + 1), np.int64)
+        batch = np.empty((BATCH_SAMPLES, width), dtype)
+        labels = np.empty((BATCH_SAMPLES, width), dtype) if kind == "both" else None
         for row in range(BATCH_SAMPLES):
             start = order[(number * BATCH_SAMPLES + row) % num_windows] * sequence_length
-            batch[row] = tokens[start : start + sequence_length + 1]
+            batch[row] = tokens[start : start + width]
+            if labels is not None:
+                labels[row] = tokens[start + 1 : start + 1 + width]
 
     return read
 
@@ -139,7 +154,11 @@ def seconds_of(read: Callable[[int], object], first: int, batches: int) -> tuple
     begun, cpu_begun = time.perf_counter(), time.process_time()
     for number in range(first, first + batches):
         read(number)
-    return time.perf_counter() - begun, time.process_time() - cpu_begun
+    wall, before = time.perf_counter() - begun, -1.0
+    while time.process_time() - before > IDLE_SECONDS / 2:  # threads still read ahead
+        before = time.process_time()
+        time.sleep(IDLE_SECONDS)
+    return wall, time.process_time() - cpu_begun
 
 
 def throughput(root: Path, sequence_length: int, batches: int, rounds: int) -> dict[str, Any]:
@@ -158,13 +177,17 @@ def throughput(root: Path, sequence_length: int, batches: int, rounds: int) -> d
         name: open_training_data(run_config(data, sequence_length), plan, 0)
         for name, data in variants.items()
     }
-    readers: dict[str, Callable[[int], object]] = {"bare": bare_gather(paths[0], sequence_length)}
+    readers: dict[str, Callable[[int], object]] = {
+        "bare": bare_gather(paths[0], sequence_length, "one"),
+        "bare, as stored": bare_gather(paths[0], sequence_length, "stored"),
+        "bare, inputs and labels": bare_gather(paths[0], sequence_length, "both"),
+    }
     for name, loader in opened.items():
         readers[name] = lambda number, loader=loader: loader.step(number * BATCH_SAMPLES)
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
     for turn in range(rounds + 1):
         for name, read in readers.items():
-            seconds = seconds_of(read, turn * batches, batches)
+            seconds = seconds_of(read, turn * (batches + SKIPPED_BATCHES), batches)
             if turn:  # the first warms the page cache
                 turns[name].append(seconds)
     for loader in opened.values():

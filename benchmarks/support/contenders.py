@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from bigtrain.config import RunConfig
 from bigtrain.data.loader import MicroBatch, TrainingBatches
 from bigtrain.data.manifest import Manifest, OptionsRecord, TokenizerRecord, write_manifest
-from bigtrain.data.shards import ShardWriter, token_dtype
+from bigtrain.data.shard_writing import ShardWriter
+from bigtrain.data.shards import token_dtype
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.deepspeed_config import find_deepspeed_config
 from bigtrain.engine.mesh import open_mesh

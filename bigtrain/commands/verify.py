@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify_datasets(datasets: Sequence[Path]) -> None:
-    from bigtrain.data.shards import damaged_files, open_dataset
+    from bigtrain.data.token_datasets import open_dataset
+    from bigtrain.data.verification import damaged_files
 
     damaged = [problem for path in datasets for problem in damaged_files(path)]
     if damaged:

@@ -1,5 +1,9 @@
 """From rows of tokens to the tensors of a forward pass, many rows at a time.
 
+Rows are read and checked as they are stored (`BatchReader.read_rows`), in a thread and long before
+they are needed; the tensors that a step takes, four to eight times the bytes of that, are made when
+it begins (`Widener`), in memory that the last step has left in the processor's cache.
+
 Shapes: R = rows, B = samples of a micro-batch, T = sequence length.
 """
 
@@ -9,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +25,11 @@ from bigtrain.errors import DataError
 IGNORED_LABEL = -100
 """The label without loss, `ignore_index` of torch's cross-entropy and of transformers."""
 
-CHUNK_TOKENS = 1 << 17
-"""Tokens that are read, checked and converted in one go: what stays in a core's cache."""
+CHUNK_TOKENS = 1 << 18
+"""Tokens that are read and checked in one go: what stays in a core's cache."""
+
+WIDEN_TOKENS = 1 << 17
+"""Tokens of which tensors are made in one go, for the same reason."""
 
 MAX_KEPT_ARRAYS = 12
 
@@ -68,31 +76,145 @@ class BatchOptions:
     pin: bool = False
 
 
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows that were read and checked, before tensors are made of them.
+
+    tokens: [R, T + 1], of the samples' `token_dtype`. targets: bool [R, T + 1], whether a token is
+    to be predicted; None where all are. positions: [R, T], of the narrowest unsigned type; None
+    unless documents are isolated.
+    """
+
+    tokens: npt.NDArray[np.integer[Any]]
+    targets: npt.NDArray[np.bool_] | None
+    positions: npt.NDArray[np.unsignedinteger[Any]] | None
+
+    def part(self, low: int, high: int) -> StoredRows:
+        """Rows `low` to `high`, sharing memory."""
+        return StoredRows(
+            self.tokens[low:high],
+            None if self.targets is None else self.targets[low:high],
+            None if self.positions is None else self.positions[low:high],
+        )
+
+
+def new_rows(
+    dataset: Samples, options: BatchOptions, rows: int, *, padded: bool = False
+) -> StoredRows:
+    """Memory for `rows` rows, to be filled any number of times; `padded`: also by fewer samples."""
+    length = dataset.sequence_length
+    has_targets = (
+        options.isolate or options.end_of_document_id is not None or dataset.masks_loss or padded
+    )
+    return StoredRows(
+        np.empty((rows, length + 1), dataset.token_dtype),
+        np.empty((rows, length + 1), np.bool_) if has_targets else None,
+        np.empty((rows, length), np.min_scalar_type(length)) if options.isolate else None,
+    )
+
+
 class BatchReader:
-    """Reads rows of `dataset` as batches. For one thread at a time: its buffer is used again."""
+    """Reads rows of `dataset` as batches. For one thread at a time."""
 
     def __init__(self, dataset: Samples, options: BatchOptions) -> None:
         self.dataset = dataset
         self.options = options
         self._width = dataset.sequence_length + 1
-        self._chunk_rows = max(1, CHUNK_TOKENS // self._width)
-        self._arrays: list[npt.NDArray[np.int64]] = []
-        self._buffer = np.empty((self._chunk_rows, self._width), dataset.token_dtype)
+        self._chunk_rows = max(1, CHUNK_TOKENS // dataset.sequence_length)
         self._unsigned = np.dtype(dataset.token_dtype.str.replace("i", "u"))
-        self._places = np.arange(self._chunk_rows * self._width, dtype=np.int64)
+        length = dataset.sequence_length
+        self._places = np.arange(length, dtype=np.min_scalar_type(length))
+        self._widener = Widener(options.pin)
 
-    def read(
-        self, samples: Indices, rows: int, stop: Callable[[], bool] = lambda: False
-    ) -> MicroBatch:
+    def read(self, samples: Indices, rows: int) -> MicroBatch:
         """One batch of `rows` rows; those beyond `samples` are padding, token 0 without loss.
+
+        Raises DataError as `read_rows`.
+        """
+        stored = new_rows(self.dataset, self.options, rows, padded=len(samples) < rows)
+        self.read_rows(samples, stored)
+        return self._widener.widen(stored)
+
+    def read_rows(
+        self, samples: Indices, out: StoredRows, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Fill `out` with `samples`, one a row, and then with padding.
 
         Returns early, with anything in it, once `stop` says so. Raises DataError where a file is
         damaged, or holds a token that is not in the vocabulary: it would be an out-of-range read
         of the embedding.
         """
-        shape = rows, self.dataset.sequence_length
-        num_parts = 3 if self.options.isolate else 2
-        if self.options.pin:
+        step = self._chunk_rows
+        for low in range(0, len(out.tokens), step):
+            if stop():
+                break
+            self._read_chunk(samples[low : low + step], out.part(low, low + step))
+
+    def _read_chunk(self, samples: Indices, out: StoredRows) -> None:
+        count = len(samples)
+        if out.targets is not None:
+            out.targets[:count] = True
+            out.targets[count:] = False
+        loss_mask = out.targets if self.dataset.masks_loss else None
+        rows = TokenRows(out.tokens, [] if self.options.isolate else None, loss_mask)
+        self.dataset.fill(samples, np.arange(count), rows)
+        out.tokens[count:] = 0
+        self._check_vocabulary(samples, out.tokens)
+        if self.options.end_of_document_id is not None:
+            assert out.targets is not None
+            ends = out.tokens[:, :-1] == self.options.end_of_document_id
+            out.targets[:, 1:] &= ~ends
+        if out.positions is not None:
+            assert out.targets is not None
+            begins = np.concatenate([np.empty(0, np.int64), *(rows.begins or ())])
+            # What is predicted from the last token before a document is that document's first.
+            out.targets.reshape(-1)[begins] = False
+            self._fill_positions(begins, out.positions)
+
+    def _check_vocabulary(self, samples: Indices, stored: npt.NDArray[np.integer[Any]]) -> None:
+        tokens = stored.view(self._unsigned)  # where negative numbers are very large
+        vocab_size = self.dataset.vocab_size
+        if tokens.size and tokens.max() >= vocab_size:
+            row = int(np.flatnonzero(tokens.max(axis=1) >= vocab_size)[0])
+            found = stored[row]
+            raise DataError(
+                f"{self.dataset.describe(int(samples[row]))} are damaged: one of them is "
+                f"{found.min()} or {found.max()}, the vocabulary has {vocab_size} -> tokenize again"
+            )
+
+    def _fill_positions(self, begins: Indices, out: npt.NDArray[np.unsignedinteger[Any]]) -> None:
+        """Distances from the last of `begins` (places ``row * (T + 1) + t``) or of rows."""
+        num_rows, length = out.shape
+        row, place = np.divmod(begins, self._width)
+        inside = place < length  # the others are labels alone
+        starts = np.concatenate(
+            [row[inside] * length + place[inside], np.arange(num_rows) * length]
+        )
+        starts.sort()
+        first = (starts % length).astype(out.dtype)
+        np.subtract(
+            self._places,
+            np.repeat(first, np.diff(starts, append=out.size)).reshape(out.shape),
+            out=out,
+        )
+
+
+class Widener:
+    """Makes the tensors of a step from rows as they are stored. For one thread at a time.
+
+    `pin`: page-locked ones.
+    """
+
+    def __init__(self, pin: bool) -> None:
+        self.pin = pin
+        self._arrays: list[npt.NDArray[np.int64]] = []
+
+    def widen(self, rows: StoredRows) -> MicroBatch:
+        """One batch of all `rows`; shares no memory with them."""
+        count, width = rows.tokens.shape
+        shape = count, width - 1
+        num_parts = 2 if rows.positions is None else 3
+        if self.pin:
             parts = [
                 torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(num_parts)
             ]
@@ -101,13 +223,9 @@ class BatchReader:
             arrays = [self._unused(shape) for _ in range(num_parts)]
             parts = [torch.from_numpy(array) for array in arrays]
             self._arrays = [*self._arrays, *arrays][-MAX_KEPT_ARRAYS:]
-        step = self._chunk_rows
-        for low in range(0, rows, step):
-            if stop():
-                break
-            self._read_chunk(
-                samples[low : low + step], *(array[low : low + step] for array in arrays)
-            )
+        step = max(1, WIDEN_TOKENS // (width - 1))
+        for low in range(0, count, step):
+            _widen(rows.part(low, low + step), *(array[low : low + step] for array in arrays))
         return MicroBatch(*parts)
 
     def _unused(self, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
@@ -122,60 +240,18 @@ class BatchReader:
                 return arrays.pop(number)
         return np.empty(shape, np.int64)
 
-    def _read_chunk(
-        self,
-        samples: Indices,
-        input_ids: npt.NDArray[np.int64],
-        labels: npt.NDArray[np.int64],
-        position_ids: npt.NDArray[np.int64] | None = None,
-    ) -> None:
-        count, length = len(samples), self.dataset.sequence_length
-        rows = self._rows(len(input_ids))
-        self.dataset.fill(samples, self._places[:count], rows)
-        if count < len(input_ids):
-            rows.tokens[count:] = 0
-        self._check_vocabulary(samples, rows)
-        # Straight from the type they are stored in: reading two bytes costs less than eight.
-        np.copyto(input_ids, rows.tokens[:, :-1])
-        np.copyto(labels, rows.tokens[:, 1:])
-        if count < len(input_ids):
-            labels[count:] = IGNORED_LABEL
-        flat_labels = labels.reshape(-1)
-        if self.options.end_of_document_id is not None:
-            ends = rows.tokens[:, :-1] == self.options.end_of_document_id
-            flat_labels[np.flatnonzero(ends)] = IGNORED_LABEL
-        if rows.loss_mask is not None:
-            np.copyto(labels, IGNORED_LABEL, where=~rows.loss_mask[:, 1:])
-        if position_ids is not None:
-            assert rows.begins is not None
-            begins = np.concatenate([np.empty(0, np.int64), *rows.begins])
-            row, place = np.divmod(begins, self._width)
-            # The label of the last token before a document is that document's first token.
-            after = place > 0
-            flat_labels[row[after] * length + place[after] - 1] = IGNORED_LABEL
-            inside = place < length
-            self._fill_positions(row[inside] * length + place[inside], position_ids)
 
-    def _rows(self, count: int) -> TokenRows:
-        return TokenRows(
-            self._buffer[:count],
-            [] if self.options.isolate else None,
-            np.ones((count, self._width), np.bool_) if self.dataset.masks_loss else None,
-        )
-
-    def _check_vocabulary(self, samples: Indices, rows: TokenRows) -> None:
-        tokens = rows.tokens.view(self._unsigned)  # where negative numbers are very large
-        vocab_size = self.dataset.vocab_size
-        if tokens.size and tokens.max() >= vocab_size:
-            row = int(np.flatnonzero(tokens.max(axis=1) >= vocab_size)[0])
-            found = rows.tokens[row]
-            raise DataError(
-                f"{self.dataset.describe(int(samples[row]))} are damaged: one of them is "
-                f"{found.min()} or {found.max()}, the vocabulary has {vocab_size} -> tokenize again"
-            )
-
-    def _fill_positions(self, begins: Indices, out: npt.NDArray[np.int64]) -> None:
-        """Distances from the last of `begins` (places in `out`, flat) or of row beginnings."""
-        first = np.sort(np.concatenate([begins, self._places[: out.size : out.shape[1]]]))
-        lengths = np.diff(first, append=out.size)
-        np.subtract(self._places[: out.size], np.repeat(first, lengths), out=out.reshape(-1))
+def _widen(
+    rows: StoredRows,
+    input_ids: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    position_ids: npt.NDArray[np.int64] | None = None,
+) -> None:
+    # Both straight from the type they are stored in: reading two bytes costs less than eight.
+    np.copyto(input_ids, rows.tokens[:, :-1])
+    np.copyto(labels, rows.tokens[:, 1:])
+    if rows.targets is not None:
+        np.copyto(labels, IGNORED_LABEL, where=~rows.targets[:, 1:])
+    if position_ids is not None:
+        assert rows.positions is not None
+        np.copyto(position_ids, rows.positions)

@@ -32,9 +32,10 @@ from bigtrain.data.manifest import (
 )
 from bigtrain.data.planning import plan_key, plan_units
 from bigtrain.data.progress import Progress
-from bigtrain.data.shards import open_dataset, token_dtype
+from bigtrain.data.shards import token_dtype
 from bigtrain.data.shares import Share
 from bigtrain.data.sources import Selection, Source, find_sources
+from bigtrain.data.token_datasets import open_dataset
 from bigtrain.data.tokenization import Tokenizer, load_tokenizer
 from bigtrain.data.tokenizer_files import fingerprint
 from bigtrain.data.unit_building import Job

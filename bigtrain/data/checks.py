@@ -14,7 +14,7 @@ from bigtrain.config import ModelSection, RunConfig
 from bigtrain.data.manifest import Manifest, Split
 from bigtrain.data.packed_documents import plan_of
 from bigtrain.data.packing import count_windows
-from bigtrain.data.shards import TokenDataset, open_dataset
+from bigtrain.data.token_datasets import TokenDataset, open_dataset
 from bigtrain.errors import DataError, Problem
 
 MAX_PADDING_ROWS = 1024

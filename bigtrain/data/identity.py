@@ -10,7 +10,7 @@ import xxhash
 from bigtrain.config import DataSection, RunConfig
 from bigtrain.data.manifest import Manifest, read_manifest
 from bigtrain.data.packed_documents import plan_of
-from bigtrain.data.shards import open_dataset
+from bigtrain.data.token_datasets import open_dataset
 
 
 @dataclass(frozen=True)

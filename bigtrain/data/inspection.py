@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.data.manifest import TOKENIZER_DIRECTORY, Manifest
-from bigtrain.data.shards import Shard, Tokens, open_dataset
+from bigtrain.data.shards import Shard, Tokens
 from bigtrain.data.statistics import LengthHistogram, length_histogram
+from bigtrain.data.token_datasets import open_dataset
 from bigtrain.errors import DataError
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)

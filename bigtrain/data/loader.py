@@ -11,7 +11,15 @@ from threading import Event, Lock, Thread
 from typing import Protocol
 
 from bigtrain.config import RunConfig
-from bigtrain.data.batches import IGNORED_LABEL, BatchOptions, BatchReader, MicroBatch
+from bigtrain.data.batches import (
+    IGNORED_LABEL,
+    BatchOptions,
+    BatchReader,
+    MicroBatch,
+    StoredRows,
+    Widener,
+    new_rows,
+)
 from bigtrain.data.identity import identify_sources
 from bigtrain.data.manifest import Split
 from bigtrain.data.mixture import MixedSamples
@@ -20,7 +28,7 @@ from bigtrain.data.packing import PackedWindows, split_stream
 from bigtrain.data.phases import Phase, first_phase
 from bigtrain.data.samples import Indices, Samples
 from bigtrain.data.sampling import SampleOrder
-from bigtrain.data.shards import TokenDataset, open_dataset
+from bigtrain.data.token_datasets import TokenDataset, open_sources
 from bigtrain.errors import DataError
 from bigtrain.topology import BatchPlan
 
@@ -38,9 +46,9 @@ HELD_OUT_ORDER_SEED = 0
 """Not the run's seed: two runs on the same data are measured on the same samples."""
 
 
-STEPS_AT_ONCE, TOKENS_AT_ONCE = 8, 1 << 16
-"""Of one process, at most. Handing a step from thread to thread costs as much as reading dozens of
-samples, so that a thread reads several steps for one request if they are small."""
+STEPS_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 19
+"""Of one process, at most. Handing a request from thread to thread costs as much as reading dozens
+of samples, so that a thread reads several steps for one if they are small."""
 
 
 class Order(Protocol):
@@ -53,9 +61,9 @@ class Order(Protocol):
 class TrainingBatches:
     """The micro-batches of one data-parallel rank, by the number of samples consumed.
 
-    Which sample is which row: `bigtrain.topology.BatchPlan`. `workers` threads read the batches of
-    the steps that follow while this one is computed, each one step or, of small ones, several;
-    however many there are, the batches are the same. `close` ends them.
+    Which sample is which row: `bigtrain.topology.BatchPlan`. `workers` threads read and check the
+    rows of the steps that follow while this one is computed, each of one step or, if they are
+    small, of several; however many there are, the batches are the same. `close` ends them.
     """
 
     def __init__(
@@ -78,13 +86,18 @@ class TrainingBatches:
         self.options = options
         self._order_lock = Lock()
         self._closed = Event()
-        tokens = plan.accumulation * plan.micro_samples * plan.sequence_length
+        self._step_rows = plan.accumulation * plan.micro_samples
+        tokens = self._step_rows * plan.sequence_length
         self._steps_at_once = min(STEPS_AT_ONCE, max(1, TOKENS_AT_ONCE // tokens))
+        self._widener = Widener(options.pin)
         self._workers = [_Worker(self._make_read()) for _ in range(workers)]
         self._next_worker = cycle(self._workers)
-        # By first sample, in the order they will be asked for: steps, and requests for several.
-        self._ready: deque[tuple[int, list[MicroBatch]]] = deque()
-        self._ahead: deque[tuple[int, _Worker]] = deque()
+        # What was read and not given yet, with the sample that it begins with, and the memory that
+        # it lies in; what is being read, in the order it will be asked for; memory for more.
+        self._ready: tuple[int, StoredRows] | None = None
+        self._given: StoredRows | None = None
+        self._ahead: deque[tuple[_Request, _Worker]] = deque()
+        self._spare: list[StoredRows] = []
 
     def step(self, first_sample: int) -> list[MicroBatch]:
         """The `plan.accumulation` micro-batches of the step that begins with `first_sample`.
@@ -93,28 +106,37 @@ class TrainingBatches:
         turns out to be damaged, be it that of a step soon after.
         """
         assert not self._closed.is_set()
-        if not self._ready or self._ready[0][0] != first_sample:
-            self._ready.clear()
-            self._wait(first_sample)
-        return self._ready.popleft()[1]
+        if self._ready is None or self._ready[0] != first_sample:
+            rows = self._wait(first_sample)
+        else:
+            rows = self._ready[1]
+        step = self._widener.widen(rows.part(0, self._step_rows))
+        rest = rows.part(self._step_rows, len(rows.tokens))
+        following = first_sample + self.plan.global_samples
+        self._ready = (following, rest) if len(rest.tokens) else None
+        return step.split(self.plan.micro_samples)
 
-    def _wait(self, first_sample: int) -> None:
-        if not self._ahead or self._ahead[0][0] != first_sample:
-            for _, worker in self._ahead:
+    def _wait(self, first_sample: int) -> StoredRows:
+        """The rows of the request that begins with `first_sample`; asks for what follows it."""
+        if self._given is not None:  # to nobody who holds it: tensors have memory of their own
+            self._spare.append(self._given)
+            self._given = None
+        if not self._ahead or self._ahead[0][0].first_sample != first_sample:
+            for request, worker in self._ahead:
                 worker.results.get()
+                self._spare.append(request.rows)
             self._ahead.clear()
-            self._read_ahead(first_sample)
-        _, worker = self._ahead.popleft()
-        following = self._ahead[-1][0] if self._ahead else first_sample
+            self._read_ahead(first_sample, num_steps=1)  # somebody waits for it
+        request, worker = self._ahead.popleft()
+        last = self._ahead[-1][0] if self._ahead else request
         while len(self._ahead) < len(self._workers):
-            following += self._steps_at_once * self.plan.global_samples
-            self._read_ahead(following)
-        found = worker.results.get()
-        if isinstance(found, BaseException):
-            raise found
-        for step in found:
-            self._ready.append((first_sample, step))
-            first_sample += self.plan.global_samples
+            following = last.first_sample + last.num_steps * self.plan.global_samples
+            last = self._read_ahead(following, self._steps_at_once)
+        error = worker.results.get()
+        self._given = request.rows
+        if error is not None:
+            raise error
+        return request.rows.part(0, request.num_steps * self._step_rows)
 
     def close(self) -> None:
         """End the reading threads; `step` must not be called any more. May be called again."""
@@ -123,43 +145,59 @@ class TrainingBatches:
             worker.requests.put(None)
             worker.thread.join()
 
-    def _read_ahead(self, first_sample: int) -> None:
+    def _read_ahead(self, first_sample: int, num_steps: int) -> _Request:
         worker = next(self._next_worker)
-        worker.requests.put(first_sample)
-        self._ahead.append((first_sample, worker))
+        rows = self._spare.pop() if self._spare else self._new_rows()
+        request = _Request(first_sample, num_steps, rows)
+        worker.requests.put(request)
+        self._ahead.append((request, worker))
+        return request
 
-    def _make_read(self) -> Callable[[int], list[list[MicroBatch]]]:
-        """What one thread does for the steps from a first sample on."""
-        plan, num_steps = self.plan, self._steps_at_once
+    def _new_rows(self) -> StoredRows:
+        return new_rows(self.dataset, self.options, self._steps_at_once * self._step_rows)
+
+    def _make_read(self) -> Callable[[_Request], None]:
+        """What one thread does for a request."""
+        plan = self.plan
         reader = BatchReader(self.dataset, self.options)
 
-        def read(first_sample: int) -> list[list[MicroBatch]]:
+        def read(request: _Request) -> None:
             with self._order_lock:  # so that no block of it is computed twice
-                samples = self.order.windows(first_sample, num_steps * plan.global_samples)
+                samples = self.order.windows(
+                    request.first_sample, request.num_steps * plan.global_samples
+                )
             divided = samples.reshape(-1, plan.data_size, plan.micro_samples)
             mine = divided[:, self.data_rank].reshape(-1)
-            whole = reader.read(mine, len(mine), self._closed.is_set)
-            steps = whole.split(plan.accumulation * plan.micro_samples)
-            return [step.split(plan.micro_samples) for step in steps]
+            reader.read_rows(mine, request.rows.part(0, len(mine)), self._closed.is_set)
 
         return read
 
 
-class _Worker:
-    """A thread that answers one request after another: its result, or what it raised."""
+@dataclass(frozen=True)
+class _Request:
+    """Of `num_steps` steps from `first_sample` on, to be read into the first of `rows`."""
 
-    def __init__(self, read: Callable[[int], list[list[MicroBatch]]]) -> None:
-        self.requests: SimpleQueue[int | None] = SimpleQueue()
-        self.results: SimpleQueue[list[list[MicroBatch]] | BaseException] = SimpleQueue()
+    first_sample: int
+    num_steps: int
+    rows: StoredRows
+
+
+class _Worker:
+    """A thread that answers one request after another: with nothing, or what it raised."""
+
+    def __init__(self, read: Callable[[_Request], None]) -> None:
+        self.requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self.results: SimpleQueue[BaseException | None] = SimpleQueue()
         self._read = read
         # A run that fails may leave without `close`: the thread must not keep the process.
         self.thread = Thread(target=self._work, name="batches", daemon=True)
         self.thread.start()
 
     def _work(self) -> None:
-        while (first_sample := self.requests.get()) is not None:
+        while (request := self.requests.get()) is not None:
             try:
-                self.results.put(self._read(first_sample))
+                self._read(request)
+                self.results.put(None)
             except BaseException as error:
                 self.results.put(error)
 
@@ -225,7 +263,7 @@ def open_training_data(
 
     No collective. Raises DataError where a dataset is missing, damaged or too short.
     """
-    datasets = _open_sources(config)
+    datasets = open_sources(config.data)
     if phase is None:
         phase = first_phase(config, identify_sources(config))
     assert phase.sequence_length == plan.sequence_length
@@ -257,7 +295,7 @@ def open_held_out(
 
     No collective. Raises DataError where a source has some, but too few for one sample.
     """
-    datasets = _open_sources(config)
+    datasets = open_sources(config.data)
     if phase is None:
         phase = first_phase(config, identify_sources(config))
     options = _options(config, datasets, device_pin)
@@ -276,12 +314,6 @@ def open_held_out(
         for name, source, dataset in zip(config.data.names, phase.read, datasets, strict=True)
         if dataset.manifest.num_tokens("held_out")
     ]
-
-
-def _open_sources(config: RunConfig) -> list[TokenDataset]:
-    # Sizes alone, in the same time for any number of documents. What is read of an index or a
-    # shard is checked when it is; `bigtrain tokenize` has checked the rest.
-    return [open_dataset(source.path, check="sizes") for source in config.data.mixture]
 
 
 def _samples(

@@ -30,6 +30,9 @@ from bigtrain.data.sampling import SampleOrder, shuffle_block
 BLOCK_SAMPLES = 1024
 """Proportions hold at every multiple of this; a resumed run computes at most one block again."""
 
+BLOCKS_AT_ONCE = 4
+"""Of which the order is computed together."""
+
 
 class MixedSamples:
     """The samples of several sources, numbered one source after another."""
@@ -109,10 +112,8 @@ class MixtureOrder:
             for source in sources
         ]
         self._offsets = [0, *accumulate(source.num_windows for source in sources)][:-1]
-        # A block costs as much as a few samples of it, and several steps read the same one. Where
-        # there is nothing to mix it may have any size; numpy does more in one call.
-        self._block_samples = BLOCK_SAMPLES if len(sources) > 1 else 4 * BLOCK_SAMPLES
-        self._block = lru_cache(maxsize=2)(self._windows_of_block)
+        # Several steps read the same blocks, and numpy does more in one call.
+        self._blocks = lru_cache(maxsize=2)(self._windows_of_blocks)
 
     def windows(self, first_sample: int, count: int) -> Indices:
         """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
@@ -121,9 +122,9 @@ class MixtureOrder:
         position = first_sample - self.first_sample
         end = position + count
         while position < end:
-            block, offset = divmod(position, self._block_samples)
-            length = min(end - position, self._block_samples - offset)
-            parts.append(self._block(block)[offset : offset + length])
+            number, offset = divmod(position, BLOCKS_AT_ONCE * BLOCK_SAMPLES)
+            length = min(end - position, BLOCKS_AT_ONCE * BLOCK_SAMPLES - offset)
+            parts.append(self._blocks(number)[offset : offset + length])
             position += length
         return np.concatenate(parts)
 
@@ -140,15 +141,17 @@ class MixtureOrder:
             counts[number] += int((places < offset).sum())
         return counts
 
-    def _windows_of_block(self, block: int) -> Indices:
+    def _windows_of_blocks(self, number: int) -> Indices:
+        """Of `BLOCKS_AT_ONCE` blocks, the first of which is ``number * BLOCKS_AT_ONCE``."""
+        first, size = number * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE * BLOCK_SAMPLES
         if len(self._orders) == 1:
-            return self._orders[0].windows(block * self._block_samples, self._block_samples)
-        before = apportion(self.weights, block * BLOCK_SAMPLES)
-        found = np.empty(BLOCK_SAMPLES, np.int64)
-        for order, offset, first, own in zip(
-            self._orders, self._offsets, before, self._places(block), strict=True
-        ):
-            found[own] = order.windows(first, len(own)) + offset
+            return self._orders[0].windows(first * BLOCK_SAMPLES, size)
+        before = apportion(self.weights, first * BLOCK_SAMPLES)
+        blocks = [self._places(first + k) for k in range(BLOCKS_AT_ONCE)]
+        found = np.empty(size, np.int64)
+        for source, order in enumerate(self._orders):
+            own = np.concatenate([b[source] + k * BLOCK_SAMPLES for k, b in enumerate(blocks)])
+            found[own] = order.windows(before[source], len(own)) + self._offsets[source]
         return found
 
     def _places(self, block: int) -> list[Indices]:

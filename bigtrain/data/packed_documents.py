@@ -13,7 +13,7 @@ from bigtrain.data.manifest import Split
 from bigtrain.data.packing import TokenStream, split_stream
 from bigtrain.data.plans import PackingPlan, open_plan
 from bigtrain.data.samples import Indices, TokenRows
-from bigtrain.data.shards import TokenDataset, open_dataset
+from bigtrain.data.token_datasets import TokenDataset, open_dataset
 from bigtrain.errors import DataError
 
 

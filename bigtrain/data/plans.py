@@ -33,7 +33,7 @@ import xxhash
 
 from bigtrain.data.best_fit import Block, LongDocuments, PackingCounts, pack_blocks
 from bigtrain.data.manifest import Split
-from bigtrain.data.shards import TokenDataset
+from bigtrain.data.token_datasets import TokenDataset
 from bigtrain.errors import DataError
 
 MAGIC = b"BTPLAN1\n"

@@ -1,4 +1,4 @@
-"""Token shards in Megatron's `.bin/.idx` format, and datasets of them. numpy only.
+"""Token shards in Megatron's `.bin/.idx` format. numpy only.
 
 The `.bin` is the tokens of all documents, one after another, little-endian. The `.idx`
 (Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``) is::
@@ -26,26 +26,16 @@ where it has a loss as a target. Token ``i`` is bit ``i % 8``, counted from the 
 from __future__ import annotations
 
 import struct
-from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bigtrain.data.manifest import (
-    TOKENIZER_DIRECTORY,
-    Manifest,
-    ShardRecord,
-    Split,
-    read_manifest,
-)
 from bigtrain.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -66,155 +56,11 @@ CHUNK_ITEMS = 1 << 20
 
 Tokens = npt.NDArray[np.integer[Any]]
 Mask = npt.NDArray[np.bool_]
-Level = Literal["sizes", "index", "contents"]
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
     """Megatron's rule (``DType.optimal_dtype``): uint16 for less than 65,500 token ids."""
     return "uint16" if vocab_size < 65_500 else "int32"
-
-
-class _HashingFile:
-    """A file being written, and the XXH3-64 of what was."""
-
-    def __init__(self, path: Path) -> None:
-        self.file: BinaryIO = path.open("wb")
-        self.hash = xxhash.xxh3_64()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self.file.write(data)
-        self.hash.update(data)
-
-
-class _MaskFile:
-    """A `.mask` being written: bits of tokens, of which eight at a time make a byte."""
-
-    def __init__(self, path: Path) -> None:
-        self.part = _HashingFile(path)
-        self.num_targets = 0
-        self._rest = np.empty(0, np.bool_)
-
-    def add(self, mask: Mask) -> None:
-        self.num_targets += int(np.count_nonzero(mask))
-        bits = np.concatenate([self._rest, mask])
-        whole = len(bits) // 8 * 8
-        self.part.write(np.packbits(bits[:whole], bitorder="little").data)
-        self._rest = bits[whole:].copy()
-
-    def finish(self) -> None:
-        self.part.write(np.packbits(self._rest, bitorder="little").data)
-
-
-class ShardWriter:
-    """Writes one shard, in memory bounded by the number of its documents (12 bytes each).
-
-    `masked`: with a `.mask` beside it. The files have temporary names until `close`; leaving the
-    ``with`` block by an exception removes them.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        name: str,
-        dtype: Literal["uint16", "int32"],
-        *,
-        masked: bool = False,
-    ) -> None:
-        self.directory = directory
-        self.name = name
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.num_tokens = 0
-        self.num_documents = 0
-        self.text_bytes = 0
-        self._lengths = array("i")
-        self._document_starts = array("q", [0])
-        self._bin = _HashingFile(self._partial("bin"))
-        self._mask = _MaskFile(self._partial("mask")) if masked else None
-
-    def add(
-        self,
-        tokens: Tokens,
-        lengths: npt.NDArray[np.int64],
-        text_bytes: int,
-        mask: Mask | None = None,
-    ) -> None:
-        """Append documents: `tokens` of all of them, their `lengths`, and their UTF-8 bytes.
-
-        A length of zero is a document without a sequence. `tokens` must fit the shard's type.
-        `mask`, bool [tokens]: which of them have a loss; given exactly where the shard is masked.
-        """
-        assert int(lengths.sum()) == len(tokens)
-        assert (mask is None) == (self._mask is None)
-        if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
-            raise DataError(
-                f"a document of {int(lengths.max())} tokens: the format holds at most 2^31 - 1 -> "
-                "split it"
-            )
-        self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data.cast("B"))
-        if self._mask is not None and mask is not None:
-            assert len(mask) == len(tokens)
-            self._mask.add(mask)
-        full = lengths > 0
-        starts = len(self._lengths) + np.cumsum(full)
-        self._lengths.frombytes(lengths[full].astype(np.int32).tobytes())
-        self._document_starts.frombytes(starts.astype(np.int64).tobytes())
-        self.num_tokens += len(tokens)
-        self.num_documents += len(lengths)
-        self.text_bytes += text_bytes
-
-    def close(self) -> ShardRecord:
-        """Write the index, give both files their names, and return what the manifest says."""
-        index = _HashingFile(self._partial("idx"))
-        lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        pointers = np.zeros(len(lengths), dtype=np.int64)
-        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self.dtype.itemsize
-        starts = np.frombuffer(self._document_starts, dtype=np.int64)
-        code = next(code for code, known in DTYPE_CODES.items() if known == self.dtype)
-        index.write(HEADER.pack(MAGIC, INDEX_VERSION, code, len(lengths), len(starts)))
-        index.write(lengths.astype("<i4").tobytes())
-        index.write(pointers.astype("<i8").tobytes())
-        index.write(starts.astype("<i8").tobytes())
-        parts = [(self._bin, "bin"), (index, "idx")]
-        if self._mask is not None:
-            self._mask.finish()
-            parts.append((self._mask.part, "mask"))
-        for part, suffix in parts:
-            part.file.close()
-            self._partial(suffix).rename(self.directory / f"{self.name}.{suffix}")
-        return ShardRecord(
-            name=self.name,
-            documents=self.num_documents,
-            tokens=self.num_tokens,
-            bytes=self.num_tokens * self.dtype.itemsize,
-            text_bytes=self.text_bytes,
-            xxh3=self._bin.hash.hexdigest(),
-            index_xxh3=index.hash.hexdigest(),
-            mask_xxh3=self._mask.part.hash.hexdigest() if self._mask else None,
-            target_tokens=self._mask.num_targets if self._mask else None,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.discard()
-
-    def discard(self) -> None:
-        """Remove what has no final name yet; what `close` finished stays."""
-        self._bin.file.close()
-        if self._mask is not None:
-            self._mask.part.file.close()
-        for suffix in ("bin", "idx", "mask"):
-            self._partial(suffix).unlink(missing_ok=True)
-
-    def _partial(self, suffix: str) -> Path:
-        return self.directory / f"{self.name}.{suffix}.partial"
 
 
 class Shard:
@@ -398,90 +244,6 @@ class Shard:
     def damaged(self, what: str) -> DataError:
         """The error that says so."""
         return DataError(f"{self.index_path} is damaged: {what} -> tokenize again")
-
-
-@dataclass(frozen=True)
-class TokenDataset:
-    """A finished dataset: its manifest, and its shards by split in stream order."""
-
-    path: Path
-    manifest: Manifest
-    splits: dict[Split, tuple[Shard, ...]]
-
-    def shards(self, split: Split) -> Sequence[Shard]:
-        """The shards of `split`; none where the dataset has no such split."""
-        return self.splits.get(split, ())
-
-    @property
-    def tokenizer_path(self) -> Path:
-        """Directory of the tokenizer that made the tokens."""
-        return self.path / TOKENIZER_DIRECTORY
-
-
-def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
-    """The dataset in directory `path`.
-
-    `check`: ``sizes`` compares headers and file sizes with the manifest, in constant time per
-    shard; ``index`` also reads every index; ``contents`` also compares every checksum, which
-    reads all tokens.
-
-    Raises DataError where the directory, the manifest or a shard is missing, damaged, or not what
-    the manifest says, and where the training split holds no token.
-    """
-    directory = Path(path)
-    manifest = read_manifest(directory)
-    if not manifest.num_tokens("train"):
-        raise DataError(f"{directory} is empty: its training split holds 0 tokens")
-    splits = {
-        split: tuple(_open_shard(directory, record, manifest, check) for record in records)
-        for split, records in manifest.splits.items()
-    }
-    return TokenDataset(directory, manifest, splits)
-
-
-def _open_shard(directory: Path, record: ShardRecord, manifest: Manifest, check: Level) -> Shard:
-    shard = Shard(directory / record.name, masked=record.mask_xxh3 is not None)
-    for what, found, expected in (
-        ("bytes", shard.num_bytes, record.bytes),
-        ("documents", shard.num_documents, record.documents),
-        ("token type", shard.dtype.name, manifest.token_dtype),
-    ):
-        if found != expected:
-            raise DataError(
-                f"{shard.bin_path} is damaged: {what} {found}, the manifest says {expected} -> "
-                "tokenize again"
-            )
-    if check != "sizes":
-        shard.check_index()
-    if check == "contents":
-        for suffix, checksum in record.checksums.items():
-            file = directory / f"{record.name}.{suffix}"
-            if file_checksum(file) != checksum:
-                raise DataError(
-                    f"{file} is damaged: its checksum is not the manifest's -> tokenize again"
-                )
-    return shard
-
-
-def damaged_files(path: str | Path) -> list[str]:
-    """What is wrong with each file of the dataset in directory `path`, by its checksum.
-
-    Reads all of it. Raises DataError where there is no dataset.
-    """
-    directory, problems = Path(path), []
-    for shards in read_manifest(directory).splits.values():
-        for record in shards:
-            for suffix, checksum in record.checksums.items():
-                file = directory / f"{record.name}.{suffix}"
-                try:
-                    if file_checksum(file) != checksum:
-                        problems.append(
-                            f"{file} is damaged: its checksum is not the manifest's -> tokenize "
-                            "again"
-                        )
-                except OSError as error:
-                    problems.append(f"{file} cannot be read: {error.strerror or error}")
-    return problems
 
 
 def file_checksum(path: Path) -> str:

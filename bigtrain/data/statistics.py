@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.manifest import Split
-from bigtrain.data.shards import CHUNK_ITEMS, Shard, TokenDataset
+from bigtrain.data.shards import CHUNK_ITEMS, Shard
+from bigtrain.data.token_datasets import TokenDataset
 from bigtrain.errors import DataError
 
 LONG_TOKENS = 1 << 20

@@ -22,7 +22,8 @@ from bigtrain.data.documents import PartReader, ReadOptions, batched
 from bigtrain.data.encoders import Checks, CheckSampler, Encoder
 from bigtrain.data.manifest import ShardRecord, Split
 from bigtrain.data.planning import Unit
-from bigtrain.data.shards import Mask, ShardWriter, Tokens
+from bigtrain.data.shard_writing import ShardWriter
+from bigtrain.data.shards import Mask, Tokens
 from bigtrain.data.workspace import PartDone, UnitRecord, Workspace, errors_name, shard_name
 
 ENCODING_THREADS = 2

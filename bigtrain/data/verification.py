@@ -11,9 +11,6 @@ from bigtrain.config import DataSection
 from bigtrain.data.manifest import read_manifest
 from bigtrain.data.shards import file_checksum
 
-_CHECKSUMS = {"bin": "xxh3", "idx": "index_xxh3", "mask": "mask_xxh3"}
-"""Field of the shard's record, by what the file's name ends with."""
-
 
 @dataclass(frozen=True)
 class ListedFile:
@@ -39,10 +36,8 @@ def listed_files(data: DataSection) -> list[ListedFile]:
 def _of_dataset(directory: Path) -> Iterator[tuple[Path, str]]:
     for shards in read_manifest(directory).splits.values():
         for shard in shards:
-            for suffix, field in _CHECKSUMS.items():
-                checksum = getattr(shard, field, None)
-                if checksum is not None:
-                    yield directory / f"{shard.name}.{suffix}", checksum
+            for suffix, checksum in shard.checksums.items():
+                yield directory / f"{shard.name}.{suffix}", checksum
 
 
 def share_of(files: Sequence[ListedFile], rank: int, size: int) -> list[ListedFile]:
@@ -68,3 +63,20 @@ def damage(files: Sequence[ListedFile]) -> list[str]:
         if checksum != file.xxh3:
             found.append(f"{file.path}: its checksum is {checksum}, the manifest lists {file.xxh3}")
     return found
+
+
+def damaged_files(path: str | Path) -> list[str]:
+    """What is wrong with each file of the dataset in directory `path`, by its checksum.
+
+    Reads all of it. Raises DataError where there is no dataset.
+    """
+    problems = []
+    for file, checksum in _of_dataset(Path(path)):
+        try:
+            if file_checksum(file) != checksum:
+                problems.append(
+                    f"{file} is damaged: its checksum is not the manifest's -> tokenize again"
+                )
+        except OSError as error:
+            problems.append(f"{file} cannot be read: {error.strerror or error}")
+    return problems

@@ -16,7 +16,7 @@ from bigtrain.config import RunConfig
 from bigtrain.data.loader import MicroBatch, open_training_data
 from bigtrain.data.packing import PackedWindows, split_stream
 from bigtrain.data.sampling import SampleOrder
-from bigtrain.data.shards import open_dataset
+from bigtrain.data.token_datasets import open_dataset
 from bigtrain.topology import BatchPlan
 from tests.parity.conftest import ARCHITECTURES, llama, run_config, train_cases
 from tests.support.datasets import END_OF_DOCUMENT

@@ -17,7 +17,7 @@ from bigtrain.config import RunConfig
 from bigtrain.data.loader import open_training_data
 from bigtrain.data.packed_documents import packing_reports
 from bigtrain.data.sampling import SampleOrder
-from bigtrain.data.shards import open_dataset
+from bigtrain.data.token_datasets import open_dataset
 from bigtrain.topology import BatchPlan
 from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config, train_cases
 from tests.parity.test_isolation import gradients, packed_loss

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from bigtrain.data.packing import PackedWindows, split_stream
 from bigtrain.data.sampling import SampleOrder
-from bigtrain.data.shards import open_dataset
+from bigtrain.data.token_datasets import open_dataset
 from tests.parity.conftest import STEPS, Case, matrix, run_config
 from tests.support.datasets import END_OF_DOCUMENT
 

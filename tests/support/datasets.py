@@ -12,7 +12,8 @@ from bigtrain.data.manifest import (
     TokenizerRecord,
     write_manifest,
 )
-from bigtrain.data.shards import ShardWriter, token_dtype
+from bigtrain.data.shard_writing import ShardWriter
+from bigtrain.data.shards import token_dtype
 
 END_OF_DOCUMENT = 0
 

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigtrain.cli import main
-from bigtrain.data.shards import HEADER, MAGIC, Shard, open_dataset
+from bigtrain.data.shards import HEADER, MAGIC, Shard
 from bigtrain.data.statistics import length_histogram
+from bigtrain.data.token_datasets import open_dataset
 from bigtrain.data.tokenization import train_tokenizer
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset

@@ -19,7 +19,7 @@ import xxhash
 from bigtrain.cli import main
 from bigtrain.commands.arguments import size
 from bigtrain.data.manifest import Manifest
-from bigtrain.data.shards import open_dataset
+from bigtrain.data.token_datasets import open_dataset
 from bigtrain.data.tokenization import load_tokenizer
 from bigtrain.data.unit_building import is_held_out
 from bigtrain.errors import DataError

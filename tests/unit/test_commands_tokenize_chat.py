@@ -15,7 +15,8 @@ from pyarrow import parquet
 from bigtrain.cli import main
 from bigtrain.data.chat import ChatEncoder
 from bigtrain.data.manifest import read_manifest
-from bigtrain.data.shards import damaged_files, open_dataset
+from bigtrain.data.token_datasets import open_dataset
+from bigtrain.data.verification import damaged_files
 from tests.support.chats import CHATML, QWEN3, chat_tokenizer, save_chat_tokenizer, turns, unmarked
 
 CHATS = [turns(f"What is {n} + {n}?", f"It is {2 * n}." + " é🙂" * (n % 3)) for n in range(60)] + [

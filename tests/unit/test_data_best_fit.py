@@ -22,7 +22,9 @@ from bigtrain.data.best_fit import (
     pack_blocks,
 )
 from bigtrain.data.plans import open_plan
-from bigtrain.data.shards import HEADER, Shard, ShardWriter, open_dataset
+from bigtrain.data.shard_writing import ShardWriter
+from bigtrain.data.shards import HEADER, Shard
+from bigtrain.data.token_datasets import open_dataset
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
 

@@ -20,7 +20,8 @@ from bigtrain.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from bigtrain.data.shards import ShardWriter, open_dataset
+from bigtrain.data.shard_writing import ShardWriter
+from bigtrain.data.token_datasets import open_dataset
 from bigtrain.errors import DataError
 
 # Documents [5, 6, 7, 8, 9], [1, 2, 3] and [4, 4]: bits from the lowest, zeros after the last.

@@ -18,7 +18,7 @@ from bigtrain.data.loader import MicroBatch, open_held_out, open_training_data
 from bigtrain.data.manifest import MANIFEST_NAME
 from bigtrain.data.packed_documents import PackedDocuments, packed_documents, packing_reports
 from bigtrain.data.plans import PackingPlan, open_plan
-from bigtrain.data.shards import TokenDataset, open_dataset
+from bigtrain.data.token_datasets import TokenDataset, open_dataset
 from bigtrain.errors import DataError
 from bigtrain.topology import BatchPlan
 from tests.support.datasets import write_dataset

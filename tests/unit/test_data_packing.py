@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from bigtrain.data.batches import BatchOptions, BatchReader
 from bigtrain.data.packing import READS_AFTER_COLD_MAP, PackedWindows, TokenStream, split_stream
-from bigtrain.data.shards import HEADER, MAGIC, Shard, ShardWriter, open_dataset
+from bigtrain.data.shard_writing import ShardWriter
+from bigtrain.data.shards import HEADER, MAGIC, Shard
+from bigtrain.data.token_datasets import open_dataset
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bigtrain.data.reading import MAX_OPEN_FILES, FileReader
-from bigtrain.data.shards import open_dataset
+from bigtrain.data.token_datasets import open_dataset
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
 from tests.support.worlds import ROOT

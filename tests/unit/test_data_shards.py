@@ -14,8 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bigtrain.data.manifest import MANIFEST_NAME, read_manifest
-from bigtrain.data.shards import Shard, ShardWriter, open_dataset, token_dtype
+from bigtrain.data.shard_writing import ShardWriter
+from bigtrain.data.shards import Shard, token_dtype
 from bigtrain.data.statistics import token_counts, unigram_entropy
+from bigtrain.data.token_datasets import open_dataset
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
 

@@ -19,7 +19,7 @@ import zstandard
 from bigtrain.data.claims import Owner
 from bigtrain.data.encoders import GigatokenEncoder, ReferenceEncoder
 from bigtrain.data.manifest import read_manifest
-from bigtrain.data.shards import open_dataset
+from bigtrain.data.token_datasets import open_dataset
 from bigtrain.data.tokenization import train_tokenizer
 from bigtrain.data.workspace import Workspace
 from tests.support.commands import Commands, Ended
