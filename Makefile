@@ -60,7 +60,7 @@ bench: $(STAMP)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 # tests/cluster makes its hosts of these. policy-rc.d keeps the packages from starting daemons here.
-CLUSTER_PACKAGES = iproute2 munge openssh-server pdsh slurm-client slurm-wlm-basic-plugins slurmctld slurmd
+CLUSTER_PACKAGES = iproute2 munge openmpi-bin openssh-server pdsh slurm-client slurm-wlm-basic-plugins slurmctld slurmd
 
 cluster-deps:
 	@test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "cluster-deps: needs root and apt-get (Debian, Ubuntu)" >&2; exit 2; }

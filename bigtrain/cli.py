@@ -21,7 +21,7 @@ COMMANDS = {
     "inspect": "show what is in token shards",
     "check": "resolve and check a run without starting it",
     "parity": "compare every legal topology of N processes with one process",
-    "launch": "write what a cluster needs to start a run: a Slurm script, Kubernetes manifests",
+    "launch": "write what starts a run: a script for Slurm or torchrun, Kubernetes manifests",
     "hostfile": "write or check a hostfile, and the environment its hosts are given",
     "checkpoints": "list a run's checkpoints: whole or damaged, written by what, kept why",
     "verify": "read token shards or a run's checkpoints again and compare every checksum",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from bigtrain.errors import LaunchError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+# What Open MPI's mpirun calls them (man mpirun, "Exported Environment Variables").
+_OF_MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,13 @@ class World:
 
 
 def read_world(environment: Mapping[str, str]) -> World:
-    """The world that deepspeed, torchrun or accelerate launch described; one process without any.
+    """The world that deepspeed, torchrun, accelerate launch or mpirun described; else one process.
 
     Raises LaunchError for variables that are no numbers, incomplete, or contradict each other.
     """
     given = {name: environment[name] for name in _VARIABLES if name in environment}
+    if not given and _OF_MPIRUN[0] in environment:
+        given = _given_by_mpirun(environment)
     if not {"RANK", "WORLD_SIZE"} & given.keys():
         if "MASTER_ADDR" in environment:
             raise LaunchError(
@@ -52,3 +56,21 @@ def read_world(environment: Mapping[str, str]) -> World:
     if not (0 <= rank < size and local_rank >= 0):
         raise LaunchError(f"launcher environment {given}: RANK must be in 0..WORLD_SIZE-1")
     return World(rank, size, local_rank)
+
+
+def _given_by_mpirun(environment: Mapping[str, str]) -> dict[str, str]:
+    """mpirun's variables under the usual names. It names no address at which processes meet."""
+    missing = [name for name in _OF_MPIRUN if name not in environment]
+    if missing:
+        raise LaunchError(
+            f"the environment has {_OF_MPIRUN[0]} but not {', '.join(missing)}: start with mpirun "
+            "of Open MPI 4 or newer"
+        )
+    size = environment["OMPI_COMM_WORLD_SIZE"]
+    if "MASTER_ADDR" not in environment and size != "1":
+        raise LaunchError(
+            f"mpirun started {size} processes, but MASTER_ADDR, the first host of the hostfile, is "
+            "not set, so they cannot find each other -> deepspeed --launcher openmpi "
+            '--launcher_args "-x MASTER_ADDR=HOST -x MASTER_PORT=29500"'
+        )
+    return {name: environment[theirs] for name, theirs in zip(_VARIABLES, _OF_MPIRUN, strict=True)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 from bigtrain.commands.arguments import positive_int
@@ -12,8 +13,8 @@ from bigtrain.errors import LaunchError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `bigtrain launch slurm` and `bigtrain launch kubernetes`."""
-    kinds = parser.add_subparsers(dest="kind", metavar="slurm|kubernetes", required=True)
+    """Declare the arguments of `bigtrain launch slurm`, `torchrun` and `kubernetes`."""
+    kinds = parser.add_subparsers(dest="kind", metavar="slurm|torchrun|kubernetes", required=True)
     slurm = kinds.add_parser("slurm", help="a script for sbatch")
     _add_common(slurm)
     slurm.add_argument(
@@ -34,13 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OPTION=VALUE",
         help="further option of sbatch, such as partition=gpu; may be repeated",
     )
-    slurm.add_argument(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="COMMAND",
-        help="shell command that runs first, such as 'module load cuda'; may be repeated",
-    )
+    _add_setup(slurm)
+    _add_torchrun_arguments(kinds.add_parser("torchrun", help="an elastic run without a scheduler"))
     _add_kubernetes_arguments(kinds.add_parser("kubernetes", help="manifests for kubectl"))
 
 
@@ -64,6 +60,55 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="file to write")
     parser.add_argument("--dry-run", action="store_true", help="print instead of writing")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
+def _add_torchrun_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    parser.add_argument(
+        "--nodes", default="1", metavar="N[-M]", help="nodes, or fewest and most (default: 1)"
+    )
+    parser.add_argument(
+        "--rendezvous",
+        required=True,
+        metavar="HOST:PORT",
+        help="where nodes meet: a node that stays, or a machine that runs the script with `serve`",
+    )
+    parser.add_argument("--name", help="of the run (default: from the run's file name)")
+    parser.add_argument(
+        "--restarts",
+        type=positive_int,
+        default=100,
+        metavar="N",
+        help="starts after failures, from the newest checkpoint each (default: 100)",
+    )
+    parser.add_argument(
+        "--dead-seconds",
+        type=positive_int,
+        default=15,
+        metavar="S",
+        help="a node without a sign for so long is given up (default: 15)",
+    )
+    parser.add_argument(
+        "--gather-seconds",
+        type=positive_int,
+        default=15,
+        metavar="S",
+        help="after a change, seconds in which further nodes may come (default: 15)",
+    )
+    parser.add_argument(
+        "--threads", type=positive_int, default=1, metavar="N", help="OMP_NUM_THREADS (default: 1)"
+    )
+    _add_setup(parser)
+
+
+def _add_setup(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="shell command that runs first, such as 'module load cuda'; may be repeated",
+    )
 
 
 def _add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,27 +153,29 @@ def _add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write (or print) the file. Raises ConfigError and LaunchError; then nothing is written."""
-    slurm = args.kind == "slurm"
-    text = slurm_text(args) if slurm else kubernetes_text(args)
+    suffix, start, text_of = {
+        "slurm": (".sbatch", "start it with  sbatch", slurm_text),
+        "torchrun": (".torchrun.sh", "start it on every node with  bash", torchrun_text),
+        "kubernetes": (".kubernetes.yaml", "start it with  kubectl apply -f", kubernetes_text),
+    }[args.kind]
+    output = args.output or Path(f"{Path(args.config).stem}{suffix}")
+    text = text_of(args, output)
     if args.dry_run:
         print(text, end="")
         return 0
-    suffix, start = (".sbatch", "sbatch") if slurm else (".kubernetes.yaml", "kubectl apply -f")
-    output = args.output or Path(f"{Path(args.config).stem}{suffix}")
     write_new(output, text)
-    print(f"{output}: start it with  {start} {output}")
+    print(f"{output}: {start} {output}")
     return 0
 
 
-def kubernetes_text(args: argparse.Namespace) -> str:
-    """The manifests that `args` ask for."""
+def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
+    """The manifests that `args` ask for. `output` is not read."""
     from bigtrain.launch.kubernetes import KubernetesRequest, render_manifests
 
     gpus, processes = processes_of(args)
-    stem = re.sub(r"[^a-z0-9-]+", "-", Path(args.config).stem.lower()).strip("-")
     return render_manifests(
         KubernetesRequest(
-            name=args.name or stem,
+            name=args.name or _name_of(args.config),
             config=args.config,
             overrides=tuple(args.overrides),
             nodes=args.nodes,
@@ -149,8 +196,8 @@ def kubernetes_text(args: argparse.Namespace) -> str:
     )
 
 
-def slurm_text(args: argparse.Namespace) -> str:
-    """The script that `args` ask for, checked by bash."""
+def slurm_text(args: argparse.Namespace, output: Path) -> str:
+    """The script that `args` ask for, checked by bash. `output` is not read."""
     from bigtrain.launch.slurm import SlurmRequest, render_script, sbatch_options
 
     gpus, processes = processes_of(args)
@@ -169,12 +216,50 @@ def slurm_text(args: argparse.Namespace) -> str:
             setup=tuple(args.setup),
         )
     )
+    return _checked(text)
+
+
+def torchrun_text(args: argparse.Namespace, output: Path) -> str:
+    """The script that `args` ask for, which will stand in `output`, checked by bash."""
+    from bigtrain.launch.torchrun import TorchrunRequest, render_torchrun
+
+    gpus, processes = processes_of(args)
+    text = render_torchrun(
+        TorchrunRequest(
+            name=args.name or _name_of(args.config),
+            config=absolute(args.config),
+            overrides=tuple(args.overrides),
+            nodes=args.nodes.replace(":", "-"),  # torchrun's own notation
+            processes_per_node=processes,
+            endpoint=args.rendezvous,
+            directory=str(Path.cwd()),
+            python=sys.executable,
+            file=output.name,
+            deepspeed_config=args.deepspeed_config and absolute(args.deepspeed_config),
+            gpus=gpus > 0,
+            restarts=args.restarts,
+            dead_seconds=args.dead_seconds,
+            gather_seconds=args.gather_seconds,
+            threads=args.threads,
+            setup=tuple(args.setup),
+        )
+    )
+    return _checked(text)
+
+
+def _checked(text: str) -> str:
+    """A script that bash can read. Raises LaunchError."""
     checked = subprocess.run(
         ["bash", "-n"], input=text, capture_output=True, text=True, timeout=60, check=False
     )
     if checked.returncode != 0:
         raise LaunchError(f"bash cannot read the script, look at --setup: {checked.stderr.strip()}")
     return text
+
+
+def _name_of(config: str) -> str:
+    """A name that Kubernetes and torchrun take, from the run's file or recipe."""
+    return re.sub(r"[^a-z0-9-]+", "-", Path(config).stem.lower()).strip("-")
 
 
 def processes_of(args: argparse.Namespace) -> tuple[int, int]:

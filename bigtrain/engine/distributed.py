@@ -8,15 +8,20 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
 from bigtrain.engine.device import device_kind
+from bigtrain.errors import LaunchError
+from bigtrain.launch.findings import judge_versions
+from bigtrain.launch.versions import library_versions
 from bigtrain.world import World
 
 PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)
+DEFAULT_PORT = "29500"  # torch's and DeepSpeed's, where a launcher names none
 
 
 @contextmanager
@@ -27,7 +32,7 @@ def process_group(world: World) -> Iterator[torch.device]:
     others: they may be stuck in a collective, and it is the launcher that ends them.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    added = _single_process_environment(world)
+    added = _complete_environment(world)
     kind = device_kind()
     device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -39,6 +44,8 @@ def process_group(world: World) -> Iterator[torch.device]:
         verbose=False,
     )
     try:
+        if world.size > 1:
+            _refuse_other_versions(world)
         yield device
         # Leaving while a peer still talks aborts it at exit (`docs/architecture.md`).
         dist.barrier()
@@ -59,21 +66,53 @@ def cpu_group() -> dist.ProcessGroup:
     return group
 
 
-def _single_process_environment(world: World) -> list[str]:
-    """Without a launcher, give torch the rendezvous it wants; returns the variables added."""
-    if "MASTER_ADDR" in os.environ:
-        return []
-    assert world.size == 1
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def _refuse_other_versions(world: World) -> None:
+    """Raises LaunchError on all processes where a host has other versions. Collective."""
+    facts: list[Any] = [None] * world.size
+    dist.all_gather_object(facts, (socket.gethostname(), library_versions()))
+    by_host = {host: {"versions": versions} for host, versions in facts}
+    different = [finding for finding in judge_versions(by_host) if finding.failed]
+    if different:
+        lines = [f"  {finding.host}: {finding.text}" for finding in different]
+        rule = f"hosts have other versions than the rest -> {different[0].remedy}"
+        raise LaunchError("\n".join([rule, *lines]))
+
+
+def _complete_environment(world: World) -> list[str]:
+    """Give torch what the launcher left out: of mpirun's world, or of one process without any.
+
+    Returns the variables that were added. Raises LaunchError, on the main process, where the port
+    that the others will look for is taken: torch would only say so in a traceback.
+    """
     values = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "MASTER_PORT": DEFAULT_PORT,
     }
+    if "MASTER_ADDR" not in os.environ:
+        assert world.size == 1
+        values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port(0))}
     added = [name for name in values if name not in os.environ]
-    os.environ.update(values)
+    # Under torchrun its agent holds the port already.
+    if world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        port = os.environ.get("MASTER_PORT", values["MASTER_PORT"])
+        try:
+            _free_port(int(port))
+        except (OSError, ValueError, OverflowError) as error:
+            raise LaunchError(
+                f"port {port} of {socket.gethostname()} (MASTER_PORT), at which the processes "
+                f"meet, cannot be used: {error} -> end what holds it, or give the launcher another "
+                "(deepspeed --master_port, torchrun --master_port, accelerate "
+                "--main_process_port)"
+            ) from error
+    os.environ.update({name: values[name] for name in added})
     return added
+
+
+def _free_port(port: int) -> int:
+    """`port` of this machine, or any for 0. Raises OSError where it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's server does
+        probe.bind(("", port))
+        return int(probe.getsockname()[1])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -16,15 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import bigtrain
 from bigtrain.launch.remote_environment import NAME, inspect_environment_file
+from bigtrain.launch.versions import library_versions
 
 MARK = "BIGTRAIN-PROBE "
-PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _RETRY_SECONDS = 0.2
 
@@ -36,9 +34,7 @@ def facts(directory: str) -> dict[str, Any]:
     return {
         "hostname": socket.gethostname(),
         "versions": {
-            "Python": platform.python_version(),
-            "bigtrain": bigtrain.__version__,
-            **{name: _version(name) for name in PACKAGES},
+            **library_versions(),
             "driver": _driver(),
         },
         "bigtrain_at": str(Path(bigtrain.__file__).parent),
@@ -111,13 +107,6 @@ def _accept(listener: socket.socket, seen: set[str]) -> None:
                 seen.add(connection.recv(256).decode())
             except (OSError, UnicodeDecodeError):
                 continue
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _driver() -> str | None:

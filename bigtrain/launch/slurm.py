@@ -10,11 +10,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bigtrain.engine.resolve import resolve_run_files
 from bigtrain.errors import ConfigError, LaunchError, Problem
 from bigtrain.launch.checkout import checkout, slurm_script
+from bigtrain.launch.nodes import check_on_every_number, node_range
 
-_NODES = re.compile(r"([1-9][0-9]*)(?:-([1-9][0-9]*))?")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d\d){0,2})")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _OWNED = {"ntasks-per-node", "requeue", "open-mode", "signal", "nodes", "gpus-per-node", "time"}
@@ -48,9 +47,14 @@ def render_script(request: SlurmRequest) -> str:
     problems = [*check_request(request)]
     if problems:
         raise ConfigError(problems, "the Slurm job")
-    smallest, largest = node_range(request.nodes)
-    for nodes in range(smallest, largest + 1):
-        _check_run(request, nodes)
+    check_on_every_number(
+        request.config,
+        request.overrides,
+        request.deepspeed_config,
+        nodes=request.nodes,
+        processes_per_node=request.processes_per_node,
+        gpus=request.gpus,
+    )
     header = {
         "nodes": request.nodes,
         "gpus-per-node": str(request.processes_per_node) if request.gpus else None,
@@ -104,15 +108,6 @@ def check_request(request: SlurmRequest) -> list[Problem]:
     return problems
 
 
-def node_range(text: str) -> tuple[int, int]:
-    """Fewest and most nodes of "4" or "1-4". Raises ConfigError."""
-    match = _NODES.fullmatch(text)
-    if match is None or (match[2] and int(match[1]) > int(match[2])):
-        rule, remedy = "is no number of nodes", "write 4, or 1-4 for as many as there are"
-        raise ConfigError(Problem("--nodes", text, rule, remedy))
-    return int(match[1]), int(match[2] or match[1])
-
-
 def time_seconds(text: str) -> int | None:
     """Seconds of a time limit in sbatch's notation (man sbatch, --time); None where it is none.
 
@@ -126,21 +121,6 @@ def time_seconds(text: str) -> int | None:
     units = [3600, 60, 1] if match["days"] or len(fields) == 3 else [60, 1]
     days = int(match["days"] or 0) * 86400
     return days + sum(value * unit for value, unit in zip(fields, units, strict=False))
-
-
-def _check_run(request: SlurmRequest, nodes: int) -> None:
-    processes = request.processes_per_node
-    try:
-        resolve_run_files(
-            request.config,
-            request.overrides,
-            nodes * processes,
-            request.deepspeed_config,
-            "cuda" if request.gpus else "cpu",
-        )
-    except ConfigError as error:
-        where = f"{error.source}, on {nodes} nodes x {processes} processes"
-        raise ConfigError(error.problems, where) from error
 
 
 def _with_header(text: str, header: Mapping[str, str | None]) -> str:

@@ -44,8 +44,11 @@ PURE = {
     "bigtrain.launch.findings",
     "bigtrain.launch.hostfile",
     "bigtrain.launch.kubernetes",
+    "bigtrain.launch.nodes",
     "bigtrain.launch.remote_environment",
     "bigtrain.launch.slurm",
+    "bigtrain.launch.torchrun",
+    "bigtrain.launch.versions",
 }
 LAYERS = {
     "data": 1,

@@ -24,7 +24,7 @@ def two_machines(lab: Lab, launcher: str) -> Path:
         "What is the port": "29700",
         "same local network": "yes",
         "Which Type of launcher": LAUNCHERS.index(launcher),
-        "How many gradient accumulation": "2",
+        "How many gradient accumulation": "3",
     }
     if launcher != "standard":
         (lab.folder / "hosts").write_text("n1 slots=1\nn2 slots=1\n")

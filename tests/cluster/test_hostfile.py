@@ -1,28 +1,36 @@
-"""Two real hosts under the deepspeed launcher: over ssh, and without it."""
+"""Two and three real hosts under the deepspeed launcher: pdsh, mpirun, and neither."""
 
 from __future__ import annotations
+
+import json
+import shutil
+from importlib.metadata import version
 
 import pytest
 
 from bigtrain.launch.remote_environment import KEEP_ALIVE
 from tests.cluster.conftest import COMMON, TRAIN, Lab
 from tests.launch.conftest import metrics
-from tests.support.cluster import BINARIES, finish, wait_until
+from tests.support.cluster import BINARIES, SYSTEM_PATH, finish, wait_until
+from tests.support.worlds import ROOT
 
 ARGUMENTS = ("--config", "run.yaml", "--deepspeed_config", "zero1")
 
 
-def write_hostfile(lab: Lab) -> None:
-    (lab.folder / "hosts").write_text("n1 slots=1\nn2 slots=1\n")
+BIGTRAIN = (BINARIES / "python", "-m", "bigtrain.cli")
 
 
-def test_pdsh(lab: Lab, alone: dict[int, float]) -> None:
-    write_hostfile(lab)
-    bigtrain = [BINARIES / "python", "-m", "bigtrain.cli"]
-    code, output = lab.run("n1", *bigtrain, "hostfile", "--check", "hosts")
-    assert (code, output) == (0, "hosts: 2 hosts x 1 slots = 2 processes\n")
+def write_hostfile(lab: Lab, *names: str) -> None:
+    lines = (f"{name} slots=1\n" for name in names or ("n1", "n2"))
+    (lab.folder / "hosts").write_text("".join(lines))
+
+
+def test_pdsh_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
+    write_hostfile(lab, "n1", "n2", "n0")
+    code, output = lab.run("n1", *BIGTRAIN, "hostfile", "--check", "hosts")
+    assert (code, output) == (0, "hosts: 3 hosts x 1 slots = 3 processes\n")
     code, output = lab.run(
-        "n1", *bigtrain, "hostfile", "--environment", GLOO_SOCKET_IFNAME="eth0", HF_TOKEN="secret"
+        "n1", *BIGTRAIN, "hostfile", "--environment", GLOO_SOCKET_IFNAME="eth0", HF_TOKEN="secret"
     )
     assert code == 0, output
     # pdsh itself hands on nothing but PYTHON*: the rest comes by this file.
@@ -32,7 +40,25 @@ def test_pdsh(lab: Lab, alone: dict[int, float]) -> None:
     code, output = lab.run("n1", BINARIES / "deepspeed", "--hostfile", "hosts", TRAIN, *ARGUMENTS)
     assert code == 0, output
     assert "n2: " in output
+    assert "n0: " in output
     assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
+
+
+def test_openmpi_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
+    """The main process is on n2, where mpirun is not: the first host of the file counts."""
+    if shutil.which("mpirun", path=SYSTEM_PATH) is None:
+        pytest.skip("mpirun is not installed: make cluster-deps")
+    write_hostfile(lab, "n2", "n1", "n0")
+    command = [BINARIES / "deepspeed", "--hostfile", "hosts", "--launcher", "openmpi"]
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    # mpirun hands on what -x and .deepspeed_env name, and no more.
+    code, output = lab.run("n1", *BIGTRAIN, "hostfile", "--environment")
+    assert code == 0, output
+    meet = "-x MASTER_ADDR=n2 -x MASTER_PORT=29512"
+    code, output = lab.run("n1", *command, "--launcher_args", meet, TRAIN, *ARGUMENTS, **as_root)
+    assert code == 0, output
+    assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
+    assert json.loads((lab.folder / "run" / "environment.json").read_text())["host"] == "n2"
 
 
 def test_no_ssh(lab: Lab, alone: dict[int, float]) -> None:
@@ -57,6 +83,51 @@ def test_no_ssh(lab: Lab, alone: dict[int, float]) -> None:
     assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("n1 slots=1\nn9 slots=1\n", "line 2: n9: neither this machine nor ssh's settings know"),
+        ("n1 slots=1\nn2 slots=2\n", "line 2: n2 has slots=2, n1 (line 1) slots=1"),
+        ("n1 slots=1\nn2 slots=1\nn1 slots=1\n", "line 3: n1 stands in line 1 already"),
+        ("n1 slots=1\r\nn2 slots=1\r\n", "line 1: ends as on Windows (CR LF)"),
+    ],
+    ids=["missing host", "wrong slots", "duplicate", "Windows"],
+)
+def test_bad_hostfile_is_named(lab: Lab, text: str, said: str) -> None:
+    (lab.folder / "hosts").write_bytes(text.encode())
+    code, output = lab.run("n1", *BIGTRAIN, "hostfile", "--check", "hosts")
+    assert code == 2
+    assert said in output
+
+
+def test_a_host_with_another_torch_is_named_before_training(lab: Lab) -> None:
+    write_hostfile(lab)
+    other = "/run/versions/torch-2.99.0.dist-info"  # /run belongs to each host
+    metadata = "Metadata-Version: 2.1\\nName: torch\\nVersion: 2.99.0\\n"
+    script = f"mkdir -p {other} && printf '{metadata}' > {other}/METADATA"
+    code, output = lab.run("n2", "sh", "-c", script)
+    assert code == 0, output
+    command = [BINARIES / "deepspeed", "--hostfile", "hosts", "--no_ssh", "--master_addr", "n1"]
+    paths = {"n2": f"{ROOT}:/run/versions", "n1": str(ROOT)}
+    started = [
+        lab.cluster.start(
+            host,
+            *command,
+            f"--node_rank={rank}",
+            TRAIN,
+            *ARGUMENTS,
+            cwd=lab.folder,
+            **{**COMMON, "PYTHONPATH": paths[host]},
+        )
+        for rank, host in ((1, "n2"), (0, "n1"))
+    ]
+    code, output = finish(started[1], timeout=250)
+    assert code != 0, output
+    assert "train.py: hosts have other versions than the rest" in output
+    assert f"n2: torch 2.99.0 (others: {version('torch')})" in output
+    assert not (lab.folder / "run").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_dead_host_does_not_keep_the_runner(lab: Lab) -> None:
@@ -64,8 +135,7 @@ def test_a_dead_host_does_not_keep_the_runner(lab: Lab) -> None:
     collective times out. Without the keep-alive the runner would wait for n2 for ever."""
     write_hostfile(lab)
     environment = {**COMMON, "PDSH_SSH_ARGS_APPEND": KEEP_ALIVE}
-    bigtrain = [BINARIES / "python", "-m", "bigtrain.cli"]
-    code, output = lab.run("n1", *bigtrain, "hostfile", "--environment")
+    code, output = lab.run("n1", *BIGTRAIN, "hostfile", "--environment")
     assert code == 0, output
     command = [BINARIES / "deepspeed", "--hostfile", "hosts", TRAIN]
     endless = ["train.steps=1000000", "evaluation.every_steps=1000000"]

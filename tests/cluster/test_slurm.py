@@ -16,7 +16,7 @@ SBATCH = ROOT / "slurm" / "train.sbatch"
 NODE = ["--gpus-per-node=1", "--cpus-per-task=1", "--mem=1000", "--time=10"]
 TWO_NODES = ["--nodes=2", "--signal=B:USR1@60", *NODE]
 # Long enough to be stopped on its way; saved only when told, unless a test says otherwise.
-STEPS = 400
+STEPS = 270
 LONG = [
     f"train.steps={STEPS}",
     "evaluation.every_steps=100000",
@@ -26,10 +26,23 @@ LONG = [
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
+def told(lab: Lab, job: str, name: str) -> str:
+    """What `scontrol show job` says of `job` under `name`."""
+    _, output = lab.run("n0", "scontrol", "show", "job", job)
+    return next(word for word in output.split() if word.startswith(f"{name}=")).split("=")[1]
+
+
 def state(lab: Lab, job: str) -> str:
     """Slurm's word for the state of `job`."""
-    _, output = lab.run("n0", "scontrol", "show", "job", job)
-    return next(word for word in output.split() if word.startswith("JobState=")).split("=")[1]
+    return told(lab, job, "JobState")
+
+
+def completions(lab: Lab, job: str) -> list[str]:
+    """The states of `job` in the log of completed jobs: one for every time that it ended."""
+    lines = (lab.cluster.state / "jobcomp.log").read_text().splitlines()
+    words = [line.split() for line in lines if line.startswith(f"JobId={job} ")]
+    found = [word for line in words for word in line if word.startswith("JobState=")]
+    return [word.split("=")[1] for word in found]
 
 
 def ended(lab: Lab, job: str, log: Path, timeout: float = 200) -> str:
@@ -54,17 +67,18 @@ def test_two_nodes_compute_what_one_process_does(
     assert ended(lab, job, log) == "COMPLETED", log.read_text()
     assert "n[1-2], 1 processes on each of 2 nodes" in log.read_text()
     assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
-    completed = (lab.cluster.state / "jobcomp.log").read_text()
-    assert f"JobId={job} " in completed
-    assert "JobState=COMPLETED" in completed
+    assert told(lab, job, "ExitCode") == "0:0"
+    assert completions(lab, job) == ["COMPLETED"]
 
 
 def test_wrong_run_fails_before_a_process_starts(lab: Lab, submit: Submit) -> None:
-    job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml, "batch.micro_samples=3"])
+    job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml, "batch.micro_samples=5"])
     assert ended(lab, job, log) == "FAILED"
-    assert "batch.global_samples = 8: must be a multiple of" in log.read_text()
+    assert "batch.global_samples = 12: must be a multiple of" in log.read_text()
     assert "srun" not in log.read_text()
     assert not (lab.folder / "run").exists()
+    assert told(lab, job, "ExitCode") == "2:0"
+    assert completions(lab, job) == ["FAILED"]
 
 
 def test_no_run_named(lab: Lab, submit: Submit) -> None:
@@ -77,12 +91,6 @@ def steps_logged(lab: Lab) -> int:
     """Steps that stand in the run's metrics so far."""
     path = lab.folder / "run" / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def restarts(lab: Lab, job: str) -> str:
-    """How often Slurm started `job` again."""
-    _, output = lab.run("n0", "scontrol", "show", "job", job)
-    return next(word for word in output.split() if word.startswith("Restarts=")).split("=")[1]
 
 
 @pytest.mark.timeout(600)
@@ -98,7 +106,9 @@ def test_near_its_time_limit_a_run_is_saved_requeued_and_goes_on(lab: Lab, submi
     assert story.count("saved; back into the queue") == 1
     assert "start 2: n[1-2]" in story
     assert "resumed at step " in story
-    assert restarts(lab, job) == "1"
+    assert told(lab, job, "Restarts") == "1"
+    assert told(lab, job, "ExitCode") == "0:0"
+    assert completions(lab, job)[-1] == "COMPLETED"
     assert list(metrics(lab.folder / "run")) == list(range(1, STEPS + 1))
     assert not (lab.folder / "run" / "requeue").exists()
 
@@ -131,7 +141,8 @@ def test_a_cancelled_run_stays_cancelled(lab: Lab, submit: Submit) -> None:
     assert ended(lab, job, log) == "CANCELLED", log.read_text()
     wait_until("its nodes are free", lambda: "n[1-2]" in idle(lab))
     assert state(lab, job) == "CANCELLED"
-    assert restarts(lab, job) == "0"
+    assert told(lab, job, "Restarts") == "0"
+    assert completions(lab, job) == ["CANCELLED"]
     assert "back into the queue" not in log.read_text()
 
 
@@ -158,9 +169,41 @@ def test_after_a_node_failure_a_run_goes_on_with_what_is_left(lab: Lab, submit: 
     assert "start 1: n[1-2], 1 processes on each of 2 nodes" in story
     assert "start 2: n1, 1 processes on each of 1 nodes" in story
     assert "resumed at step " in story
-    assert restarts(lab, job) == "1"
+    assert told(lab, job, "Restarts") == "1"
+    assert completions(lab, job)[-1] == "COMPLETED"
     assert list(metrics(lab.folder / "run")) == list(range(1, STEPS + 1))
     wait_until("n2 is back", lambda: "n[1-2]" in idle(lab))
+
+
+@pytest.mark.timeout(600)
+def test_after_a_link_cut_only_the_requeued_run_writes(lab: Lab, submit: Submit) -> None:
+    """n1 computes on without its cable, while Slurm takes it for dead and starts the run on n2.
+
+    Both see the run directory, as two hosts see one whose storage has a network of its own.
+    """
+    endless = ["train.steps=1000000", *LONG[1:], "checkpoint.every_steps=20"]
+    job, log = submit(SBATCH, ["--nodes=1", *NODE], [lab.run_yaml, *endless])
+    wait_until("some steps", lambda: steps_logged(lab) >= 25, 250)
+    assert told(lab, job, "NodeList") == "n1"
+    older = [p for p in lab.cluster.processes("n1", "train.py --config") if p.name() != "srun"]
+    lab.cluster.link("n1", "down")
+    wait_until("Slurm starts it on n2", lambda: "start 2: n2" in log.read_text(), 200)
+    wait_until("it goes on", lambda: "resumed at step " in log.read_text(), 200)
+    # Cut off all the while, and ended by nobody but itself.
+    wait_until("the older run ends", lambda: not any(p.is_running() for p in older), 60)
+    before = steps_logged(lab)
+    wait_until("the newer one goes on alone", lambda: steps_logged(lab) >= before + 25, 100)
+
+    lab.run("n0", "scancel", job)
+    assert ended(lab, job, log) == "CANCELLED", log.read_text()
+    assert completions(lab, job)[-1] == "CANCELLED"
+    wait_until("nobody writes", lambda: not lab.cluster.processes("n2", "train.py --config"))
+    run = lab.folder / "run"
+    steps = list(metrics(run))  # each stands there once
+    assert steps == list(range(1, len(steps) + 1))
+    assert bigtrain(["verify", "--run", str(run)]) == 0
+    lab.cluster.link("n1", "up")
+    wait_until("n1 is back", lambda: "n[1-2]" in idle(lab), 120)
 
 
 def test_tokens_of_an_array_are_those_of_one_process(

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def refused(
         capsys.readouterr()
         assert train([*arguments, *changes]) == 2
         printed = capsys.readouterr()
-        assert printed.out == ""
+        assert without_deepspeed(printed.out) == ""
         assert printed.err.startswith("train.py: ")
         assert "Traceback" not in printed.err
         assert (snapshot(tmp_path), snapshot(inputs.run_yaml.parent)) == before
@@ -250,6 +251,18 @@ def test_rank_outside_the_world(refused: Refused, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "RANK must be in 0..WORLD_SIZE-1" in refused()
+
+
+def test_port_that_is_taken(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as holder:
+        port = str(holder.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", port)
+        text = refused()
+    assert f"port {port} of {socket.gethostname()} (MASTER_PORT)" in text
+    assert "Address already in use" in text
+    assert "--master_port" in text
 
 
 @pytest.mark.distributed

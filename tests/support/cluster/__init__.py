@@ -98,13 +98,15 @@ class Cluster:
         subprocess.run(command, check=True, env=dict(self.environment))
 
     def processes(self, host: str, word: str) -> list[psutil.Process]:
-        """Processes of `host` with `word` in their command line."""
+        """Processes of `host`, whoever started them, with `word` in their command line."""
+        namespace = os.readlink(f"/proc/{self._pid(host)}/ns/pid")
         found = []
-        for process in psutil.Process(self._pid(host)).children(recursive=True):
+        for process in psutil.process_iter():
             try:
-                if word in " ".join(process.cmdline()):
-                    found.append(process)
-            except psutil.Error:
+                if os.readlink(f"/proc/{process.pid}/ns/pid") == namespace:
+                    if word in " ".join(process.cmdline()):
+                        found.append(process)
+            except (OSError, psutil.Error):  # it has ended meanwhile
                 continue
         return found
 

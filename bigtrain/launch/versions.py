@@ -1,0 +1,26 @@
+"""Versions of what processes of one run must have in common. Pure; imports none of it."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import bigtrain
+
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy")
+
+
+def library_versions() -> dict[str, str | None]:
+    """Of Python, bigtrain and `PACKAGES`, by name; None for what is not installed."""
+    return {
+        "Python": platform.python_version(),
+        "bigtrain": bigtrain.__version__,
+        **{name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

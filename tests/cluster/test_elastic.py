@@ -1,0 +1,171 @@
+"""torchrun on three hosts: an agent is killed, a replacement joins, a cable is pulled; one run."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bigtrain.cli import main as bigtrain
+from tests.cluster.conftest import COMMON, TRAIN, Lab
+from tests.launch.conftest import Inputs, launch, metrics
+from tests.support.cluster import wait_until
+
+STEPS, SAVE_EVERY = 60, 10
+OVERRIDES = [
+    f"train.steps={STEPS}",
+    f"checkpoint.every_steps={SAVE_EVERY}",
+    "evaluation.every_steps=100000",
+    "optimizer.lr=0.001",
+    "output.export=true",
+    "engine.deepspeed_config=zero1",
+]
+# What Linux waits for an answer of a host that is gone is 15 minutes by default.
+RETRIES = Path("/proc/sys/net/ipv4/tcp_retries2")
+
+
+class Elastic:
+    """A run under torchrun on the hosts of `lab`, and what it has written so far."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.run = lab.folder / "run"
+        self.script = lab.folder / "run.torchrun.sh"
+        words = ["launch", "torchrun", "--config", str(lab.run_yaml), "--nodes", "1:3"]
+        words += ["--gpus-per-node", "0", "--rendezvous", "n0:29400", "--output", str(self.script)]
+        assert bigtrain([*words, "--dead-seconds", "6", "--gather-seconds", "6", *OVERRIDES]) == 0
+
+    def start(self, host: str, *words: str) -> tuple[psutil.Popen, Path]:
+        """Start the script on `host`; returns the process and its log."""
+        log = self.lab.folder / f"{host}{'-'.join(words)}.log"
+        log.touch()
+        command = f"exec bash {self.script} {' '.join(words)} >> {log} 2>&1"
+        folder = self.lab.folder
+        return self.lab.cluster.start(host, "sh", "-c", command, cwd=folder, **COMMON), log
+
+    def processes(self, host: str) -> list[psutil.Process]:
+        """The processes that train on `host`."""
+        found = self.lab.cluster.processes(host, str(TRAIN))
+        return [one for one in found if "torch.distributed.run" not in one.cmdline()]
+
+    def steps(self) -> int:
+        path = self.run / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def wait_for_world(self, size: int, steps: int) -> None:
+        """Until `size` processes have written the first `steps` steps."""
+
+        def there() -> bool:
+            path = self.run / "environment.json"
+            if not path.exists() or self.steps() < steps:
+                return False
+            return bool(json.loads(path.read_text())["topology"]["world_size"] == size)
+
+        wait_until(f"{size} processes have made {steps} steps", there, 120)
+
+
+def is_asked_to_end(process: psutil.Process) -> bool:
+    """Whether a SIGTERM waits for a suspended process."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    pending = int(re.search(r"^ShdPnd:\s*([0-9a-f]+)", status, re.M)[1], 16)
+    return bool(pending >> (signal.SIGTERM - 1) & 1)
+
+
+def are_idle(processes: list[psutil.Process]) -> bool:
+    """Whether none of them has computed for half a second."""
+    before = [process.cpu_times()[:2] for process in processes]
+    psutil.wait_procs(processes, timeout=0.5)
+    return [process.cpu_times()[:2] for process in processes] == before
+
+
+@pytest.fixture
+def elastic(lab: Lab) -> Iterator[Elastic]:
+    for host in lab.cluster.hosts:
+        lab.run(host, "sh", "-c", f"echo 3 > {RETRIES}")
+    started = Elastic(lab)
+    try:
+        yield started
+    except BaseException:
+        for log in sorted(lab.folder.glob("*.log")):
+            print(f"== {log.name}\n{log.read_text()[-4000:]}")
+        raise
+    finally:
+        for host in lab.cluster.hosts:
+            lab.run(host, "sh", "-c", f"echo 15 > {RETRIES}")
+            for process in lab.cluster.processes(host, str(TRAIN)):
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the same run by one process that nobody disturbs."""
+    run = tmp_path_factory.mktemp("unbroken") / "run"
+    arguments = ["--config", inputs.run_yaml, *OVERRIDES, f"output.directory={run}"]
+    finished = launch([TRAIN, *arguments], inputs.run_yaml.parent)
+    assert finished.code == 0, finished.output
+    return run
+
+
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_while_hosts_come_and_go(elastic: Elastic, unbroken: Path) -> None:
+    lab = elastic.lab
+    _, served = elastic.start("n0", "serve")
+    wait_until("n0 serves", lambda: "serving on port 29400" in served.read_text())
+    agents = {host: elastic.start(host) for host in ("n0", "n1", "n2")}
+    elastic.wait_for_world(3, steps=5)
+
+    # The agent of the main process; its process goes with it.
+    [agent] = [p for p in lab.cluster.processes("n0", "torch.distributed.run")]
+    killed_at = elastic.steps()
+    agent.kill()
+    elastic.wait_for_world(2, steps=killed_at + 5)
+
+    # Nobody computes until the replacement is noticed, however long that takes.
+    [stopped] = elastic.processes("n1")
+    stopped.suspend()
+    joined_at = elastic.steps()
+    agents["n0"] = elastic.start("n0")
+    wait_until("n1's agent asks it to save", lambda: is_asked_to_end(stopped), 120)
+    stopped.resume()
+    elastic.wait_for_world(3, steps=joined_at + 5)
+
+    # Cut while the others wait for n0, so that n0 sends to n1 next, and Linux notices the silence;
+    # a process that only waits to be sent something never would.
+    [stopped] = elastic.processes("n0")
+    stopped.suspend()
+    others = elastic.processes("n1") + elastic.processes("n2")
+    wait_until("n1 and n2 wait for n0", lambda: are_idle(others))
+    cut_at = elastic.steps()
+    lab.cluster.link("n1", "down")
+    stopped.resume()
+    elastic.wait_for_world(2, steps=cut_at)
+    for host in ("n0", "n2"):
+        agent, log = agents[host]
+        assert agent.wait(120) == 0, log.read_text()
+
+    story = (elastic.run / "log.txt").read_text()
+    resumed = [int(step) for step in re.findall(r"resumed at step (\d+)", story)]
+    assert len(resumed) == 3, story
+    assert resumed[0] >= killed_at - SAVE_EVERY
+    assert resumed[0] % SAVE_EVERY == 0
+    assert f"stopped by SIGTERM after step {resumed[1]} " in story  # saved where it stood
+    assert resumed[1] >= joined_at
+    assert cut_at - SAVE_EVERY <= resumed[2]
+    # Steps stand once each and have the samples that they have without a failure.
+    for key in ("loss", "samples", "lr"):
+        there = metrics(elastic.run, key)
+        assert list(there) == list(range(1, STEPS + 1))
+        assert there == pytest.approx(metrics(unbroken, key), abs=1e-5)
+    weights, expected = (
+        load_file(run / "hf" / "model.safetensors") for run in (elastic.run, unbroken)
+    )
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)

@@ -1,0 +1,77 @@
+"""What `bigtrain launch torchrun` writes; tests/cluster/test_elastic.py runs it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bigtrain.cli import main as bigtrain
+from tests.support.worlds import ROOT
+
+RUN = ["launch", "torchrun", "--config", "quickstart", "--gpus-per-node", "2"]
+MEET = ["--rendezvous", "login:29400"]
+
+
+def test_script_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "quick.sh"
+    options = ["--nodes", "1:2", "--setup", "module load cuda"]
+    words = [*RUN, *MEET, *options, "--output", str(output), "batch.micro_samples=1", "seed=1"]
+    assert bigtrain(words) == 0
+    assert f"on every node with  bash {output}" in capsys.readouterr().out
+    text = output.read_text()
+    assert "--nnodes=1:2 --nproc-per-node=2 --max-restarts=100" in text
+    assert "--rdzv-id=quickstart" in text
+    assert "last_call_timeout=15,keep_alive_interval=5,keep_alive_max_attempt=3" in text
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in text
+    assert 'setpriv --pdeathsig KILL "$python"' in text
+    assert text.index("module load cuda") < text.index("fail()")
+    assert "arguments=(quickstart batch.micro_samples=1 seed=1)" in text
+    if shutil.which("shellcheck") is not None:
+        subprocess.run(["shellcheck", "--severity=warning", output], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rendezvous", "login"], "--rendezvous = 'login': is no HOST:PORT"),
+        (["--rendezvous", "login:70000"], "is no HOST:PORT -> write node-1:29400"),
+        ([*MEET, "--nodes", "4-1"], "--nodes = '4-1': is no number of nodes"),
+        ([*MEET, "--name", "a b"], "--name = 'a b': may hold letters"),
+        ([*MEET, "--setup", "if ["], "bash cannot read the script"),
+        # 8 samples, micro-batches of 4, 2 processes a node.
+        (
+            [*MEET, "--nodes", "1-2"],
+            "can be divided on 1 nodes, not on 2 -> batch.global_samples: 16",
+        ),
+        ([*MEET, "--nodes", "1-64"], "not on 2, 3, 4, 5, 6, 7, 8, 9, ... -> --nodes 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "job.sh"
+    assert bigtrain([*RUN, "--output", str(output), *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_batch_in_tokens_is_told_in_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = ["batch.global_samples=null", "batch.global_tokens=2048", "batch.micro_samples=1"]
+    assert bigtrain([*RUN, *MEET, "--nodes", "1-3", "--dry-run", *tokens]) == 2
+    assert "on 1, 2 nodes, not on 3 -> batch.global_tokens: 3072 divides on all" in (
+        capsys.readouterr().err
+    )
+
+
+def test_serving_at_a_port_that_is_taken() -> None:
+    with socket.create_server(("", 0)) as holder:
+        port = str(holder.getsockname()[1])
+        command = [sys.executable, "-m", "bigtrain.launch.rendezvous", port]
+        served = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert served.returncode == 2
+    assert f"rendezvous: port {port} of {socket.gethostname()} cannot be used" in served.stderr
