@@ -1,4 +1,4 @@
-"""The errors a user can cause, each with one clear text and exit code 2.
+"""The errors a user can cause, each with one clear text and an exit code, as a rule 2.
 
 ::
 
@@ -8,7 +8,8 @@
     ├── ModelError       model names, configurations, weights, exports
     ├── CheckpointError  checkpoints that are missing, damaged or do not belong to this run
     │   └── DamagedCheckpointError   found while reading it; an older one may do
-    └── LaunchError      this machine or launcher cannot run what was asked for
+    ├── LaunchError      this machine or launcher cannot run what was asked for
+    └── SupersededError  a later start of the run holds its directory (exit code 77)
 
 ``assert`` is kept for states that only a bug in bigtrain can reach.
 """
@@ -21,6 +22,10 @@ from dataclasses import dataclass
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
 """Stopped by a signal, saved, and not at its end: EX_TEMPFAIL of sysexits.h, try again later."""
+EXIT_HANG = 76
+"""Ended by the watchdog: no process made progress. Started again, the run goes on."""
+EXIT_SUPERSEDED = 77
+"""A later start of the run holds its directory. Must not be started again."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,12 @@ class DamagedCheckpointError(CheckpointError):
 
 class LaunchError(BigtrainError):
     """This machine or launcher cannot run what was asked for."""
+
+
+class SupersededError(BigtrainError):
+    """A later start of the run holds its directory; this one has stopped writing."""
+
+    exit_code = EXIT_SUPERSEDED
 
 
 def _shorten(value: object, limit: int = 120) -> str:

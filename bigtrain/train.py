@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 2 bigtrain/train.py --config RUN.yaml --deepspeed_config zero3
 
 Exit code 0 when the run is complete, 2 for an error the user can mend (one text, no traceback), 75
-when a signal stopped it, saved, before its end.
+when a signal stopped it, saved, before its end, 76 when the watchdog ended it, 77 when a later
+start of the run holds its directory (docs/failures.md).
 """
 
 from __future__ import annotations
@@ -122,15 +123,19 @@ def train_run(run: ResolvedRun, world: World) -> int:
             )
         if inputs.stages is not None:
             session.say(inputs.stages.describe(run.plan.accumulation))
-        pin = session.device.type == "cuda"
-        state = restore_or_start(session, engine)
-        if state.step == 0:
-            source.fill(session, engine)
-        data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
-        batches = open_training_data(*data, device_pin=pin)
-        evaluator = Evaluator(session, engine, open_held_out(*data, device_pin=pin))
         for report in inputs.packing:
             session.say(str(report))
+        pin = session.device.type == "cuda"
+        while True:
+            state = restore_or_start(session, engine)
+            if state.step == 0:
+                source.fill(session, engine)
+            data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
+            batches = open_training_data(*data, device_pin=pin)
+            evaluator = Evaluator(session, engine, open_held_out(*data, device_pin=pin))
+            if session.hold_directory(state):
+                break
+            batches.close()
         session.begin_writing(state)
         with Saver(session, engine, inputs.data_hash) as saver:
             state, received = train(session, engine, batches, evaluator, state, saver)

@@ -60,11 +60,16 @@ def prepare(partial: Path) -> None:
     (partial / TENSORS).mkdir(parents=True)
 
 
-def commit(partial: Path, checksums: Mapping[str, tuple[int, str]] | None = None) -> Path:
+def commit(
+    partial: Path,
+    checksums: Mapping[str, tuple[int, str]] | None = None,
+    permit: Callable[[], None] = lambda: None,
+) -> Path:
     """Make the checkpoint exist: list every file, then rename the directory; returns its path.
 
     `checksums`: bytes and XXH3-64 by file name below ``tensors/``, as counted while they were
-    written; other files are read. Raises CheckpointError where a size on disk is another one.
+    written; other files are read. `permit` is called last before anything but `partial` changes,
+    and may raise. Raises CheckpointError where a size on disk is another one.
     """
     known = {f"{TENSORS}/{name}": entry for name, entry in (checksums or {}).items()}
     files = {}
@@ -90,6 +95,7 @@ def commit(partial: Path, checksums: Mapping[str, tuple[int, str]] | None = None
     temporary.rename(partial / MANIFEST)
     sync_to_disk(partial)
     final = partial.with_name(partial.name.split(".", 1)[0])
+    permit()
     if final.exists():
         remove(final)  # damaged and passed over: the run would stand there otherwise
     partial.rename(final)

@@ -7,7 +7,7 @@ from signal import Signals
 import torch.distributed as dist
 
 from bigtrain.engine.build import TrainEngine
-from bigtrain.errors import ModelError
+from bigtrain.errors import BigtrainError, ModelError, SupersededError
 from bigtrain.run.export import export_run
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
@@ -20,6 +20,8 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
     """Leave a run that a signal stopped, after `state` was saved. Collective."""
     engine.close()
     if session.world.is_main:
+        if session.hold is not None:
+            session.hold.check()
         leave_marker(session.directory, received, state)
     session.say(
         f"stopped by {received.name} after step {state.step} of {session.run.config.train.steps}; "
@@ -30,25 +32,31 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
 def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
     """Export the last checkpoint to ``RUN/hf`` if asked, and sum up. Collective.
 
-    Raises ModelError on every process if the exported model does not answer as the trained one.
+    Raises ModelError on every process if the exported model does not answer as the trained one,
+    SupersededError if a later start of the run holds its directory.
     """
     # All is saved, and the export appears whole or not at all: whoever wants this to end, may.
     session.signals.restore()
     engine.close()
-    failure: list[str | None] = [None]
+    failure: list[BigtrainError | None] = [None]
     summary = session.metrics.summary() if session.metrics is not None else []
     try:
+        if session.hold is not None:
+            session.hold.check()
         if session.world.is_main and session.run.config.output.export:
             output = session.directory / EXPORT
             export_run(session.directory, output, step=state.step, replace=True)
             summary.append(f"exported to {output}, reloaded and compared: same logits")
+    except SupersededError as error:
+        failure = [error]
+        raise
     except Exception as error:
-        failure = [str(error)]
+        failure = [ModelError(str(error))]
         raise
     finally:
         # The others wait here while the main process exports, and learn how it went.
         dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
-        raise ModelError(failure[0])
+        raise failure[0]
     if session.metrics is not None:
         session.metrics.close(summary)

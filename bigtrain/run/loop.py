@@ -36,7 +36,7 @@ def train(
     the signal. Collective."""
     config, plan = session.run.config, session.run.plan
     clock = _Clock()
-    stop = StopAgreement(session.signals, session.world.size)
+    stop = StopAgreement(session.signals, session.world.size, session.hold)
     session.signals.listen()
     received: Signals | None = None
     while state.step < config.train.steps and received is None:
@@ -47,9 +47,10 @@ def train(
         state = state.after_step(plan)
         clock.count_step()
         last = state.step == config.train.steps
+        # Before anything is written: it also finds that another start holds the directory.
+        received = None if last else stop.agreed()
         if last or state.step % config.logging.every_steps == 0:
             _log(session, engine, result, state, lr, clock)
-        received = None if last else stop.agreed()
         held_out_loss = None
         if last or _due(state.step, config.evaluation.every_steps):
             with clock.paused():

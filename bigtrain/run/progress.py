@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,8 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Text of one run on standard error and in ``log.txt``, which is appended to.
+    """Text of one run on standard error and in ``log.txt``, which is continued in a new file: an
+    earlier start that still lives has the old one open.
 
     Parameters: `log_path`; `total_steps` of the run; `first_step`, from which it goes on;
     `terminal`: a bar (True) or plain lines (False); None asks standard error what it is.
@@ -23,6 +25,10 @@ class Progress:
         self, log_path: Path, *, total_steps: int, first_step: int = 0, terminal: bool | None = None
     ) -> None:
         self._stream: TextIO = sys.stderr
+        if log_path.exists():
+            temporary = log_path.with_name(f".{log_path.name}.tmp")
+            shutil.copyfile(log_path, temporary)
+            temporary.replace(log_path)
         self._log = log_path.open("a", encoding="utf-8", buffering=1)
         self._bar: tqdm[NoReturn] | None = None
         if self._stream.isatty() if terminal is None else terminal:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bigtrain.config import CheckpointSection
@@ -34,8 +34,15 @@ def reasons_to_keep(
     return reasons
 
 
-def retain(run_directory: Path, saved_step: int, section: CheckpointSection) -> None:
+def retain(
+    run_directory: Path,
+    saved_step: int,
+    section: CheckpointSection,
+    permit: Callable[[], None] = lambda: None,
+) -> None:
     """Remove what `section` does not keep, after the checkpoint of `saved_step` was committed.
+
+    `permit` is called before every removal, and may raise.
 
     Later ones go: they were damaged and passed over, or the run would stand there. Damaged ones do
     not count among the last, so that as many whole ones stay as were asked for; those that are to
@@ -53,7 +60,9 @@ def retain(run_directory: Path, saved_step: int, section: CheckpointSection) -> 
     for step in found:
         stays_for_good = every is not None and step % every == 0 and step <= saved_step
         if step not in kept and not stays_for_good:
+            permit()
             checkpoints.remove(checkpoints.checkpoint_path(run_directory, step))
+    permit()
     checkpoints.clear_garbage(run_directory)
 
 

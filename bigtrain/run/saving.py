@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
 import threading
 import time
@@ -20,7 +19,7 @@ from bigtrain.engine.build import TrainEngine
 from bigtrain.engine.checkpoint import EngineSnapshot, snapshot_engine
 from bigtrain.engine.checkpoint_io import Staging
 from bigtrain.engine.distributed import cpu_group
-from bigtrain.errors import CheckpointError
+from bigtrain.errors import BigtrainError, CheckpointError, SupersededError
 from bigtrain.models.export import Probe
 from bigtrain.run import checkpoints
 from bigtrain.run.retention import retain
@@ -38,7 +37,8 @@ _SPARE_BYTES = 64 * MIB
 
 @dataclass
 class _Write:
-    """One save after its copy was taken. error: why it failed, the same on every process."""
+    """One save after its copy was taken. error: why it failed, the same on every process;
+    superseded: whether that was because a later start holds the directory."""
 
     step: int
     snapshot: EngineSnapshot
@@ -47,6 +47,7 @@ class _Write:
     begun_at: float
     stall_seconds: float = 0.0
     error: str | None = None
+    superseded: bool = False
     notes: list[str] = field(default_factory=list)
     thread: threading.Thread | None = None
     is_reported: bool = False
@@ -60,9 +61,10 @@ class Saver:
     """
 
     def __init__(self, session: Session, engine: TrainEngine, data_hash: str) -> None:
-        """Begin a new attempt at the run, and remove what interrupted saves of earlier ones left.
+        """Remove what interrupted saves of earlier attempts left.
 
-        `data_hash` identifies the dataset (`bigtrain.run.preflight.data_hash`).
+        The session holds the run directory. `data_hash` identifies the dataset
+        (`bigtrain.run.preflight.data_hash`).
         """
         self._session = session
         self._engine = engine
@@ -72,7 +74,7 @@ class Saver:
         self._staging = Staging(self._group, copies=self._section.asynchronous)
         self._pending: _Write | None = None
         self._num_failures = 0
-        attempt = [secrets.token_hex(4)]
+        attempt = [session.hold.attempt if session.hold is not None else ""]
         dist.broadcast_object_list(attempt, src=0, group=self._group)
         self._attempt = attempt[0]
         self._run_document: dict[str, Any] = {}
@@ -119,6 +121,8 @@ class Saver:
         write = self._pending
         if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
             return
+        if write.superseded:
+            return  # log.txt is the later start's
         write.is_reported = True
         for note in write.notes:
             self._session.say(note)
@@ -133,7 +137,8 @@ class Saver:
         """Wait until no save is under way.
 
         Raises CheckpointError on every process when `checkpoint.max_failures` saves in a row have
-        failed, or the last one where it `must_succeed`.
+        failed, or the last one where it `must_succeed`; SupersededError where the last one failed
+        because a later start of the run holds its directory.
         """
         write = self._pending
         if write is None:
@@ -142,6 +147,8 @@ class Saver:
             write.thread.join()
         self.report()
         self._pending = None
+        if write.superseded:
+            raise SupersededError(write.error)
         if write.error is None:
             self._num_failures = 0
             return
@@ -173,31 +180,55 @@ class Saver:
         partial = checkpoints.partial_path(directory, write.step, self._attempt)
         try:
             num_bytes = write.snapshot.tensors.num_bytes(self._group)
-            self._on_main(lambda: _prepare(partial, num_bytes))
+            self._on_main(lambda: self._prepare(partial, num_bytes))
             checksums = write.snapshot.tensors.write(partial / checkpoints.TENSORS, self._group)
             self._on_main(lambda: self._finish(write, partial, checksums))
         except Exception as error:
             # Whatever it is, training does not end for it here, and every process knows.
-            write.error = str(error) or type(error).__name__
+            later = self._superseded(error)
+            write.superseded = later is not None
+            write.error = str(later or error) or type(error).__name__
             if self._session.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
 
+    def _superseded(self, error: Exception) -> SupersededError | None:
+        """Whether a later start is behind `error`: it removes what this one is writing."""
+        if isinstance(error, SupersededError):
+            return error
+        try:
+            self._on_main(self._check_hold)
+        except SupersededError as found:
+            return found
+        except Exception:
+            return None  # a process is gone
+        return None
+
+    def _check_hold(self) -> None:
+        if self._session.hold is not None:
+            self._session.hold.check()
+
     def _on_main(self, action: Callable[[], None]) -> None:
         """Let the main process do `action`; its error is raised on every process."""
-        failure: list[str | None] = [None]
+        failure: list[BigtrainError | None] = [None]
         if self._session.world.is_main:
             try:
                 action()
+            except SupersededError as error:
+                failure = [error]
             except Exception as error:
-                failure = [str(error) or type(error).__name__]
+                failure = [CheckpointError(str(error) or type(error).__name__)]
         dist.broadcast_object_list(failure, src=0, group=self._group)
         if failure[0] is not None:
-            raise CheckpointError(failure[0])
+            raise failure[0]
+
+    def _prepare(self, partial: Path, num_bytes: int) -> None:
+        self._check_hold()
+        _prepare(partial, num_bytes)
 
     def _finish(self, write: _Write, partial: Path, checksums: dict[str, tuple[int, str]]) -> None:
         (partial / checkpoints.STATE).write_text(json.dumps(write.document, indent=1))
         write.probe.save(partial / checkpoints.PROBE)
-        final = checkpoints.commit(partial, checksums)
+        final = checkpoints.commit(partial, checksums, self._check_hold)
         seconds = time.perf_counter() - write.begun_at
         write.notes.append(
             f"checkpoint of step {write.step}: {final} (written in {seconds:.1f} s"
@@ -208,7 +239,7 @@ class Saver:
             )
         )
         try:
-            retain(self._session.directory, write.step, self._section)
+            retain(self._session.directory, write.step, self._section, self._check_hold)
         except OSError as error:
             write.notes.append(f"an older checkpoint could not be removed: {error}")
 

@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import bigtrain
 from bigtrain.data.manifest import TOKENIZER_DIRECTORY
 from bigtrain.engine.distributed import process_group
 from bigtrain.engine.resolve import ResolvedRun
+from bigtrain.errors import SupersededError
 from bigtrain.models.huggingface import empty_model
+from bigtrain.run import checkpoints, fencing
 from bigtrain.run.export import MODEL_CONFIG
 from bigtrain.run.flops import (
     ModelShape,
@@ -44,7 +47,10 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "nu
 
 @dataclass
 class Session:
-    """A process's part in a run: its place, its device, and (main process) what it writes."""
+    """A process's part in a run: its place, its device, and (main process) what it writes.
+
+    hold: the main process's, on the run directory, from `hold_directory` on.
+    """
 
     run: ResolvedRun
     world: World
@@ -53,14 +59,35 @@ class Session:
     inputs: Inputs
     signals: StopSignals
     metrics: MetricsWriter | None = field(default=None)
+    hold: fencing.Hold | None = field(default=None)
     _flops_per_token: int | None = field(default=None)
     _said_early: list[str] = field(default_factory=list)
+
+    def hold_directory(self, state: TrainState) -> bool:
+        """Take the run directory from any earlier start that may still live. Collective.
+
+        Comes after everything that can refuse the run: a refused run takes it from nobody. False:
+        an earlier start has saved until then, since `state` was read; read it again, and call this
+        again. Raises SupersededError on every process (`bigtrain.run.fencing.take`).
+        """
+        outcome: list[bool | SupersededError] = [True]
+        if self.world.is_main and self.hold is None:
+            try:
+                self.hold = fencing.take(self.directory, os.environ)
+                # A newer one that was passed over as damaged is so once more.
+                outcome = [max(checkpoints.steps(self.directory), default=0) <= state.step]
+            except SupersededError as error:
+                outcome = [error]
+        dist.broadcast_object_list(outcome, src=0)
+        if isinstance(outcome[0], SupersededError):
+            raise outcome[0]
+        return outcome[0]
 
     def begin_writing(self, state: TrainState) -> None:
         """Write down what the run is, and open metrics and log where it stands.
 
-        On the main process; not collective. Comes after everything that can refuse the run, so
-        that a refused run creates nothing, and overwrites nothing of the run it was not.
+        On the main process; not collective. Comes after `hold_directory`, so that a refused run
+        creates nothing, and overwrites nothing of the run it was not.
         """
         if self.world.is_main:
             config = self.run.config

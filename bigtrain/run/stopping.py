@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.engine.distributed import cpu_group
+from bigtrain.errors import SupersededError
+from bigtrain.run.fencing import Hold
 from bigtrain.run.state import TrainState
 
 REQUEUE = "requeue"
@@ -34,6 +36,8 @@ _PATIENCE = 3
 # Between two agreements of several processes, where steps are shorter. One costs about 0.1 ms on
 # one machine and grows with the number of processes.
 _SECONDS_BETWEEN = 0.5
+
+_SUPERSEDED = 1 << 16  # above all signals
 
 
 class StopSignals:
@@ -74,33 +78,51 @@ class StopSignals:
 
 
 class StopAgreement:
-    """Makes all processes stop after the same step, whichever of them got a signal."""
+    """Makes all processes stop after the same step, whichever of them got a signal, and when the
+    main one finds that a later start holds the run directory.
 
-    def __init__(self, signals: StopSignals, world_size: int) -> None:
+    Parameters: `hold`, of the main process.
+    """
+
+    def __init__(self, signals: StopSignals, world_size: int, hold: Hold | None = None) -> None:
         """Collective over all processes."""
         self._signals = signals
+        self._hold = hold
         # Not the training group: on GPUs this would wait for the device at every step.
         self._group = cpu_group() if world_size > 1 else None
         self._steps_between = self._steps_left = 1
         self._since = time.perf_counter()
 
     def agreed(self) -> signal.Signals | None:
-        """Between two steps: the signal to stop for. Collective, and the same on all processes."""
+        """Between two steps: the signal to stop for. Collective, and the same on all processes.
+
+        Raises SupersededError on all of them where nothing may be written any more.
+        """
         if self._group is None:
-            return signal.Signals(self._signals.received) if self._signals.received else None
+            return self._verdict(self._own())
         self._steps_left -= 1
         if self._steps_left > 0:
             return None
         step_seconds = (time.perf_counter() - self._since) / self._steps_between
-        worst = torch.tensor([self._signals.received, step_seconds], dtype=torch.float64)
+        worst = torch.tensor([self._own(), step_seconds], dtype=torch.float64)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
         # The same on every process, as `worst` is; doubling at most, should steps become slow.
         wanted = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
         self._steps_between = max(1, min(wanted, 2 * self._steps_between))
         self._steps_left = self._steps_between
         self._since = time.perf_counter()
-        number = int(worst[0])
-        return signal.Signals(number) if number else None
+        return self._verdict(int(worst[0]))
+
+    def _own(self) -> int:
+        lost = self._hold is not None and self._hold.lost()
+        return _SUPERSEDED if lost else self._signals.received
+
+    def _verdict(self, number: int) -> signal.Signals | None:
+        if number != _SUPERSEDED:
+            return signal.Signals(number) if number else None
+        if self._hold is not None:
+            self._hold.check()
+        raise SupersededError("a later start of the run holds its directory")
 
 
 def leave_marker(run_directory: Path, received: signal.Signals, state: TrainState) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +49,59 @@ class Server:
 
         What may happen to them on the way is described in `fork_server.py`.
         """
+        request = self._request(arguments) | {"die": die, "send": send, "full_disk": full_disk}
+        self._write(json.dumps(request))
+        return self._codes(), Path(request["output"]).read_text()
+
+    def overtake(
+        self,
+        arguments: list[str],
+        log: Path,
+        *,
+        during: bool,
+        before_it_goes_on: Callable[[], None],
+    ) -> tuple[list[int], str, list[int], str]:
+        """A world that is stopped when `log` has grown, so that a second one takes its run over.
+
+        It goes on after the second has ended and `before_it_goes_on` was called, or `during` it.
+        Codes and text of the second one, then of the first.
+        """
+        older, newer = self._request(arguments), self._request(arguments)
+        older["overtaken"] = {"log": str(log), "request": newer, "during": during}
+        self._write(json.dumps(older))
+        codes = [self._codes()]
+        if not during:
+            before_it_goes_on()
+            self._write("")
+        codes.append(self._codes())
+        if during and codes[0] != [0, 0]:
+            codes.reverse()  # whichever ended first
+        newer_text, older_text = (Path(life["output"]).read_text() for life in (newer, older))
+        return codes[0], newer_text, codes[1], older_text
+
+    def _request(self, arguments: list[str]) -> dict[str, Any]:
         self.num_lives += 1
-        output = self.directory / f"life-{self.num_lives:04d}.txt"
-        request = {
+        return {
             "world_size": 2,
             "arguments": arguments,
-            "output": str(output),
+            "output": str(self.directory / f"life-{self.num_lives:04d}.txt"),
             "port": free_port(),
-            "die": die,
-            "send": send,
-            "full_disk": full_disk,
+            "die": None,
+            "send": None,
+            "full_disk": None,
         }
+
+    def _write(self, line: str) -> None:
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
+
+    def _codes(self) -> list[int]:
+        assert self.process.stdout is not None
         answer = self.process.stdout.readline()
         assert answer, "the server is gone"
-        return json.loads(answer), output.read_text()
+        codes: list[int] = json.loads(answer)
+        return codes
 
 
 def _environment() -> dict[str, str]:

@@ -8,6 +8,9 @@ die: [rank, n]: that process SIGKILLs itself at its n-th operation on files of c
     audit hook of the interpreter, from whatever thread.
 send: {"log", "delay_seconds", "ranks", "signal", "times"}: so long after that file has grown, those
     processes get that signal, so many times.
+overtaken: {"log", "request", "during"}: after that file has grown, all processes are stopped
+    (SIGSTOP), and the world of another request is started. They go on once that has ended, its
+    codes were answered and a line was read, or, `during` it, once the file has grown again.
 full_disk: {"rank", "after_saves", "until_saves", "bytes"}: after so many saves, and until so many,
     that process can write no more than so many bytes to a file.
 """
@@ -29,6 +32,7 @@ _WORDS = ("step-", "checkpoints", "distcp", "metadata", "state.json", "manifest.
 _EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir"}
 # What survivors of a kill are given to do harm in; they notice within a second or hang.
 _GRACE_SECONDS = 1.0
+_ANSWERS = 100  # a file descriptor that nobody has
 
 
 def die_at(number: int) -> None:
@@ -93,23 +97,25 @@ def child(rank: int, request: dict[str, Any]) -> None:
 def serve(request: dict[str, Any]) -> list[int]:
     """Start the world, do to it what is asked for, and return the exit codes."""
     send = request["send"]
-    log = Path(send["log"]) if send else None
+    overtaken = request.get("overtaken")
+    watched = send or overtaken
+    log = Path(watched["log"]) if watched else None
     size_before = _size(log) if log else 0
-    processes = {}
-    for rank in range(request["world_size"]):
-        pid = os.fork()
-        if pid == 0:
-            child(rank, request)
-        processes[pid] = rank
+    processes = start(request)
     codes = [0] * request["world_size"]
     sends_at: float | None = None
     while processes:
         patience = _GRACE_SECONDS if any(codes) else 600.0
-        waited = signal.sigtimedwait({signal.SIGCHLD}, 0.01 if send else patience)
+        waited = signal.sigtimedwait({signal.SIGCHLD}, 0.01 if send or overtaken else patience)
         for pid in list(processes):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 codes[processes.pop(pid)] = os.waitstatus_to_exitcode(status)
+        if overtaken and log and _size(log) > size_before:
+            send_to_all(processes, signal.SIGSTOP)
+            overtake(overtaken, processes)
+            overtaken = None
+            send_to_all(processes, signal.SIGCONT)
         if send and log and sends_at is None and _size(log) > size_before:
             sends_at = time.monotonic() + send["delay_seconds"]
         if send and sends_at is not None and time.monotonic() >= sends_at:
@@ -118,18 +124,52 @@ def serve(request: dict[str, Any]) -> list[int]:
                     os.kill(pid, send["signal"])
             send = None
         elif waited is None and not send and any(codes):
-            for pid in processes:
-                os.kill(pid, signal.SIGKILL)
+            send_to_all(processes, signal.SIGKILL)
     return codes
+
+
+def start(request: dict[str, Any]) -> dict[int, int]:
+    """The processes of a world: rank by process id."""
+    processes = {}
+    for rank in range(request["world_size"]):
+        pid = os.fork()
+        if pid == 0:
+            child(rank, request)
+        processes[pid] = rank
+    return processes
+
+
+def send_to_all(processes: dict[int, int], number: signal.Signals) -> None:
+    for pid in processes:
+        os.kill(pid, number)
+
+
+def overtake(overtaken: dict[str, Any], processes: dict[int, int]) -> None:
+    """Let another world take the run over from `processes`, which are stopped."""
+    size = _size(Path(overtaken["log"]))
+    if not overtaken["during"]:
+        answer(serve(overtaken["request"]))
+        sys.stdin.readline()
+        return
+    # A process of its own, so that both worlds can be waited for.
+    if os.fork() == 0:
+        answer(serve(overtaken["request"]))
+        os._exit(0)
+    while _size(Path(overtaken["log"])) <= size:
+        time.sleep(0.005)
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def answer(codes: list[int]) -> None:
+    os.write(_ANSWERS, json.dumps(codes).encode() + b"\n")
+
+
 def main() -> None:
     # Libraries print while they are imported.
-    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(1, _ANSWERS)
     os.dup2(2, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     import bigtrain.engine.build
@@ -139,7 +179,7 @@ def main() -> None:
     import bigtrain.run.saving  # noqa: F401
 
     for line in sys.stdin:
-        print(json.dumps(serve(json.loads(line))), file=answers, flush=True)
+        answer(serve(json.loads(line)))
 
 
 if __name__ == "__main__":
