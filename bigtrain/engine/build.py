@@ -27,6 +27,7 @@ from bigtrain.engine.gradient_norm import clip_gradients, mark_gradients, total_
 from bigtrain.engine.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.tensor import tensor_partitioning
 from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
+from bigtrain.models.router_logits import auxiliary_loss
 from bigtrain.models.sequence_parallel import GroupExchange, SequenceParallel
 from bigtrain.models.stage_proof import StagePlan, require_stages
 from bigtrain.topology import BatchPlan
@@ -93,8 +94,9 @@ class TrainEngine:
             )
             loss_sum += cross_entropy.detach()
             loss = cross_entropy * scale
-            if getattr(outputs, "aux_loss", None) is not None:
-                loss = loss + self._aux_coefficient * outputs.aux_loss / self.plan.accumulation
+            auxiliary = auxiliary_loss(outputs)
+            if auxiliary is not None:
+                loss = loss + self._aux_coefficient * auxiliary / self.plan.accumulation
             self.engine.backward(loss, scale_wrt_gas=False)
             if batch is micro_batches[-1]:
                 self._norm = self._gradient_norm_before_step()

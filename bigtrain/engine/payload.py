@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from bigtrain.models.stage_layout import map_tensors
 from bigtrain.models.stages import Payload
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,10 +30,10 @@ class _Slot:
 class Packing:
     """How the payloads between two stages are laid out; the same for all micro-batches.
 
-    form: a payload (outputs, shared) with slots in place of tensors.
+    form: a payload with slots in place of tensors.
     """
 
-    form: Any
+    form: Payload
     num_differentiable: int
 
     @staticmethod
@@ -47,8 +46,7 @@ class Packing:
             counts[kind] += 1
             return _Slot(counts[kind] - 1, kind, tensor.dtype)
 
-        form = map_tensors(slot, (payload.outputs, payload.shared))
-        return Packing(form, counts[True])
+        return Packing(payload.map(slot), counts[True])
 
     def pack(self, payload: Payload) -> tuple[torch.Tensor, ...]:
         """Differentiable tensors first. `payload` must have this packing's form."""
@@ -62,7 +60,7 @@ class Packing:
             else:
                 others.append(_as_integers(tensor.detach().contiguous()))
 
-        map_tensors(take, (payload.outputs, payload.shared))
+        payload.map(take)
         return (*differentiable, *others)
 
     def unpack(self, tensors: tuple[torch.Tensor, ...]) -> Payload:
@@ -77,11 +75,13 @@ class Packing:
                 return {key: fill(item) for key, item in value.items()}
             return tuple(fill(item) for item in value) if isinstance(value, tuple) else value
 
-        outputs, shared = fill(self.form)
-        return Payload(outputs, shared)
+        form = self.form
+        return Payload(fill(form.outputs), fill(form.shared), fill(form.router_logits))
 
 
 def _slots(form: Any) -> list[_Slot]:
+    if isinstance(form, Payload):
+        return _slots((form.outputs, form.shared, form.router_logits))
     if isinstance(form, _Slot):
         return [form]
     items = form.values() if isinstance(form, dict) else form if isinstance(form, tuple) else ()

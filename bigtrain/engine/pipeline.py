@@ -37,8 +37,8 @@ from bigtrain.engine.mesh import Mesh
 from bigtrain.engine.payload import Packing, touch
 from bigtrain.engine.tensor import tensor_partitioning
 from bigtrain.models.huggingface import WHOLE, build_model
+from bigtrain.models.router_logits import auxiliary_loss
 from bigtrain.models.sharding import Shard, shard_of, tag_shard
-from bigtrain.models.stage_layout import map_tensors
 from bigtrain.models.stage_proof import StagePlan
 from bigtrain.models.stages import Payload, Stage
 from bigtrain.topology import BatchPlan
@@ -66,7 +66,8 @@ class _StageModule(nn.Module):
         self._batches = iter(batches)
 
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
-        """Logits on the last stage, else what to send."""
+        """On the last stage logits, and the router's auxiliary loss if there is one; else what to
+        send."""
         batch = next(self._batches)
         if self.incoming is None:
             assert torch.is_tensor(received)
@@ -75,7 +76,7 @@ class _StageModule(nn.Module):
             tensors = (received,) if torch.is_tensor(received) else received
             payload, input_ids = self.incoming.unpack(tensors), batch.input_ids
         outputs = self.run(payload, input_ids, batch.position_ids)
-        sent = (outputs,) if self.outgoing is None else self.outgoing.pack(outputs)
+        sent = outputs if self.outgoing is None else self.outgoing.pack(outputs)
         if self.incoming is not None and self.incoming.num_differentiable > 1:
             others = tensors[1 : self.incoming.num_differentiable]
             sent = (touch(sent[0], others), *sent[1:])
@@ -84,13 +85,16 @@ class _StageModule(nn.Module):
     def run(
         self, payload: Payload | None, input_ids: torch.Tensor, positions: torch.Tensor | None
     ) -> Any:
-        """A Payload, or the last stage's logits."""
+        """A Payload, or the last stage's logits and auxiliary loss."""
         if self.stage.needs_tokens:
             input_ids = input_ids.to(self._device, non_blocking=True)
         if positions is not None:
             positions = positions.to(self._device, non_blocking=True)
         outputs = self.stage(payload, input_ids, positions)
-        return outputs.logits if self.stage.is_last else outputs
+        if not self.stage.is_last:
+            return outputs
+        auxiliary = auxiliary_loss(outputs)
+        return (outputs.logits,) if auxiliary is None else (outputs.logits, auxiliary)
 
 
 class _Module(PipelineModule):  # type: ignore[misc]
@@ -185,7 +189,7 @@ class PipelineTrainEngine(TrainEngine):
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """As `TrainEngine.logits`; stages compute one after the other."""
         self.engine.eval()
-        logits: torch.Tensor = self._in_turn(input_ids)[0]
+        logits: torch.Tensor = self._in_turn(input_ids)[0][0]
         self.engine.train()
         return logits.float()
 
@@ -218,10 +222,15 @@ class PipelineTrainEngine(TrainEngine):
         self._stage.incoming = packings[index - 1] if index else None
         self._stage.outgoing = packings[index] if index < len(packings) else None
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss(
+        self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
+    ) -> torch.Tensor:
+        logits, *auxiliary = (outputs,) if torch.is_tensor(outputs) else outputs
         cross_entropy = summed_cross_entropy(logits, labels)
         self._loss_sum += cross_entropy.detach()
-        return cross_entropy * self._scale
+        loss = cross_entropy * self._scale
+        # DeepSpeed makes it the mean over micro-batches.
+        return loss + self._aux_coefficient * auxiliary[0] if auxiliary else loss
 
     @property
     def _speaks(self) -> bool:
@@ -261,8 +270,8 @@ def _moved(outputs: Any, device: torch.device) -> Any:
         return moved.requires_grad_(tensor.requires_grad)
 
     if isinstance(outputs, Payload):
-        return Payload(map_tensors(move, outputs.outputs), map_tensors(move, outputs.shared))
-    return move(outputs)
+        return outputs.map(move)
+    return tuple(move(tensor) for tensor in outputs)
 
 
 def build_pipeline_engine(

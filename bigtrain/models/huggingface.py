@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
@@ -64,6 +69,9 @@ def build_model(
     Raises ModelError for weights that are missing, incomplete, or of another architecture.
     """
     random = section.path is None
+    # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
+    # zero/partition_parameters.py) loses its decorators' constructor afterwards.
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     if random:
         model = _construct(hf_config, section.attention, seed, dtype, partitioning)
     else:

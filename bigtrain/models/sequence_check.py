@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import BigtrainError, Problem
 from bigtrain.models.configuration import text_config
+from bigtrain.models.router_logits import auxiliary_loss
 from bigtrain.models.sequence_parallel import SequenceParallel
 from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
 
@@ -43,22 +44,18 @@ def check_sequence_parallel(
         fitting = max(n for n in range(1, size) if n == 1 or heads % (n * tensor_size) == 0)
         among = f" among parallel.tensor = {tensor_size}" if tensor_size > 1 else ""
         return [_refusal(size, f"does not divide its {heads} attention heads{among}", fitting)]
-    if getattr(text, "output_router_logits", False):
-        return [
-            _refusal(size, "the router loss (output_router_logits) is not linear in the tokens")
-        ]
     try:
         model = small_copy(hf_config, attention, [with_heads(2 * size)]).eval()
-        whole, parts, lonely = _logits(model, size, isolate=isolate)
+        (whole, loss), parts, lonely = _outputs(model, size, isolate=isolate)
     except BigtrainError as error:
         return [_refusal(size, str(error))]
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         return [_refusal(size, f"a small copy of {hf_config.model_type} failed: {reason}")]
     limit = TOLERANCE * float(whole.abs().max())
-    if not float((lonely - whole).abs().max()) > 10 * limit:
+    if not float((_joined(lonely) - whole).abs().max()) > 10 * limit:
         return [_refusal(size, "random weights do not show whether parts see each other")]
-    difference = float((parts - whole).abs().max())
+    difference = float((_joined(parts) - whole).abs().max())
     if not difference <= limit:
         return [
             _refusal(
@@ -68,6 +65,14 @@ def check_sequence_parallel(
                 "attention",
             )
         ]
+    if not all(abs(other - loss) <= TOLERANCE * abs(loss) for _, other in parts):
+        return [
+            _refusal(
+                size,
+                f"the router of a {hf_config.model_type} has another auxiliary loss in parts "
+                f"({parts[0][1]:.4g}) than whole ({loss:.4g})",
+            )
+        ]
     return []
 
 
@@ -75,11 +80,15 @@ def _refusal(size: int, reason: str, fitting: int = 1) -> Problem:
     return Problem("parallel.sequence", size, reason, f"parallel.sequence={fitting}")
 
 
+_Outputs = tuple[torch.Tensor, float]
+"""Logits [B, T, V], or of T tokens' part, and the router's auxiliary loss (0 without one)."""
+
+
 @torch.no_grad()
-def _logits(
+def _outputs(
     model: PreTrainedModel, size: int, *, isolate: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [B, T, V] of whole samples, of `size` parts together, and of parts each alone."""
+) -> tuple[_Outputs, list[_Outputs], list[_Outputs]]:
+    """Of whole samples, of `size` parts together, and of parts each alone."""
     length = size * _TOKENS_OF_PART
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, VOCABULARY, (2, length), generator=generator)
@@ -89,36 +98,41 @@ def _logits(
         positions = positions.clone()
         positions[:, 4:] -= 4
         positions[1, length - 3 :] = torch.arange(3)
-    whole = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    lonely = torch.cat(
-        [
-            model(input_ids=part, position_ids=place, use_cache=False).logits
-            for part, place in zip(
-                ids.split(_TOKENS_OF_PART, 1), positions.split(_TOKENS_OF_PART, 1), strict=True
-            )
-        ],
-        1,
-    )
+    whole = _run(model, {"input_ids": ids, "position_ids": positions})
+    lonely = [
+        _run(model, {"input_ids": part, "position_ids": place})
+        for part, place in zip(
+            ids.split(_TOKENS_OF_PART, 1), positions.split(_TOKENS_OF_PART, 1), strict=True
+        )
+    ]
     return whole, _in_parts(model, ids, positions if isolate else None, size), lonely
 
 
 def _in_parts(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None, size: int
-) -> torch.Tensor:
+) -> list[_Outputs]:
     exchange = _Threads(size)
     sequence = SequenceParallel(model, exchange)
 
-    def compute(rank: int) -> torch.Tensor:
+    def compute(rank: int) -> _Outputs:
         with exchange.as_rank(rank), torch.no_grad():
-            output: Any = model(**sequence.inputs(ids, positions), use_cache=False)
-            logits: torch.Tensor = output.logits
-            return logits
+            return _run(model, sequence.inputs(ids, positions))
 
     try:
         with ThreadPoolExecutor(size) as pool:
-            return torch.cat(list(pool.map(compute, range(size))), 1)
+            return list(pool.map(compute, range(size)))
     finally:
         sequence.close()
+
+
+def _run(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> _Outputs:
+    outputs = model(**inputs, use_cache=False)
+    loss = auxiliary_loss(outputs)
+    return outputs.logits, 0.0 if loss is None else float(loss)
+
+
+def _joined(parts: list[_Outputs]) -> torch.Tensor:
+    return torch.cat([logits for logits, _ in parts], 1)
 
 
 class _Threads:

@@ -31,6 +31,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bigtrain.errors import ModelError
+from bigtrain.models import router_logits
 
 IMPLEMENTATION = "bigtrain_ulysses"
 
@@ -88,9 +89,12 @@ class SequenceParallel:
             raise _refusal(model, " ".join(str(error).split())) from error
         if model.config._attn_implementation != IMPLEMENTATION:
             raise _refusal(model, "its attention cannot be replaced")
+        decoder: Module = model.get_decoder()
+        self._hook = decoder.register_forward_hook(self._all_router_logits)
 
     def close(self) -> None:
         """Give the model its own attention back."""
+        self._hook.remove()
         self._model.set_attn_implementation(self._base)
 
     def part(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -200,6 +204,18 @@ class SequenceParallel:
             attention_mask=attention_mask,
             **kwargs,
         )
+
+    def _all_router_logits(self, _module: Module, _args: Any, outputs: Any) -> None:
+        """Give the head every process's router logits, each as if of a further layer.
+
+        The auxiliary loss takes means over layers and tokens alike, so it is that of whole samples
+        then, the same on every process; its mask stays as long as a part.
+        """
+        own = getattr(outputs, router_logits.KEY, None)
+        if self._exchanging and own:
+            layers = torch.stack(own)
+            everyone = _all_to_all(self.exchange, layers.expand(self.size, *layers.shape))
+            outputs[router_logits.KEY] = tuple(everyone.flatten(0, 1))
 
     def _to_heads(self, states: torch.Tensor) -> torch.Tensor:
         """All heads of my tokens [B, H, t, D] to my heads of all tokens [B, H / size, T, D]."""

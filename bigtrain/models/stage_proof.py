@@ -7,7 +7,7 @@ whole model's. What an architecture does that the cut does not know of shows her
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -17,9 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.huggingface import empty_model
+from bigtrain.models.router_logits import auxiliary_loss
 from bigtrain.models.small_copy import fewer_experts, set_heads, small_copy, with_heads
 from bigtrain.models.stage_balance import StageCosts, balanced_cuts
-from bigtrain.models.stage_layout import StageLayout, find_layout, map_tensors
+from bigtrain.models.stage_layout import StageLayout, find_layout
 from bigtrain.models.stages import Payload, Stage
 
 _TOLERANCE = 1e-5
@@ -50,12 +51,13 @@ class StagePlan:
 class Difference:
     """Of a model in stages from the whole one, relative to the largest value there is.
 
-    parameter: the one whose gradient differs most.
+    parameter: the one whose gradient differs most. auxiliary: of the router's loss, relative to it.
     """
 
     logits: float
     gradients: float
     parameter: str
+    auxiliary: float = 0.0
 
 
 def plan_stages(
@@ -120,11 +122,12 @@ def prove(
         except (TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
             reason = reason or f"a stage of it fails ({' '.join(str(error).split())[:200]})"
             continue
-        if found.logits <= _TOLERANCE and found.gradients <= _TOLERANCE:
+        if max(found.logits, found.gradients, found.auxiliary) <= _TOLERANCE:
             return StagePlan(tried, tuple(cuts)), ""
         reason = reason or (
             f"in stages it computes something else (logits differ by {found.logits:.1g} of the "
-            f"largest, gradients by {found.gradients:.1g}, most at {found.parameter})"
+            f"largest, gradients by {found.gradients:.1g}, most at {found.parameter}, the router's "
+            f"loss by {found.auxiliary:.1g})"
         )
     return None, reason
 
@@ -136,20 +139,20 @@ def difference(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor | None = None,
 ) -> Difference:
-    """Of `model` cut at `cuts` from itself whole, for a random gradient of the logits.
-
-    Raises ModelError for a model whose loss is not in its logits.
-    """
+    """Of `model` cut at `cuts` from itself whole, for a random gradient of the logits and, if it
+    has one, the router's auxiliary loss."""
     model.zero_grad(set_to_none=True)
     whole = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    if getattr(whole, "aux_loss", None) is not None:
-        raise ModelError(
-            "its router's auxiliary loss is taken over all layers at once, and a stage has only "
-            "its own: set model.overrides.output_router_logits=false"
-        )
     expected: torch.Tensor = whole.logits.detach()
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
-    whole.logits.backward(direction)
+
+    def objective(outputs: Any) -> torch.Tensor:
+        total: torch.Tensor = (outputs.logits * direction).sum()
+        auxiliary = auxiliary_loss(outputs)
+        # About as large as the rest of it.
+        return total if auxiliary is None else total + expected.numel() ** 0.5 * auxiliary
+
+    objective(whole).backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     # Parameters are shared, so what stages give to their gradients adds up.
@@ -161,7 +164,7 @@ def difference(
         Stage(copy.deepcopy(model, dict(shared)), layout, cuts, index)
         for index in range(len(cuts) - 1)
     ]
-    logits = run_in_turn(stages, input_ids, position_ids, direction)
+    outputs = run_in_turn(stages, input_ids, position_ids, objective)
     found = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
@@ -172,17 +175,25 @@ def difference(
         distance = float((other - wanted).abs().max()) / largest
         if not distance <= worst:
             worst, where = distance, name
-    return Difference(float((logits - expected).abs().max() / expected.abs().max()), worst, where)
+    logits = float((outputs.logits - expected).detach().abs().max() / expected.abs().max())
+    return Difference(logits, worst, where, _auxiliary_difference(whole, outputs))
+
+
+def _auxiliary_difference(whole: Any, outputs: Any) -> float:
+    wanted, found = auxiliary_loss(whole), auxiliary_loss(outputs)
+    if wanted is None or found is None:
+        return 0.0 if wanted is found else float("inf")
+    return float((found - wanted).detach().abs() / wanted.detach().abs().clamp(min=1e-30))
 
 
 def run_in_turn(
     stages: Sequence[Stage],
     input_ids: torch.Tensor,
     position_ids: torch.Tensor | None,
-    direction: torch.Tensor,
-) -> torch.Tensor:
-    """Logits of stages run one after another, and the gradients of ``(logits * direction).sum()``
-    in their parameters."""
+    objective: Callable[[Any], torch.Tensor],
+) -> Any:
+    """The last stage's outputs, of stages run one after another, and the gradients of a scalar
+    `objective` of these in the stages' parameters."""
     sent: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
     payload: Any = None
     for stage in stages[:-1]:
@@ -191,12 +202,12 @@ def run_in_turn(
         arriving: list[torch.Tensor] = []
         payload = _cut(payload, leaving, arriving)
         sent.append((leaving, arriving))
-    logits: torch.Tensor = stages[-1](payload, input_ids, position_ids).logits
-    logits.backward(direction)
+    outputs = stages[-1](payload, input_ids, position_ids)
+    objective(outputs).backward()
     for leaving, arriving in reversed(sent):
         pairs = [(a, b.grad) for a, b in zip(leaving, arriving, strict=True) if b.grad is not None]
         torch.autograd.backward([a for a, _ in pairs], [b for _, b in pairs])
-    return logits.detach()
+    return outputs
 
 
 def _cut(payload: Payload, leaving: list[torch.Tensor], arriving: list[torch.Tensor]) -> Payload:
@@ -208,10 +219,7 @@ def _cut(payload: Payload, leaving: list[torch.Tensor], arriving: list[torch.Ten
             arriving.append(copied)
         return copied
 
-    return Payload(
-        tuple(map_tensors(cut, item) for item in payload.outputs),
-        map_tensors(cut, payload.shared),
-    )
+    return payload.map(cut)
 
 
 def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:

@@ -19,15 +19,24 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
-from bigtrain.models.stage_layout import Handover, StageLayout, names_of
+from bigtrain.models.router_logits import recorded
+from bigtrain.models.stage_layout import Handover, StageLayout, map_tensors, names_of
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What one stage hands to the next: a layer's outputs, and the dicts that layers write."""
+    """What one stage hands to the next: a layer's outputs, and the dicts that layers write.
+
+    router_logits: of all layers so far, stacked, where the model's loss is computed from them.
+    """
 
     outputs: tuple[Any, ...]
     shared: dict[str, dict[Any, Any]]
+    router_logits: torch.Tensor | None = None
+
+    def map(self, function: Callable[[torch.Tensor], Any]) -> Payload:
+        """The payload with `function` of every tensor in its place, in a fixed order."""
+        return Payload(*map_tensors(function, (self.outputs, self.shared, self.router_logits)))
 
 
 class Absent(nn.Module):
@@ -72,6 +81,9 @@ class Entry(Absent):
         assert self._handover is not None
         for key, values in self.received.shared.items():
             kwargs[key].update(values)
+        routers = recorded()
+        if routers is not None and self.received.router_logits is not None:
+            routers.extend(self.received.router_logits)
         outputs = self.received.outputs
         return outputs if self._handover.num_outputs else outputs[0]
 
@@ -100,7 +112,10 @@ class Exit(Absent):
             for key, value in kwargs.items()
             if key in self._shared and isinstance(value, (dict, UserDict))
         }
-        raise _Stop(Payload(tuple(at(place) for place in self._previous.routes), shared))
+        outputs = tuple(at(place) for place in self._previous.routes)
+        routers = recorded()
+        # One tensor, since every tensor is a message.
+        raise _Stop(Payload(outputs, shared, torch.stack(routers) if routers else None))
 
 
 class Stage(nn.Module):
@@ -255,4 +270,6 @@ def _give_zeros(module: nn.Module, shapes: dict[str, torch.Size], like: nn.Param
 
     kind = type(module)
     properties: dict[str, Any] = {n: property(zeros_of(shape)) for n, shape in shapes.items()}
-    module.__class__ = type(kind.__name__, (kind,), {"is_hollow": True, **properties})
+    # transformers looks up by the class's full name what to record.
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), {"is_hollow": True, **names, **properties})

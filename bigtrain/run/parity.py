@@ -167,6 +167,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> RunConfig:
     except ValueError as error:
         raise ModelError(f"no small copy of the model can be built: {error}") from error
     if getattr(model.config, "output_router_logits", False):
+        # The router's loss is a micro-batch's, and the points cut the batch differently.
         model.config.output_router_logits = False
     model.config.save_pretrained(directory)
     section = config.model

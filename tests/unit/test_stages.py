@@ -246,11 +246,16 @@ def test_more_stages_than_layers_are_refused() -> None:
         assert f"parallel.pipeline={layers}" in str(problems[0])
 
 
-def test_auxiliary_losses_are_refused() -> None:
-    hf_config = CONFIG_MAPPING["mixtral"](**FAMILIES["mixtral"], output_router_logits=True)
-    plan, problems = plan_stages(hf_config, "sdpa", 2)
+def test_the_router_loss_is_that_of_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("mixtral", output_router_logits=True)
+    layout = find_layout(model, tokens())
+    found = difference(model, layout, (0, 1, 3, 4), tokens())
+    assert found.logits == found.auxiliary == 0.0
+    assert found.gradients < 1e-6
+    monkeypatch.setattr("bigtrain.models.stages.recorded", lambda: None)
+    plan, problems = plan_stages(model.config, "sdpa", 2)
     assert plan is None
-    assert "output_router_logits=false" in str(problems[0])
+    assert "the router's loss by" in str(problems[0])
 
 
 @pytest.mark.parametrize(
