@@ -122,13 +122,14 @@ def train_run(run: ResolvedRun, world: World) -> int:
             )
         if inputs.stages is not None:
             session.say(inputs.stages.describe(run.plan.accumulation))
-        pin = session.device.type == "cuda"
         state = restore_or_start(session, engine)
         if state.step == 0:
             source.fill(session, engine)
         data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
-        batches = open_training_data(*data, device_pin=pin)
-        evaluator = Evaluator(session, engine, open_held_out(*data, device_pin=pin))
+        pin = session.device.type == "cuda"
+        batches = open_training_data(*data, datasets=inputs.datasets, device_pin=pin)
+        held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)
+        evaluator = Evaluator(session, engine, held_out)
         for report in inputs.packing:
             session.say(str(report))
         session.begin_writing(state)
