@@ -131,8 +131,9 @@ def train_run(run: ResolvedRun, world: World) -> int:
             if state.step == 0:
                 source.fill(session, engine)
             data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
-            batches = open_training_data(*data, device_pin=pin)
-            evaluator = Evaluator(session, engine, open_held_out(*data, device_pin=pin))
+            batches = open_training_data(*data, datasets=inputs.datasets, device_pin=pin)
+            held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)
+            evaluator = Evaluator(session, engine, held_out)
             if session.hold_directory(state):
                 break
             batches.close()

@@ -22,14 +22,9 @@ MAX_PADDING_ROWS = 1024
 this for speed and tensor parallelism; more is rather another tokenizer."""
 
 
-def check_dataset(config: RunConfig, model_vocab_size: int | None = None) -> list[Problem]:
-    """Everything wrong with ``config.data`` for this run; empty where it can be trained on.
-
-    `model_vocab_size`: rows of the model's embedding where the caller knows them; otherwise they
-    are looked up in `model.config`, `model.overrides` or the model directory's config.json, and
-    not checked where they stand only on the hub. Reads headers and sizes of the shards, and loads
-    a tokenizer only where data.tokenizer names one.
-    """
+def open_checked(config: RunConfig) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
+    """The datasets of the mixture, in its order, or else what is wrong with each that cannot be
+    opened."""
     problems: list[Problem] = []
     datasets: list[TokenDataset] = []
     for number, source in enumerate(config.data.mixture):
@@ -37,8 +32,20 @@ def check_dataset(config: RunConfig, model_vocab_size: int | None = None) -> lis
             datasets.append(open_dataset(source.path, check="sizes"))
         except DataError as error:
             problems.append(Problem(config.data.key_of(number), source.path, str(error)))
-    if problems:
-        return problems
+    return (() if problems else tuple(datasets)), problems
+
+
+def check_datasets(
+    config: RunConfig, datasets: Sequence[TokenDataset], model_vocab_size: int | None = None
+) -> list[Problem]:
+    """Everything wrong with `datasets`, all those of ``config.data.mixture``, for this run; empty
+    where it can be trained on them.
+
+    `model_vocab_size`: rows of the model's embedding where the caller knows them; otherwise they
+    are looked up in `model.config`, `model.overrides` or the model directory's config.json, and
+    not checked where they stand only on the hub. Reads headers and sizes of the shards, and loads
+    a tokenizer only where data.tokenizer names one.
+    """
     manifests = [dataset.manifest for dataset in datasets]
     try:
         problems = check_length(config, datasets)

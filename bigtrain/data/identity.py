@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
 from bigtrain.config import DataSection, RunConfig
-from bigtrain.data.manifest import Manifest, read_manifest
+from bigtrain.data.manifest import Manifest
 from bigtrain.data.packed_documents import plan_of
-from bigtrain.data.token_datasets import open_dataset
+from bigtrain.data.token_datasets import TokenDataset
 
 
 @dataclass(frozen=True)
@@ -25,31 +25,32 @@ class SourceIdentity:
     num_tokens: int
 
 
-def identify_sources(config: RunConfig) -> tuple[SourceIdentity, ...]:
-    """The datasets of the mixture, in its order. Raises DataError where one has no manifest.
+def identify_sources(
+    config: RunConfig, datasets: Sequence[TokenDataset]
+) -> tuple[SourceIdentity, ...]:
+    """What `datasets` are, those of the mixture in its order.
 
     Documents that are packed are another dataset at every sequence length: what of it was read in
     samples of one length says nothing of samples of another.
     """
     found = []
-    for source in config.data.mixture:
-        manifest = read_manifest(Path(source.path))
+    for source, dataset in zip(config.data.mixture, datasets, strict=True):
+        manifest = dataset.manifest
         digest = xxhash.xxh3_64(manifest.tokenizer.hash.encode())
         _add_tokens(digest, manifest)
         num_tokens = manifest.num_tokens("train")
         if config.data.packing == "best_fit":
             length = config.batch.sequence_length
             digest.update(f"best_fit:{length}:{config.data.long_documents}".encode())
-            plan = plan_of(config, open_dataset(source.path, check="sizes"), "train")
+            plan = plan_of(config, dataset, "train")
             num_tokens = plan.num_packs * length + 1
         found.append(SourceIdentity(source.path, digest.hexdigest(), num_tokens))
     return tuple(found)
 
 
-def data_hash(data: DataSection) -> str:
-    """Identity of all that is trained on. A mixture's is also that of its weights; a mixture of one
-    source is that source."""
-    manifests = [read_manifest(Path(source.path)) for source in data.mixture]
+def data_hash(data: DataSection, manifests: Sequence[Manifest]) -> str:
+    """Identity of all that is trained on, by the manifests of the mixture in its order. A mixture's
+    is also that of its weights; a mixture of one source is that source."""
     digest = xxhash.xxh3_64(manifests[0].tokenizer.hash.encode())
     for source, manifest in zip(data.mixture, manifests, strict=True):
         if len(manifests) > 1:

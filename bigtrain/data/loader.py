@@ -255,17 +255,20 @@ def open_training_data(
     data_rank: int,
     phase: Phase | None = None,
     *,
+    datasets: Sequence[TokenDataset] | None = None,
     device_pin: bool = False,
 ) -> TrainingBatches:
     """The training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
 
-    `phase`: where the run stands in it; by default at its beginning.
+    `phase`: where the run stands in it; by default at its beginning. `datasets`: those of the
+    mixture in its order, where they are open already.
 
     No collective. Raises DataError where a dataset is missing, damaged or too short.
     """
-    datasets = open_sources(config.data)
+    if datasets is None:
+        datasets = open_sources(config.data)
     if phase is None:
-        phase = first_phase(config, identify_sources(config))
+        phase = first_phase(config, identify_sources(config, datasets))
     assert phase.sequence_length == plan.sequence_length
     sources = [
         _samples(config, dataset, "train", plan.sequence_length, phase.chunk_length)
@@ -287,17 +290,19 @@ def open_held_out(
     data_rank: int,
     phase: Phase | None = None,
     *,
+    datasets: Sequence[TokenDataset] | None = None,
     device_pin: bool = False,
 ) -> list[HeldOutSource]:
     """The held-out batches of rank `data_rank`, of each source that has held-out documents.
 
-    `phase`: where the run stands, as of `open_training_data`.
+    `phase`, `datasets`: as of `open_training_data`.
 
     No collective. Raises DataError where a source has some, but too few for one sample.
     """
-    datasets = open_sources(config.data)
+    if datasets is None:
+        datasets = open_sources(config.data)
     if phase is None:
-        phase = first_phase(config, identify_sources(config))
+        phase = first_phase(config, identify_sources(config, datasets))
     options = _options(config, datasets, device_pin)
     return [
         HeldOutSource(

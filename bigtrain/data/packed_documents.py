@@ -13,7 +13,7 @@ from bigtrain.data.manifest import Split
 from bigtrain.data.packing import TokenStream, split_stream
 from bigtrain.data.plans import PackingPlan, open_plan
 from bigtrain.data.samples import Indices, TokenRows
-from bigtrain.data.token_datasets import TokenDataset, open_dataset
+from bigtrain.data.token_datasets import TokenDataset
 from bigtrain.errors import DataError
 
 
@@ -113,14 +113,15 @@ class PackingReport:
         }
 
 
-def packing_reports(config: RunConfig) -> tuple[PackingReport, ...]:
-    """Of every dataset of a run that packs; none of one that cuts the stream of documents."""
+def packing_reports(
+    config: RunConfig, datasets: Sequence[TokenDataset]
+) -> tuple[PackingReport, ...]:
+    """Of `datasets`, those of the mixture in its order, where the run packs; else none."""
     if config.data.packing != "best_fit":
         return ()
     found = []
     splits: Sequence[Split] = ("train", "held_out")
-    for source in config.data.mixture:
-        dataset = open_dataset(source.path, check="sizes")
+    for source, dataset in zip(config.data.mixture, datasets, strict=True):
         for split in splits:
             if dataset.manifest.num_tokens(split):
                 plan = plan_of(config, dataset, split)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bigtrain.config import RunConfig
-from bigtrain.data.checks import check_dataset
+from bigtrain.data.checks import check_datasets, open_checked
 from bigtrain.data.identity import SourceIdentity, data_hash, identify_sources
-from bigtrain.data.manifest import read_manifest
 from bigtrain.data.packed_documents import PackingReport, packing_reports
+from bigtrain.data.token_datasets import TokenDataset
 from bigtrain.engine.resolve import ResolvedRun
-from bigtrain.errors import ConfigError, DataError, Problem
+from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.isolation import check_isolation
 from bigtrain.models.sequence_check import check_sequence_parallel
@@ -27,13 +26,14 @@ class Inputs:
     """What a run reads, found to exist and to fit together.
 
     hf_config: the model's Hugging Face configuration. data_hash: `bigtrain.data.identity`.
-    sources: the datasets of the mixture, in its order. packing: what became of their documents.
+    sources, datasets: those of the mixture, in its order. packing: what became of their documents.
     stages: where the model is cut; None without pipeline stages.
     """
 
     hf_config: Any
     data_hash: str
     sources: tuple[SourceIdentity, ...]
+    datasets: tuple[TokenDataset, ...]
     packing: tuple[PackingReport, ...] = ()
     stages: StagePlan | None = None
 
@@ -47,12 +47,15 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
     """
     config = run.config
     hf_config = load_hf_config(config.model)
+    datasets, not_opened = open_checked(config)
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
         *_check_sequence(config.batch.sequence_length, hf_config),
-        *check_dataset(config, vocabulary_size(hf_config)),
-        *_check_best(config),
+        *not_opened,
     ]
+    if datasets:
+        problems += check_datasets(config, datasets, vocabulary_size(hf_config))
+        problems += _check_best(config, datasets)
     problems += check_tensor_size(hf_config, config.parallel.tensor)
     stages = None
     if not problems:
@@ -61,9 +64,10 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(
         hf_config,
-        data_hash(config.data),
-        identify_sources(config),
-        packing_reports(config),
+        data_hash(config.data, [dataset.manifest for dataset in datasets]),
+        identify_sources(config, datasets),
+        datasets,
+        packing_reports(config, datasets),
         stages,
     )
 
@@ -99,12 +103,8 @@ def _check_isolation(config: RunConfig, hf_config: Any) -> list[Problem]:
     return [Problem("data.packing", "best_fit", problem.rule, remedy) for problem in found]
 
 
-def _check_best(config: RunConfig) -> Sequence[Problem]:
-    try:
-        held_out = [read_manifest(Path(s.path)).shards("held_out") for s in config.data.mixture]
-    except DataError:
-        return []  # `check_dataset` says so
-    if config.checkpoint.keep_best == 0 or any(held_out):
+def _check_best(config: RunConfig, datasets: Sequence[TokenDataset]) -> Sequence[Problem]:
+    if config.checkpoint.keep_best == 0 or any(d.manifest.shards("held_out") for d in datasets):
         return []
     return [
         Problem(

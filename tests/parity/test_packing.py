@@ -17,7 +17,7 @@ from bigtrain.config import RunConfig
 from bigtrain.data.loader import open_training_data
 from bigtrain.data.packed_documents import packing_reports
 from bigtrain.data.sampling import SampleOrder
-from bigtrain.data.token_datasets import open_dataset
+from bigtrain.data.token_datasets import open_dataset, open_sources
 from bigtrain.topology import BatchPlan
 from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config, train_cases
 from tests.parity.test_isolation import gradients, packed_loss
@@ -70,7 +70,7 @@ def chat_dataset(
 def documents_of(data: Path, sample: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Tokens and mask of the pieces of one sample, each read by itself."""
     config = RunConfig.model_validate(config_of(data, {"config": llama()}))
-    plan = packing_reports(config)[0].plan
+    plan = packing_reports(config, open_sources(config.data))[0].plan
     shards = open_dataset(data).shards("train")
     assert len(shards) == 1
     tokens = torch.tensor(shards[0].tokens.astype("int64"))
@@ -112,7 +112,7 @@ def test_packed_equals_separate(
     config = RunConfig.model_validate(config_of(data, {"config": llama()}))
     with closing(open_training_data(config, BatchPlan(SAMPLES, SAMPLES, 1, 1, LENGTH), 0)) as data_:
         (batch,) = data_.step(0)
-    num_packs = packing_reports(config)[0].plan.num_packs
+    num_packs = packing_reports(config, open_sources(config.data))[0].plan.num_packs
     samples = SampleOrder(num_packs, SEED).windows(0, SAMPLES).tolist()
     pieces = [piece for sample in samples for piece in documents_of(data, sample)]
     assert len(pieces) > SAMPLES
@@ -152,7 +152,8 @@ def test_from_conversations_to_training(
     config = config_of(chat_dataset, {"path": str(directory / "hf")})
     case = {"config": config, "deepspeed_config": "zero1"}
     result = train_cases(1, {"chat": case}, directory)["chat"]
-    plan = packing_reports(RunConfig.model_validate(config))[0].plan
+    run = RunConfig.model_validate(config)
+    plan = packing_reports(run, open_sources(run.data))[0].plan
     model.train()
     optimizer = torch.optim.AdamW(
         [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bigtrain.config import RunConfig
-from bigtrain.data.checks import check_dataset, known_vocab_size
+from bigtrain.data.checks import check_datasets, known_vocab_size, open_checked
 from bigtrain.data.tokenization import train_tokenizer
 from tests.support.datasets import write_dataset
 from tests.support.worlds import ROOT
@@ -35,7 +35,9 @@ def config_for(path: Path, *, vocab_size: int = 50, **sections: Any) -> RunConfi
 
 
 def texts(config: RunConfig, *arguments: int) -> list[str]:
-    return [str(problem) for problem in check_dataset(config, *arguments)]
+    datasets, problems = open_checked(config)
+    found = check_datasets(config, datasets, *arguments) if datasets else problems
+    return [str(problem) for problem in found]
 
 
 @pytest.mark.parametrize("vocab_size", [50, 64, 50 + 1024])

@@ -109,6 +109,18 @@ def test_shapes_labels_and_any_order_of_steps() -> None:
         )
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_batch_stays_as_it_is_while_others_are_read(workers: int) -> None:
+    """Through several requests of many steps each, whose memory is used again, and a jump."""
+    plan, order = make_plan(1, 2, 1), SampleOrder(50, 3)
+    first_samples = [*range(0, 600, 2), *range(100, 500, 2)]
+    with closing(training(plan, 0, 50, workers, isolate=True)) as batches:
+        steps = [batches.step(first) for first in first_samples]
+    for first, (batch,) in zip(first_samples, steps, strict=True):
+        assert rows([batch]) == [order.windows(first, 2).tolist()]
+        assert torch.equal(batch.labels, batch.input_ids + 1)
+
+
 def test_no_loss_after_the_end_of_a_document() -> None:
     plan = make_plan(1, 1, 1)
     with closing(training(plan, 0, 1, end_of_document_id=2)) as batches:

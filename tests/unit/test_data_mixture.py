@@ -26,6 +26,7 @@ from bigtrain.data.mixture import (
 )
 from bigtrain.data.samples import TokenRows
 from bigtrain.data.sampling import SampleOrder
+from bigtrain.data.token_datasets import open_sources
 from bigtrain.topology import BatchPlan
 from tests.support.datasets import write_dataset
 from tests.support.samples import Numbered
@@ -227,6 +228,11 @@ def config_for(data: dict[str, Any]) -> RunConfig:
     )
 
 
+def hash_of(data: dict[str, Any]) -> str:
+    section = config_for(data).data
+    return data_hash(section, [dataset.manifest for dataset in open_sources(section)])
+
+
 def sources(datasets: list[Path], *weights: float) -> dict[str, Any]:
     return {
         "sources": [
@@ -280,7 +286,7 @@ def test_one_source_is_the_same_run_as_a_path(datasets: list[Path]) -> None:
         with closing(open_training_data(config_for(data), plan, 0)) as batches:
             steps.append([batch.input_ids.tolist() for batch in batches.step(8)])
     assert steps[0] == steps[1]
-    assert data_hash(config_for(path).data) == data_hash(config_for(mixture).data)
+    assert hash_of(path) == hash_of(mixture)
 
 
 def test_the_data_hash_covers_sources_and_weights(datasets: list[Path]) -> None:
@@ -291,7 +297,7 @@ def test_the_data_hash_covers_sources_and_weights(datasets: list[Path]) -> None:
         sources(datasets[::-1], 1, 2, 1),
         {"sources": [{"path": str(path), "epochs": 1} for path in datasets]},
     ]
-    hashes = {data_hash(config_for(data).data) for data in variants}
+    hashes = {hash_of(data) for data in variants}
     assert len(hashes) == len(variants)
 
 

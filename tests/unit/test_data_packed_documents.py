@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from bigtrain.config import RunConfig
-from bigtrain.data.checks import check_dataset
+from bigtrain.data.checks import check_datasets
 from bigtrain.data.identity import data_hash, identify_sources
 from bigtrain.data.loader import MicroBatch, open_held_out, open_training_data
-from bigtrain.data.manifest import MANIFEST_NAME
+from bigtrain.data.manifest import MANIFEST_NAME, read_manifest
 from bigtrain.data.packed_documents import PackedDocuments, packed_documents, packing_reports
 from bigtrain.data.plans import PackingPlan, open_plan
-from bigtrain.data.token_datasets import TokenDataset, open_dataset
-from bigtrain.errors import DataError
+from bigtrain.data.token_datasets import TokenDataset, open_dataset, open_sources
+from bigtrain.errors import DataError, Problem
 from bigtrain.topology import BatchPlan
 from tests.support.datasets import write_dataset
 
@@ -37,6 +37,16 @@ def config_for(data: dict[str, Any], **batch: Any) -> RunConfig:
             "output": {"directory": "unused"},
         }
     )
+
+
+def hash_of(config: RunConfig) -> str:
+    manifests = [read_manifest(Path(source.path)) for source in config.data.mixture]
+    return data_hash(config.data, manifests)
+
+
+def problems_of(data: dict[str, Any]) -> list[Problem]:
+    config = config_for(data)
+    return check_datasets(config, open_sources(config.data))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +106,7 @@ def expected_pieces(path: Path) -> list[tuple[tuple[int, ...], tuple[int, ...]]]
 def test_an_epoch_holds_every_document(kind: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(kind)
     config = config_for({"path": str(path)})
-    (report, *_) = packing_reports(config)
+    (report, *_) = packing_reports(config, open_sources(config.data))
     samples = report.plan.num_packs
     plan = BatchPlan(samples, samples, 1, 1, LENGTH)
     with closing(open_training_data(config, plan, 0)) as batches:
@@ -174,7 +184,7 @@ def test_held_out_documents(masked: Path, plain: Path) -> None:
 
 def test_truncated_documents(plain: Path) -> None:
     config = config_for({"path": str(plain), "long_documents": "truncate"}, sequence_length=20)
-    report = packing_reports(config)[0]
+    report = packing_reports(config, open_sources(config.data))[0]
     lengths = [len(tokens) for tokens, _ in documents_of(plain)]
     assert report.plan.counts.truncated_documents == sum(length > 21 for length in lengths)
     lost = sum(max(0, length - 21) for length in lengths)
@@ -186,7 +196,7 @@ def test_truncated_documents(plain: Path) -> None:
 def test_identity(plain: Path, masked: Path, tmp_path: Path) -> None:
     """Packed otherwise, or with another mask, a dataset is another one."""
     hashes = {
-        identify_sources(config)[0].hash
+        identify_sources(config, open_sources(config.data))[0].hash
         for config in (
             config_for({"path": str(plain)}),
             config_for({"path": str(plain)}, sequence_length=24),
@@ -197,30 +207,31 @@ def test_identity(plain: Path, masked: Path, tmp_path: Path) -> None:
     assert len(hashes) == 4
     twin = write_dataset(tmp_path / "twin", vocab_size=97, seed=1, masked=True)
     config, same = config_for({"path": str(masked)}), config_for({"path": str(twin)})
-    assert data_hash(config.data) == data_hash(same.data)
+    assert hash_of(config) == hash_of(same)
     tree = json.loads((twin / MANIFEST_NAME).read_text())
     tree["splits"]["train"][0]["mask_xxh3"] = "0" * 16
     (twin / MANIFEST_NAME).write_text(json.dumps(tree))
-    assert data_hash(config.data) != data_hash(same.data)
+    assert hash_of(config) != hash_of(same)
 
 
 def test_conversations_that_would_see_each_other_are_refused(masked: Path, plain: Path) -> None:
     concatenated = config_for({"path": str(masked), "packing": "concatenate"})
-    (problem,) = check_dataset(concatenated)
+    (problem,) = check_datasets(concatenated, open_sources(concatenated.data))
     assert str(problem) == (
         f"data.packing = 'concatenate': conversations ({masked}) would be cut wherever a sample is "
         "full, and see each other -> set data.packing=best_fit (or at least "
         "data.document_boundaries=isolate)"
     )
-    assert check_dataset(config_for({"path": str(masked)})) == []
-    assert check_dataset(config_for({"path": str(plain), "packing": "concatenate"})) == []
+    assert problems_of({"path": str(masked)}) == []
+    assert problems_of({"path": str(plain), "packing": "concatenate"}) == []
 
 
 def test_too_few_documents(plain: Path) -> None:
     config = config_for({"path": str(plain)}, global_samples=1000)
-    (problem,) = check_dataset(config)
+    (problem,) = check_datasets(config, open_sources(config.data))
     assert "too short for one global batch" in str(problem)
-    assert f"are {packing_reports(config)[0].plan.num_packs} samples of 48 tokens" in str(problem)
+    (report, *_) = packing_reports(config, open_sources(config.data))
+    assert f"are {report.plan.num_packs} samples of 48 tokens" in str(problem)
 
 
 def test_damaged_index(plain: Path, tmp_path: Path) -> None:
@@ -229,7 +240,7 @@ def test_damaged_index(plain: Path, tmp_path: Path) -> None:
     content = bytearray(index.read_bytes())
     content[-8:] = np.array([10**6], "<i8").tobytes()
     index.write_bytes(content)
-    (problem,) = check_dataset(config_for({"path": str(copy)}))
+    (problem,) = problems_of({"path": str(copy)})
     assert "train_00000.idx is damaged: documents from 0 on are out of order" in str(problem)
 
 

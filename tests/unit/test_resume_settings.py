@@ -34,7 +34,7 @@ def tree(**data: Any) -> dict[str, Any]:
 
 
 def inputs(*sources: SourceIdentity, data_hash: str = "h") -> Inputs:
-    return Inputs(None, data_hash, sources or (SHARDS,))
+    return Inputs(None, data_hash, sources or (SHARDS,), ())
 
 
 def stored(config: dict[str, Any]) -> dict[str, Any]:
