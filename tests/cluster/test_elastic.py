@@ -69,23 +69,27 @@ class Elastic:
         path = self.run / "log.txt"
         return path.read_text() if path.exists() else ""
 
-    def resumed(self, said_before: str) -> int:
-        """Where the run went on after what it had said before."""
-        said = self.story().removeprefix(said_before)
-        steps = re.findall(r"resumed at step (\d+)", said)
-        assert steps, said
-        return int(steps[0])
+    def world_size(self) -> int:
+        """Processes of the newest start."""
+        path = self.run / "environment.json"
+        return json.loads(path.read_text())["topology"]["world_size"] if path.exists() else 0
 
-    def wait_for_world(self, size: int, steps: int) -> None:
-        """Until `size` processes have written the first `steps` steps."""
+    def wait_for_resume(self, size: int, said_before: str) -> int:
+        """Until `size` processes have gone on for some steps; returns the step they went on at."""
 
-        def there() -> bool:
-            path = self.run / "environment.json"
-            if not path.exists() or self.steps() < steps:
-                return False
-            return bool(json.loads(path.read_text())["topology"]["world_size"] == size)
+        def resumed() -> int | None:
+            said = self.story().removeprefix(said_before)
+            steps = re.findall(r"resumed at step (\d+)", said)
+            return int(steps[0]) if steps and self.world_size() == size else None
 
-        wait_until(f"{size} processes have made {steps} steps", there, 120)
+        def gone_on() -> bool:
+            step = resumed()
+            return step is not None and self.steps() >= step + 5
+
+        wait_until(f"{size} processes go on", gone_on, 150)
+        step = resumed()
+        assert step is not None
+        return step
 
 
 def is_asked_to_end(process: psutil.Process) -> bool:
@@ -136,15 +140,13 @@ def test_a_run_goes_on_while_hosts_come_and_go(elastic: Elastic, unbroken: Path)
     _, served = elastic.start("n0", "serve")
     wait_until("n0 serves", lambda: "serving on port 29400" in served.read_text())
     agents = {host: elastic.start(host) for host in ("n0", "n1", "n2")}
-    elastic.wait_for_world(3, steps=1)
-    wait_until("a checkpoint", elastic.newest)
+    wait_until("three hosts save", lambda: elastic.world_size() == 3 and elastic.newest(), 150)
 
     # The agent of the main process; its process goes with it.
     [agent] = lab.cluster.processes("n0", "torch.distributed.run")
     story, newest = elastic.story(), elastic.newest()
     agent.kill()
-    elastic.wait_for_world(2, steps=newest + 5)
-    assert elastic.resumed(story) >= newest
+    assert elastic.wait_for_resume(2, story) >= newest
 
     # Nobody computes until the replacement is noticed, however long that takes.
     [stopped] = elastic.processes("n1")
@@ -153,8 +155,7 @@ def test_a_run_goes_on_while_hosts_come_and_go(elastic: Elastic, unbroken: Path)
     agents["n0"] = elastic.start("n0")
     wait_until("n1's agent asks it to save", lambda: is_asked_to_end(stopped), 120)
     stopped.resume()
-    elastic.wait_for_world(3, steps=steps + 5)
-    step = elastic.resumed(story)
+    step = elastic.wait_for_resume(3, story)
     assert step >= steps
     assert f"stopped by SIGTERM after step {step} " in elastic.story()  # saved where it stood
 
@@ -167,8 +168,7 @@ def test_a_run_goes_on_while_hosts_come_and_go(elastic: Elastic, unbroken: Path)
     story, newest = elastic.story(), elastic.newest()
     lab.cluster.link("n1", "down")
     stopped.resume()
-    elastic.wait_for_world(2, steps=newest + 1)
-    assert elastic.resumed(story) >= newest
+    assert elastic.wait_for_resume(2, story) >= newest
     for host in ("n0", "n2"):
         agent, log = agents[host]
         assert agent.wait(120) == 0, log.read_text()
