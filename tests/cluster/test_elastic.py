@@ -72,7 +72,9 @@ class Elastic:
     def world_size(self) -> int:
         """Processes of the newest start."""
         path = self.run / "environment.json"
-        return json.loads(path.read_text())["topology"]["world_size"] if path.exists() else 0
+        if not path.exists():
+            return 0
+        return int(json.loads(path.read_text())["topology"]["world_size"])
 
     def wait_for_resume(self, size: int, said_before: str) -> int:
         """Until `size` processes have gone on for some steps; returns the step they went on at."""
@@ -95,7 +97,7 @@ class Elastic:
 def is_asked_to_end(process: psutil.Process) -> bool:
     """Whether a SIGTERM waits for a suspended process."""
     status = Path(f"/proc/{process.pid}/status").read_text()
-    pending = int(re.search(r"^ShdPnd:\s*([0-9a-f]+)", status, re.M)[1], 16)
+    pending = int(status.split("ShdPnd:")[1].split()[0], 16)
     return bool(pending >> (signal.SIGTERM - 1) & 1)
 
 
