@@ -18,7 +18,7 @@ from tests.cluster.conftest import COMMON, TRAIN, Lab
 from tests.launch.conftest import Inputs, launch, metrics
 from tests.support.cluster import wait_until
 
-STEPS, SAVE_EVERY = 60, 10
+STEPS, SAVE_EVERY = 90, 10
 OVERRIDES = [
     f"train.steps={STEPS}",
     f"checkpoint.every_steps={SAVE_EVERY}",
@@ -59,22 +59,45 @@ class Elastic:
         path = self.run / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def wait_for_world(self, size: int, steps: int) -> None:
-        """Until `size` processes have written the first `steps` steps."""
+    def newest(self) -> int:
+        """The step of the newest checkpoint, 0 without one."""
+        names = [path.name for path in (self.run / "checkpoints").glob("step-????????")]
+        return max((int(name.removeprefix("step-")) for name in names), default=0)
 
-        def there() -> bool:
-            path = self.run / "environment.json"
-            if not path.exists() or self.steps() < steps:
-                return False
-            return bool(json.loads(path.read_text())["topology"]["world_size"] == size)
+    def story(self) -> str:
+        """What the run has said so far."""
+        path = self.run / "log.txt"
+        return path.read_text() if path.exists() else ""
 
-        wait_until(f"{size} processes have made {steps} steps", there, 120)
+    def world_size(self) -> int:
+        """Processes of the newest start."""
+        path = self.run / "environment.json"
+        if not path.exists():
+            return 0
+        return int(json.loads(path.read_text())["topology"]["world_size"])
+
+    def wait_for_resume(self, size: int, said_before: str) -> int:
+        """Until `size` processes have gone on for some steps; returns the step they went on at."""
+
+        def resumed() -> int | None:
+            said = self.story().removeprefix(said_before)
+            steps = re.findall(r"resumed at step (\d+)", said)
+            return int(steps[0]) if steps and self.world_size() == size else None
+
+        def gone_on() -> bool:
+            step = resumed()
+            return step is not None and self.steps() >= step + 5
+
+        wait_until(f"{size} processes go on", gone_on, 150)
+        step = resumed()
+        assert step is not None
+        return step
 
 
 def is_asked_to_end(process: psutil.Process) -> bool:
     """Whether a SIGTERM waits for a suspended process."""
     status = Path(f"/proc/{process.pid}/status").read_text()
-    pending = int(re.search(r"^ShdPnd:\s*([0-9a-f]+)", status, re.M)[1], 16)
+    pending = int(status.split("ShdPnd:")[1].split()[0], 16)
     return bool(pending >> (signal.SIGTERM - 1) & 1)
 
 
@@ -119,22 +142,24 @@ def test_a_run_goes_on_while_hosts_come_and_go(elastic: Elastic, unbroken: Path)
     _, served = elastic.start("n0", "serve")
     wait_until("n0 serves", lambda: "serving on port 29400" in served.read_text())
     agents = {host: elastic.start(host) for host in ("n0", "n1", "n2")}
-    elastic.wait_for_world(3, steps=5)
+    wait_until("three hosts save", lambda: elastic.world_size() == 3 and elastic.newest(), 150)
 
     # The agent of the main process; its process goes with it.
-    [agent] = [p for p in lab.cluster.processes("n0", "torch.distributed.run")]
-    killed_at = elastic.steps()
+    [agent] = lab.cluster.processes("n0", "torch.distributed.run")
+    story, newest = elastic.story(), elastic.newest()
     agent.kill()
-    elastic.wait_for_world(2, steps=killed_at + 5)
+    assert elastic.wait_for_resume(2, story) >= newest
 
     # Nobody computes until the replacement is noticed, however long that takes.
     [stopped] = elastic.processes("n1")
     stopped.suspend()
-    joined_at = elastic.steps()
+    story, steps = elastic.story(), elastic.steps()
     agents["n0"] = elastic.start("n0")
     wait_until("n1's agent asks it to save", lambda: is_asked_to_end(stopped), 120)
     stopped.resume()
-    elastic.wait_for_world(3, steps=joined_at + 5)
+    step = elastic.wait_for_resume(3, story)
+    assert step >= steps
+    assert f"stopped by SIGTERM after step {step} " in elastic.story()  # saved where it stood
 
     # Cut while the others wait for n0, so that n0 sends to n1 next, and Linux notices the silence;
     # a process that only waits to be sent something never would.
@@ -142,22 +167,14 @@ def test_a_run_goes_on_while_hosts_come_and_go(elastic: Elastic, unbroken: Path)
     stopped.suspend()
     others = elastic.processes("n1") + elastic.processes("n2")
     wait_until("n1 and n2 wait for n0", lambda: are_idle(others))
-    cut_at = elastic.steps()
+    story, newest = elastic.story(), elastic.newest()
     lab.cluster.link("n1", "down")
     stopped.resume()
-    elastic.wait_for_world(2, steps=cut_at)
+    assert elastic.wait_for_resume(2, story) >= newest
     for host in ("n0", "n2"):
         agent, log = agents[host]
         assert agent.wait(120) == 0, log.read_text()
 
-    story = (elastic.run / "log.txt").read_text()
-    resumed = [int(step) for step in re.findall(r"resumed at step (\d+)", story)]
-    assert len(resumed) == 3, story
-    assert resumed[0] >= killed_at - SAVE_EVERY
-    assert resumed[0] % SAVE_EVERY == 0
-    assert f"stopped by SIGTERM after step {resumed[1]} " in story  # saved where it stood
-    assert resumed[1] >= joined_at
-    assert cut_at - SAVE_EVERY <= resumed[2]
     # Steps stand once each and have the samples that they have without a failure.
     for key in ("loss", "samples", "lr"):
         there = metrics(elastic.run, key)
