@@ -464,3 +464,16 @@ def test_both_files_are_reported_when_the_yaml_fails(tmp_path: Path) -> None:
     assert f"{name}: zero_optimisation: unknown key" in text
     assert text.splitlines()[0].startswith("2 problems in ")
     assert text.splitlines()[0].endswith(f"quickstart.yaml and {name}")
+
+
+@pytest.mark.parametrize("async_io", [None, True, False])
+def test_nvme_needs_libaio(tmp_path: Path, *, async_io: bool | None) -> None:
+    offload = {"device": "nvme", "nvme_path": "/local-disk"}
+    path = write_json(
+        tmp_path / "x.json", {"zero_optimization": {"stage": 3, "offload_param": offload}}
+    )
+    if async_io is not False:
+        assert resolve_run(make_config(), 1, path, async_io=async_io).engine.offload_param == "nvme"
+        return
+    with pytest.raises(ConfigError, match=r"libaio.* -> apt-get install libaio-dev"):
+        resolve_run(make_config(), 1, path, async_io=async_io)
