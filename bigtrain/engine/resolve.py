@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bigtrain.config import RunConfig
+from bigtrain.config import ModelSection, RunConfig
 from bigtrain.config_loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.engine.accelerate_settings import SOURCE, AccelerateSettings
 from bigtrain.engine.deepspeed_config import (
@@ -155,8 +155,21 @@ def facts_of(
         pipeline_settings=_pipeline_settings(raw.get("pipeline")),
         flops_profiler=value_at(raw, "flops_profiler.enabled") is True,
         device=device,
+        attention_heads=_of_model(config.model, "num_attention_heads"),
+        num_layers=_of_model(config.model, "num_hidden_layers"),
+        max_positions=_of_model(config.model, "max_position_embeddings"),
         source=source,
     )
+
+
+def _of_model(section: ModelSection, key: str) -> int | None:
+    """A number of the model's configuration as far as the run itself says it.
+
+    Whatever stands in files is read, and judged by the same rules, in `bigtrain.run.preflight`.
+    """
+    written = section.config if isinstance(section.config, dict) else {}
+    value = {**written, **section.overrides}.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _pipeline_settings(block: object) -> tuple[str, ...]:
