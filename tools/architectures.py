@@ -1,26 +1,31 @@
-"""Try every causal LM of transformers under tensor parallelism, and write docs/architectures.md.
+"""Try every causal LM of transformers under every kind of parallelism: docs/architectures.md.
 
-    python tools/architectures.py [--output docs/architectures.md] [MODEL_TYPE ...]
+    python tools/architectures.py [--output docs/architectures.md]
+    python tools/architectures.py --only llama,gpt2 --column "PP 2"
 
-Two gloo processes train a tiny model of every architecture with a tensor-parallel plan for three
-AdamW steps, cut and whole. *exact*: losses and all final weights agree. *refused*: the start-up
-check (`bigtrain.models.plan_check`) or the plan itself stops a run, with the reason. *wrong*: the
-numbers differ and nothing says so; there must be none, and the exit code is 1 if there is one.
+*exact*: tiny models compute what the plain model of transformers does in one process. In 2 and in 4
+stages (PP), recomputing layers: the same logits to the last bit and every gradient. Cut over 2
+processes (TP), over 2 processes and into 2 stages (TP x PP), or with samples split over 2 processes
+(SP): the same losses of three AdamW steps and all weights after them. *refused*: what `bigtrain`
+says before a run, with the reason. *wrong*: the numbers differ, or a process ends or hangs, and
+nothing said so before; there must be none, and the exit code is 1 if there is one.
+
+Outcomes are kept in the cache (`bigtrain.data.known`) until a tiny configuration, transformers,
+torch or the code that is tried changes; so a sweep that was interrupted goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
-import warnings
+import time
 from collections import Counter
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,204 +33,199 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-PROCESSES = 2
-STEPS = 3
-LOSS, WEIGHT = 1e-4, 1e-3  # relative; of the largest change of any weight
-SILENCE_SECONDS = 60  # of a collective in which some process does not take part
-Outcome = tuple[str, str]
+from bigtrain.data.known import builds, key_of, recall, source_of  # noqa: E402
+from bigtrain.run.local_world import free_port  # noqa: E402
+
+COLUMNS = ("PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2")
+WORKER = ROOT / "tools" / "architecture_trials.py"
+HANGS_AFTER_SECONDS = 300.0
+"""Of one architecture's trial without a new one beginning; the longest takes a tenth of that."""
+
+Outcomes = dict[str, dict[str, tuple[str, str]]]
+"""By model type and column."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help="default: all")
-    parser.add_argument("--output", type=Path, help="Markdown table (default: not written)")
-    parser.add_argument(
-        "--outcomes", type=Path, help="JSON lines to keep outcomes in between calls"
-    )
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only", metavar="TYPE,...", help="model types (default: all)")
+    parser.add_argument("--column", choices=COLUMNS, help="default: all")
+    parser.add_argument("--output", type=Path, help="Markdown page (default: not written)")
     args = parser.parse_args()
-    if args.worker is not None:
-        work(args.model_types, args.worker)
-        return 0
-    outcomes = sweep(args.model_types, args.outcomes)
-    counts = Counter(result for result, _ in outcomes.values())
-    for model_type, (result, reason) in sorted(outcomes.items()):
-        print(f"{model_type:32} {result:8} {reason}")
-    print(", ".join(f"{counts[name]} {name}" for name in sorted(counts)))
+    if args.output and (args.only or args.column):
+        parser.error("--output takes the whole table: leave out --only and --column")
+    # Ended from outside, it takes its processes along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    columns = (args.column,) if args.column else COLUMNS
+    outcomes = sweep(args.only.split(",") if args.only else [], columns)
+    for model_type, found in sorted(outcomes.items()):
+        for column, (result, reason) in found.items():
+            print(f"{model_type:28} {column:12} {result:8} {reason}")
+    for column in columns:
+        print(f"{column:12} {_counts(outcomes, column)}")
     if args.output is not None:
-        args.output.write_text(table(outcomes), encoding="utf-8")
-    return 1 if counts["wrong"] else 0
+        args.output.write_text(page(outcomes), encoding="utf-8")
+    wrong = any(result == "wrong" for found in outcomes.values() for result, _ in found.values())
+    return 1 if wrong else 0
 
 
-def sweep(model_types: list[str], kept: Path | None) -> dict[str, Outcome]:
-    """Outcome and reason of each architecture (default: all); those in `kept` are not tried."""
+def sweep(model_types: Sequence[str], columns: Sequence[str] = COLUMNS) -> Outcomes:
+    """The outcomes of architectures (none: all that there are)."""
     from tools.tiny_models import model_types as every
-    from tools.tiny_models import reason_to_leave_out
 
-    outcomes: dict[str, Outcome] = {}
-    for model_type in model_types or every():
-        reason = reason_to_leave_out(model_type)
-        if reason is not None:
-            outcomes[model_type] = ("left out", reason)
-    left = [name for name in model_types or every() if name not in outcomes]
-    with tempfile.TemporaryDirectory() as folder:
-        file = kept or Path(folder, "outcomes.jsonl")
-        file.touch()
-        while True:
-            for line in file.read_text().splitlines():
-                name, result, reason = json.loads(line)
-                outcomes[name] = (result, reason)
-            remaining = [name for name in left if name not in outcomes]
-            if not remaining:
-                break
-            done = len(file.read_text())
-            code = run_world(remaining, file)
-            if len(file.read_text()) == done:
-                # Nothing came of it: the first one takes its processes down.
-                outcomes[remaining[0]] = ("refused", f"its processes end with code {code}")
-    return outcomes
-
-
-def run_world(model_types: list[str], file: Path) -> int:
-    """Try `model_types` in processes of their own until one of them ends badly; the worst code."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(PROCESSES),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
+    keys = {name: _key(name) for name in model_types or every()}
+    tasks: list[dict[str, Any]] = []
+    for name, key in keys.items():
+        known = recall("architectures", key) or {}
+        missing = [column for column in columns if column not in known]
+        if missing:
+            tasks.append({"model_type": name, "key": key, "columns": missing})
+    while tasks:
+        _run_world(tasks)
+        tasks = [task for task in tasks if not _is_known(task)]
+    return {
+        name: {c: tuple((recall("architectures", key) or {})[c]) for c in columns}
+        for name, key in keys.items()
     }
-    command = [sys.executable, __file__, "--worker", str(file), *model_types]
-    processes = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, cwd=ROOT)
-        for rank in range(PROCESSES)
-    ]
-    return max(abs(process.wait()) for process in processes)
 
 
-def work(model_types: list[str], file: Path) -> None:
-    """One process: try `model_types` in order; the first process writes the outcomes."""
-    import torch
-    import torch.distributed as dist
+def _key(model_type: str) -> str:
+    """Of an architecture's outcomes: all that they depend on."""
+    from tools.tiny_models import describe
 
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=SILENCE_SECONDS))
-    for model_type in model_types:
-        own = attempt(model_type)
-        everyone: list[Any] = [None] * PROCESSES
-        dist.all_gather_object(everyone, own)
-        # The worst of them: wrong before refused before exact.
-        result, reason = max(everyone, key=lambda o: ("exact", "refused", "wrong").index(o[0]))
-        if dist.get_rank() == 0:
-            with file.open("a") as lines:
-                lines.write(json.dumps([model_type, result, reason]) + "\n")
-    dist.destroy_process_group()
+    tried = sorted((ROOT / "bigtrain" / "models").glob("*.py"))
+    source = source_of(*map(str, [*tried, WORKER]))
+    return key_of([model_type, describe(model_type), builds("torch", "transformers"), source])
 
 
-def attempt(model_type: str) -> Outcome:
-    """Check and train one architecture. Collective."""
-    import torch
-    import torch.distributed as dist
-
-    from bigtrain.errors import ModelError
-    from bigtrain.models.plan_check import check_tensor_plan
-    from bigtrain.models.tensor_degree import check_tensor_size
-    from tools.tiny_models import tiny_model
-
-    group: Any = dist.group.WORLD
-    try:
-        whole = tiny_model(model_type)
-    except Exception as error:  # whatever single architectures say to odd sizes
-        return "refused", f"no tiny model: {' '.join(str(error).split())[:120]}"
-    attention = whole.config._attn_implementation
-    try:
-        problems = check_tensor_size(whole.config, PROCESSES)
-        if problems:
-            return "refused", str(problems[0])
-        check_tensor_plan(whole.config, attention, group, torch.device("cpu"))
-    except ModelError as error:
-        return "refused", str(error)
-    try:
-        return compare_training(whole, group)
-    except Exception as error:
-        return "wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+def _is_known(task: Mapping[str, Any]) -> bool:
+    known = recall("architectures", task["key"]) or {}
+    return all(column in known for column in task["columns"])
 
 
-def compare_training(whole: Any, group: Any) -> Outcome:
-    """Train `whole` and a copy that is cut over `group`, and compare."""
-    from bigtrain.models.sharding import cut_parameter, shard_of
-    from bigtrain.models.tensor_parallel import shard_model, tensor_plan
+def _run_world(tasks: Sequence[Mapping[str, Any]]) -> None:
+    """Try `tasks` in two processes until all are done or one of them takes the processes down.
 
-    cut = copy.deepcopy(whole)
-    before = {name: p.detach().clone() for name, p in whole.named_parameters()}
-    shard_model(cut, tensor_plan(cut), group)
-    for parameter in cut.parameters():
-        cut_parameter(parameter)
-    expected, found = train(whole), train(cut)
-    for step, (loss, other) in enumerate(zip(expected, found, strict=True)):
-        if not abs(other - loss) <= LOSS * abs(loss):
-            return "wrong", f"loss of step {step}: {other:.6f} instead of {loss:.6f}"
-    wanted = dict(whole.named_parameters())
-    change = max(float((wanted[name] - p).detach().abs().max()) for name, p in before.items())
-    for name, parameter in cut.named_parameters():
-        shard = shard_of(parameter)
-        assert shard is not None
-        error = float((parameter - shard.take(wanted[name].detach())).detach().abs().max())
-        if not error <= WEIGHT * change:
-            return "wrong", f"final {name}: off by {error / change:.1e} of the largest change"
-    return "exact", ""
+    What was tried then is wrong, and the tasks that are left need another world.
+    """
+    from tools.architecture_trials import PROCESSES, keep
 
-
-def train(model: Any) -> list[float]:
-    """Losses of a few AdamW steps; ``eps=1`` so that the scale of gradients matters."""
-    import torch
-
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(3, 200, (2, 32), generator=generator)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, eps=1.0, weight_decay=0.0)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "tasks.json").write_text(json.dumps(tasks))
+        progress = Path(folder, "progress.json")
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(PROCESSES),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, str(WORKER), str(Path(folder, "tasks.json")), str(progress)]
+        processes = [
+            subprocess.Popen(command, env={**environment, "RANK": str(rank)}, cwd=ROOT)
+            for rank in range(PROCESSES)
+        ]
+        try:
+            failure = _wait(processes, progress)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if failure and not progress.exists():
+            raise SystemExit(f"before the first architecture: {failure}")
+        if failure:
+            name, columns = json.loads(progress.read_text())
+            task = next(task for task in tasks if task["model_type"] == name)
+            keep(task["key"], dict.fromkeys(columns, ("wrong", failure)))
 
 
-def table(outcomes: dict[str, Outcome]) -> str:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], progress: Path) -> str:
+    """Until all end; what went wrong, or nothing."""
+    begun, seen = time.monotonic(), ""
+    while any(process.poll() is None for process in processes):
+        time.sleep(0.2)
+        now = progress.read_text() if progress.exists() else ""
+        if now != seen:
+            begun, seen = time.monotonic(), now
+        if time.monotonic() - begun > HANGS_AFTER_SECONDS:
+            return f"it hangs for more than {HANGS_AFTER_SECONDS:.0f} s"
+    codes = [process.returncode for process in processes]
+    return f"its processes end with exit codes {codes}" if any(codes) else ""
+
+
+def page(outcomes: Outcomes) -> str:
     """The outcomes as a Markdown page."""
+    import torch
     import transformers
 
-    counts = Counter(result for result, _ in outcomes.values())
+    notes: dict[str, int] = {}
+
+    def cell(outcome: tuple[str, str]) -> str:
+        result, reason = outcome
+        if result == "exact":
+            return "exact"
+        return f"{result} ({notes.setdefault(short(reason), len(notes) + 1)})"
+
+    left_out = {n: f for n, f in outcomes.items() if all(r == "left out" for r, _ in f.values())}
+    rows = [
+        f"| `{name}` | " + " | ".join(cell(found[column]) for column in COLUMNS) + " |"
+        for name, found in sorted(outcomes.items())
+        if name not in left_out
+    ]
+    legend = " ".join((__doc__ or "").split("\n\n")[2].split())
     lines = [
         "# Architectures",
         "",
         "Written by `python tools/architectures.py --output docs/architectures.md` with",
-        f"transformers {transformers.__version__}. Tiny models of every causal LM, trained whole",
-        f"and with `parallel.tensor: {PROCESSES}`: "
-        + ", ".join(f"{counts[name]} {name}" for name in ("exact", "refused", "wrong", "left out"))
-        + ".",
+        f"transformers {transformers.__version__} and torch {torch.__version__.split('+')[0]}:",
+        f"{len(rows)} of the {len(outcomes)} model types of causal LMs; the end says why",
+        f"{len(left_out)} are left out.",
         "",
-        "| model type | tensor parallel | why |",
-        "|---|---|---|",
+        legend,
+        "",
+        "| | " + " | ".join(COLUMNS) + " |",
+        "|---|" + "---|" * len(COLUMNS),
         *(
-            f"| `{name}` | {result} | {_short(reason)} |"
-            for name, (result, reason) in sorted(outcomes.items())
+            f"| {result} | "
+            + " | ".join(str(_counts(outcomes, column)[result]) for column in COLUMNS)
+            + " |"
+            for result in ("exact", "refused", "wrong")
         ),
+        "",
+        "| model type | " + " | ".join(COLUMNS) + " |",
+        "|---|" + "---|" * len(COLUMNS),
+        *rows,
+        "",
+        *(f"{number}. {reason}" for reason, number in notes.items()),
+        "",
+        "Left out:",
+        "",
+        *(f"- `{name}`: {short(found['PP 2'][1])}" for name, found in sorted(left_out.items())),
         "",
     ]
     return "\n".join(lines)
 
 
-def _short(reason: str) -> str:
+def statuses(text: str) -> dict[str, dict[str, str]]:
+    """What a page that `page` wrote says: exact, refused or wrong, by model type and column."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            results = (cell.split(" ")[0] for cell in cells)
+            found[name.strip("`")] = dict(zip(COLUMNS, results, strict=True))
+    return found
+
+
+def short(reason: str) -> str:
     """Without what every refusal says, and what to do instead."""
-    return reason.split(" -> ")[0].split(" is wrong: ")[-1].replace("|", "/")
+    for prefix in (" is wrong: ", "cannot be had of model_type "):
+        reason = reason.split(prefix)[-1]
+    return reason.split(" -> ")[0].replace("|", "/").replace("<", "&lt;")
+
+
+def _counts(outcomes: Outcomes, column: str) -> Counter[str]:
+    return Counter(found[column][0] for found in outcomes.values())
 
 
 if __name__ == "__main__":

@@ -56,6 +56,9 @@ _SIZES: dict[tuple[str, ...], Any] = {
     ("mamba_n_groups",): 1,
     ("hidden_size_per_layer_input", "block_size"): 16,
     ("laurel_rank",): 8,
+    ("encoder_layers", "decoder_layers"): LAYERS,
+    ("encoder_attention_heads", "decoder_attention_heads"): 4,
+    ("encoder_ffn_dim", "decoder_ffn_dim"): 128,
 }
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0,
@@ -64,6 +67,9 @@ _MULTIPLIERS = {
     "logits_scaling": 2.0,
     "final_logit_softcapping": 5.0,
     "mup_enabled": True,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+    "is_decoder": True,
 }
 _NOISE = (
     "attention_dropout",
@@ -88,6 +94,37 @@ _PER_LAYER = {
 # What single architectures insist on.
 _SPECIAL: dict[str, dict[str, Any]] = {
     **{name: {"rotary_dim": 8} for name in ("codegen", "gptj")},
+    "gemma": {"num_key_value_heads": 1},  # as the 2B has
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 64},
+    },
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "mamba2": {"num_heads": 4, "head_dim": 32, "expand": 2, "n_groups": 1, "chunk_size": 16},
+    "mpt": {"attn_pdrop": 0},
+    "prophetnet": {
+        "num_encoder_layers": LAYERS,
+        "num_decoder_layers": LAYERS,
+        "num_hidden_layers": _DROP,
+        "num_attention_heads": _DROP,
+    },
+    "reformer": {
+        "axial_pos_embds": False,
+        "attention_head_size": 16,
+        "feed_forward_size": 64,
+        "num_buckets": 4,
+    },
+    "xlnet": {"max_position_embeddings": _DROP},
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "zaya": {"num_experts_per_tok": 1},
+    "roc_bert": {
+        "pronunciation_vocab_size": 32,
+        "shape_vocab_size": 32,
+        "pronunciation_embed_dim": 16,
+        "shape_embed_dim": 16,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "cohere_compass_text": {
         "layer_types": _UNEVEN,
@@ -170,22 +207,25 @@ def model_types() -> list[str]:
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys()))
 
 
-def reason_to_leave_out(model_type: str) -> str | None:
-    """Why a sweep over tensor parallelism has nothing to try; None for what it can try."""
+def describe(model_type: str) -> str:
+    """All values of the tiny configuration, or why there is none; the same in every process."""
     try:
-        default = CONFIG_MAPPING[model_type]()
-        text = default.get_text_config()
+        return str(tiny_config(model_type).to_json_string(use_diff=False))
     except Exception as error:  # validators of single architectures
-        return f"not built: {' '.join(str(error).split())[:100]}"
-    if text is not default:
-        return f"composite: its language model is {text.model_type}"
-    return None if text.base_model_tp_plan else "no tensor-parallel plan in transformers"
+        return str(error)
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """Four layers of 64 columns, everything that the architecture has switched on."""
-    default = CONFIG_MAPPING[model_type]()
+    return _configuration(model_type, _values(model_type, CONFIG_MAPPING[model_type]()))
+
+
+def _values(model_type: str, default: PreTrainedConfig) -> dict[str, Any]:
     values: dict[str, Any] = {"dtype": "float32"}
+    for name in getattr(default, "sub_configs", {}):
+        part = getattr(default, name, None)
+        if isinstance(part, PreTrainedConfig):
+            values[name] = {"model_type": part.model_type, **_values(part.model_type, part)}
     for names, size in _SIZES.items():
         values |= {name: size for name in names if _takes(default, name)}
     values |= {name: v for name, v in _MULTIPLIERS.items() if hasattr(default, name)}
@@ -199,8 +239,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
         if len(kinds) == 2:
             values["layer_types"] = [kinds[0], kinds[1], kinds[1], kinds[0]]
     values |= _SPECIAL.get(model_type, {})
-    values = {name: value for name, value in values.items() if value is not _DROP}
-    return _configuration(model_type, values)
+    return {name: value for name, value in values.items() if value is not _DROP}
 
 
 def _configuration(model_type: str, values: dict[str, Any]) -> PreTrainedConfig:
@@ -234,7 +273,9 @@ def tiny_model(model_type: str) -> PreTrainedModel:
     for attention in ("sdpa", "eager"):
         try:
             torch.manual_seed(0)
-            config = tiny_config(model_type)
+            config: Any = tiny_config(model_type)
+            if model_class.config_class is not type(config):  # as AutoModelForCausalLM does
+                config = config.get_text_config()
             _refuse_large(model_class, config)
             model = model_class._from_config(config, attn_implementation=attention).float()
             break

@@ -1,0 +1,348 @@
+"""Tries tiny models of architectures under every kind of parallelism.
+
+`tools/architectures.py` starts two processes of it, which take architectures one after the other.
+
+The reference is the plain model of transformers in each process, with the loss that bigtrain trains
+by: cross-entropy of the next token, and the router's auxiliary loss where there is one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from bigtrain.data.known import recall, remember
+from bigtrain.errors import ModelError, Problem
+from bigtrain.models.plan_check import check_tensor_plan
+from bigtrain.models.router_logits import auxiliary_loss
+from bigtrain.models.sequence_check import check_sequence_parallel
+from bigtrain.models.sequence_parallel import GroupExchange, SequenceParallel
+from bigtrain.models.sharding import cut_parameter, shard_of
+from bigtrain.models.stage_proof import StagePlan, difference, plan_stages, run_in_turn
+from bigtrain.models.stages import Stage
+from bigtrain.models.tensor_degree import check_tensor_size
+from bigtrain.models.tensor_parallel import shard_model, tensor_plan
+from tools.tiny_models import tiny_config, tiny_model
+
+KIND = "architectures"
+"""Of facts in the cache (`bigtrain.data.known`): outcomes by column."""
+PP_2, PP_4, TP_2, TP_2_PP_2, SP_2 = COLUMNS = ("PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2")
+PROCESSES = 2
+
+_STEPS = 3
+_GRADIENT = 1e-6  # of the largest gradient
+_LOSS, _WEIGHT = 1e-4, 1e-3  # relative; of the largest change of any weight
+_SILENCE_SECONDS = 60  # of a collective in which some process does not take part
+Outcome = tuple[str, str]
+"""``exact``, ``refused``, ``wrong`` or ``left out``, and the reason."""
+
+
+class _Refused(Exception):
+    """What a run of bigtrain would say before it begins."""
+
+
+class _Wrong(Exception):
+    """Numbers that differ though nothing was refused."""
+
+
+@dataclass
+class _Trained:
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+class _Objective:
+    """The training loss of a batch, of some or all of its tokens."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.ids = torch.randint(3, 200, (2, 32), generator=generator)
+        self.labels = F.pad(self.ids[:, 1:], (0, 1), value=-100)
+        self._num_targets = int((self.labels != -100).sum())
+        self._coefficient = float(getattr(model.config, "router_aux_loss_coef", 0.0) or 0.0)
+
+    def __call__(
+        self, outputs: Any, labels: torch.Tensor | None = None, num_parts: int = 1
+    ) -> torch.Tensor:
+        """The share of one of `num_parts`, whose `labels` fit the logits; their sum is the loss."""
+        labels = self.labels if labels is None else labels
+        logits = outputs.logits.flatten(0, 1)
+        loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / self._num_targets
+        auxiliary = auxiliary_loss(outputs)
+        return loss if auxiliary is None else loss + self._coefficient / num_parts * auxiliary
+
+
+class Trial:
+    """One architecture. Every method is collective unless it says otherwise."""
+
+    def __init__(self, model_type: str, group: Any) -> None:
+        self.pristine = tiny_model(model_type)
+        self.config = tiny_config(model_type)
+        self.attention = str(self.pristine.config._attn_implementation)
+        self.objective = _Objective(self.pristine)
+        if not _repeats(copy.deepcopy(self.pristine), self.objective.ids):
+            self.pristine.eval()
+        self.group = group
+        self.tensor_refusal: str | None = None
+        self.stages: tuple[StagePlan | None, str] = (None, "")
+
+    def run(
+        self, columns: Sequence[str], begin: Callable[[Sequence[str]], None]
+    ) -> dict[str, Outcome]:
+        """Outcomes of `columns`; `begin` is told which are tried next."""
+        found: dict[str, Outcome] = {}
+        local = {PP_2, PP_4, SP_2} & {*columns, *_needed(columns)}
+        if local:
+            begin(sorted(local & set(columns)) or [TP_2_PP_2])
+            found |= self._alone(local)
+        for column, attempt in (
+            (TP_2, self._tensor),
+            (TP_2_PP_2, self._tensor_and_stages),
+            (SP_2, self._sequence),
+        ):
+            refused = found.get(column, ("exact",))[0] != "exact"
+            if column in {*columns, *_needed(columns)} and not refused:
+                begin([column])
+                found[column] = self._worst(_outcome(attempt))
+        return {column: found[column] for column in columns}
+
+    def _worst(self, own: Outcome) -> Outcome:
+        everyone: list[Any] = [None] * PROCESSES
+        dist.all_gather_object(everyone, own, group=self.group)
+        worst: Outcome = max(everyone, key=lambda o: ("exact", "refused", "wrong").index(o[0]))
+        return worst
+
+    def _alone(self, columns: set[str]) -> dict[str, Outcome]:
+        """What one process does, divided among them."""
+        first, rank = dist.get_process_group_ranks(self.group)[0], dist.get_rank(self.group)
+        own: dict[str, Outcome] = {}
+        if rank == first and PP_2 in columns:
+            own[PP_2] = _outcome(lambda: self._stages(2))
+        if rank != first and PP_4 in columns:
+            own[PP_4] = _outcome(lambda: self._stages(4))
+        if rank != first and SP_2 in columns:
+            own[SP_2] = _outcome(self._sequence_check)
+        everyone: list[Any] = [None] * PROCESSES
+        dist.all_gather_object(everyone, (own, self.stages), group=self.group)
+        self.stages = everyone[first][1]
+        return {column: outcome for outcomes, _ in everyone for column, outcome in outcomes.items()}
+
+    def _stages(self, num_stages: int) -> None:
+        """In stages and whole, logits to the last bit and every gradient. Not collective."""
+        plan, problems = plan_stages(self.config, self.attention, num_stages)
+        if num_stages == 2:
+            self.stages = plan, "; ".join(problem.rule for problem in problems)
+        _refuse(problems)
+        assert plan is not None
+        model = copy.deepcopy(self.pristine)
+        if model.supports_gradient_checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        found = difference(model, plan.layout, plan.cuts, self.objective.ids)
+        if found.logits > 0 or not max(found.gradients, found.auxiliary) <= _GRADIENT:
+            raise _Wrong(
+                f"logits differ by {found.logits:.1e}, gradients by {found.gradients:.1e}, most at "
+                f"{found.parameter}, the router's loss by {found.auxiliary:.1e}"
+            )
+
+    @cached_property
+    def reference(self) -> _Trained:
+        """The plain model, trained. Not collective."""
+        model = copy.deepcopy(self.pristine)
+
+        def step() -> float:
+            loss = self.objective(model(input_ids=self.objective.ids, use_cache=False))
+            loss.backward()
+            return float(loss.detach())
+
+        losses = _train(list(model.parameters()), step)
+        return _Trained(losses, {name: p.detach() for name, p in model.named_parameters()})
+
+    def _tensor(self) -> None:
+        try:
+            _refuse(check_tensor_size(self.config, PROCESSES))
+            check_tensor_plan(self.config, self.attention, self.group, torch.device("cpu"))
+        except (ModelError, _Refused) as error:
+            self.tensor_refusal = str(error)
+            raise _Refused(str(error)) from error
+        model = self._cut()
+
+        def step() -> float:
+            loss = self.objective(model(input_ids=self.objective.ids, use_cache=False))
+            loss.backward()
+            return float(loss.detach())
+
+        losses = _train(list(model.parameters()), step)
+        self._compare(losses, [model])
+
+    def _tensor_and_stages(self) -> None:
+        """Cut both ways; each process runs its part of all stages, one after another."""
+        plan, reason = self.stages
+        if self.tensor_refusal or plan is None:
+            raise _Refused(self.tensor_refusal or reason)
+        stages = [Stage(self._cut(), plan.layout, plan.cuts, index) for index in range(2)]
+        held = [dict(stage.model.named_parameters()) for stage in stages]
+
+        def step() -> float:
+            outputs = run_in_turn(stages, self.objective.ids, None, self.objective)
+            for name, holders in stages[0].replicas.items():
+                _sum_gradients([held[index][name] for index in holders])
+            return float(self.objective(outputs).detach())
+
+        losses = _train([p for parameters in held for p in parameters.values()], step)
+        self._compare(losses, [stage.model for stage in stages])
+
+    def _cut(self) -> PreTrainedModel:
+        model = copy.deepcopy(self.pristine)
+        shard_model(model, tensor_plan(model), self.group)
+        for parameter in model.parameters():
+            cut_parameter(parameter)
+        return model
+
+    def _sequence_check(self) -> None:
+        _refuse(check_sequence_parallel(self.config, self.attention, 2, isolate=False))
+
+    def _sequence(self) -> None:
+        model = copy.deepcopy(self.pristine)
+        sequence = SequenceParallel(model, GroupExchange(self.group))
+        labels = sequence.part(self.objective.labels)
+
+        def step() -> float:
+            outputs = model(**sequence.inputs(self.objective.ids, None), use_cache=False)
+            loss = self.objective(outputs, labels, PROCESSES)
+            loss.backward()
+            parameters = list(model.parameters())
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            summed = torch.cat([loss.detach().flatten(), *(g.flatten() for g in gradients)])
+            dist.all_reduce(summed, group=self.group)
+            total, *parts = summed.split([1, *(p.numel() for p in parameters)])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part.view_as(parameter)
+            return float(total)
+
+        try:
+            losses = _train(list(model.parameters()), step)
+        finally:
+            sequence.close()
+        self._compare(losses, [model])
+
+    def _compare(self, losses: list[float], models: Sequence[nn.Module]) -> None:
+        """Against the reference. Not collective."""
+        reference = self.reference
+        for step, (loss, other) in enumerate(zip(reference.losses, losses, strict=True)):
+            if not abs(other - loss) <= _LOSS * abs(loss):
+                raise _Wrong(f"loss of step {step}: {other:.6f} instead of {loss:.6f}")
+        before = dict(self.pristine.named_parameters())
+        change = max(float((reference.weights[n] - p).abs().max()) for n, p in before.items())
+        found: set[str] = set()
+        for name, parameter in (item for model in models for item in model.named_parameters()):
+            shard, wanted = shard_of(parameter), reference.weights[name]
+            wanted = wanted if shard is None else shard.take(wanted)
+            error = float((parameter.detach() - wanted).abs().max()) if wanted.numel() else 0.0
+            if not error <= _WEIGHT * change:
+                raise _Wrong(f"final {name}: off by {error / change:.1e} of the largest change")
+            found.add(name)
+        if found != before.keys():
+            raise _Wrong(f"no process has {sorted(before.keys() - found)[:3]}")
+
+
+def _needed(columns: Sequence[str]) -> set[str]:
+    """The columns whose findings `columns` rest on."""
+    return {PP_2, TP_2} if TP_2_PP_2 in columns else set()
+
+
+def _outcome(attempt: Callable[[], None]) -> Outcome:
+    try:
+        attempt()
+    except _Refused as refusal:
+        return "refused", str(refusal)
+    except _Wrong as difference_found:
+        return "wrong", str(difference_found)
+    except Exception as error:  # whatever single architectures do
+        return "wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return "exact", ""
+
+
+def _refuse(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise _Refused("; ".join(problem.rule for problem in problems))
+
+
+def _train(parameters: list[nn.Parameter], step: Callable[[], float]) -> list[float]:
+    """Losses of a few AdamW steps; ``eps=1`` so that the scale of gradients matters."""
+    optimizer = torch.optim.AdamW(parameters, lr=1.0, eps=1.0, weight_decay=0.0)
+    losses = []
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        losses.append(step())
+        optimizer.step()
+    return losses
+
+
+def _sum_gradients(copies: list[nn.Parameter]) -> None:
+    present = [p.grad for p in copies if p.grad is not None]
+    for parameter in copies:
+        parameter.grad = sum(present[1:], present[0]).clone() if present else None
+
+
+@torch.no_grad()
+def _repeats(model: Any, ids: torch.Tensor) -> bool:
+    """Whether `model` gives the same numbers twice.
+
+    Some have dropout that is no module of its own and that no configuration here has switched off.
+    """
+    first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
+    return torch.equal(first, second)
+
+
+def keep(key: str, outcomes: Mapping[str, Outcome]) -> None:
+    """Add outcomes by column to what is known."""
+    remember(KIND, key, {**(recall(KIND, key) or {}), **outcomes})
+
+
+def work(tasks: Sequence[Mapping[str, Any]], progress: Path) -> None:
+    """One process: try what `tasks` say; the first process keeps the outcomes.
+
+    A task has a model_type, its columns, and the key of its outcomes in the cache.
+    """
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_SILENCE_SECONDS))
+    is_main = dist.get_rank() == 0
+    for task in tasks:
+        model_type, columns = task["model_type"], task["columns"]
+
+        def begin(tried: Sequence[str], model_type: str = model_type) -> None:
+            if is_main:
+                progress.write_text(json.dumps([model_type, tried]))
+
+        begin(columns)
+        try:
+            trial = Trial(model_type, dist.group.WORLD)
+        except Exception as error:  # whatever single architectures say to odd sizes
+            reason = f"not built: {' '.join(str(error).split())[:120]}"
+            outcomes = dict.fromkeys(columns, ("left out", reason))
+        else:
+            outcomes = trial.run(columns, begin)
+        if is_main:
+            keep(task["key"], outcomes)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    work(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
