@@ -90,7 +90,9 @@ class _StageModule(nn.Module):
         if positions is not None:
             positions = positions.to(self._device, non_blocking=True)
         outputs = self.stage(payload, input_ids, positions)
-        return outputs.logits if self.stage.is_last else outputs
+        if self.stage.is_last:
+            return outputs.logits
+        return _with_gradient(outputs) if torch.is_grad_enabled() else outputs
 
 
 class _Module(PipelineModule):  # type: ignore[misc]
@@ -253,6 +255,25 @@ def _gradient(parameter: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
     if getattr(optimizer, "use_grad_accum_attribute", False):
         return parameter.grad_accum  # type: ignore[attr-defined, no-any-return]
     return parameter.grad
+
+
+def _with_gradient(payload: Payload) -> Payload:
+    """`payload`, with a tensor that asks for a gradient: DeepSpeed sends one back in any case.
+
+    Nothing does by itself where all parameters up to here are frozen.
+    """
+    asked = False
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal asked
+        asked |= tensor.requires_grad
+        return tensor
+
+    def ask(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+    map_tensors(look, (payload.outputs, payload.shared))
+    return payload if asked else replace(payload, outputs=map_tensors(ask, payload.outputs))
 
 
 def _moved(outputs: Any, device: torch.device) -> Any:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+from bigtrain.models.freezing import freeze
 from bigtrain.config import ModelSection
 from bigtrain.errors import ModelError
 from bigtrain.models.sharding import full_shape
@@ -66,6 +67,7 @@ def build_model(
     random = section.path is None
     if random:
         model = _construct(hf_config, section.attention, seed, dtype, partitioning)
+    freeze(model, section.frozen)
     else:
         model = _load(section, hf_config, dtype, partitioning)
     # Counts layers, so it comes before any are taken away.

@@ -21,6 +21,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models import huggingface
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.export import Probe, export_model, relative_difference
+from bigtrain.models.freezing import check_frozen
 from bigtrain.models.generation import generate
 from bigtrain.models.huggingface import Partitioning, build_model, split_by_decay
 
@@ -373,6 +374,28 @@ def test_frozen_parameters_are_in_no_group() -> None:
 
 
 @pytest.mark.parametrize(
+def test_frozen_patterns_are_whole_names() -> None:
+    section = section_of("llama").model_copy(update={"frozen": ("model.layers.0.*", "lm_head.*")})
+    model = build_model(section, load_hf_config(section), seed=1)
+    frozen = {key for key, p in model.named_parameters() if not p.requires_grad}
+    assert "model.layers.0.mlp.up_proj.weight" in frozen
+    assert all(key.startswith(("model.layers.0.", "lm_head.", "model.embed")) for key in frozen)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert ("model.embed_tokens.weight" in frozen) == tied
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (["model.layers.0.*", "layers.1.*"], "model.frozen = 'layers.1.*': matches the name of no"),
+        (["*"], "leaves nothing to train"),
+    ],
+)
+def test_frozen_patterns_that_cannot_be_meant_are_refused(patterns: list[str], said: str) -> None:
+    [problem] = check_frozen(empty_model(load_hf_config(section_of("llama"))), patterns)
+    assert said in str(problem)
+
+
     ("setting", "expected"),
     [("none", [False] * 5), ("full", [True] * 5), (2, [True, False, True, False, True])],
 )
