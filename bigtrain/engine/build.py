@@ -218,7 +218,9 @@ def build_engine(
     """Build the run's model and hand it to DeepSpeed. Collective over all processes.
 
     ZeRO-3 models are partitioned while they are built: no process ever holds the whole model.
-    `stages` says where the model is cut; found here where it is not given and needed.
+    `stages` says where the model is cut; found here where it is not given and needed. Trained
+    weights (``model.path``) are for the caller to read (`engine.checkpoint.read_weights`), or to
+    restore from a checkpoint; until then parameters hold what happens to be in memory.
     Raises ModelError for a model whose tensor-parallel plan cannot be carried out.
     """
     num_stages = mesh.topology.pipeline_size
@@ -234,6 +236,7 @@ def build_engine(
         seed=config.seed,
         dtype=_build_dtype(config, engine_config),
         partitioning=_partitioning(engine_config, mesh),
+        weights="left",
     )
     sequence = None
     if mesh.topology.sequence_size > 1:
@@ -302,7 +305,7 @@ def _partitioning(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
         )
         return context
 
-    return Partitioning(construct, gather, dist.get_rank() == 0, copy_of(engine_config.deepspeed))
+    return Partitioning(construct, gather, dist.get_rank() == 0)
 
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:

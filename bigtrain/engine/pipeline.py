@@ -307,7 +307,9 @@ def build_pipeline_engine(
         stage = Stage(model, stages.layout, stages.cuts, index)
 
     partitioning = replace(tensor, prepare=prepare)
-    build_model(config.model, hf_config, seed=config.seed, partitioning=partitioning)
+    build_model(
+        config.model, hf_config, seed=config.seed, partitioning=partitioning, weights="left"
+    )
     module = _StageModule(stage, device)
     topology = mesh.topology
     axes = {

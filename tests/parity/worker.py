@@ -17,13 +17,14 @@ import torch
 from bigtrain.config import RunConfig
 from bigtrain.data.loader import open_training_data
 from bigtrain.engine.build import TrainEngine, build_engine
-from bigtrain.engine.checkpoint import restore_engine, save_engine
+from bigtrain.engine.checkpoint import read_weights, restore_engine, save_engine
 from bigtrain.engine.distributed import process_group
 from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.schedule import learning_rate_at
 from bigtrain.world import World, read_world
+from bigtrain.models.weights import find_weights
 
 
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
@@ -34,6 +35,8 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh)
     place = mesh.coordinates
     batches = open_training_data(config, run.plan, place.data_rank)
+    if config.model.path is not None:
+        read_weights(engine, find_weights(config.model.path, hf_config))
     losses, norms = [], []
     first = case.get("first_step", 0)
     if first:
