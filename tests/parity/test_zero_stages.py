@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,19 @@ def plain_training(
     hf_directory: Path,
     config: dict[str, Any],
     loss_of: Callable[[Any, torch.Tensor], torch.Tensor] = masked_loss,
+    frozen: str = "nothing",
 ) -> dict[str, Any]:
-    """Train with nothing of bigtrain but the stored tokens and which sample comes when."""
+    """Train with nothing of bigtrain but the stored tokens and which sample comes when.
+
+    `frozen`: a regular expression of the names of parameters that are not trained.
+    """
     model = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=torch.float32)
     model.train()
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.match(frozen, name) is None)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [
             {"params": decay, "weight_decay": config["optimizer"].get("weight_decay", 0.1)},
