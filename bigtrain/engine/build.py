@@ -285,6 +285,18 @@ _DTYPES = {
 }
 
 
+class _Init(deepspeed.zero.Init):  # type: ignore[misc]
+    """As DeepSpeed's (0.19.8), but nobody is sent the first process's uninitialized parameters.
+
+    All of them would be whole in memory for that, one after the other, and the pieces that are
+    kept lie between, so that none of it is given back.
+    """
+
+    def _zero_init_param(self, param: nn.Parameter) -> None:
+        self._convert_to_deepspeed_param(param)
+        param.partition()  # type: ignore[attr-defined]
+
+
 def _partitioning(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
     if mesh.topology.tensor_size > 1:
         zero3 = copy_of(engine_config.deepspeed) if engine_config.zero_stage == 3 else None
@@ -294,7 +306,7 @@ def _partitioning(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
 
     def construct() -> AbstractContextManager[Any]:
         # No overrides: constructors keep the dtype they ask for, so rotary buffers stay float32.
-        context: AbstractContextManager[Any] = deepspeed.zero.Init(
+        context: AbstractContextManager[Any] = _Init(
             config_dict_or_path=copy_of(engine_config.deepspeed), tensor_overrides=[]
         )
         return context
