@@ -22,7 +22,7 @@ from bigtrain.config import ModelSection
 from bigtrain.errors import ModelError
 from bigtrain.models.freezing import freeze
 from bigtrain.models.sharding import full_shape
-from bigtrain.models.weights import find_weights
+from bigtrain.models.weights import Weights, find_weights
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,41 @@ def _make_room(model: PreTrainedModel, partitioning: Partitioning) -> None:
     for _, module, owner in _post_order(model, "", model, True):
         if module._buffers and not module._parameters:
             owner._init_weights(module)
+
+
+@torch.no_grad()
+def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
+    """Let a model that was built without weights read each layer's when it is called.
+
+    They are let go of after, so that a forward pass holds those of one layer.
+    """
+
+    def read(name: str, parameter: nn.Parameter) -> None:
+        parameter.data = torch.empty(weights.tensors[name].shape, dtype=parameter.dtype)
+        weights.fill(name, (0,) * parameter.ndim, parameter.data)
+
+    def let_go(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+    for prefix, _, module, recurse in _units(model, "", model):
+        dot = f"{prefix}." if prefix else ""
+        names = {dot + name: p for name, p in module.named_parameters(recurse=recurse)}
+        if not recurse:
+            for name, parameter in names.items():
+                read(name, parameter)
+            continue
+
+        def before(_: nn.Module, __: object, names: dict[str, nn.Parameter] = names) -> None:
+            for name, parameter in names.items():
+                read(name, parameter)
+
+        let_go(module)
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(lambda module, *_: let_go(module))
+    for name, buffer in model.named_buffers():
+        if name in weights.tensors:
+            weights.fill(name, (0,) * buffer.ndim, buffer)
 
 
 def empty_model(hf_config: PreTrainedConfig) -> PreTrainedModel:
