@@ -104,6 +104,7 @@ def train_run(run: ResolvedRun, world: World) -> int:
     from bigtrain.run.verification import verify_data
 
     source = weights_source(run.config)
+    weights = source.find(run.config, inputs.hf_config)
     with open_session(run, inputs, world) as session:
         if run.config.data.verify == "contents":
             verify_data(session)
@@ -111,16 +112,15 @@ def train_run(run: ResolvedRun, world: World) -> int:
         if run.topology.tensor_size > 1:
             attention = run.config.model.attention
             check_tensor_plan(inputs.hf_config, attention, mesh.tensor, session.device)
-        with source.building(run.config) as config:
-            engine = build_engine(
-                config,
-                run.engine,
-                run.plan,
-                inputs.hf_config,
-                session.device,
-                mesh,
-                inputs.stages,
-            )
+        engine = build_engine(
+            source.building(run.config),
+            run.engine,
+            run.plan,
+            inputs.hf_config,
+            session.device,
+            mesh,
+            inputs.stages,
+        )
         if inputs.stages is not None:
             session.say(inputs.stages.describe(run.plan.accumulation))
         for report in inputs.packing:
@@ -129,7 +129,7 @@ def train_run(run: ResolvedRun, world: World) -> int:
         while True:
             state = restore_or_start(session, engine)
             if state.step == 0:
-                source.fill(session, engine)
+                source.fill(session, engine, weights)
             data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
             batches = open_training_data(*data, datasets=inputs.datasets, device_pin=pin)
             held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)

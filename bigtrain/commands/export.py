@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 
@@ -16,12 +17,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="of the stored weights (default: the one the run computed in)",
     )
+    parser.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default="5GB",
+        help="of a file of weights (default: 5GB), and of the memory that writing takes; a larger "
+        "tensor has a file of its own",
+    )
+
+
+def _size(text: str) -> str:
+    if re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", text.upper()) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
+    return text.upper()
 
 
 def run(args: argparse.Namespace) -> int:
     """Write and verify the directory, and say where it is."""
     from bigtrain.run.export import export_run
 
-    step = export_run(args.run, args.output, step=args.step, dtype=args.dtype)
+    step = export_run(
+        args.run,
+        args.output,
+        step=args.step,
+        dtype=args.dtype,
+        max_shard_size=args.max_shard_size,
+    )
     print(f"{args.output}: step {step}, reloaded with transformers and compared: same logits")
     return 0

@@ -220,7 +220,9 @@ def build_engine(
     """Build the run's model and hand it to DeepSpeed. Collective over all processes.
 
     ZeRO-3 models are partitioned while they are built: no process ever holds the whole model.
-    `stages` says where the model is cut; found here where it is not given and needed.
+    `stages` says where the model is cut; found here where it is not given and needed. Trained
+    weights (``model.path``) are for the caller to read (`engine.checkpoint.read_weights`), or to
+    restore from a checkpoint; until then parameters hold what happens to be in memory.
     Raises ModelError for a model whose tensor-parallel plan cannot be carried out.
     """
     num_stages = mesh.topology.pipeline_size
@@ -236,6 +238,7 @@ def build_engine(
         seed=config.seed,
         dtype=_build_dtype(config, engine_config),
         partitioning=_partitioning(engine_config, mesh),
+        weights="left",
     )
     sequence = None
     if mesh.topology.sequence_size > 1:
@@ -284,6 +287,18 @@ _DTYPES = {
 }
 
 
+class _Init(deepspeed.zero.Init):  # type: ignore[misc]
+    """As DeepSpeed's (0.19.8), but nobody is sent the first process's uninitialized parameters.
+
+    All of them would be whole in memory for that, one after the other, and the pieces that are
+    kept lie between, so that none of it is given back.
+    """
+
+    def _zero_init_param(self, param: nn.Parameter) -> None:
+        self._convert_to_deepspeed_param(param)
+        param.partition()  # type: ignore[attr-defined]
+
+
 def _partitioning(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
     if mesh.topology.tensor_size > 1:
         zero3 = copy_of(engine_config.deepspeed) if engine_config.zero_stage == 3 else None
@@ -293,7 +308,7 @@ def _partitioning(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
 
     def construct() -> AbstractContextManager[Any]:
         # No overrides: constructors keep the dtype they ask for, so rotary buffers stay float32.
-        context: AbstractContextManager[Any] = deepspeed.zero.Init(
+        context: AbstractContextManager[Any] = _Init(
             config_dict_or_path=copy_of(engine_config.deepspeed), tensor_overrides=[]
         )
         return context
@@ -304,7 +319,7 @@ def _partitioning(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
         )
         return context
 
-    return Partitioning(construct, gather, dist.get_rank() == 0, copy_of(engine_config.deepspeed))
+    return Partitioning(construct, gather, dist.get_rank() == 0)
 
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bigtrain.engine.build import TrainEngine
 from bigtrain.engine.checkpoint_io import Staging, TensorSnapshot, read_tensors
 from bigtrain.engine.fragments import (
     MASTER,
     ensure_optimizer_states,
-    inner_optimizer,
     optimizer_step_count,
     owned_fragments,
     refresh_parameters,
     set_optimizer_step_count,
 )
+from bigtrain.errors import ModelError
+from bigtrain.models.weights import Weights
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -79,16 +81,35 @@ def restore_weights(engine: TrainEngine, directory: Path) -> None:
 
     Raises as `restore_engine`.
     """
-    optimizer = inner_optimizer(engine.engine)
-    is_new = not optimizer.state
-    ensure_optimizer_states(engine.engine)
     masters = [
         replace(fragment, tensors={MASTER: fragment.tensors[MASTER]})
         for fragment in owned_fragments(engine.engine, engine.module)
     ]
     read_tensors(directory, masters, _buffers(engine))
-    if is_new:
-        optimizer.state.clear()
+    refresh_parameters(engine.engine)
+
+
+def read_weights(engine: TrainEngine, weights: Weights) -> None:
+    """Fill masters and buffers from the files of a Hugging Face model. Collective.
+
+    Each process reads the parts that it owns, and masters are what the files hold, rounded nowhere.
+    Raises ModelError on every process where one of them cannot read its parts.
+    """
+    failure: str | None = None
+    try:
+        for fragment in owned_fragments(engine.engine, engine.module):
+            for offsets, view in fragment.parts(MASTER):
+                weights.fill(fragment.name, offsets, view)
+        for name, buffer in _buffers(engine).items():
+            if name in weights.tensors:
+                weights.fill(name, (0,) * buffer.ndim, buffer)
+    except ModelError as error:
+        failure = str(error)
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, failure)
+    first = next((text for text in everyone if text is not None), None)
+    if first is not None:
+        raise ModelError(first)
     refresh_parameters(engine.engine)
 
 

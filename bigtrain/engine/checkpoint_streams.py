@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 
 from bigtrain.errors import DamagedCheckpointError
 
-_DIGEST_BYTES = 8
+DIGEST_BYTES = 8
 
 
 class _Checked(StreamTransformExtension):
@@ -44,7 +44,7 @@ class _Checked(StreamTransformExtension):
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:
         data = memoryview(input.read())
-        part, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+        part, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
         if xxhash.xxh3_64_digest(part) != bytes(digest):
             file = getattr(getattr(input, "base_stream", None), "name", "a tensor file")
             raise DamagedCheckpointError(f"{file}: contents do not match their checksum")

@@ -114,7 +114,7 @@ def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
     Parameters that are replicated appear on every process that holds them; `shard.primary` is true
     on those that answer for them.
 
-    Optimizer states must exist (`ensure_optimizer_states`). Not collective.
+    Optimizer states are among them once they exist (`ensure_optimizer_states`). Not collective.
     """
     find = _finder(engine)
     fragments = []
@@ -276,7 +276,7 @@ def _finder(engine: Any) -> Any:
 
 def _part_of(name: str, parameter: nn.Parameter, master: Any, offset: int, states: Any) -> Fragment:
     """A whole parameter whose master is a range of the tensor `master`."""
-    tensors = _ranges(master, states[master], offset, parameter.numel())
+    tensors = _ranges(master, states.get(master, {}), offset, parameter.numel())
     return Fragment(name, _shard(parameter), 0, tensors)
 
 
@@ -301,7 +301,7 @@ def _zero12(name: str, parameter: nn.Parameter, partitions: Any, states: Any) ->
     # when the other groups have no state yet, and never again.
     flat = partitions[mapping.param_group_index]
     address = mapping.hp_fragment_address
-    tensors = _ranges(flat, states[flat], address.start, address.numel)
+    tensors = _ranges(flat, states.get(flat, {}), address.start, address.numel)
     return Fragment(name, _shard(parameter), mapping.lp_fragment_address.start, tensors)
 
 
@@ -313,7 +313,7 @@ def _zero3(name: str, parameter: Any, optimizer: Any) -> Fragment | None:
     group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
     flat = optimizer.fp32_partitioned_groups_flat[group]
-    tensors = _ranges(flat, optimizer.optimizer.state[flat], offset, count)
+    tensors = _ranges(flat, optimizer.optimizer.state.get(flat, {}), offset, count)
     return Fragment(name, _shard(parameter), start, tensors)
 
 

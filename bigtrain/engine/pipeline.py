@@ -92,7 +92,7 @@ class _StageModule(nn.Module):
             positions = positions.to(self._device, non_blocking=True)
         outputs = self.stage(payload, input_ids, positions)
         if not self.stage.is_last:
-            return outputs
+            return _with_gradient(outputs) if torch.is_grad_enabled() else outputs
         auxiliary = auxiliary_loss(outputs)
         return (outputs.logits,) if auxiliary is None else (outputs.logits, auxiliary)
 
@@ -264,6 +264,25 @@ def _gradient(parameter: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
     return parameter.grad
 
 
+def _with_gradient(payload: Payload) -> Payload:
+    """`payload`, with a tensor that asks for a gradient: DeepSpeed sends one back in any case.
+
+    Nothing does by itself where all parameters up to here are frozen.
+    """
+    asked = False
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal asked
+        asked |= tensor.requires_grad
+        return tensor
+
+    def ask(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+    payload.map(look)
+    return payload if asked else replace(payload, outputs=payload.map(ask).outputs)
+
+
 def _moved(outputs: Any, device: torch.device) -> Any:
     def move(tensor: torch.Tensor) -> torch.Tensor:
         moved = tensor.detach().to(device)
@@ -295,7 +314,9 @@ def build_pipeline_engine(
         stage = Stage(model, stages.layout, stages.cuts, index)
 
     partitioning = replace(tensor, prepare=prepare)
-    build_model(config.model, hf_config, seed=config.seed, partitioning=partitioning)
+    build_model(
+        config.model, hf_config, seed=config.seed, partitioning=partitioning, weights="left"
+    )
     module = _StageModule(stage, device)
     topology = mesh.topology
     axes = {

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
+from bigtrain.config import ModelSection
 from bigtrain.errors import ModelError
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.huggingface import build_model, read_in_turn
+from bigtrain.models.lazy_tensors import LazyTensor, forget_computed
+from bigtrain.models.stage_layout import names_of
+from bigtrain.models.weights import find_weights
+
+MAX_SHARD_SIZE = "5GB"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,14 +79,16 @@ def export_model(
     dtype: str,
     probe: Probe,
     replace: bool = False,
+    max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
     """Write `weights` as a Hugging Face directory that answers `probe` as the trained model did.
 
     Parameters: `weights`, full tensors by Hugging Face name, tied ones once; `dtype`, name of the
-    dtype they are stored in. One process; needs the weights in memory twice. The directory appears
-    under its name only after it has been reloaded with plain transformers and has answered right.
-    Raises ModelError otherwise, or if `output` exists and is not to be replaced; what is to be
-    replaced stays until then.
+    dtype they are stored in; `max_shard_size`, of a file, such as 5GB. One process. Of
+    `LazyTensor`s it holds one file's at a time, and for the comparison one layer's. The directory
+    appears under its name only after it has been reloaded with plain transformers and has answered
+    right. Raises ModelError otherwise, or if `output` exists and is not to be replaced; what is to
+    be replaced stays until then.
     """
     if output.exists() and not replace:
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
@@ -80,9 +96,10 @@ def export_model(
     disable_progress_bar()
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        _save(weights, hf_config, temporary, dtype)
+        is_sharded = _save(weights, hf_config, temporary, dtype, max_shard_size)
         _save_tokenizer(tokenizer_directory, temporary, output)
-        _verify(temporary, probe, output, max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype]))
+        tolerance = max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype])
+        _verify(temporary, probe, output, tolerance, in_turn=is_sharded)
         if replace:
             shutil.rmtree(output, ignore_errors=True)
         temporary.rename(output)
@@ -91,28 +108,84 @@ def export_model(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@torch.no_grad()
 def _save(
-    weights: Mapping[str, torch.Tensor], hf_config: PreTrainedConfig, output: Path, dtype: str
-) -> None:
+    weights: Mapping[str, torch.Tensor],
+    hf_config: PreTrainedConfig,
+    output: Path,
+    dtype: str,
+    max_shard_size: str,
+) -> bool:
+    """Write configuration and weights as `save_pretrained` does; returns whether in several files.
+
+    That method holds all weights at once. Which tensors there are in the files, and what they are
+    made of, is transformers' to say here as well.
+    """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=_DTYPES[dtype])
-    assert isinstance(model, PreTrainedModel)
-    cast = {
-        name: tensor.to(_DTYPES[dtype]) if tensor.is_floating_point() else tensor
-        for name, tensor in weights.items()
+        model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=_DTYPES[dtype])
+    stored = revert_weight_conversion(model, _state(weights, model, _DTYPES[dtype], output))
+    model.save_pretrained(output, state_dict={})  # configurations, and no weights
+    sizes = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in stored.items()
     }
-    expected = {name for name, _ in model.named_parameters()}
-    wrong = sorted(expected - cast.keys()) + sorted(
-        cast.keys() - expected - {name for name, _ in model.named_buffers()}
+    split = split_torch_state_dict_into_shards(
+        sizes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    for file in output.glob("model*.safetensors"):
+        file.unlink()
+    for file_name, names in split.filename_to_tensors.items():
+        held = {name: _materialized(stored[name]) for name in names}
+        save_file(held, output / file_name, metadata={"format": "pt"})
+        del held
+    forget_computed()
+    if split.is_sharded:
+        index = {
+            "metadata": {"total_parameters": model.num_parameters(), **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (output / SAFE_WEIGHTS_INDEX_NAME).write_text(text)
+    return split.is_sharded
+
+
+def _state(
+    weights: Mapping[str, torch.Tensor], model: Any, dtype: torch.dtype, output: Path
+) -> dict[str, torch.Tensor]:
+    """`weights` by the names and in the order of the model's state, tied ones once.
+
+    Of `dtype`, but for what the architecture keeps in float32.
+    """
+    names = names_of(model.named_parameters(remove_duplicate=False)).values()
+    alias = {name: group[0] for group in names for name in group}
+    expected = set(alias.values())
+    kept = {alias.get(name, name): tensor for name, tensor in weights.items()}
+    wrong = sorted(expected - kept.keys()) + sorted(
+        kept.keys() - expected - {name for name, _ in model.named_buffers()}
     )
     if wrong:
         raise ModelError(
             f"{output}: these parameters are in only one of checkpoint and model: "
             f"{', '.join(wrong[:5])}"
         )
-    model.load_state_dict(cast, strict=False, assign=True)
-    model.tie_weights()
-    model.save_pretrained(output)
+    left_out = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
+    exact = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    found = {}
+    for name, like in model.state_dict().items():
+        tensor = kept.get(alias.get(name, name))
+        if name in left_out or tensor is None:
+            continue
+        if tensor.ndim > like.ndim:
+            tensor = tensor[0]  # checkpoints hold scalars as vectors
+        if tensor.is_floating_point():
+            in_float32 = any(re.search(pattern, name) for pattern in exact)
+            tensor = tensor.detach().to(torch.float32 if in_float32 else dtype)
+        found[name] = tensor
+    return found
+
+
+def _materialized(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.read() if isinstance(tensor, LazyTensor) else tensor.contiguous()
 
 
 def _save_tokenizer(source: Path, directory: Path, output: Path) -> None:
@@ -133,8 +206,18 @@ def _save_tokenizer(source: Path, directory: Path, output: Path) -> None:
 
 
 @torch.no_grad()
-def _verify(directory: Path, probe: Probe, output: Path, tolerance: float) -> None:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=_DTYPES[probe.dtype])
+def _verify(
+    directory: Path, probe: Probe, output: Path, tolerance: float, *, in_turn: bool
+) -> None:
+    """Compare what the model in `directory` answers; `in_turn`: a layer of it at a time."""
+    if in_turn:
+        section = ModelSection(path=str(directory))
+        hf_config = load_hf_config(section)
+        dtype = _DTYPES[probe.dtype]
+        model = build_model(section, hf_config, seed=0, dtype=dtype, weights="left")
+        read_in_turn(model, find_weights(str(directory), hf_config))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=_DTYPES[probe.dtype])
     model.eval()
     logits = model(input_ids=probe.input_ids, use_cache=False).logits.float()
     difference = relative_difference(logits, probe.logits)

@@ -10,11 +10,10 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -23,11 +22,12 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
-from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from bigtrain.config import ModelSection
 from bigtrain.errors import ModelError
+from bigtrain.models.freezing import freeze
 from bigtrain.models.sharding import full_shape
+from bigtrain.models.weights import Weights, find_weights
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class Partitioning:
     gather: context in which the given parameters are whole; what `writes_weights`' process wrote
         to them is on every process afterwards. Collective over all processes.
     writes_weights: whether this process is the one whose values count inside `gather`.
-    deepspeed: the DeepSpeed dict, for transformers' own partitioned loading of trained weights.
     prepare: called once with the whole constructed model, before random weights are filled in; it
         may take parts away. Then `gather` is also what cuts full parameters, trained or random, on
         leaving.
@@ -47,7 +46,6 @@ class Partitioning:
     construct: Callable[[], AbstractContextManager[Any]]
     gather: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
     writes_weights: bool
-    deepspeed: dict[str, Any] = field(default_factory=dict)
     prepare: Callable[[PreTrainedModel], None] | None = None
 
 
@@ -61,33 +59,80 @@ def build_model(
     seed: int,
     dtype: torch.dtype = torch.float32,
     partitioning: Partitioning = WHOLE,
+    weights: Literal["read", "left"] = "read",
 ) -> PreTrainedModel:
     """The run's model on the CPU (partitioned models: where `partitioning` puts them).
 
     Random weights depend on `seed` and parameter names alone: not on dtype beyond rounding, the
-    number of processes, partitioning or device. Collective over all processes when partitioned.
-    Raises ModelError for weights that are missing, incomplete, or of another architecture.
+    number of processes, partitioning or device. Trained ones (`section.path`) are read into a whole
+    model (`weights`: read); a partitioned one is filled by its engine, and holds until then what
+    happens to be in memory (left). Collective over all processes when partitioned.
+    Raises ModelError for what cannot be built, and as `find_weights`.
     """
-    random = section.path is None
     # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
     # zero/partition_parameters.py) loses its decorators' constructor afterwards.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
-    if random:
-        model = _construct(hf_config, section.attention, seed, dtype, partitioning)
-    else:
-        model = _load(section, hf_config, dtype, partitioning)
+    model = _construct(hf_config, section, seed, dtype, partitioning)
     # Counts layers, so it comes before any are taken away.
     _set_gradient_checkpointing(model, section)
+    freeze(model, section.frozen)
     if partitioning.prepare is not None:
         partitioning.prepare(model)
-    if random:
+    if section.path is None:
         initialize_weights(model, seed, partitioning)
-    elif partitioning.prepare is not None:
+    else:
+        _make_room(model, partitioning)
+        if weights == "read":
+            find_weights(section.path, hf_config).fill_model(model)
+    model.config.use_cache = False
+    return model
+
+
+@torch.no_grad()
+def _make_room(model: PreTrainedModel, partitioning: Partitioning) -> None:
+    """Bring parameters to the size they will have, and fill the buffers that no file holds."""
+    if partitioning.prepare is not None:
         for parameter in model.parameters():
             with partitioning.gather([parameter]):
                 pass
-    model.config.use_cache = False
-    return model
+    for _, module, owner in _post_order(model, "", model, True):
+        if module._buffers and not module._parameters:
+            owner._init_weights(module)
+
+
+@torch.no_grad()
+def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
+    """Let a model that was built without weights read each layer's when it is called.
+
+    They are let go of after, so that a forward pass holds those of one layer.
+    """
+
+    def read(name: str, parameter: nn.Parameter) -> None:
+        parameter.data = torch.empty(weights.tensors[name].shape, dtype=parameter.dtype)
+        weights.fill(name, (0,) * parameter.ndim, parameter.data)
+
+    def let_go(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+    for prefix, _, module, recurse in _units(model, "", model):
+        dot = f"{prefix}." if prefix else ""
+        names = {dot + name: p for name, p in module.named_parameters(recurse=recurse)}
+        if not recurse:
+            for name, parameter in names.items():
+                read(name, parameter)
+            continue
+
+        def before(_: nn.Module, __: object, names: dict[str, nn.Parameter] = names) -> None:
+            for name, parameter in names.items():
+                read(name, parameter)
+
+        let_go(module)
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(lambda module, *_: let_go(module))
+    for name, buffer in model.named_buffers():
+        if name in weights.tensors:
+            weights.fill(name, (0,) * buffer.ndim, buffer)
 
 
 def empty_model(hf_config: PreTrainedConfig) -> PreTrainedModel:
@@ -99,7 +144,7 @@ def empty_model(hf_config: PreTrainedConfig) -> PreTrainedModel:
 
 def _construct(
     hf_config: PreTrainedConfig,
-    attention: str,
+    section: ModelSection,
     seed: int,
     dtype: torch.dtype,
     partitioning: Partitioning,
@@ -109,49 +154,13 @@ def _construct(
             # Few constructors draw numbers themselves; `_init_weights` does nearly all of it.
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(
-                hf_config, dtype=dtype, attn_implementation=_implementation(attention)
+                hf_config, dtype=dtype, attn_implementation=_implementation(section.attention)
             )
     except (ValueError, ImportError) as error:
-        raise ModelError(_why_not_built("model.config", attention, error)) from error
+        key = "model.config" if section.path is None else f"model.path = {section.path!r}"
+        raise ModelError(_why_not_built(key, section.attention, error)) from error
     # no_init_weights also leaves out the tying that post_init would do.
     model.tie_weights()
-    assert isinstance(model, PreTrainedModel)
-    return model
-
-
-def _load(
-    section: ModelSection,
-    hf_config: PreTrainedConfig,
-    dtype: torch.dtype,
-    partitioning: Partitioning,
-) -> PreTrainedModel:
-    # transformers partitions while it loads as long as this object lives.
-    keep = HfDeepSpeedConfig(partitioning.deepspeed) if partitioning.deepspeed else None
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(section.path),
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=_implementation(section.attention),
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        key = f"model.path = {section.path!r}"
-        raise ModelError(_why_not_built(key, section.attention, error)) from error
-    finally:
-        del keep
-    model, info = loaded
-    wrong = {
-        name: sorted(map(str, info[name]))
-        for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if info.get(name)
-    }
-    if wrong:
-        shown = "; ".join(f"{name}: {', '.join(keys[:5])}" for name, keys in wrong.items())
-        raise ModelError(
-            f"model.path = {section.path!r}: its weights are not those of a {hf_config.model_type} "
-            f"causal LM of this configuration ({shown})"
-        )
     assert isinstance(model, PreTrainedModel)
     return model
 

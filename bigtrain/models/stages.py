@@ -192,8 +192,8 @@ def stages_of_parameters(
             stages |= set(range(last + 1)) if layout.tokens_everywhere else {0}
         if names[0] in layout.epilogue:
             stages.add(last)
-        if not parameter.requires_grad and not layers:
-            stages = set(range(last + 1))  # no gradient tells where it is needed
+        if not parameter.requires_grad and not stages:
+            stages = set(range(last + 1))  # no gradient told where it is needed
         # What nothing depends on has to be somewhere, to be saved.
         found[names[0]] = tuple(sorted(stages or {0}))
     return found

@@ -1,24 +1,23 @@
-"""`checkpoint.initialize_from`: a new run that starts from the weights of something that exists.
+"""A new run that starts from weights that exist: `model.path` and `checkpoint.initialize_from`.
 
-The model is always that of `model.config`; only its weights come from elsewhere, so the optimizer,
-the schedule and the data begin anew. Of a run or a checkpoint they are the fp32 masters, rounded
-nowhere; of a Hugging Face directory what it holds, as with `model.path`, which names both the model
-and its weights and therefore excludes this setting.
+With the latter the model is that of `model.config` and only its weights come from elsewhere; the
+optimizer, the schedule and the data begin anew with both. Of a run or a checkpoint they are the
+fp32 masters, of a Hugging Face directory what its files hold, rounded nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from bigtrain.config import ModelSection, RunConfig
 from bigtrain.engine.build import TrainEngine
-from bigtrain.engine.checkpoint import restore_weights
-from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
+from bigtrain.engine.checkpoint import read_weights, restore_weights
+from bigtrain.errors import CheckpointError, ConfigError, Problem
+from bigtrain.models.weights import Weights, find_weights
 from bigtrain.run import checkpoints
 from bigtrain.run.session import Session
 
@@ -33,25 +32,40 @@ class WeightsSource:
     checkpoint: Path | None = None
     hugging_face: str | None = None
 
-    @contextmanager
-    def building(self, config: RunConfig) -> Iterator[RunConfig]:
-        """The configuration to build the model with; its errors name this setting."""
-        if self.hugging_face is None:
-            yield config
-            return
+    def building(self, config: RunConfig) -> RunConfig:
+        """The configuration to build the model with: without random weights, if it has others."""
+        if self.hugging_face is None or config.model.path is not None:
+            return config
         section = ModelSection.model_validate(
             {**config.model.model_dump(), "path": self.hugging_face, "config": None}
         )
-        try:
-            yield config.model_copy(update={"model": section})
-        except ModelError as error:
-            raise ModelError(str(error).replace("model.path", KEY)) from error
+        return config.model_copy(update={"model": section})
 
-    def fill(self, session: Session, engine: TrainEngine) -> None:
-        """Give an engine that was just built the weights of a checkpoint. Collective.
+    def find(self, config: RunConfig, hf_config: Any) -> Weights | None:
+        """The Hugging Face weights that a run begins with; None where it has none, or goes on.
 
-        Raises CheckpointError on every process if there is none that is whole and of this model.
+        Reads headers of files alone; every process may call it. Raises ModelError as
+        `find_weights`.
         """
+        if self.hugging_face is None or checkpoints.steps(Path(config.output.directory)):
+            return None
+        return self._find_weights(config, hf_config)
+
+    def _find_weights(self, config: RunConfig, hf_config: Any) -> Weights:
+        assert self.hugging_face is not None
+        key = KEY if config.model.path is None else "model.path"
+        return find_weights(self.hugging_face, hf_config, key)
+
+    def fill(self, session: Session, engine: TrainEngine, weights: Weights | None) -> None:
+        """Give an engine that was just built its weights, `weights` as found. Collective.
+
+        Raises CheckpointError on every process if there is no checkpoint that is whole and of this
+        model, ModelError if files cannot be read.
+        """
+        if self.hugging_face is not None:
+            inputs = session.inputs
+            weights = weights or self._find_weights(session.run.config, inputs.hf_config)
+            read_weights(engine, weights)
         if self.checkpoint is None:
             return
         found: list[Path | CheckpointError | None] = [None]
@@ -72,10 +86,10 @@ class WeightsSource:
 
 
 def weights_source(config: RunConfig) -> WeightsSource:
-    """What `checkpoint.initialize_from` names. Raises ConfigError if it cannot be used."""
+    """What the run starts from. Raises ConfigError where `initialize_from` cannot be used."""
     source = config.checkpoint.initialize_from
     if source is None:
-        return WeightsSource()
+        return WeightsSource(hugging_face=config.model.path)
     path = Path(source)
     if path.resolve() == Path(config.output.directory).resolve():
         raise ConfigError(

@@ -15,6 +15,8 @@ from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.legality import Facts, check_model
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
+from bigtrain.models.freezing import check_frozen
+from bigtrain.models.huggingface import empty_model
 from bigtrain.models.isolation import check_isolation
 from bigtrain.models.sequence_check import check_sequence_parallel
 from bigtrain.models.stage_proof import StagePlan, plan_stages
@@ -80,6 +82,8 @@ def try_model(config: RunConfig, hf_config: Any) -> tuple[list[Problem], StagePl
     """
     attention, parallel = config.model.attention, config.parallel
     problems: list[Problem] = []
+    if config.model.frozen:
+        problems += check_frozen(empty_model(hf_config), config.model.frozen)
     if config.data.isolates:
         problems += _check_isolation(config, hf_config)
     if parallel.sequence > 1 and not problems:

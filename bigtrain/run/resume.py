@@ -32,7 +32,8 @@ _FREE = {
     "data.workers",
 }
 # Settings younger than some checkpoints, with what such a run did.
-_BEFORE = {
+_BEFORE: dict[str, Any] = {
+    "model.frozen": [],
     "data.document_boundaries": "ignore",
     "data.packing": "concatenate",
     "data.long_documents": "cut",

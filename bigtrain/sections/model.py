@@ -36,6 +36,11 @@ class ModelSection(Section):
         description="recompute activations in the backward pass: none, full (every layer), or n "
         "(every n-th layer, starting with the first)",
     )
+    frozen: tuple[str, ...] = Field(
+        default=(),
+        description="parameters that are not trained: shell patterns of their names, such as "
+        "model.embed_tokens.*",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -6,6 +6,8 @@ What `test_matrix.py` has no axis for: offload, trained weights, every n-th laye
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,12 +81,24 @@ def masked_loss(model: Any, rows: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-def plain_training(data: Path, hf_directory: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Train with nothing of bigtrain but the stored tokens and which sample comes when."""
+def plain_training(
+    data: Path,
+    hf_directory: Path,
+    config: dict[str, Any],
+    loss_of: Callable[[Any, torch.Tensor], torch.Tensor] = masked_loss,
+    frozen: str = "nothing",
+) -> dict[str, Any]:
+    """Train with nothing of bigtrain but the stored tokens and which sample comes when.
+
+    `frozen`: a regular expression of the names of parameters that are not trained.
+    """
     model = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=torch.float32)
     model.train()
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.match(frozen, name) is None)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [
             {"params": decay, "weight_decay": config["optimizer"].get("weight_decay", 0.1)},
@@ -104,7 +118,7 @@ def plain_training(data: Path, hf_directory: Path, config: dict[str, Any]) -> di
         rows = torch.zeros((num_samples, length + 1), dtype=torch.int64)
         for row, window in enumerate(order.windows(step * num_samples, num_samples)):
             windows.read_into(int(window), rows[row].numpy())
-        loss = masked_loss(model, rows)
+        loss = loss_of(model, rows)
         loss.backward()
         limit = config["optimizer"]["clip_norm"] or math.inf
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))

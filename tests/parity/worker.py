@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import zlib
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from bigtrain.config import ModelSection, RunConfig
 from bigtrain.data.loader import open_training_data
 from bigtrain.engine.build import TrainEngine, build_engine
-from bigtrain.engine.checkpoint import restore_engine, save_engine
+from bigtrain.engine.checkpoint import read_weights, restore_engine, save_engine
 from bigtrain.engine.distributed import process_group
 from bigtrain.engine.fragments import (
     MASTER,
@@ -32,6 +33,7 @@ from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.stage_proof import StagePlan, require_stages
+from bigtrain.models.weights import find_weights
 from bigtrain.run.session import step_seed
 from bigtrain.schedule import learning_rate_at
 from bigtrain.world import World, read_world
@@ -44,9 +46,11 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     hf_config = load_hf_config(config.model)
     stages = stages_of(config.model.model_dump_json(), config.parallel.pipeline)
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, stages)
+    if config.model.path is not None:
+        read_weights(engine, find_weights(config.model.path, hf_config))
     place = mesh.coordinates
     batches = open_training_data(config, run.plan, place.data_rank)
-    losses, norms = [], []
+    losses, norms, samples = [], [], []
     masks = DropoutMasks(engine.module) if case.get("watch_dropout") else None
     keep_weights(engine, case, 0, world)
     first = case.get("first_step", 0)
@@ -55,10 +59,14 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         restore_engine(engine, Path(case["restore_from"], "tensors"), scalars)
         if "save_again_to" in case:
             save(engine, Path(case["save_again_to"]), world)
+    if case.get("save_at") == 0:
+        save(engine, Path(case["save_to"]), world)
     for step in range(first, case.get("last_step", config.train.steps)):
         torch.manual_seed(step_seed(config.seed, step, place))
         lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
-        result = engine.train_step(batches.step(step * run.plan.global_samples), lr)
+        micro_batches = batches.step(step * run.plan.global_samples)
+        samples.append([crc32(row.numpy()) for batch in micro_batches for row in batch.input_ids])
+        result = engine.train_step(micro_batches, lr)
         losses.append(engine.step_loss(result))
         norms.append(engine.gradient_norm())
         if step + 1 == case.get("save_at"):
@@ -66,7 +74,12 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         keep_weights(engine, case, step + 1, world)
     batches.close()
     engine.close()
-    found = {"losses": losses, "norms": norms, "accumulation": run.plan.accumulation}
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "accumulation": run.plan.accumulation,
+        "samples": samples_of_steps(samples, place.data_rank, world),
+    }
     return found if masks is None else found | {"masks": masks.of_all_processes()}
 
 
@@ -118,7 +131,7 @@ class DropoutMasks:
 
     def note(self, name: str, _layer: object, _inputs: object, output: torch.Tensor) -> None:
         mask = (output != 0).flatten().to(torch.uint8).numpy().tobytes()
-        self.seen.setdefault(name, []).append(zlib.crc32(mask))
+        self.seen.setdefault(name, []).append(crc32(mask))
 
     def of_all_processes(self) -> list[dict[str, list[int]]]:
         """By rank. Collective."""
@@ -127,14 +140,22 @@ class DropoutMasks:
         return list(found)
 
 
+def samples_of_steps(own: list[list[int]], data_rank: int, world: World) -> list[list[int]]:
+    """Checksums of the samples of every global batch, in no order."""
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, (data_rank, own))
+    replicas = dict(everyone).values()  # processes that share samples have the same
+    return [sorted(chain.from_iterable(parts)) for parts in zip(*replicas, strict=True)]
+
+
 def save(engine: TrainEngine, directory: Path, world: World) -> None:
     if world.is_main:
         directory.mkdir(parents=True)
-    torch.distributed.barrier()
+    dist.barrier()
     scalars = save_engine(engine, directory / "tensors")
     if world.is_main:
         (directory / "scalars.json").write_text(json.dumps(scalars))
-    torch.distributed.barrier()
+    dist.barrier()
 
 
 def main() -> None:

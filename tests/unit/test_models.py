@@ -21,8 +21,9 @@ from bigtrain.errors import ModelError
 from bigtrain.models import huggingface
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.export import Probe, export_model, relative_difference
+from bigtrain.models.freezing import check_frozen
 from bigtrain.models.generation import generate
-from bigtrain.models.huggingface import Partitioning, build_model, split_by_decay
+from bigtrain.models.huggingface import Partitioning, build_model, empty_model, split_by_decay
 
 VOCAB_SIZE = 270
 COMMON = {
@@ -307,7 +308,8 @@ def test_missing_weight_is_refused(saved: Path) -> None:
     weights = load_file(file)
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"missing_keys: model\.layers\.1\.mlp\.up_proj\.weight"):
+    missing = r"no tensor there is the model's model\.layers\.1\.mlp\.up_proj\.weight \[64, 32\]"
+    with pytest.raises(ModelError, match=missing):
         load(saved)
 
 
@@ -370,6 +372,28 @@ def test_frozen_parameters_are_in_no_group() -> None:
     model.model.embed_tokens.requires_grad_(False)
     groups = split_by_decay(model, decay_embeddings=True)
     assert "model.embed_tokens.weight" not in names(model, [*groups.decay, *groups.no_decay])
+
+
+def test_frozen_patterns_are_whole_names() -> None:
+    section = section_of("llama").model_copy(update={"frozen": ("model.layers.0.*", "lm_head.*")})
+    model = build_model(section, load_hf_config(section), seed=1)
+    frozen = {key for key, p in model.named_parameters() if not p.requires_grad}
+    assert "model.layers.0.mlp.up_proj.weight" in frozen
+    assert all(key.startswith(("model.layers.0.", "lm_head.", "model.embed")) for key in frozen)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert ("model.embed_tokens.weight" in frozen) == tied
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (["model.layers.0.*", "layers.1.*"], "model.frozen = 'layers.1.*': matches the name of no"),
+        (["*"], "leaves nothing to train"),
+    ],
+)
+def test_frozen_patterns_that_cannot_be_meant_are_refused(patterns: list[str], said: str) -> None:
+    [problem] = check_frozen(empty_model(load_hf_config(section_of("llama"))), patterns)
+    assert said in str(problem)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,336 @@
+"""Tensors whose values are read when they are wanted, a rectangle at a time.
+
+transformers renames, merges and splits the tensors of a file while it loads or saves a model
+(transformers/core_model_loading.py). Given these tensors, that same code computes nothing: what it
+does is noted, and `LazyTensor.fill` reads from the file what a rectangle of the result is made of.
+Operations that only move elements are followed backwards; any other one is computed for its tensor
+alone, when it is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+Offsets = tuple[int, ...]
+aten = torch.ops.aten
+
+BLOCK_BYTES = 16 << 20
+"""Most that is read, compared or converted at once, where rows are not longer."""
+
+
+class Values(Protocol):
+    """Where the values of a lazy tensor come from."""
+
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        """Write the rectangle at `offsets`, of the shape that `out` has, into it, in its dtype."""
+
+    def sources(self) -> Iterator[object]:
+        """What is read in the end."""
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor with a shape and a dtype, and values that are elsewhere. Always contiguous.
+
+    For reading only: what writes into it is an error.
+    """
+
+    origin: Values
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, origin: Values) -> LazyTensor:
+        made: LazyTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
+        )
+        made.origin = origin
+        return made
+
+    def __repr__(self, *_: object) -> str:  # type: ignore[override]
+        return f"LazyTensor({list(self.shape)}, {self.dtype})"
+
+    @torch.no_grad()
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        """Read the rectangle at `offsets`, of the shape that `out` has, into `out`."""
+        assert len(offsets) == self.ndim == out.ndim, (offsets, self.shape, out.shape)
+        self.origin.fill(offsets, out)
+
+    def read(self) -> torch.Tensor:
+        """All of it."""
+        found = torch.empty(self.shape, dtype=self.dtype)
+        self.fill((0,) * self.ndim, found)
+        return found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the class argument
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.equal.default:
+            return _equal(*args)
+        meta = func(*_as_meta(args), **_as_meta({**kwargs, **_on_meta(kwargs)}))
+        follow = _FOLLOWED.get(func.overloadpacket)
+        if follow is not None:
+            parts = follow(*args, **kwargs)
+        elif torch.is_tensor(meta):
+            parts = _Computed(func, args, kwargs, None)
+        else:
+            parts = [_Computed(func, args, kwargs, index) for index in range(len(meta))]
+        if torch.is_tensor(meta):
+            return LazyTensor(meta.shape, meta.dtype, parts)
+        return [LazyTensor(m.shape, m.dtype, p) for m, p in zip(meta, parts, strict=True)]
+
+
+def _as_meta(tree: Any) -> Any:
+    return tree_map_only(
+        LazyTensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), tree
+    )
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    for offsets, sizes in blocks(tuple(one.shape), 2 * one.itemsize):
+        pair = [torch.empty(sizes, dtype=tensor.dtype) for tensor in (one, other)]
+        for tensor, block in zip((one, other), pair, strict=True):
+            _fill(tensor, offsets, block)
+        if not torch.equal(*pair):
+            return False
+    return True
+
+
+def blocks(sizes: Offsets, itemsize: int) -> Iterator[tuple[Offsets, Offsets]]:
+    """(offsets, sizes) of pieces of at most `BLOCK_BYTES`, in row-major order."""
+    num_bytes = math.prod(sizes) * itemsize
+    if num_bytes <= BLOCK_BYTES or not sizes:
+        yield (0,) * len(sizes), sizes
+        return
+    row = num_bytes // sizes[0]
+    if row > BLOCK_BYTES:
+        for index in range(sizes[0]):
+            for offsets, inner in blocks(sizes[1:], itemsize):
+                yield (index, *offsets), (1, *inner)
+        return
+    step = BLOCK_BYTES // row
+    for start in range(0, sizes[0], step):
+        yield (start, *(0,) * (len(sizes) - 1)), (min(step, sizes[0] - start), *sizes[1:])
+
+
+def narrowed(tensor: torch.Tensor, offsets: Offsets, sizes: Offsets) -> torch.Tensor:
+    """The view of a rectangle of `tensor`."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def _fill(tensor: torch.Tensor, offsets: Offsets, out: torch.Tensor) -> None:
+    if isinstance(tensor, LazyTensor):
+        tensor.fill(offsets, out)
+    else:
+        out.copy_(narrowed(tensor, offsets, tuple(out.shape)))
+
+
+def _sources(tensors: Sequence[torch.Tensor]) -> Iterator[object]:
+    for tensor in tensors:
+        if isinstance(tensor, LazyTensor):
+            yield from tensor.origin.sources()
+
+
+# --- operations that only move elements ---
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Elements of one other tensor: `there` gives the offsets in it and the view of `out`."""
+
+    tensor: torch.Tensor
+    there: Callable[[Offsets, torch.Tensor], tuple[Offsets, torch.Tensor]]
+
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        _fill(self.tensor, *self.there(offsets, out))
+
+    def sources(self) -> Iterator[object]:
+        return _sources([self.tensor])
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Tensors one after another along `dim`."""
+
+    tensors: Sequence[torch.Tensor]
+    dim: int
+
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        begin, dim = 0, self.dim
+        low, high = offsets[dim], offsets[dim] + out.shape[dim]
+        for tensor in self.tensors:
+            end = begin + tensor.shape[dim]
+            first, last = max(low, begin), min(high, end)
+            if first < last:
+                there = (*offsets[:dim], first - begin, *offsets[dim + 1 :])
+                _fill(tensor, there, out.narrow(dim, first - low, last - first))
+            begin = end
+
+    def sources(self) -> Iterator[object]:
+        return _sources(self.tensors)
+
+
+def _same(tensor: torch.Tensor, *_: Any, **__: Any) -> Values:
+    return _Moved(tensor, lambda offsets, out: (offsets, out))
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Values:
+    return _Joined(tensors, dim % tensors[0].ndim)
+
+
+def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Values:
+    dim %= tensors[0].ndim + 1
+    return _Joined([tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+
+def _slice(
+    tensor: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Values:
+    dim %= tensor.ndim
+    first, last, _ = slice(start, end).indices(tensor.shape[dim])
+    if step != 1:
+        return _Computed(aten.slice.Tensor, (tensor, dim, first, last, step), {}, None)
+    return _Moved(tensor, lambda offsets, out: (_replaced(offsets, dim, first), out))
+
+
+def _replaced(offsets: Offsets, dim: int, shift: int) -> Offsets:
+    return (*offsets[:dim], offsets[dim] + shift, *offsets[dim + 1 :])
+
+
+def _pieces(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> list[Values]:
+    begins = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [_slice(tensor, dim, begin, begin + n) for begin, n in zip(begins, sizes, strict=True)]
+
+
+def _split(tensor: torch.Tensor, size: int, dim: int = 0) -> list[Values]:
+    whole = tensor.shape[dim]
+    return _pieces(tensor, [min(size, whole - start) for start in range(0, whole, size)], dim)
+
+
+def _split_with_sizes(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[Values]:
+    return _pieces(tensor, sizes, dim)
+
+
+def _select(tensor: torch.Tensor, dim: int, index: int) -> Values:
+    dim, index = dim % tensor.ndim, index % tensor.shape[dim]
+    return _Moved(
+        tensor,
+        lambda offsets, out: ((*offsets[:dim], index, *offsets[dim:]), out.unsqueeze(dim)),
+    )
+
+
+def _unbind(tensor: torch.Tensor, dim: int = 0) -> list[Values]:
+    return [_select(tensor, dim, index) for index in range(tensor.shape[dim])]
+
+
+def _unsqueeze(tensor: torch.Tensor, dim: int) -> Values:
+    dim %= tensor.ndim + 1
+    return _Moved(
+        tensor, lambda offsets, out: ((*offsets[:dim], *offsets[dim + 1 :]), out.select(dim, 0))
+    )
+
+
+def _squeeze(tensor: torch.Tensor, dims: int | Sequence[int] | None = None) -> Values:
+    if dims is None:
+        dims = range(tensor.ndim)
+    asked = {dim % tensor.ndim for dim in ([dims] if isinstance(dims, int) else dims)}
+    kept = [dim for dim in range(tensor.ndim) if dim not in asked or tensor.shape[dim] != 1]
+
+    def there(offsets: Offsets, out: torch.Tensor) -> tuple[Offsets, torch.Tensor]:
+        full = [0] * tensor.ndim
+        for dim, offset in zip(kept, offsets, strict=True):
+            full[dim] = offset
+        for dim in range(tensor.ndim):
+            if dim not in kept:
+                out = out.unsqueeze(dim)
+        return tuple(full), out
+
+    return _Moved(tensor, there)
+
+
+def _permute(tensor: torch.Tensor, order: Sequence[int]) -> Values:
+    order = [dim % tensor.ndim for dim in order]
+    back = [order.index(dim) for dim in range(tensor.ndim)]
+    return _Moved(
+        tensor, lambda offsets, out: (tuple(offsets[dim] for dim in back), out.permute(back))
+    )
+
+
+def _transpose(tensor: torch.Tensor, one: int, other: int) -> Values:
+    order = list(range(tensor.ndim))
+    order[one], order[other] = order[other], order[one]
+    return _permute(tensor, order)
+
+
+_FOLLOWED: dict[Any, Callable[..., Any]] = {
+    aten.detach: _same,
+    aten.alias: _same,
+    aten.clone: _same,
+    aten._to_copy: _same,  # the reader's tensor has the dtype that it wants
+    aten.cat: _cat,
+    aten.stack: _stack,
+    aten.slice: _slice,
+    aten.split: _split,
+    aten.split_with_sizes: _split_with_sizes,
+    aten.select: _select,
+    aten.unbind: _unbind,
+    aten.unsqueeze: _unsqueeze,
+    aten.squeeze: _squeeze,
+    aten.permute: _permute,
+    aten.transpose: _transpose,
+    aten.t: lambda tensor: _transpose(tensor, 0, 1),
+}
+
+
+# --- any other operation ---
+
+
+class _Computed:
+    """A result that is computed whole when a part of it is read, and kept until the next one is."""
+
+    _latest: tuple[_Computed | None, torch.Tensor | None] = (None, None)
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, index: int | None) -> None:
+        self._call = (func, args, kwargs, index)
+
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        if _Computed._latest[0] is not self:
+            _Computed._latest = (None, None)
+            _Computed._latest = (self, self._compute())
+        value = _Computed._latest[1]
+        assert value is not None
+        out.copy_(narrowed(value, offsets, tuple(out.shape)))
+
+    def _compute(self) -> torch.Tensor:
+        func, args, kwargs, index = self._call
+        inputs = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
+        found = func(*inputs[0], **inputs[1])
+        result: torch.Tensor = found if index is None else found[index]
+        return result
+
+    def sources(self) -> Iterator[object]:
+        found: list[LazyTensor] = []
+        tree_map_only(LazyTensor, found.append, self._call[1:3])
+        return _sources(found)
+
+
+def forget_computed() -> None:
+    """Let go of what was computed last."""
+    _Computed._latest = (None, None)

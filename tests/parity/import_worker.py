@@ -1,0 +1,90 @@
+"""One process of a world that builds models from files, and watches what memory that takes.
+
+Arguments: a JSON file with the cases, and a file to which each process writes what it saw, with its
+rank as suffix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigtrain.config import RunConfig
+from bigtrain.engine import build, pipeline
+from bigtrain.engine.checkpoint import read_weights, save_engine
+from bigtrain.engine.distributed import process_group
+from bigtrain.engine.fragments import MASTER, owned_fragments
+from bigtrain.engine.mesh import open_mesh
+from bigtrain.engine.resolve import resolve_run
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.huggingface import build_model
+from bigtrain.models.stage_proof import require_stages
+from bigtrain.models.weights import find_weights
+from bigtrain.world import World, read_world
+
+
+class Memory:
+    """How far the memory of this process rose above what it was when it was last asked."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is what there is now
+        self._before = _status("VmRSS")
+
+    def risen_bytes(self) -> int:
+        return _status("VmHWM") - self._before
+
+
+def _status(key: str) -> int:
+    [line] = [t for t in Path("/proc/self/status").read_text().splitlines() if t.startswith(key)]
+    return int(line.split()[1]) * 1024
+
+
+def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[str, int]:
+    config = RunConfig.model_validate(case["config"])
+    run = resolve_run(config, world.size, case["deepspeed_config"], device.type)
+    mesh = open_mesh(run.topology, world.rank)
+    hf_config = load_hf_config(config.model)
+    stages = None
+    if run.topology.pipeline_size > 1:
+        stages = require_stages(hf_config, config.model.attention, run.topology.pipeline_size)
+    memory, seen = Memory(), {}
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        memory.begin()
+        model = build_model(*args, **kwargs)
+        seen["built"] = memory.risen_bytes()
+        return model
+
+    build.build_model = pipeline.build_model = watched
+    weights = find_weights(str(config.model.path), hf_config)
+    engine = build.build_engine(config, run.engine, run.plan, hf_config, device, mesh, stages)
+    memory.begin()
+    read_weights(engine, weights)
+    seen["read"] = memory.risen_bytes()
+    fragments = owned_fragments(engine.engine, engine.module)
+    seen["shard"] = sum(f.tensors[MASTER].numel() for f in fragments) * 4
+    if "save_to" in case:
+        save_engine(engine, Path(case["save_to"]))
+    engine.close()
+    return seen
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    world = read_world(os.environ)
+    with process_group(world) as device:
+        found = {name: measure(case, world, device) for name, case in cases.items()}
+    Path(f"{sys.argv[2]}.{world.rank}").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,235 @@
+"""A checkpoint of every topology goes on at every other one; frozen parameters at all of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bigtrain.config import ModelSection
+from bigtrain.engine.checkpoint_io import read_full
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.huggingface import build_model
+from tests.parity.conftest import SEED, STEPS, llama, run_config, train_cases
+from tests.parity.test_zero_stages import plain_training
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
+
+STOP = STEPS - 10
+SAMPLES = 12  # of a global batch: 1, 2 and 3 replicas in two micro-batches
+# Processes, parallel degrees, DeepSpeed JSON.
+TOPOLOGIES: dict[str, tuple[int, dict[str, int], str]] = {
+    "one": (1, {}, "zero0"),
+    "zero1-dp2": (2, {}, "zero1"),
+    "zero3-dp2": (2, {}, "zero3"),
+    "tp2": (2, {"tensor": 2}, "zero0"),
+    "pp2": (2, {"pipeline": 2}, "zero0"),
+    "zero1-pp2": (2, {"pipeline": 2}, "zero1"),
+    "zero2-dp3": (3, {}, "zero2"),
+    "pp2-tp2": (4, {"pipeline": 2, "tensor": 2}, "zero0"),
+    "zero1-tp2-dp2": (4, {"tensor": 2}, "zero1"),
+}
+ASKED = [name for name in TOPOLOGIES if name != "zero1-pp2"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model, what of it is frozen (as a run says it and as a regular expression), and how exact
+    other topologies are: None where dropout draws other masks there."""
+
+    model: dict[str, Any]
+    frozen: tuple[str, ...] = ()
+    expression: str = "nothing"
+    dtype: str = "float32"
+    exact: float | None = 1e-5
+
+
+VARIANTS = {
+    "tied": Variant(
+        llama(num_hidden_layers=4),
+        ("model.layers.1.mlp.*", "model.norm.weight"),
+        r"model\.layers\.1\.mlp\.|model\.norm\.weight",
+    ),
+    # The first of two stages has nothing to train.
+    "untied": Variant(
+        llama(num_hidden_layers=4, tie_word_embeddings=False),
+        ("model.embed_tokens.weight", "model.layers.[01].*"),
+        r"model\.embed_tokens|model\.layers\.[01]\.",
+    ),
+    "dropout": Variant(llama(num_hidden_layers=4, attention_dropout=0.1), exact=None),
+    "bfloat16": Variant(
+        llama(num_hidden_layers=4, attention_dropout=0.1), dtype="bfloat16", exact=None
+    ),
+}
+Pair = tuple[str, str, str]  # variant, who wrote, who reads
+SOME: list[Pair] = [
+    ("tied", "one", "zero3-dp2"),
+    ("tied", "zero3-dp2", "pp2"),
+    ("tied", "pp2", "tp2"),
+    ("tied", "tp2", "zero1-dp2"),
+    ("tied", "zero1-dp2", "one"),
+    ("untied", "pp2", "zero3-dp2"),
+    ("untied", "zero3-dp2", "pp2"),
+    ("dropout", "pp2", "pp2"),
+    ("dropout", "tp2", "tp2"),
+    ("bfloat16", "zero1-pp2", "zero1-pp2"),
+    ("bfloat16", "zero1-pp2", "zero3-dp2"),
+    ("bfloat16", "zero1-dp2", "zero1-pp2"),
+]
+ALL: list[Pair] = [
+    *(
+        (variant, wrote, read)
+        for variant in ("tied", "untied")
+        for wrote in ASKED
+        for read in ASKED
+    ),
+    *((variant, place, place) for variant in ("dropout", "bfloat16") for place in ASKED),
+]
+
+
+def case(data: Path, variant: str, topology: str, **steps: Any) -> dict[str, Any]:
+    size, degrees, engine = TOPOLOGIES[topology]
+    num_replicas = size // (degrees.get("tensor", 1) * degrees.get("pipeline", 1))
+    chosen = VARIANTS[variant]
+    config = run_config(
+        data,
+        {"config": chosen.model, "frozen": chosen.frozen},
+        micro_samples=0,
+        batch={
+            "sequence_length": 16,
+            "global_samples": SAMPLES,
+            "micro_samples": SAMPLES // num_replicas // 2,
+        },
+        precision={"dtype": chosen.dtype},
+        parallel=degrees,
+    )
+    return {"config": config, "deepspeed_config": engine, **steps}
+
+
+def write_and_read(
+    data: Path, pairs: list[Pair], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """Every writer to the end without a break, then every reader from STOP on."""
+    root = tmp_path_factory.mktemp("topologies")
+    found: dict[str, Any] = {}
+    writers = dict.fromkeys((variant, wrote) for variant, wrote, _ in pairs)
+    for size in sorted({TOPOLOGIES[wrote][0] for _, wrote in writers}):
+        cases = {
+            f"{variant}-{wrote}": case(
+                data, variant, wrote, save_at=STOP, save_to=str(root / f"{variant}-{wrote}")
+            )
+            for variant, wrote in writers
+            if TOPOLOGIES[wrote][0] == size
+        }
+        found |= train_cases(size, cases, tmp_path_factory.mktemp("write"))
+    for size in sorted({TOPOLOGIES[read][0] for *_, read in pairs}):
+        cases = {
+            f"{variant}-{wrote}-{read}": case(
+                data,
+                variant,
+                read,
+                first_step=STOP,
+                restore_from=str(root / f"{variant}-{wrote}"),
+                save_again_to=str(root / f"{variant}-{wrote}-{read}"),
+            )
+            for variant, wrote, read in pairs
+            if TOPOLOGIES[read][0] == size
+        }
+        found |= train_cases(size, cases, tmp_path_factory.mktemp("read"))
+    return root, found
+
+
+@pytest.fixture(scope="module")
+def some(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return write_and_read(dataset, SOME, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def everything(
+    dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    return write_and_read(dataset, ALL, tmp_path_factory)
+
+
+@pytest.mark.parametrize("pair", SOME, ids="-".join)
+def test_goes_on(pair: Pair, some: tuple[Path, dict[str, Any]]) -> None:
+    assert_goes_on(pair, *some)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", ALL, ids="-".join)
+def test_goes_on_from_each_at_each(pair: Pair, everything: tuple[Path, dict[str, Any]]) -> None:
+    assert_goes_on(pair, *everything)
+
+
+def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
+    variant, wrote, read = pair
+    saved = read_full(root / f"{variant}-{wrote}" / "tensors")
+    again = read_full(root / "-".join(pair) / "tensors")
+    assert saved.keys() == again.keys()
+    for key, tensor in saved.items():
+        assert torch.equal(tensor, again[key]), key
+    uninterrupted, resumed = found[f"{variant}-{wrote}"], found["-".join(pair)]
+    assert len(resumed["losses"]) == STEPS - STOP
+    assert resumed["samples"] == uninterrupted["samples"][STOP:]
+    if wrote == read:
+        assert resumed["losses"] == uninterrupted["losses"][STOP:]
+        assert resumed["norms"] == uninterrupted["norms"][STOP:]
+    elif VARIANTS[variant].exact is not None:
+        expected = pytest.approx(uninterrupted["losses"][STOP:], abs=VARIANTS[variant].exact)
+        assert resumed["losses"] == expected
+
+
+@pytest.fixture(scope="module")
+def initial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models that all of them start from."""
+    found = {}
+    for variant in ("tied", "untied"):
+        section = ModelSection(config=VARIANTS[variant].model)
+        found[variant] = tmp_path_factory.mktemp("initial") / variant
+        model = build_model(section, load_hf_config(section), seed=SEED)
+        model.save_pretrained(found[variant])
+    return found
+
+
+@pytest.mark.parametrize("variant", ["tied", "untied"])
+def test_frozen_parameters_are_as_in_plain_training(
+    variant: str, some: tuple[Path, dict[str, Any]], initial: dict[str, Path], dataset: Path
+) -> None:
+    assert_frozen(variant, {(v, w) for v, w, _ in SOME if v == variant}, *some, initial, dataset)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["tied", "untied"])
+def test_frozen_parameters_are_as_in_plain_training_everywhere(
+    variant: str, everything: tuple[Path, dict[str, Any]], initial: dict[str, Path], dataset: Path
+) -> None:
+    assert_frozen(variant, {(variant, w) for w in ASKED}, *everything, initial, dataset)
+
+
+def assert_frozen(
+    variant: str,
+    writers: set[tuple[str, str]],
+    root: Path,
+    found: dict[str, Any],
+    initial: dict[str, Path],
+    dataset: Path,
+) -> None:
+    chosen = VARIANTS[variant]
+    config = case(dataset, variant, "one")["config"]
+    plain = plain_training(dataset, initial[variant], config, frozen=chosen.expression)
+    section = ModelSection(path=str(initial[variant]))
+    before = dict(build_model(section, load_hf_config(section), seed=0).named_parameters())
+    for _, wrote in sorted(writers):
+        result = found[f"{variant}-{wrote}"]
+        assert result["losses"] == pytest.approx(plain["losses"], abs=1e-5), wrote
+        assert result["norms"] == pytest.approx(plain["norms"], rel=1e-4), wrote
+        saved = read_full(root / f"{variant}-{wrote}" / "tensors")
+        for name, parameter in before.items():
+            is_frozen = re.match(chosen.expression, name) is not None
+            assert torch.equal(saved[f"master/{name}"], parameter) == is_frozen, name
+            assert (f"exp_avg/{name}" not in saved) == is_frozen, name
