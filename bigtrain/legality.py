@@ -52,6 +52,12 @@ class Facts:
     use_gds: bool = False
     pipeline_block: bool = False
     pipeline_settings: tuple[str, ...] = ()
+    attention: str = "auto"
+    isolates: bool = False
+    loss: str = "auto"
+    kernels: str = "none"
+    compiles: str = "off"
+    activation_offload: bool = False
     device: Device | None = None
     source: str = "DeepSpeed JSON"
 
@@ -345,9 +351,84 @@ _COMMUNICATION_RULES = (
     ),
 )
 
+_SPEED_RULES = (
+    _rule(  # torch/nn/attention/flex_attention.py, _validate_device
+        "flex attention on CPU",
+        lambda f: f.attention == "flex_attention" and f.device == "cpu",
+        ("model.attention", lambda f: f.attention),
+        "torch's flex attention has no backward pass on a CPU",
+        "model.attention=sdpa",
+    ),
+    _rule(  # the other stages would have to be told of lengths, and parts of samples have others
+        "flash attention with documents in parts",
+        lambda f: (
+            f.attention.startswith("flash")
+            and f.isolates
+            and (f.pipeline_size > 1 or f.sequence_size > 1)
+        ),
+        ("model.attention", lambda f: f.attention),
+        "flash attention isolates documents with parallel.pipeline = parallel.sequence = 1 only",
+        "model.attention=sdpa",
+    ),
+    _rule(
+        "Liger's loss on CPU",
+        lambda f: f.loss == "liger" and f.device == "cpu",
+        ("model.loss", lambda f: f.loss),
+        "Liger's kernels need a CUDA device",
+        "model.loss=chunked",
+    ),
+    _rule(
+        "Liger's loss with tensor parallelism",
+        lambda f: f.loss == "liger" and f.tensor_size > 1,
+        ("model.loss", lambda f: f.loss),
+        "its kernel wants the whole head, of which every process has a part",
+        "model.loss=chunked, or parallel.tensor=1",
+    ),
+    _rule(
+        "Liger's kernels on CPU",
+        lambda f: f.kernels == "liger" and f.device == "cpu",
+        ("model.kernels", lambda f: f.kernels),
+        "Liger's kernels need a CUDA device",
+        "model.kernels=none",
+    ),
+    _rule(
+        "Liger's kernels in parts of a model",
+        lambda f: f.kernels == "liger" and (f.tensor_size > 1 or f.pipeline_size > 1),
+        ("model.kernels", lambda f: f.kernels),
+        "Liger patches all layers of a model, each of them whole",
+        "model.kernels=none, or parallel.tensor = parallel.pipeline = 1",
+    ),
+    _rule(
+        "offloaded activations on CPU",
+        lambda f: f.activation_offload and f.device == "cpu",
+        ("model.activation_offload", lambda f: f.activation_offload),
+        "activations lie in host memory already",
+        "model.activation_offload=false",
+    ),
+    _rule(
+        "compiled layers whose forward exchanges",
+        lambda f: f.compiles == "on" and not may_compile(f),
+        ("model.compile", lambda f: f.compiles),
+        "ZeRO 3, parallel.tensor, parallel.sequence and model.activation_offload act inside the "
+        "layers, where graphs would break at every exchange",
+        "model.compile=off, or ZeRO 2 at most without them",
+    ),
+)
+
+
+def may_compile(facts: Facts) -> bool:
+    """Whether nothing but arithmetic happens inside the decoder layers."""
+    return (
+        facts.zero_stage < 3
+        and facts.tensor_size == facts.sequence_size == 1
+        and not facts.activation_offload
+    )
+
+
 RULES: tuple[Rule, ...] = (
     *_PARALLEL_RULES,
     *_OFFLOAD_RULES,
     *_PRECISION_RULES,
     *_COMMUNICATION_RULES,
+    *_SPEED_RULES,
 )

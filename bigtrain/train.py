@@ -119,9 +119,12 @@ def train_run(run: ResolvedRun, world: World) -> int:
                 session.device,
                 mesh,
                 inputs.stages,
+                inputs.loss,
             )
         if inputs.stages is not None:
             session.say(inputs.stages.describe(run.plan.accumulation))
+        if inputs.loss is not None:
+            session.say(inputs.loss.reason)
         pin = session.device.type == "cuda"
         state = restore_or_start(session, engine)
         if state.step == 0:

@@ -150,6 +150,12 @@ def facts_of(
         use_gds=value_at(raw, "aio.use_gds") is True,
         pipeline_block="pipeline" in raw,
         pipeline_settings=_pipeline_settings(raw.get("pipeline")),
+        attention=config.model.attention,
+        isolates=config.data.isolates,
+        loss=config.model.loss,
+        kernels=config.model.kernels,
+        compiles=config.model.compile,
+        activation_offload=config.model.activation_offload,
         device=device,
         source=source,
     )

@@ -15,7 +15,9 @@ from bigtrain.data.packed_documents import PackingReport, packing_reports
 from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import ConfigError, DataError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
+from bigtrain.models.fused_kernels import check_kernels
 from bigtrain.models.isolation import check_isolation
+from bigtrain.models.loss_choice import LossPlan, choose_loss
 from bigtrain.models.sequence_check import check_sequence_parallel
 from bigtrain.models.stage_proof import StagePlan, plan_stages
 from bigtrain.models.tensor_degree import check_tensor_size
@@ -28,7 +30,7 @@ class Inputs:
 
     hf_config: the model's Hugging Face configuration. data_hash: `bigtrain.data.identity`.
     sources: the datasets of the mixture, in its order. packing: what became of their documents.
-    stages: where the model is cut; None without pipeline stages.
+    stages: where the model is cut; None without pipeline stages. loss: how it is computed.
     """
 
     hf_config: Any
@@ -36,6 +38,7 @@ class Inputs:
     sources: tuple[SourceIdentity, ...]
     packing: tuple[PackingReport, ...] = ()
     stages: StagePlan | None = None
+    loss: LossPlan | None = None
 
 
 def inspect_inputs(run: ResolvedRun) -> Inputs:
@@ -54,9 +57,13 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         *_check_best(config),
     ]
     problems += check_tensor_size(hf_config, config.parallel.tensor)
+    problems += check_kernels(hf_config, config.model.kernels)
     stages = None
     if not problems:
         problems, stages = try_model(config, hf_config)
+    loss = None
+    if not problems:
+        loss, problems = choose_loss(config, hf_config, run.plan)
     if problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(
@@ -65,6 +72,7 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         identify_sources(config),
         packing_reports(config),
         stages,
+        loss,
     )
 
 

@@ -32,6 +32,7 @@ class Case:
     architecture: str = "llama"
     trained_weights: bool = False
     dtype: str = "float32"
+    loss: str = "plain"
 
     @property
     def name(self) -> str:
@@ -39,6 +40,7 @@ class Case:
             f"{self.deepspeed_config}-world{self.world_size}-accumulation{self.accumulation}-"
             f"checkpointing_{self.gradient_checkpointing}-{self.architecture}"
             f"{'-trained' if self.trained_weights else ''}-{self.dtype}"
+            f"{'' if self.loss == 'plain' else f'-{self.loss}'}"
         )
 
 
@@ -64,6 +66,21 @@ def matrix() -> list[Case]:
         *(
             Case(size, config, 2, "none", dtype="bfloat16")
             for size, config in ((1, "zero0"), (2, "zero1"), (2, "zero2"), (2, "zero3"))
+        ),
+        *(
+            Case(2, config, 2, "full", architecture, loss="chunked")
+            for config, architecture in (
+                ("zero0", "llama"),
+                ("zero1", "gpt2"),
+                ("zero2", "qwen3_moe"),
+                ("zero3", "llama"),
+                ("zero3", "qwen3_moe"),
+                ("zero3_offload", "gpt2"),
+            )
+        ),
+        *(
+            Case(size, config, 2, "none", dtype="bfloat16", loss="chunked")
+            for size, config in ((1, "zero0"), (2, "zero3"))
         ),
     ]
 
@@ -158,7 +175,11 @@ def results(
         for case in matrix():
             if case.world_size != world_size:
                 continue
-            model: dict[str, Any] = {"gradient_checkpointing": case.gradient_checkpointing}
+            model: dict[str, Any] = {
+                "gradient_checkpointing": case.gradient_checkpointing,
+                "loss": case.loss,
+                "loss_chunk_tokens": 5,
+            }
             if case.trained_weights:
                 model["path"] = str(hf_directories[case.architecture])
             else:

@@ -131,10 +131,41 @@ VIOLATIONS: dict[str, tuple[dict[str, object], str]] = {
         {"zero_stage": 1, "compute_grad_norm": False},
         "compute_grad_norm = False",
     ),
+    "flex attention on CPU": (
+        {"attention": "flex_attention", "device": "cpu"},
+        "model.attention = 'flex_attention'",
+    ),
+    "flash attention with documents in parts": (
+        {"attention": "flash_attention_2", "isolates": True, "sequence_size": 2},
+        "model.attention = 'flash_attention_2'",
+    ),
+    "Liger's loss on CPU": ({"loss": "liger", "device": "cpu"}, "model.loss = 'liger'"),
+    "Liger's loss with tensor parallelism": (
+        {"loss": "liger", "tensor_size": 2},
+        "model.loss = 'liger'",
+    ),
+    "Liger's kernels on CPU": ({"kernels": "liger", "device": "cpu"}, "model.kernels = 'liger'"),
+    "Liger's kernels in parts of a model": (
+        {"kernels": "liger", "zero_stage": 1, "pipeline_size": 2},
+        "model.kernels = 'liger'",
+    ),
+    "offloaded activations on CPU": (
+        {"activation_offload": True, "device": "cpu"},
+        "model.activation_offload = True",
+    ),
+    "compiled layers whose forward exchanges": (
+        {**ZERO3, "compiles": "on"},
+        "model.compile = 'on'",
+    ),
 }
 
 # Neighbours of the violations that must pass.
 LEGAL: list[dict[str, object]] = [
+    {"attention": "flash_attention_2", "isolates": True, "tensor_size": 2, "device": "cuda"},
+    {"loss": "liger", "kernels": "liger", "activation_offload": True, "device": "cuda"},
+    {"zero_stage": 2, "compiles": "on", "device": "cpu"},
+    {"zero_stage": 1, "pipeline_size": 2, "compiles": "on"},
+    {**ZERO3, "compiles": "auto", "device": "cuda"},
     *({"zero_stage": stage} for stage in range(4)),
     {"pipeline_size": 4, "dtype": "float32"},
     {"zero_stage": 1, "pipeline_size": 4},
