@@ -57,7 +57,7 @@ class ModelSection(Section):
         "architectures it knows (CUDA)",
     )
     compile: Literal["auto", "on", "off"] = Field(
-        default="auto",
+        default="off",
         description="torch.compile of the decoder layers, one compilation for all of them; auto: "
         "on with CUDA where it is allowed, off on CPU",
     )
