@@ -21,6 +21,7 @@ from bigtrain.sections.running import (
     LoggingSection,
     OutputSection,
     ParallelSection,
+    ProfileSection,
 )
 from bigtrain.sections.training import OptimizerSection, ScheduleSection, TrainSection
 
@@ -36,6 +37,7 @@ __all__ = [
     "OutputSection",
     "ParallelSection",
     "PrecisionSection",
+    "ProfileSection",
     "RunConfig",
     "ScheduleSection",
     "Section",
@@ -59,6 +61,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
     evaluation: EvaluationSection = EvaluationSection()
+    profile: ProfileSection = ProfileSection()
     engine: EngineSection = EngineSection()
     seed: NonNegativeInt = Field(default=0, description="of weights, dropout and sample order")
 
@@ -83,19 +86,6 @@ class RunConfig(Section):
                 f"checkpoint.keep_best = {self.checkpoint.keep_best} needs a held-out loss at "
                 f"every checkpoint: evaluation.every_steps = {evaluated} must divide "
                 f"checkpoint.every_steps = {every}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _boundaries_have_a_mask(self) -> Self:
-        # transformers' flash attention reads boundaries from positions at micro-batch 1 only, and
-        # ignores them silently above.
-        if self.data.isolates and self.model.attention.startswith("flash"):
-            packs = self.data.packing == "best_fit"
-            asked = "packing = 'best_fit'" if packs else "document_boundaries = 'isolate'"
-            raise ValueError(
-                f"model.attention = {self.model.attention!r} cannot isolate documents "
-                f"(data.{asked}); set model.attention=sdpa"
             )
         return self
 

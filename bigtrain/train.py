@@ -120,9 +120,12 @@ def train_run(run: ResolvedRun, world: World) -> int:
             session.device,
             mesh,
             inputs.stages,
+            inputs.loss,
         )
         if inputs.stages is not None:
             session.say(inputs.stages.describe(run.plan.accumulation))
+        if inputs.loss is not None:
+            session.say(inputs.loss.reason)
         for report in inputs.packing:
             session.say(str(report))
         pin = session.device.type == "cuda"

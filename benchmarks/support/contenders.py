@@ -1,10 +1,13 @@
-"""The contenders of trainer_overhead.py, and what is the same for all of them."""
+"""The contenders of cpu_step.py and gpu_step.py, and what is the same for all of them."""
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from bigtrain.engine.build import build_engine
 from bigtrain.engine.deepspeed_config import find_deepspeed_config
 from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import ResolvedRun, resolve_run
+from bigtrain.models.compilation import compile_layers
 from bigtrain.models.huggingface import build_model, split_by_decay
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.loop import train
@@ -31,8 +35,26 @@ from bigtrain.run.state import TrainState
 LOG_EVERY_STEPS = 10
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
-# Llama's shape; "50m" has 50.0 million parameters.
+# Llama's shape; "50m" has 50.0 million parameters, "1b" and "3b" are those of Llama 3.2.
 SIZES: dict[str, dict[str, int]] = {
+    "1b": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "sequence_length": 4096,
+    },
+    "3b": {
+        "vocab_size": 128256,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "sequence_length": 4096,
+    },
     "50m": {
         "vocab_size": 32000,
         "hidden_size": 512,
@@ -65,6 +87,10 @@ class Point:
     steps_per_round: int
     threads: int
     contenders: tuple[str, ...]
+    sequence_length: int | None = None  # default: that of the size
+    compile: str = "off"
+    loss: str = "plain"
+    checkpointing: str = "none"
 
     @property
     def total_steps(self) -> int:
@@ -102,7 +128,8 @@ def write_random_dataset(directory: Path, *, vocab_size: int, num_tokens: int) -
 def resolve_point(point: Point, directory: Path) -> ResolvedRun:
     """The point as a run of bigtrain in one process, and its dataset."""
     shape = dict(SIZES[point.size])
-    sequence_length = shape.pop("sequence_length")
+    sequence_length = point.sequence_length or shape["sequence_length"]
+    del shape["sequence_length"]
     global_samples = point.micro_samples * point.accumulation
     # A round more than is trained: the loader reads ahead, and the loop must not reach its end,
     # where it would evaluate and save.
@@ -119,7 +146,10 @@ def resolve_point(point: Point, directory: Path) -> ResolvedRun:
                 "tie_word_embeddings": True,
                 "bos_token_id": None,
                 "eos_token_id": None,
-            }
+            },
+            "compile": point.compile,
+            "loss": point.loss,
+            "gradient_checkpointing": point.checkpointing,
         },
         "data": {"path": str(directory / "shards")},
         "batch": {
@@ -138,13 +168,15 @@ def resolve_point(point: Point, directory: Path) -> ResolvedRun:
 
 
 class BareLoop:
-    """The arithmetic of a step and nothing else."""
+    """The arithmetic of a step and nothing else; compiled and recomputed as the run is."""
 
     def __init__(
         self, run: ResolvedRun, hf_config: Any, steps: list[list[MicroBatch]], device: torch.device
     ) -> None:
         config = run.config
         self.model = build_model(config.model, hf_config, seed=config.seed).to(device).train()
+        if config.model.compile == "on":
+            compile_layers(self.model)
         groups = split_by_decay(self.model, decay_embeddings=config.optimizer.decay_embeddings)
         self.optimizer = torch.optim.AdamW(
             [
@@ -337,3 +369,23 @@ def run_hf_trainer(
         trainer.train()
     except _RoundOver:
         pass
+
+
+def describe_machine(threads: int) -> dict[str, Any]:
+    """What the figures depend on."""
+    names = ("torch", "deepspeed", "transformers", "accelerate")
+    cpu_info = Path("/proc/cpuinfo")
+    models = [
+        line.split(":", 1)[1].strip()
+        for line in (cpu_info.read_text().splitlines() if cpu_info.exists() else [])
+        if line.startswith("model name")
+    ]
+    return {
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": threads,
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in names},
+    }

@@ -22,11 +22,16 @@ from torch import nn
 from bigtrain.config import OptimizerSection, RunConfig
 from bigtrain.data.loader import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.deepspeed_config import EngineConfig
+from bigtrain.engine.feeding import DeviceFeed
 from bigtrain.engine.fragments import undo_trial_update
 from bigtrain.engine.gradient_norm import clip_gradients, mark_gradients, total_norm
+from bigtrain.engine.layers import speed_up
 from bigtrain.engine.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.tensor import tensor_partitioning
+from bigtrain.models.compilation import uncompiled
+from bigtrain.models.documents import lengths_of_documents
 from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
+from bigtrain.models.loss_choice import LossPlan, require_loss
 from bigtrain.models.router_logits import auxiliary_loss
 from bigtrain.models.sequence_parallel import GroupExchange, SequenceParallel
 from bigtrain.models.stage_proof import StagePlan, require_stages
@@ -55,12 +60,20 @@ class TrainEngine:
         device: torch.device,
         mesh: Mesh,
         sequence: SequenceParallel | None = None,
+        *,
+        computes_loss: bool = False,
+        is_compiled: bool = False,
     ) -> None:
         self.engine = engine
         self.plan = plan
         self.device = device
         self.mesh = mesh
         self.sequence = sequence
+        self._computes_loss = computes_loss
+        self._is_compiled = is_compiled
+        self._feed = DeviceFeed(device)
+        attention = str(getattr(self.module.config, "_attn_implementation", ""))
+        self._wants_lengths = attention.startswith("flash")
         config: Any = self.module.config
         self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self._norm: torch.Tensor | None = None
@@ -87,21 +100,24 @@ class TrainEngine:
         scale = dist.get_world_size(self.mesh.replicas) / num_targets.clamp(min=1)
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         self.engine.train()
-        for batch in micro_batches:
-            outputs = self._forward(batch)
-            cross_entropy = summed_cross_entropy(
-                outputs.logits, self._to_device(self._labels(batch))
-            )
-            loss_sum += cross_entropy.detach()
-            loss = cross_entropy * scale
-            auxiliary = auxiliary_loss(outputs)
-            if auxiliary is not None:
-                loss = loss + self._aux_coefficient * auxiliary / self.plan.accumulation
-            self.engine.backward(loss, scale_wrt_gas=False)
+        for batch, moved in self._feed(micro_batches):
+            self._accumulate(batch, moved, scale, loss_sum)
             if batch is micro_batches[-1]:
                 self._norm = self._gradient_norm_before_step()
             self.engine.step()
         return StepResult(loss_sum, num_targets)
+
+    def _accumulate(
+        self, batch: MicroBatch, moved: MicroBatch, scale: torch.Tensor, loss_sum: torch.Tensor
+    ) -> None:
+        """Forward and backward of a micro-batch; adds its loss to `loss_sum`."""
+        cross_entropy, outputs = self._cross_entropy(batch, moved)
+        loss_sum += cross_entropy.detach()
+        loss = cross_entropy * scale
+        auxiliary = auxiliary_loss(outputs)
+        if auxiliary is not None:
+            loss = loss + self._aux_coefficient * auxiliary / self.plan.accumulation
+        self.engine.backward(loss, scale_wrt_gas=False)
 
     def _clip_gradients(self) -> None:
         # As the method of DeepSpeed (0.19.8, runtime/engine.py:3502) that this stands for, which
@@ -138,10 +154,9 @@ class TrainEngine:
         """
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         self.engine.eval()
-        for batch in batches:
-            labels = self._to_device(self._labels(batch))
-            totals[0] += summed_cross_entropy(self._forward(batch).logits, labels)
-            totals[1] += (labels != IGNORED_LABEL).sum()
+        for batch, moved in self._feed(batches):
+            totals[0] += self._cross_entropy(batch, moved)[0]
+            totals[1] += int((self._labels(batch) != IGNORED_LABEL).sum())
         self.engine.train()
         dist.all_reduce(totals, group=self.mesh.replicas)
         num_tokens = int(totals[1])
@@ -155,7 +170,7 @@ class TrainEngine:
         """
         self.engine.eval()
         alone = self.sequence.whole_samples() if self.sequence else nullcontext()
-        with alone:
+        with alone, uncompiled() if self._is_compiled else nullcontext():
             outputs = self.engine(input_ids=self._to_device(input_ids), use_cache=False)
         self.engine.train()
         logits: torch.Tensor = outputs.logits.float().cpu()
@@ -168,25 +183,34 @@ class TrainEngine:
             self.sequence.close()
 
     def _labels(self, batch: MicroBatch) -> torch.Tensor:
-        """The labels of the tokens that this process computes, on the host."""
+        """The labels of the tokens that this process computes, where `batch` is."""
         return self.sequence.part(batch.labels) if self.sequence else batch.labels
 
-    def _forward(self, batch: MicroBatch) -> Any:
+    def _cross_entropy(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
+        """The summed loss of this process's tokens, and all else that the model returned.
+
+        `moved` is `batch` on the device.
+        """
+        if self._computes_loss:
+            # Labels on the host: which tokens have none is so known without waiting.
+            outputs = self._forward(batch, moved, targets=self._labels(batch))
+            return outputs.loss, outputs
+        outputs = self._forward(batch, moved)
+        return summed_cross_entropy(outputs.logits, self._labels(moved)), outputs
+
+    def _forward(self, batch: MicroBatch, moved: MicroBatch, **more: Any) -> Any:
         if self.sequence is not None:
-            positions = batch.position_ids
-            return self.engine(
-                **self.sequence.inputs(
-                    self._to_device(batch.input_ids),
-                    None if positions is None else self._to_device(positions),
-                ),
-                use_cache=False,
-            )
-        inputs = {"input_ids": self._to_device(batch.input_ids)}
-        if batch.position_ids is not None:
+            inputs = self.sequence.inputs(moved.input_ids, moved.position_ids)
+            return self.engine(**inputs, use_cache=False, **more)
+        inputs = {"input_ids": moved.input_ids}
+        if moved.position_ids is not None:
             # Without an attention mask and a cache, transformers keeps apart what positions that
             # start anew keep apart; `models.isolation` has shown it for this model.
-            inputs["position_ids"] = self._to_device(batch.position_ids)
-        return self.engine(**inputs, use_cache=False)
+            inputs["position_ids"] = moved.position_ids
+        if batch.position_ids is not None and self._wants_lengths:
+            for name, value in lengths_of_documents(batch.position_ids).items():
+                more[name] = self._to_device(value) if torch.is_tensor(value) else value
+        return self.engine(**inputs, use_cache=False, **more)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -216,22 +240,27 @@ def build_engine(
     device: torch.device,
     mesh: Mesh,
     stages: StagePlan | None = None,
+    loss: LossPlan | None = None,
 ) -> TrainEngine:
     """Build the run's model and hand it to DeepSpeed. Collective over all processes.
 
     ZeRO-3 models are partitioned while they are built: no process ever holds the whole model.
-    `stages` says where the model is cut; found here where it is not given and needed. Trained
-    weights (``model.path``) are for the caller to read (`engine.checkpoint.read_weights`), or to
-    restore from a checkpoint; until then parameters hold what happens to be in memory.
+    `stages` says where the model is cut, `loss` how its loss is computed; found here where they are
+    not given. Trained weights (``model.path``) are for the caller to read
+    (`engine.checkpoint.read_weights`), or to restore from a checkpoint; until then parameters hold
+    what happens to be in memory.
     Raises ModelError for a model whose tensor-parallel plan cannot be carried out.
     """
+    loss = loss or require_loss(config, hf_config, plan)
     num_stages = mesh.topology.pipeline_size
     if num_stages > 1:
         # That module builds on this one.
         from bigtrain.engine.pipeline import build_pipeline_engine
 
         stages = stages or require_stages(hf_config, config.model.attention, num_stages)
-        return build_pipeline_engine(config, engine_config, plan, hf_config, device, mesh, stages)
+        return build_pipeline_engine(
+            config, engine_config, plan, hf_config, device, mesh, stages, loss
+        )
     model = build_model(
         config.model,
         hf_config,
@@ -243,6 +272,8 @@ def build_engine(
     sequence = None
     if mesh.topology.sequence_size > 1:
         sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
+    computes_loss = loss.install(model) is not None
+    compiled = speed_up(model, config, engine_config, device)
     decay_groups = parameter_groups(model, config.optimizer)
     mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
     groups.mpu = mpu  # DeepSpeed would keep that of an earlier engine
@@ -254,7 +285,15 @@ def build_engine(
     )
     undo_trial_update(engine)
     _leave_out_lone_reduction(engine, mesh)
-    return TrainEngine(engine, plan, device, mesh, sequence)
+    return TrainEngine(
+        engine,
+        plan,
+        device,
+        mesh,
+        sequence,
+        computes_loss=computes_loss,
+        is_compiled=compiled,
+    )
 
 
 def _leave_out_lone_reduction(engine: Any, mesh: Mesh) -> None:

@@ -33,10 +33,12 @@ from bigtrain.engine.build import (
 )
 from bigtrain.engine.deepspeed_config import EngineConfig
 from bigtrain.engine.fragments import undo_trial_update
+from bigtrain.engine.layers import speed_up
 from bigtrain.engine.mesh import Mesh
 from bigtrain.engine.payload import Packing, touch
 from bigtrain.engine.tensor import tensor_partitioning
 from bigtrain.models.huggingface import WHOLE, build_model
+from bigtrain.models.loss_choice import LossPlan
 from bigtrain.models.router_logits import auxiliary_loss
 from bigtrain.models.sharding import Shard, shard_of, tag_shard
 from bigtrain.models.stage_proof import StagePlan
@@ -51,11 +53,14 @@ class _StageModule(nn.Module):
 
     The rest of a micro-batch (positions, and token ids where layers need them) comes from `feed`:
     every stage reads the same few kilobytes from the dataset instead of passing them on.
+
+    computes_loss: whether the last stage's model does, instead of giving logits.
     """
 
-    def __init__(self, stage: Stage, device: torch.device) -> None:
+    def __init__(self, stage: Stage, device: torch.device, *, computes_loss: bool) -> None:
         super().__init__()
         self.stage = stage
+        self.computes_loss = computes_loss
         self.incoming: Packing | None = None
         self.outgoing: Packing | None = None
         self._device = device
@@ -66,8 +71,8 @@ class _StageModule(nn.Module):
         self._batches = iter(batches)
 
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
-        """On the last stage logits, and the router's auxiliary loss if there is one; else what to
-        send."""
+        """On the last stage logits or the summed loss, and the router's auxiliary loss if there is
+        one; else what to send."""
         batch = next(self._batches)
         if self.incoming is None:
             assert torch.is_tensor(received)
@@ -75,7 +80,8 @@ class _StageModule(nn.Module):
         else:
             tensors = (received,) if torch.is_tensor(received) else received
             payload, input_ids = self.incoming.unpack(tensors), batch.input_ids
-        outputs = self.run(payload, input_ids, batch.position_ids)
+        targets = batch.labels if self.computes_loss and self.stage.is_last else None
+        outputs = self.run(payload, input_ids, batch.position_ids, targets)
         sent = outputs if self.outgoing is None else self.outgoing.pack(outputs)
         if self.incoming is not None and self.incoming.num_differentiable > 1:
             others = tensors[1 : self.incoming.num_differentiable]
@@ -83,18 +89,24 @@ class _StageModule(nn.Module):
         return sent if len(sent) > 1 else sent[0]
 
     def run(
-        self, payload: Payload | None, input_ids: torch.Tensor, positions: torch.Tensor | None
+        self,
+        payload: Payload | None,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor | None,
+        targets: torch.Tensor | None = None,
     ) -> Any:
-        """A Payload, or the last stage's logits and auxiliary loss."""
+        """A Payload, or the last stage's logits (with `targets` its summed loss) and auxiliary
+        loss."""
         if self.stage.needs_tokens:
             input_ids = input_ids.to(self._device, non_blocking=True)
         if positions is not None:
             positions = positions.to(self._device, non_blocking=True)
-        outputs = self.stage(payload, input_ids, positions)
+        outputs = self.stage(payload, input_ids, positions, targets)
         if not self.stage.is_last:
             return _with_gradient(outputs) if torch.is_grad_enabled() else outputs
+        answer = outputs.logits if targets is None else outputs.loss
         auxiliary = auxiliary_loss(outputs)
-        return (outputs.logits,) if auxiliary is None else (outputs.logits, auxiliary)
+        return (answer,) if auxiliary is None else (answer, auxiliary)
 
 
 class _Module(PipelineModule):  # type: ignore[misc]
@@ -225,8 +237,9 @@ class PipelineTrainEngine(TrainEngine):
     def _loss(
         self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
     ) -> torch.Tensor:
-        logits, *auxiliary = (outputs,) if torch.is_tensor(outputs) else outputs
-        cross_entropy = summed_cross_entropy(logits, labels)
+        answer, *auxiliary = (outputs,) if torch.is_tensor(outputs) else outputs
+        computed = self._stage.computes_loss
+        cross_entropy = answer if computed else summed_cross_entropy(answer, labels)
         self._loss_sum += cross_entropy.detach()
         loss = cross_entropy * self._scale
         # DeepSpeed makes it the mean over micro-batches.
@@ -301,6 +314,7 @@ def build_pipeline_engine(
     device: torch.device,
     mesh: Mesh,
     stages: StagePlan,
+    loss: LossPlan,
 ) -> PipelineTrainEngine:
     """Build this process's stage of the run's model. Collective over all processes."""
     stage: Any = None
@@ -317,7 +331,9 @@ def build_pipeline_engine(
     build_model(
         config.model, hf_config, seed=config.seed, partitioning=partitioning, weights="left"
     )
-    module = _StageModule(stage, device)
+    computes_loss = stage.is_last and loss.install(stage.model) is not None
+    speed_up(stage.model, config, engine_config, device)
+    module = _StageModule(stage, device, computes_loss=computes_loss)
     topology = mesh.topology
     axes = {
         "data": topology.data_size,

@@ -12,10 +12,11 @@ from bigtrain.errors import Problem
 from bigtrain.legality.engine import ENGINE_RULES
 from bigtrain.legality.facts import Device, Facts, Rule
 from bigtrain.legality.parallel import MODEL_RULES, PARALLEL_RULES
+from bigtrain.legality.speed import SPEED_RULES, may_compile
 
-__all__ = ["RULES", "Device", "Facts", "Rule", "check_legality", "check_model"]
+__all__ = ["RULES", "Device", "Facts", "Rule", "check_legality", "check_model", "may_compile"]
 
-RULES: tuple[Rule, ...] = (*PARALLEL_RULES, *MODEL_RULES, *ENGINE_RULES)
+RULES: tuple[Rule, ...] = (*PARALLEL_RULES, *MODEL_RULES, *ENGINE_RULES, *SPEED_RULES)
 
 
 def check_legality(facts: Facts) -> list[Problem]:

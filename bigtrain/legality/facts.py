@@ -19,6 +19,8 @@ class Facts:
     nor is ``async_io`` (whether libaio is there). ``gradient_dtype`` is what the run asks for, None
     where it leaves the choice to the engine. ``pipeline_settings`` are the keys of its pipeline
     block that say more than the defaults. ``source`` names the DeepSpeed JSON in problems.
+    ``attention``, ``loss``, ``kernels``, ``compiles`` (its compile) and ``activation_offload`` are
+    keys of the run's model section; ``isolates``: whether documents are kept apart.
 
     Of the model, known once its configuration was read: ``attention_heads``; ``cut_heads`` and
     ``cut_key_heads``, the heads that its tensor-parallel plan divides among processes;
@@ -52,6 +54,12 @@ class Facts:
     pipeline_block: bool = False
     pipeline_settings: tuple[str, ...] = ()
     flops_profiler: bool = False
+    attention: str = "auto"
+    isolates: bool = False
+    loss: str = "auto"
+    kernels: str = "none"
+    compiles: str = "off"
+    activation_offload: bool = False
     device: Device | None = None
     async_io: bool | None = None
     attention_heads: int | None = None

@@ -8,10 +8,13 @@ architecture's own code: some take no positions (ALiBi), some have state that ru
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import Problem
+from bigtrain.models.documents import document_attention, lengths_of_documents
 from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
 
 TOLERANCE = 1e-4
@@ -27,10 +30,13 @@ def check_isolation(hf_config: PreTrainedConfig, attention: str) -> list[Problem
     samples of three documents each with those of the six documents alone. Takes a second or so.
     """
     try:
-        model = _small_model(hf_config, attention)
+        by_lengths = attention.startswith("flash")
+        # Kernels that a CPU does not have get masks and lengths from the same code.
+        model = _small_model(hf_config, attention if attention in ("sdpa", "eager") else "auto")
         if model.config._attn_implementation not in ("sdpa", "eager"):
             return [_refusal(hf_config, f"its attention is {model.config._attn_implementation}")]
-        alone, packed, mixed = _logits(model)
+        with document_attention(model) if by_lengths else nullcontext():
+            alone, packed, mixed = _logits(model, by_lengths=by_lengths)
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         return [_refusal(hf_config, f"a small copy of it could not be tried: {reason}")]
@@ -59,8 +65,13 @@ def _refusal(hf_config: PreTrainedConfig, reason: str) -> Problem:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [B, T, V] of documents alone, of samples with boundaries, and of samples without."""
+def _logits(
+    model: PreTrainedModel, *, by_lengths: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [B, T, V] of documents alone, of samples with boundaries, and of samples without.
+
+    by_lengths: boundaries are told as flash attention is, besides by positions.
+    """
     rows = len(_DOCUMENT_TOKENS)
     tokens = sum(_DOCUMENT_TOKENS[0])
     generator = torch.Generator().manual_seed(0)
@@ -79,7 +90,8 @@ def _logits(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.T
             for row, lengths in enumerate(_DOCUMENT_TOKENS)
         ]
     )
-    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    lengths = lengths_of_documents(positions) if by_lengths else {}
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False, **lengths).logits
     mixed = model(input_ids=ids, use_cache=False).logits
     return alone, packed, mixed
 

@@ -11,6 +11,8 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.engine.build import StepResult, TrainEngine
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.metrics import StepMetrics, memory_gib
+from bigtrain.run.out_of_memory import explained
+from bigtrain.run.profiling import Profiler
 from bigtrain.run.saving import Saver
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
@@ -36,6 +38,7 @@ def train(
     the signal. Collective."""
     config, plan = session.run.config, session.run.plan
     clock = _Clock()
+    profiler = Profiler(session)
     stop = StopAgreement(session.signals, session.world.size, session.hold)
     session.signals.listen()
     received: Signals | None = None
@@ -43,10 +46,13 @@ def train(
         lr = learning_rate_at(state.step, config.optimizer.lr, config.schedule, config.train.steps)
         session.seed_step(state.step)
         micro_batches = batches.step(state.samples)
-        result = engine.train_step(micro_batches, lr)
+        profiler.before(state.step + 1)
+        with explained(session, engine):
+            result = engine.train_step(micro_batches, lr)
         state = state.after_step(plan)
         clock.count_step()
         last = state.step == config.train.steps
+        profiler.after(state.step, last=last)
         # Before anything is written: it also finds that another start holds the directory.
         received = None if last else stop.agreed()
         if last or state.step % config.logging.every_steps == 0:

@@ -53,6 +53,7 @@ WEIGHT_TOLERANCE = 1e-5
 _ENGINES = ("zero0", "zero1", "zero2", "zero3", "pipeline_zero1")
 _CLIP_NORM = 0.5
 _DOCUMENT = 5
+_CHUNK_TOKENS = 7
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,9 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> RunConfig:
             config=str(directory),
             attention=section.attention,
             gradient_checkpointing=section.gradient_checkpointing,
+            # Several chunks in a micro-batch; Liger's kernel does not run on a CPU.
+            loss="chunked" if section.loss in ("chunked", "liger") else "plain",
+            loss_chunk_tokens=_CHUNK_TOKENS,
         ),
         data=config.data,
         batch=BatchSection(sequence_length=8 * world_size, global_samples=2 * world_size),

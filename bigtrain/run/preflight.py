@@ -16,8 +16,10 @@ from bigtrain.errors import ConfigError, Problem
 from bigtrain.legality import Facts, check_model
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.freezing import check_frozen
+from bigtrain.models.fused_kernels import check_kernels
 from bigtrain.models.huggingface import empty_model
 from bigtrain.models.isolation import check_isolation
+from bigtrain.models.loss_choice import LossPlan, choose_loss
 from bigtrain.models.sequence_check import check_sequence_parallel
 from bigtrain.models.stage_proof import StagePlan, plan_stages
 from bigtrain.models.tensor_degree import check_tensor_size
@@ -30,7 +32,7 @@ class Inputs:
 
     hf_config: the model's Hugging Face configuration. data_hash: `bigtrain.data.identity`.
     sources, datasets: those of the mixture, in its order. packing: what became of their documents.
-    stages: where the model is cut; None without pipeline stages.
+    stages: where the model is cut; None without pipeline stages. loss: how it is computed.
     """
 
     hf_config: Any
@@ -39,6 +41,7 @@ class Inputs:
     datasets: tuple[TokenDataset, ...]
     packing: tuple[PackingReport, ...] = ()
     stages: StagePlan | None = None
+    loss: LossPlan | None = None
 
 
 def inspect_inputs(run: ResolvedRun) -> Inputs:
@@ -60,9 +63,13 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         problems += check_datasets(config, datasets, vocabulary_size(hf_config))
         problems += _check_best(config, datasets)
     problems += check_tensor_size(hf_config, config.parallel.tensor)
+    problems += check_kernels(hf_config, config.model.kernels)
     stages = None
     if not problems:
         problems, stages = try_model(config, hf_config)
+    loss = None
+    if not problems:
+        loss, problems = choose_loss(config, hf_config, run.plan)
     if problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(
@@ -72,6 +79,7 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         datasets,
         packing_reports(config, datasets),
         stages,
+        loss,
     )
 
 

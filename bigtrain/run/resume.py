@@ -24,6 +24,11 @@ _FREE = {
     "batch.micro_samples",
     "model.attention",
     "model.gradient_checkpointing",
+    "model.loss",
+    "model.loss_chunk_tokens",
+    "model.kernels",
+    "model.compile",
+    "model.activation_offload",
     # Which tokens, in which proportions, is what the data hash says.
     "data.path",
     "data.sources",
@@ -39,7 +44,15 @@ _BEFORE: dict[str, Any] = {
     "data.long_documents": "cut",
 }
 _PACKING = {"batch.sequence_length", "data.packing", "data.long_documents"}
-_FREE_SECTIONS = {"output", "logging", "checkpoint", "evaluation", "engine", "parallel"}
+_FREE_SECTIONS = {
+    "output",
+    "logging",
+    "checkpoint",
+    "evaluation",
+    "engine",
+    "parallel",
+    "profile",
+}
 
 
 def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:

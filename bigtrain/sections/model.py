@@ -26,7 +26,9 @@ class ModelSection(Section):
         description="keys of the Hugging Face configuration to change (not the vocabulary when "
         "weights are loaded)",
     )
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
+    attention: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = Field(
         default="auto",
         description="attention implementation of transformers; auto: sdpa where the model has it, "
         "or else eager",
@@ -41,6 +43,43 @@ class ModelSection(Section):
         description="parameters that are not trained: shell patterns of their names, such as "
         "model.embed_tokens.*",
     )
+
+    loss: Literal["auto", "plain", "chunked", "liger"] = Field(
+        default="auto",
+        description="how the cross-entropy is computed, always the same; plain: of all logits of a "
+        "micro-batch; chunked: of some tokens at a time, so that full logits never exist; liger: "
+        "by its fused kernel (CUDA); auto: chunked where the logits are larger than one chunk",
+    )
+    loss_chunk_tokens: PositiveInt | None = Field(
+        default=None,
+        description="tokens whose logits exist at a time; default: as many as take 256 MiB in "
+        "float32",
+    )
+
+    kernels: Literal["none", "liger"] = Field(
+        default="none",
+        description="fused RMSNorm, RoPE and SwiGLU; liger: those of liger-kernel, for the "
+        "architectures it knows (CUDA)",
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        default="off",
+        description="torch.compile of the decoder layers, one compilation for all of them; auto: "
+        "on with CUDA where it is allowed, off on CPU",
+    )
+    activation_offload: bool = Field(
+        default=False,
+        description="keep what recomputation starts from, the inputs of checkpointed layers, in "
+        "host memory (CUDA); for long sequences",
+    )
+
+    @model_validator(mode="after")
+    def _offload_has_inputs(self) -> Self:
+        if self.activation_offload and self.gradient_checkpointing == "none":
+            raise ValueError(
+                "model.activation_offload = true moves the inputs of checkpointed layers, and "
+                "model.gradient_checkpointing = 'none' has none; set it to full"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

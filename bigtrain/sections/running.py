@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bigtrain.sections.base import NonNegativeInt, PositiveInt, Section
 
@@ -77,6 +77,25 @@ class EvaluationSection(Section):
         default=256,
         description="held-out samples per evaluation, always the same ones; of each source",
     )
+
+
+class ProfileSection(Section):
+    """Which optimizer steps are recorded by the torch profiler, to RUN/profile/."""
+
+    steps: tuple[PositiveInt, PositiveInt] | None = Field(
+        default=None, description="first and last optimizer step, counted from 1; default: none"
+    )
+    ranks: tuple[NonNegativeInt, ...] = Field(
+        default=(0,), description="processes that record, by their global rank"
+    )
+
+    @model_validator(mode="after")
+    def _steps_ascend(self) -> Self:
+        if self.steps is not None and self.steps[0] > self.steps[1]:
+            raise ValueError(
+                f"profile.steps = {list(self.steps)}: the first step comes after the last"
+            )
+        return self
 
 
 class OutputSection(Section):

@@ -25,6 +25,7 @@ PURE = {
     "bigtrain.legality.engine",
     "bigtrain.legality.facts",
     "bigtrain.legality.parallel",
+    "bigtrain.legality.speed",
     "bigtrain.schedule",
     "bigtrain.sections",
     "bigtrain.sections.base",

@@ -45,6 +45,7 @@ FIELDS = [
     "memory_gib",
 ]
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
+PROFILED = ["profile.steps=[2,3]", "profile.ranks=[1]"]
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +55,19 @@ def two_process_runs(
     """Run directories of the same run on two processes with ZeRO-3, by launcher."""
     root = tmp_path_factory.mktemp("launchers")
     for name in LAUNCHERS:
-        finished = launch([*launcher(name), *arguments(inputs, root / name)], home)
+        profiled = PROFILED if name == "torchrun" else []
+        finished = launch([*launcher(name), *arguments(inputs, root / name), *profiled], home)
         assert finished.code == 0, finished.output
     return {name: root / name for name in LAUNCHERS}
+
+
+def test_profiled_steps_leave_a_trace(two_process_runs: dict[str, Path]) -> None:
+    (path,) = (two_process_runs["torchrun"] / "profile").iterdir()
+    assert path.name == "rank_1_steps_2-3.json"
+    trace = json.loads(path.read_text())
+    names = {event.get("name", "") for event in trace["traceEvents"]}
+    assert {"aten::mm", "aten::embedding"} <= names
+    assert not (two_process_runs["deepspeed"] / "profile").exists()
 
 
 def arguments(inputs: Inputs, directory: Path) -> list[str | Path]:

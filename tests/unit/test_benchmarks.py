@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.worlds import ROOT
 
-SCRIPT = ROOT / "benchmarks" / "trainer_overhead.py"
+SCRIPT = ROOT / "benchmarks" / "cpu_step.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -66,3 +67,62 @@ def test_checkpoints_are_compared_with_deepspeed_and_the_disk() -> None:
     assert 12 < figures["bytes_per_parameter"]["bigtrain"] < 14
     assert {"async stall", "async total", "sync total", "load"} <= figures["seconds"].keys()
     assert all(seconds > 0 for seconds in figures["seconds"].values())
+
+
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / name), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # HF Trainer may have to compile DeepSpeed's FusedAdam, and layers are
+def test_the_gpu_benchmark_runs_its_whole_path(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    finished = run_script(
+        "gpu_step.py",
+        *("--smoke", "--loss", "plain", "chunked", "--checkpointing", "full"),
+        *("--compile", "off", "--peer", "torchtitan=123", "--output", str(output)),
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    first, second = json.loads(output.read_text())["points"]
+    assert list(first["contenders"]) == ["bare", "bigtrain", "hf", "torchtitan"]
+    for point in (first, second):
+        for name in ("bare", "bigtrain", "hf"):
+            assert point["contenders"][name]["tokens_per_second"] > 0, finished.stdout
+            assert point["contenders"][name]["peak_gib"] > 0
+    assert "litgpt" in finished.stdout
+    assert "picture" in finished.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_benchmark_wants_a_gpu() -> None:
+    finished = run_script("gpu_step.py")
+    assert finished.returncode == 2
+    assert "no CUDA device here; --smoke runs the same path on a CPU" in finished.stderr
+
+
+@pytest.mark.slow
+def test_start_up_is_compared_with_imports() -> None:
+    finished = run_script("startup.py", "--rounds", "1")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    figures = json.loads(finished.stdout[finished.stdout.index("{\n") :])
+    assert figures["run_over_imports"] > 0
+    assert all(seconds > 0 for seconds in figures["seconds"].values())
+
+
+@pytest.mark.slow
+def test_the_loss_in_chunks_is_compared_with_full_logits() -> None:
+    finished = run_script(
+        "loss_memory.py",
+        *("--tokens", "256", "--hidden-size", "32", "--chunk-tokens", "16", "--rounds", "1"),
+        *("--vocabulary", "65536"),
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    figures = json.loads(finished.stdout[finished.stdout.index("{\n") :])
+    assert 0 < figures["ratio"]["peak_gib"] < 1

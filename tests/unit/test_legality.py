@@ -47,6 +47,11 @@ LEGAL: list[dict[str, Any]] = [
     {"tensor_size": 2, "sequence_size": 2, "attention_heads": 4},
     {"zero_stage": 1, "pipeline_size": 4, "num_layers": 4},
     {"sequence_length": 64, "max_positions": 64},
+    {"attention": "flash_attention_2", "isolates": True, "tensor_size": 2, "device": "cuda"},
+    {"loss": "liger", "kernels": "liger", "activation_offload": True, "device": "cuda"},
+    {"zero_stage": 2, "compiles": "on", "device": "cpu"},
+    {"zero_stage": 1, "pipeline_size": 2, "compiles": "on"},
+    {**ZERO3, "compiles": "auto", "device": "cuda"},
 ]
 
 

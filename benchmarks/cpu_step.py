@@ -8,7 +8,7 @@ hf        transformers.Trainer with ds_configs/zeroN.json as it stands
 All three train the same model from the same weights on the same batches, in one process with one
 process group, and take turns of a few steps, so that whatever else the machine does falls on all
 of them alike. Every turn is compared with the bare loop's turn of the same round; the ratio
-reported is the median over the rounds. See README.md in this directory.
+reported is the median over the rounds. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +38,7 @@ from benchmarks.support.contenders import (
     Bigtrain,
     Point,
     Stopwatch,
+    describe_machine,
     resolve_point,
     run_hf_trainer,
 )
@@ -131,30 +130,10 @@ def _ratios(values: list[float], bases: list[float]) -> list[float]:
     return [value / base for value, base in zip(values, bases, strict=True)]
 
 
-def describe_machine(threads: int) -> dict[str, Any]:
-    """What the figures depend on."""
-    names = ("torch", "deepspeed", "transformers", "accelerate")
-    cpu_info = Path("/proc/cpuinfo")
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in (cpu_info.read_text().splitlines() if cpu_info.exists() else [])
-        if line.startswith("model name")
-    ]
-    return {
-        "cpu": models[0] if models else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": threads,
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in names},
-    }
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The options; without any, the figures of the README."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="50m", help="of the model")
+    parser.add_argument("--size", choices=("50m", "tiny"), default="50m", help="of the model")
     parser.add_argument("--zero", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1])
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--micro-samples", type=int, default=4)
@@ -192,7 +171,7 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
     results = []
     for point in points:
-        with tempfile.TemporaryDirectory(prefix="trainer_overhead_") as directory:
+        with tempfile.TemporaryDirectory(prefix="cpu_step_") as directory:
             command = [sys.executable, __file__, "--point", json.dumps(asdict(point)), directory]
             finished = subprocess.run(command, capture_output=True, text=True, check=False)
             if finished.returncode:

@@ -1,0 +1,256 @@
+"""One GPU: tokens/s, model FLOPs utilization and peak memory over sizes, lengths and settings.
+
+bare      a plain PyTorch loop (see `cpu_step.py`), compiled and recomputed as the point says
+bigtrain  what train.py runs
+hf        transformers.Trainer with the same ds_configs/ file
+
+Every contender of a point trains the same model on the same batches in a process of its own, since
+three of them do not fit into one device. `--peer NAME=TOKENS_PER_SECOND` puts a figure of another
+trainer (torchtitan, litgpt), measured on the same device at the first point, beside them.
+`--smoke` runs the whole path on a tiny model, on a CPU where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from benchmarks.support.contenders import (
+    BareLoop,
+    Bigtrain,
+    Point,
+    Stopwatch,
+    describe_machine,
+    resolve_point,
+    run_hf_trainer,
+)
+from bigtrain.data.loader import open_training_data
+from bigtrain.run.metrics import memory_gib
+from bigtrain.run.preflight import inspect_inputs
+from bigtrain.run.session import open_session
+from bigtrain.world import World
+
+CONTENDERS = ("bare", "bigtrain", "hf")
+PEERS = ("torchtitan", "litgpt")
+
+
+def measure(point: Point, directory: Path) -> dict[str, Any]:
+    """Run the one contender of `point` in this process."""
+    (contender,) = point.contenders
+    run = resolve_point(point, directory)
+    inputs = inspect_inputs(run)
+    with open_session(run, inputs, World(0, 1, 0)) as session:
+        pin = session.device.type == "cuda"
+        batches = open_training_data(run.config, run.plan, 0, device_pin=pin)
+        watch = Stopwatch(session.device, torch.get_num_threads())
+        steps = (
+            [batches.step(n * run.plan.global_samples) for n in range(point.total_steps + 1)]
+            if contender != "bigtrain"
+            else []
+        )
+        if contender == "hf":
+            run_hf_trainer(point, run, inputs.hf_config, steps, directory, lambda: None, watch)
+        else:
+            loop: Callable[[int], None] = (
+                BareLoop(run, inputs.hf_config, steps, session.device).run
+                if contender == "bare"
+                else Bigtrain(session, batches).run
+            )
+            for _ in range(point.rounds + 1):
+                watch.start()
+                loop(point.steps_per_round)
+                watch.stop(contender)
+        batches.close()
+        seconds = statistics.median(watch.seconds[contender][1:]) / point.steps_per_round
+        tokens_per_second = run.plan.tokens_per_step / seconds
+        return {
+            "step_seconds": seconds,
+            "tokens_per_second": tokens_per_second,
+            "model_flops_utilization": session.utilization(tokens_per_second),
+            "peak_gib": memory_gib(session.device.type),
+        }
+
+
+def measure_point(point: Point) -> dict[str, Any]:
+    """`measure` in a process of its own, or how it failed: one may not fit where another does."""
+    with tempfile.TemporaryDirectory(prefix="gpu_step_") as directory:
+        command = [sys.executable, __file__, "--point", json.dumps(asdict(point)), directory]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
+        if finished.returncode:
+            output = (finished.stdout + finished.stderr).strip().splitlines()
+            reason = next((line for line in output if "out of memory" in line.lower()), output[-1])
+            return {"failed": reason[:300]}
+        result: dict[str, Any] = json.loads((Path(directory) / "result.json").read_text())
+        return result
+
+
+def grid(args: argparse.Namespace) -> list[Point]:
+    """Sizes x lengths x compile x loss x checkpointing; `contenders` of each are still open."""
+    if args.smoke:
+        sizes, lengths = ["tiny"], [32]
+    else:
+        sizes, lengths = args.sizes, args.sequence_lengths
+    return [
+        Point(
+            size=size,
+            zero_stage=args.zero,
+            accumulation=args.accumulation,
+            micro_samples=args.micro_samples,
+            dtype="bf16",
+            rounds=1 if args.smoke else args.rounds,
+            steps_per_round=2 if args.smoke else args.steps_per_round,
+            threads=torch.get_num_threads(),
+            contenders=(),
+            sequence_length=length,
+            compile=compiled,
+            loss=loss,
+            checkpointing=checkpointing,
+        )
+        for size, length, compiled, loss, checkpointing in itertools.product(
+            sizes, lengths, args.compile, args.loss, args.checkpointing
+        )
+    ]
+
+
+def print_row(point: Point, name: str, row: dict[str, Any], base: float | None) -> None:
+    """One contender of one point; the ratio is of tokens/s to the bare loop's."""
+    place = (
+        f"{point.size:<5} {point.sequence_length:>5} {point.compile:<8} {point.loss:<8} "
+        f"{point.checkpointing:<5} {name:<11}"
+    )
+    if "failed" in row:
+        print(f"{place} {row['failed']}", flush=True)
+        return
+    mfu = row.get("model_flops_utilization")
+    ratio = row["tokens_per_second"] / base if base else None
+    print(
+        f"{place} {row['tokens_per_second']:>10.0f} {'' if mfu is None else f'{mfu:.1%}':>6} "
+        f"{row.get('peak_gib') or 0:>9.2f} {'' if ratio is None else f'{ratio:.3f}':>6}",
+        flush=True,
+    )
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> str:
+    """Bars of tokens/s by point and contender into `path`; returns what became of it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no picture: matplotlib is not installed"
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(name for result in results for name in result["contenders"]))
+    figure, axes = pyplot.subplots(figsize=(max(6, len(results)), 4))
+    for number, name in enumerate(names):
+        rates = [r["contenders"].get(name, {}).get("tokens_per_second", 0) for r in results]
+        width = 0.8 / len(names)
+        places = [index + number * width for index in range(len(results))]
+        axes.bar(places, rates, width, label=name)
+    labels = [
+        f"{r['point']['size']} {r['point']['sequence_length']}\n{r['point']['compile']} "
+        f"{r['point']['loss']} {r['point']['checkpointing']}"
+        for r in results
+    ]
+    axes.set_xticks(range(len(results)), labels, fontsize=6)
+    axes.set_ylabel("tokens/s")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    return f"picture: {path}"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options; without any, the whole grid."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=("1b", "3b"), default=["1b", "3b"])
+    parser.add_argument("--sequence-lengths", nargs="+", type=int, default=[4096, 8192])
+    parser.add_argument("--compile", nargs="+", choices=("on", "off"), default=["on", "off"])
+    parser.add_argument(
+        "--loss", nargs="+", choices=("plain", "chunked", "liger"), default=["plain", "chunked"]
+    )
+    parser.add_argument(
+        "--checkpointing", nargs="+", choices=("none", "full"), default=["none", "full"]
+    )
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=1)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--micro-samples", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
+    parser.add_argument("--steps-per-round", type=int, default=5)
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=TOKENS_PER_SECOND")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, a CPU will do")
+    parser.add_argument("--output", type=Path, help="JSON file; the picture goes beside it")
+    return parser
+
+
+def _peers(parser: argparse.ArgumentParser, given: list[str]) -> dict[str, dict[str, float]]:
+    found = {}
+    for text in given:
+        name, _, rate = text.partition("=")
+        try:
+            found[name] = {"tokens_per_second": float(rate)}
+        except ValueError:
+            parser.error(f"--peer {text}: give NAME=TOKENS_PER_SECOND, such as torchtitan=14000")
+    return found
+
+
+def main() -> None:
+    """Measure every point, print the table, write JSON and picture where asked."""
+    if sys.argv[1:2] == ["--point"]:
+        measured, directory = json.loads(sys.argv[2]), Path(sys.argv[3])
+        point = Point(**{**measured, "contenders": tuple(measured["contenders"])})
+        (directory / "result.json").write_text(json.dumps(measure(point, directory)))
+        return
+    parser = build_parser()
+    args = parser.parse_args()
+    peers = _peers(parser, args.peer)
+    if args.output is not None and not args.output.parent.is_dir():
+        parser.error(f"--output {args.output}: no directory {args.output.parent}")
+    if not torch.cuda.is_available() and not args.smoke:
+        parser.error("no CUDA device here; --smoke runs the same path on a CPU")
+    machine = describe_machine(torch.get_num_threads())
+    machine["date"] = datetime.now(UTC).isoformat(timespec="minutes")
+    for key, value in machine.items():
+        print(f"{key:<13} {value}")
+    for name in PEERS:
+        if name not in peers:
+            where = "is installed" if importlib.util.find_spec(name) else "is not installed"
+            print(f"{name:<13} {where}; not run, --peer {name}=... gives its figure")
+    print("size  tokens compile loss    recompute contender tokens/s    MFU  peak GiB  ratio")
+    results = []
+    for number, point in enumerate(grid(args)):
+        rows: dict[str, Any] = {}
+        for name in args.contenders:
+            rows[name] = measure_point(Point(**{**asdict(point), "contenders": (name,)}))
+            base = rows.get("bare", {}).get("tokens_per_second")
+            print_row(point, name, rows[name], base)
+        if number == 0:
+            for name, row in peers.items():
+                rows[name] = row
+                print_row(point, name, row, rows.get("bare", {}).get("tokens_per_second"))
+        results.append({"point": asdict(point), "contenders": rows})
+    if args.output is not None:
+        temporary = args.output.with_name(f".{args.output.name}.tmp")
+        temporary.write_text(json.dumps({"machine": machine, "points": results}, indent=2) + "\n")
+        temporary.rename(args.output)
+        print(draw(results, args.output.with_suffix(".png")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What chunks of the loss save: peak memory and seconds, at a large vocabulary.
+
+plain    logits of all tokens, then torch's cross_entropy
+chunked  `bigtrain.models.chunked_loss`, chunks as a run takes them
+
+A Llama of one narrow layer with a vocabulary of 131072, so that next to nothing but head and loss
+is measured; each contender in a process of its own, since peaks do not go down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from bigtrain.models.chunked_loss import ChunkedLoss
+from bigtrain.models.loss_choice import CHUNK_BYTES
+from bigtrain.run.metrics import GIB, memory_gib
+
+CONTENDERS = ("plain", "chunked")
+
+
+def measure(contender: str, args: argparse.Namespace) -> dict[str, float]:
+    """Peak GiB above the model's own, and median seconds of a forward and backward pass."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = LlamaConfig(
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=args.tokens,
+        tie_word_embeddings=True,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).to(device)
+    chunk_tokens = args.chunk_tokens or max(1, CHUNK_BYTES // (4 * args.vocabulary))
+    if contender == "chunked":
+        ChunkedLoss(model, chunk_tokens)
+    ids = torch.randint(0, args.vocabulary, (1, args.tokens))
+    on_device = ids.to(device)
+    before = memory_gib(device.type)
+    seconds = []
+    for _ in range(args.rounds):
+        model.zero_grad()
+        begun = time.perf_counter()
+        if contender == "chunked":
+            loss = model(input_ids=on_device, use_cache=False, targets=ids).loss
+        else:
+            logits = model(input_ids=on_device, use_cache=False).logits
+            loss = F.cross_entropy(
+                logits.flatten(0, 1).float(), on_device.flatten(), reduction="sum"
+            )
+            del logits
+        loss.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return {
+        "peak_gib": memory_gib(device.type) - before,
+        "seconds": statistics.median(seconds),
+        "chunk_tokens": chunk_tokens,
+    }
+
+
+def main() -> None:
+    """Measure both, print a table and JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vocabulary", type=int, default=131072)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--chunk-tokens", type=int, help="default: as a run takes them")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.only:
+        print(json.dumps(measure(args.only, args)))
+        return
+    found = {}
+    for contender in CONTENDERS:
+        command = [sys.executable, __file__, *sys.argv[1:], "--only", contender]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
+        if finished.returncode:
+            sys.exit(f"{finished.stdout}{finished.stderr}\n{contender} failed")
+        found[contender] = json.loads(finished.stdout.splitlines()[-1])
+    logits = 4 * args.tokens * args.vocabulary / GIB
+    print(f"{args.tokens} tokens x {args.vocabulary} words: logits in float32 {logits:.2f} GiB")
+    for name, row in found.items():
+        print(f"{name:<8} peak {row['peak_gib']:.2f} GiB, {row['seconds']:.3f} s")
+    found["ratio"] = {
+        key: found["chunked"][key] / found["plain"][key] for key in ("peak_gib", "seconds")
+    }
+    print(json.dumps({"logits_gib": logits, **found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What recomputation starts from, kept in host memory: for sequences whose activations do not fit.
+
+A checkpointed layer saves its input alone: layers x tokens x hidden size elements in all, and with
+long sequences most of what there is. torch's `save_on_cpu` copies them out in the forward pass and
+back in the backward pass, on the computing stream, to pinned memory: every step gets slower by
+the time of these copies. (DeepSpeed 0.19.8 has `CheckpointHiddenStatesOffload` with a stream of its
+own; it knows tensors by identity, and the hooks of ZeRO-3 give layers others: nothing moves.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.autograd.graph import save_on_cpu
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from bigtrain.errors import ModelError
+
+
+def offload_checkpoints(model: PreTrainedModel, device_type: str) -> int:
+    """Let the checkpointed layers of `model` save their inputs on the host; how many there are.
+
+    Gradient checkpointing must be on. Raises ModelError for a model without such layers.
+    """
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+    ]
+    if not layers:
+        raise ModelError(
+            f"model.activation_offload: a {model.config.model_type} has no checkpointed layers of "
+            "transformers' kind -> model.activation_offload=false"
+        )
+    for layer in layers:
+        layer._gradient_checkpointing_func = _saving_on_cpu(
+            layer._gradient_checkpointing_func, device_type
+        )
+    return len(layers)
+
+
+def _saving_on_cpu(checkpoint: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # What is saved inside `function` has hooks of the checkpoint's own, which come first.
+        with save_on_cpu(pin_memory=device_type != "cpu", device_type=device_type):
+            return checkpoint(function, *args, **kwargs)
+
+    return run

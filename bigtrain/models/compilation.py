@@ -1,0 +1,62 @@
+"""torch.compile of one decoder layer after the other, so that they share one compiled artifact.
+
+The layers of a model have the same code and shapes; compiled each by itself, the first compiles
+and the others find its graphs (what the PyTorch documentation calls regional compilation). A whole
+model in one graph takes minutes instead, and breaks at every hook.
+
+A layer's forward method is replaced, not the layer: parameters keep their names, and hooks on the
+layer stay outside of the graph. Recomputation is inside: transformers puts it into the layers'
+forward methods, and torch.compile knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from bigtrain.errors import ModelError
+
+
+def is_compiled(
+    wanted: Literal["auto", "on", "off"], device: Literal["cpu", "cuda"], *, allowed: bool
+) -> bool:
+    """Whether layers are compiled: ``auto`` does on CUDA, where it is `allowed`."""
+    return wanted == "on" or (wanted == "auto" and device == "cuda" and allowed)
+
+
+def compile_layers(model: PreTrainedModel) -> int:
+    """Let the decoder layers of `model` compile themselves at their first call; their number.
+
+    Raises ModelError for a model without any.
+    """
+    layers = list(_layers(model))
+    if not layers:
+        raise ModelError(
+            f"model.compile: a {model.config.model_type} has no decoder layers of transformers' "
+            "kind -> model.compile=off"
+        )
+    for layer in layers:
+        # Shapes are those of the micro-batch: the same in every step.
+        vars(layer)["forward"] = torch.compile(layer.forward, dynamic=False)
+    return len(layers)
+
+
+def _layers(model: nn.Module) -> Iterator[Any]:
+    for child in model.children():
+        if isinstance(child, GradientCheckpointingLayer):
+            yield child
+        else:
+            yield from _layers(child)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, compiled layers run as they were: for a pass whose shapes come once."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,90 @@
+"""Documents that share a sample, as flash attention is told of them: by cumulative lengths.
+
+Flash attention has no mask. Its kernels for sequences of many lengths take all tokens of a
+micro-batch in one row, and where each document begins (``cu_seqlens``): nothing of sequence
+squared exists. transformers hands the arguments of that name to the attention of every layer and
+flattens the rows itself (`_flash_attention_forward`), so that a document never crosses a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+_NAME = "bigtrain_documents"
+
+
+def lengths_of_documents(position_ids: torch.Tensor) -> dict[str, Any]:
+    """Arguments for a model with flash attention: `position_ids` int64 [B, T] on the host.
+
+    Positions count from 0 in each document, and every sample begins one. ``cu_seq_lens_*`` are
+    int32 [documents + 1] on the host, ``max_length_*`` in tokens. On the host nothing waits.
+    """
+    assert position_ids.device.type == "cpu"
+    flat = position_ids.flatten()
+    starts = flat == 0
+    starts[:: position_ids.shape[1]] = True
+    edges = torch.cat([starts.nonzero().flatten(), torch.tensor([len(flat)])]).int()
+    longest = int(edges.diff().max())
+    return {
+        "cu_seq_lens_q": edges,
+        "cu_seq_lens_k": edges,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+@contextmanager
+def document_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let `model` attend as flash attention does with cumulative lengths, on any device.
+
+    Slow, and with gradients: to try a model where flash attention cannot run. A layer that ignores
+    the lengths sees all tokens before it.
+    """
+    before = str(model.config._attn_implementation)
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
+    model.set_attn_implementation(_NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: `query` [B, H, T, D], the result [B, T, H, D]."""
+    samples, heads, tokens, width = query.shape
+    key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    edges = kwargs.get("cu_seq_lens_q")
+    if edges is None:
+        edges = torch.arange(samples + 1) * tokens
+    sizes = edges.diff().tolist()
+    scale = width**-0.5 if scaling is None else scaling
+    # [H, tokens of all samples, D], cut into documents
+    rows = [x.transpose(0, 1).flatten(1, 2).split(sizes, 1) for x in (query, key, value)]
+    found = []
+    for one, others, values in zip(*rows, strict=True):
+        scores = one @ others.transpose(1, 2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = torch.arange(one.shape[1])[:, None] - torch.arange(one.shape[1])
+        hidden = distance < 0
+        if sliding_window is not None:
+            hidden |= distance >= sliding_window
+        found.append(F.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ values)
+    return torch.cat(found, 1).unflatten(1, (samples, tokens)).permute(1, 2, 0, 3), None

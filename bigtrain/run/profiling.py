@@ -1,0 +1,78 @@
+"""A torch profiler trace of some optimizer steps, written by chosen processes.
+
+``RUN/profile/rank_R_steps_A-B.json`` is in Chrome's format: https://ui.perfetto.dev opens it. The
+ten dearest operations go to the log. Profiled steps are slower, and so are their figures.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bigtrain.run.session import Session
+
+DIRECTORY = "profile"
+NUM_DEAREST = 10
+
+
+class Profiler:
+    """Records the steps that ``profile`` names. No collective."""
+
+    def __init__(self, session: Session) -> None:
+        section = session.run.config.profile
+        mine = session.world.rank in section.ranks
+        self._session = session
+        self._steps = section.steps if mine else None
+        self._running: profile | None = None
+        self._begun_at = 0
+
+    def before(self, step: int) -> None:
+        """Call before optimizer step `step`, counted from 1."""
+        # Not only at the first: a run may go on in the middle.
+        if self._running is None and self._steps and self._steps[0] <= step <= self._steps[1]:
+            activities = [ProfilerActivity.CPU]
+            if self._session.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._running = profile(activities=activities, record_shapes=True)
+            self._begun_at = step
+            self._running.start()
+
+    def after(self, step: int, *, last: bool) -> None:
+        """Call after optimizer step `step`; writes the trace where it is the last one."""
+        if self._running is None or self._steps is None:
+            return
+        if step < self._steps[1] and not last:
+            return
+        running, self._running = self._running, None
+        if self._session.device.type == "cuda":
+            torch.cuda.synchronize(self._session.device)
+        running.stop()
+        directory = self._session.directory / DIRECTORY
+        directory.mkdir(parents=True, exist_ok=True)
+        rank = self._session.world.rank
+        path = directory / f"rank_{rank}_steps_{self._begun_at}-{step}.json"
+        running.export_chrome_trace(str(path))
+        self._session.say(f"profile of steps {self._begun_at} to {step}: {path}")
+        for line in dearest(running, self._session.device.type):
+            self._session.say(line)
+
+
+def dearest(recorded: profile, device_type: str) -> list[str]:
+    """The operations that took most time by themselves, as lines of a table, dearest first.
+
+    Time of the device on CUDA, of the processor else; shares are of all operations.
+    """
+    key = "self_device_time_total" if device_type == "cuda" else "self_cpu_time_total"
+    rows: list[Any] = sorted(
+        recorded.key_averages(), key=lambda row: float(getattr(row, key)), reverse=True
+    )
+    total = sum(float(getattr(row, key)) for row in rows) or 1.0
+    lines = [f"{'ms':>10} {'share':>6} {'calls':>7}  operation"]
+    for row in rows[:NUM_DEAREST]:
+        microseconds = float(getattr(row, key))
+        lines.append(
+            f"{microseconds / 1e3:>10.2f} {microseconds / total:>6.1%} {row.count:>7}  {row.key}"
+        )
+    return lines
