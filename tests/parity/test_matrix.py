@@ -40,8 +40,8 @@ NORM = 1e-4
 WEIGHT = 1e-5
 """Of every weight at the end, float32."""
 SPREADS = 3.0
-"""bfloat16: how many times as far from the mean of the plain runs as the farthest of them. These
-only divide samples otherwise; a tensor-parallel group also adds up partial sums that were rounded."""
+"""bfloat16: how many times as far from the mean of the plain runs as the farthest of them. Those
+only divide the samples otherwise; tensor-parallel processes also add up sums that were rounded."""
 FEW_STEPS = 6
 MOST_PROCESSES = 4
 POINTS_OF_A_WORLD = 32
