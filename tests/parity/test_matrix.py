@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bigtrain.config import ModelSection, ParallelSection, RunConfig
 from bigtrain.engine.resolve import resolve_run
@@ -39,7 +40,8 @@ NORM = 1e-4
 WEIGHT = 1e-5
 """Of every weight at the end, float32."""
 SPREADS = 3.0
-"""bfloat16: how many times as far from the mean of the plain runs as the farthest of them."""
+"""bfloat16: how many times as far from the mean of the plain runs as the farthest of them. Those
+only divide the samples otherwise; tensor-parallel processes also add up sums that were rounded."""
 FEW_STEPS = 6
 MOST_PROCESSES = 4
 POINTS_OF_A_WORLD = 32
@@ -143,7 +145,7 @@ def covering(points: Sequence[Point]) -> list[Point]:
 
 
 COVERING = covering(legal_points())
-OTHERS = [point for point in legal_points() if point not in set(COVERING)]
+EVERYTHING = [*legal_points(), *EIGHT]
 
 
 def groups_of(points: Sequence[Point]) -> Iterator[tuple[Point, ...]]:
@@ -253,11 +255,11 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(tmp_path_factory.mktemp("matrix"))
 
 
-def compare(matrix: Matrix, point: Point, num_steps: int) -> dict[str, float]:
-    """Assert that a trained point equals its reference; returns the worst differences."""
+def compare(matrix: Matrix, point: Point, num_steps: int) -> None:
+    """Assert that a trained point starts as its reference and equals it."""
     result = matrix.figures[point]
     assert result["accumulation"] == point.accumulation
-    initial, final = result["weights0"], result[f"weights{num_steps}"]
+    initial, final = result.pop("weights0"), result.pop(f"weights{num_steps}")
     assert_initial(matrix, point, initial)
     reference: Training | Spread
     if point.dtype == "float32":
@@ -281,22 +283,13 @@ def compare(matrix: Matrix, point: Point, num_steps: int) -> dict[str, float]:
         "norm": max(abs(a - b) / b for a, b in zip(result["norms"], reference.norms, strict=True)),
         "weight": weight,
     }
-    note(point, worst, limits)
+    print(json.dumps({"point": point.name, "worst": worst, "limits": limits}))  # pytest -rP
     for kind, limit in limits.items():
         assert worst[kind] <= limit, (kind, worst, limits)
-    return worst
-
-
-def note(point: Point, worst: dict[str, float], limits: dict[str, float]) -> None:
-    line = {"point": point.name, "worst": worst, "limits": limits}
-    with open("/tmp/matrix/figures.jsonl", "a") as out:
-        out.write(json.dumps(line) + "\n")
 
 
 def assert_initial(matrix: Matrix, point: Point, initial: dict[str, torch.Tensor]) -> None:
     """Bit for bit the weights of one process, whatever the topology; rounded once in bfloat16."""
-    from safetensors.torch import load_file
-
     expected = load_file(matrix.hf_directories[point.tied] / "model.safetensors")
     assert initial.keys() == expected.keys()
     for name, weight in expected.items():
@@ -320,7 +313,6 @@ def test_the_covering_set_covers() -> None:
     assert len(COVERING) <= 35
     for number, (name, values) in enumerate(AXES.items()):
         assert {astuple(point)[number] for point in COVERING} == set(values), name
-    assert len(COVERING) + len(OTHERS) == len(legal_points())
 
 
 def test_every_other_point_is_refused_by_name(matrix: Matrix) -> None:
@@ -371,7 +363,13 @@ DROPOUT = {  # ZeRO stage and degrees of what four processes train
 @pytest.fixture(scope="module")
 def dropout(matrix: Matrix, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What dropout layers let through on every process, in two steps."""
-    phi = llama(model_type="phi", num_key_value_heads=4, resid_pdrop=0.3, embd_pdrop=0.3)
+    phi = llama(
+        model_type="phi",
+        num_key_value_heads=4,
+        resid_pdrop=0.3,
+        embd_pdrop=0.3,
+        tie_word_embeddings=False,
+    )
     cases = {
         name: {
             "config": run_config(
@@ -410,15 +408,15 @@ def seen(masks: dict[str, list[int]]) -> set[int]:
     return {mask for calls in masks.values() for mask in calls}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("point", [*COVERING, *OTHERS, *EIGHT], ids=lambda point: point.name)
-def test_all_equal_plain_training(all_of_it: Matrix, point: Point) -> None:
-    if point not in all_of_it.figures:
-        (group,) = [group for group in groups_of([*COVERING, *OTHERS, *EIGHT]) if point in group]
-        all_of_it.train(group, STEPS)
-    compare(all_of_it, point, STEPS)
-
-
 @pytest.fixture(scope="module")
 def all_of_it(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(tmp_path_factory.mktemp("everything"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", EVERYTHING, ids=lambda point: point.name)
+def test_all_equal_plain_training(all_of_it: Matrix, point: Point) -> None:
+    if point not in all_of_it.figures:
+        (group,) = [group for group in groups_of(EVERYTHING) if point in group]
+        all_of_it.train(group, STEPS)
+    compare(all_of_it, point, STEPS)
