@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 from bigtrain.config import ModelSection
 from bigtrain.errors import ModelError
 from bigtrain.models.freezing import freeze
+from bigtrain.models.lazy_tensors import room
 from bigtrain.models.sharding import full_shape
 from bigtrain.models.weights import Weights, find_weights
 
@@ -108,7 +109,7 @@ def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
     """
 
     def read(name: str, parameter: nn.Parameter) -> None:
-        parameter.data = torch.empty(weights.tensors[name].shape, dtype=parameter.dtype)
+        parameter.data = room(tuple(weights.tensors[name].shape), parameter.dtype)
         weights.fill(name, (0,) * parameter.ndim, parameter.data)
 
     def let_go(module: nn.Module) -> None:

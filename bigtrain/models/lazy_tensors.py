@@ -10,6 +10,7 @@ alone, when it is read.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,9 @@ aten = torch.ops.aten
 
 BLOCK_BYTES = 16 << 20
 """Most that is read, compared or converted at once, where rows are not longer."""
+
+
+_OWN_BYTES = 1 << 20
 
 
 class Values(Protocol):
@@ -61,7 +65,7 @@ class LazyTensor(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """All of it."""
-        found = torch.empty(self.shape, dtype=self.dtype)
+        found = room(tuple(self.shape), self.dtype)
         self.fill((0,) * self.ndim, found)
         return found
 
@@ -122,6 +126,17 @@ def blocks(sizes: Offsets, itemsize: int) -> Iterator[tuple[Offsets, Offsets]]:
     step = BLOCK_BYTES // row
     for start in range(0, sizes[0], step):
         yield (start, *(0,) * (len(sizes) - 1)), (min(step, sizes[0] - start), *sizes[1:])
+
+
+def room(shape: Offsets, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialized tensor whose memory the system has back as soon as it is let go of.
+
+    The C library keeps blocks of up to 32 MiB for itself.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _OWN_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
 
 
 def narrowed(tensor: torch.Tensor, offsets: Offsets, sizes: Offsets) -> torch.Tensor:
