@@ -80,10 +80,18 @@ _split: Any = _Split.apply
 
 
 def sum_gradient(x: Any, group: Group) -> Any:
-    """A replicated `x` as it is; its gradient, partial in every process, is summed."""
-    if torch.is_tensor(x) and x.requires_grad and torch.is_grad_enabled():
-        return _sum_gradient(x, group)
-    return x
+    """A replicated `x` as it is; its gradient, partial in every process, is summed.
+
+    Once for all who ask for the same `x`, as queries, keys and values do: what they get is one
+    tensor, where their gradients come together before they are exchanged.
+    """
+    if not (torch.is_tensor(x) and x.requires_grad and torch.is_grad_enabled()):
+        return x
+    asked: Any = getattr(x, "_sum_gradient", None)
+    if asked is None or asked[:2] != (group, x._version):
+        asked = (group, x._version, _sum_gradient(x, group))
+        x._sum_gradient = asked  # type: ignore[attr-defined]
+    return asked[2]
 
 
 def sum_partial(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -104,7 +104,8 @@ def _outputs(
         positions = positions.clone()
         positions[:, 4:] -= 4
         positions[1, length - 3 :] = torch.arange(3)
-    whole = _run(model, {"input_ids": ids, "position_ids": positions})
+    # Without documents to keep apart as it is on its own: some do not count positions from 0.
+    whole = _run(model, {"input_ids": ids, **({"position_ids": positions} if isolate else {})})
     lonely = [
         _run(model, {"input_ids": part, "position_ids": place})
         for part, place in zip(
