@@ -85,7 +85,7 @@ class StoredRows:
     unless documents are isolated.
     """
 
-    tokens: npt.NDArray[np.integer[Any]]
+    tokens: npt.NDArray[np.unsignedinteger[Any] | np.signedinteger[Any]]
     targets: npt.NDArray[np.bool_] | None
     positions: npt.NDArray[np.unsignedinteger[Any]] | None
 
