@@ -66,6 +66,14 @@ REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
         "delays the update of most gradients, so ZeRO stages would not compute the same run",
         "take it out",
     ),
+    "zero_optimization.elastic_checkpoint": (
+        "bigtrain writes its own checkpoints, and ZeRO 3 does not support it",
+        "take it out; any number of processes goes on from any checkpoint",
+    ),
+    "zero_optimization.load_from_fp32_weights": (
+        "bigtrain writes its own checkpoints",
+        "take it out; masters are always restored as they were",
+    ),
     "optimizer.legacy_fusion": ("is for LAMB, and the run uses AdamW", "take it out"),
     "zero_optimization.legacy_stage1": ("is no longer supported by DeepSpeed", "take it out"),
 }

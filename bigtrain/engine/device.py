@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from ctypes.util import find_library
 from typing import Literal
 
 import torch
@@ -25,7 +26,8 @@ def refuse_for_device(config: RunConfig, world_size: int) -> None:
     end on like devices.
     """
     accelerate = read_accelerate(os.environ)
-    resolve_run(config, world_size, device=device_kind(), accelerate=accelerate)
+    async_io = find_library("aio") is not None
+    resolve_run(config, world_size, device=device_kind(), accelerate=accelerate, async_io=async_io)
     if (
         config.precision.dtype == "bfloat16"
         and device_kind() == "cuda"

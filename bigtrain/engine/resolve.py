@@ -7,11 +7,11 @@ other accepts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bigtrain.config import RunConfig
+from bigtrain.config import ModelSection, RunConfig
 from bigtrain.config_loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.engine.accelerate_settings import SOURCE, AccelerateSettings
 from bigtrain.engine.deepspeed_config import (
@@ -50,11 +50,14 @@ def resolve_run(
     deepspeed_config: str | None = None,
     device: Device | None = None,
     accelerate: AccelerateSettings | None = None,
+    *,
+    async_io: bool | None = None,
 ) -> ResolvedRun:
     """Resolve `config` for `world_size` processes.
 
     `deepspeed_config` (a name or path) wins over ``engine.deepspeed_config``; `device` is None
-    where it is not known, as on a login node; `accelerate` is what `accelerate launch` was told:
+    where it is not known, as on a login node, and so is `async_io`, whether libaio is there;
+    `accelerate` is what `accelerate launch` was told:
     the engine's configuration where no JSON is named. Raises one ConfigError with everything that
     is wrong: batch arithmetic, unknown keys, contradictions of the files, illegal combinations.
     """
@@ -76,7 +79,7 @@ def resolve_run(
         engine, of_engine = render(config, plan, raw, source)
         problems.extend(of_engine)
         facts = facts_of(config, raw, world_size, device, source)
-        problems.extend(check_legality(facts))
+        problems.extend(check_legality(replace(facts, async_io=async_io)))
     if problems or topology is None or plan is None or engine is None:
         raise ConfigError(problems, f"the run with {source}")
     used = config.engine.model_copy(update={"deepspeed_config": name})
@@ -150,9 +153,23 @@ def facts_of(
         use_gds=value_at(raw, "aio.use_gds") is True,
         pipeline_block="pipeline" in raw,
         pipeline_settings=_pipeline_settings(raw.get("pipeline")),
+        flops_profiler=value_at(raw, "flops_profiler.enabled") is True,
         device=device,
+        attention_heads=_of_model(config.model, "num_attention_heads"),
+        num_layers=_of_model(config.model, "num_hidden_layers"),
+        max_positions=_of_model(config.model, "max_position_embeddings"),
         source=source,
     )
+
+
+def _of_model(section: ModelSection, key: str) -> int | None:
+    """A number of the model's configuration as far as the run itself says it.
+
+    Whatever stands in files is read, and judged by the same rules, in `bigtrain.run.preflight`.
+    """
+    written = section.config if isinstance(section.config, dict) else {}
+    value = {**written, **section.overrides}.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _pipeline_settings(block: object) -> tuple[str, ...]:

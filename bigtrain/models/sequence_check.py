@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import BigtrainError, Problem
+from bigtrain.legality import Facts, check_model
 from bigtrain.models.configuration import text_config
 from bigtrain.models.sequence_parallel import SequenceParallel
 from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
@@ -39,10 +40,15 @@ def check_sequence_parallel(
     """
     text = text_config(hf_config)
     heads = getattr(text, "num_attention_heads", None)
-    if isinstance(heads, int) and heads % (size * tensor_size):
-        fitting = max(n for n in range(1, size) if n == 1 or heads % (n * tensor_size) == 0)
-        among = f" among parallel.tensor = {tensor_size}" if tensor_size > 1 else ""
-        return [_refusal(size, f"does not divide its {heads} attention heads{among}", fitting)]
+    problems = check_model(
+        Facts(
+            sequence_size=size,
+            tensor_size=tensor_size,
+            attention_heads=heads if isinstance(heads, int) else None,
+        )
+    )
+    if problems:
+        return problems
     if getattr(text, "output_router_logits", False):
         return [
             _refusal(size, "the router loss (output_router_logits) is not linear in the tokens")
@@ -71,8 +77,8 @@ def check_sequence_parallel(
     return []
 
 
-def _refusal(size: int, reason: str, fitting: int = 1) -> Problem:
-    return Problem("parallel.sequence", size, reason, f"parallel.sequence={fitting}")
+def _refusal(size: int, reason: str) -> Problem:
+    return Problem("parallel.sequence", size, reason, "parallel.sequence=1")
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ConfigError, ModelError, Problem
+from bigtrain.legality import Facts, check_model
 from bigtrain.models.huggingface import empty_model
 from bigtrain.models.small_copy import fewer_experts, set_heads, small_copy, with_heads
 from bigtrain.models.stage_balance import StageCosts, balanced_cuts
@@ -75,9 +76,9 @@ def plan_stages(
         model = small_copy(hf_config, attention, _NARROWER, _runs, all_layers=True)
         ids = _tokens(model)
         layout = find_layout(model, ids)
-        if layout.num_layers < num_stages:
-            rule = f"is more than the model's {layout.num_layers} layers"
-            return refused(rule, f"parallel.pipeline={layout.num_layers} at most")
+        facts = Facts(pipeline_size=num_stages, num_layers=layout.num_layers)
+        if problems := check_model(facts):
+            return None, problems
         cuts = balanced_cuts(stage_costs(hf_config, layout), num_stages)
         plan, reason = prove(model, layout, cuts, ids)
     except (

@@ -9,10 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from bigtrain.errors import ModelError, Problem
+from bigtrain.legality import Facts, check_model
 from bigtrain.models.configuration import text_config
 from bigtrain.models.tensor_parallel import Plan, check_shards, tensor_plan
-
-_MOST = 1024
 
 
 def check_tensor_size(hf_config: PreTrainedConfig, tensor_size: int) -> list[Problem]:
@@ -40,23 +39,10 @@ def _check_heads(config: Any, plan: Plan, size: int) -> list[Problem]:
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
     heads = config.num_attention_heads if cut & {"q_proj", "query_key_value"} else None
     key_heads = getattr(config, "num_key_value_heads", None) if "k_proj" in cut else None
-    if not isinstance(heads, int) or _falls(size, heads, key_heads):
-        return []
-    legal = [degree for degree in range(1, _MOST) if _falls(degree, heads, key_heads)]
-    near = [*[d for d in legal if d < size][-1:], *[d for d in legal if d > size][:1]]
-    have = f"num_attention_heads = {heads}" + (
-        f" and num_key_value_heads = {key_heads}" if isinstance(key_heads, int) else ""
-    )
-    return [
-        Problem(
-            "parallel.tensor",
-            size,
-            f"does not divide the model's {have} into whole heads",
-            f"nearest: {' or '.join(map(str, near))}",
+    return check_model(
+        Facts(
+            tensor_size=size,
+            cut_heads=heads if isinstance(heads, int) else None,
+            cut_key_heads=key_heads if isinstance(key_heads, int) else None,
         )
-    ]
-
-
-def _falls(size: int, heads: int, key_heads: Any) -> bool:
-    shared = not isinstance(key_heads, int) or key_heads % size == 0 or size % key_heads == 0
-    return heads % size == 0 and shared
+    )

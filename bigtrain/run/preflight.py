@@ -14,6 +14,7 @@ from bigtrain.data.manifest import read_manifest
 from bigtrain.data.packed_documents import PackingReport, packing_reports
 from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import ConfigError, DataError, Problem
+from bigtrain.legality import Facts, check_model
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.isolation import check_isolation
 from bigtrain.models.sequence_check import check_sequence_parallel
@@ -49,7 +50,7 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
     hf_config = load_hf_config(config.model)
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
-        *_check_sequence(config.batch.sequence_length, hf_config),
+        *_check_positions(config.batch.sequence_length, hf_config),
         *check_dataset(config, vocabulary_size(hf_config)),
         *_check_best(config),
     ]
@@ -116,15 +117,11 @@ def _check_best(config: RunConfig) -> Sequence[Problem]:
     ]
 
 
-def _check_sequence(sequence_length: int, hf_config: Any) -> Sequence[Problem]:
+def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:
     longest = getattr(text_config(hf_config), "max_position_embeddings", None)
-    if not isinstance(longest, int) or sequence_length <= longest:
-        return []
-    return [
-        Problem(
-            "batch.sequence_length",
-            sequence_length,
-            f"is more than the model's max_position_embeddings = {longest}",
-            f"at most {longest}, or raise model.overrides.max_position_embeddings",
+    return check_model(
+        Facts(
+            sequence_length=sequence_length,
+            max_positions=longest if isinstance(longest, int) else None,
         )
-    ]
+    )

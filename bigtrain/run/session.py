@@ -40,6 +40,7 @@ from bigtrain.run.metrics import MetricsWriter
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.state import TrainState
 from bigtrain.run.stopping import REQUEUE, StopSignals
+from bigtrain.topology import Coordinates
 from bigtrain.world import World
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "numpy")
@@ -142,11 +143,19 @@ class Session:
         tensor-parallel group, and a resumed run needs no generator states.
         """
         place = self.run.topology.coordinates(self.world.rank)
-        key = f"{self.run.config.seed}:{step}:{place.data_rank}"
-        if place.pipeline_rank or place.sequence_rank:
-            key += f":{place.pipeline_rank}:{place.sequence_rank}"
-        digest = hashlib.sha256(key.encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        torch.manual_seed(step_seed(self.run.config.seed, step, place))
+
+
+def step_seed(seed: int, step: int, place: Coordinates) -> int:
+    """The seed of optimizer step `step` on the process at `place` of a run seeded `seed`.
+
+    Equal in a tensor-parallel group, different everywhere else.
+    """
+    key = f"{seed}:{step}:{place.data_rank}"
+    if place.pipeline_rank or place.sequence_rank:
+        key += f":{place.pipeline_rank}:{place.sequence_rank}"
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -254,6 +255,36 @@ def test_all_equal_plain_training(
     case: Case, references: References, everything: dict[str, Any]
 ) -> None:
     compare(case, references.of(case), everything)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloaded_optimizer_keeps_ties(
+    offloaded: tuple[Path, dict[str, Any]], references: References, dtype: str
+) -> None:
+    """DeepSpeed's ZeRO 1 accumulates elsewhere then, and would leave tied weights to part."""
+    directory, results = offloaded
+    case = Case(2, 2, "zero1", 4, "llama", dtype=dtype)
+    found = {"results": {case.name: results[dtype]}, "directory": directory}
+    compare(case, references.of(case), found)
+
+
+@pytest.fixture(scope="module")
+def offloaded(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("offloaded")
+    engine = directory / "zero1_offload.json"
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 100_000}
+    engine.write_text(json.dumps({"zero_optimization": zero}))
+    cases = {dtype: Case(2, 2, "zero1", 4, "llama", dtype=dtype) for dtype in LOSS}
+    jobs = {
+        dtype: {
+            "config": config_of(case, dataset),
+            "deepspeed_config": str(engine),
+            "save_at": STEPS,
+            "save_to": str(directory / case.name),
+        }
+        for dtype, case in cases.items()
+    }
+    return directory, train(2, jobs, directory)
 
 
 SAVED, END = 4, 8

@@ -9,19 +9,30 @@ from __future__ import annotations
 import json
 import os
 import sys
+import zlib
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from bigtrain.config import RunConfig
+from bigtrain.config import ModelSection, RunConfig
 from bigtrain.data.loader import open_training_data
 from bigtrain.engine.build import TrainEngine, build_engine
 from bigtrain.engine.checkpoint import restore_engine, save_engine
 from bigtrain.engine.distributed import process_group
+from bigtrain.engine.fragments import (
+    MASTER,
+    ensure_optimizer_states,
+    inner_optimizer,
+    owned_fragments,
+)
 from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.stage_proof import StagePlan, require_stages
+from bigtrain.run.session import step_seed
 from bigtrain.schedule import learning_rate_at
 from bigtrain.world import World, read_world
 
@@ -31,10 +42,13 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     run = resolve_run(config, world.size, case["deepspeed_config"], device.type)
     mesh = open_mesh(run.topology, world.rank)
     hf_config = load_hf_config(config.model)
-    engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh)
+    stages = stages_of(config.model.model_dump_json(), config.parallel.pipeline)
+    engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, stages)
     place = mesh.coordinates
     batches = open_training_data(config, run.plan, place.data_rank)
     losses, norms = [], []
+    masks = DropoutMasks(engine.module) if case.get("watch_dropout") else None
+    keep_weights(engine, case, 0, world)
     first = case.get("first_step", 0)
     if first:
         scalars = json.loads(Path(case["restore_from"], "scalars.json").read_text())
@@ -42,16 +56,75 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         if "save_again_to" in case:
             save(engine, Path(case["save_again_to"]), world)
     for step in range(first, case.get("last_step", config.train.steps)):
-        torch.manual_seed(1000 * step + place.data_rank)
+        torch.manual_seed(step_seed(config.seed, step, place))
         lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
         result = engine.train_step(batches.step(step * run.plan.global_samples), lr)
         losses.append(engine.step_loss(result))
         norms.append(engine.gradient_norm())
         if step + 1 == case.get("save_at"):
             save(engine, Path(case["save_to"]), world)
+        keep_weights(engine, case, step + 1, world)
     batches.close()
     engine.close()
-    return {"losses": losses, "norms": norms, "accumulation": run.plan.accumulation}
+    found = {"losses": losses, "norms": norms, "accumulation": run.plan.accumulation}
+    return found if masks is None else found | {"masks": masks.of_all_processes()}
+
+
+@cache
+def stages_of(model: str, num_stages: int) -> StagePlan | None:
+    """Where a model is cut; found once for all cases, it takes a second."""
+    if num_stages == 1:
+        return None
+    section = ModelSection.model_validate_json(model)
+    return require_stages(load_hf_config(section), section.attention, num_stages)
+
+
+def keep_weights(engine: TrainEngine, case: dict[str, Any], step: int, world: World) -> None:
+    """Write the masters after `step` steps to the file that the case names for it, if any."""
+    file = case.get("weights", {}).get(str(step))
+    if file is None:
+        return
+    optimizer = inner_optimizer(engine.engine)
+    is_new = not optimizer.state
+    ensure_optimizer_states(engine.engine)
+    own = [
+        (fragment.name, fragment.shard.shape, offsets, view.detach().clone())
+        for fragment in owned_fragments(engine.engine, engine.module)
+        if fragment.shard.primary
+        for offsets, view in fragment.parts(MASTER)
+    ]
+    if is_new:
+        optimizer.state.clear()
+    gathered: Any = [None] * world.size if world.is_main else None
+    dist.gather_object(own, gathered)
+    if world.is_main:
+        full: dict[str, torch.Tensor] = {}
+        for name, shape, offsets, part in (item for parts in gathered for item in parts):
+            whole = full.setdefault(name, torch.full(shape, torch.nan))
+            where = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
+            assert whole[where].isnan().all(), f"{name} is held twice"
+            whole[where] = part
+        torch.save(full, file)
+
+
+class DropoutMasks:
+    """What dropout layers let through, as checksums by layer, one for each call."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.seen: dict[str, list[int]] = {}
+        for name, layer in module.named_modules():
+            if isinstance(layer, torch.nn.Dropout) and layer.p > 0:
+                layer.register_forward_hook(partial(self.note, name))
+
+    def note(self, name: str, _layer: object, _inputs: object, output: torch.Tensor) -> None:
+        mask = (output != 0).flatten().to(torch.uint8).numpy().tobytes()
+        self.seen.setdefault(name, []).append(zlib.crc32(mask))
+
+    def of_all_processes(self) -> list[dict[str, list[int]]]:
+        """By rank. Collective."""
+        found: Any = [None] * dist.get_world_size()
+        dist.all_gather_object(found, self.seen)
+        return list(found)
 
 
 def save(engine: TrainEngine, directory: Path, world: World) -> None:

@@ -464,3 +464,31 @@ def test_both_files_are_reported_when_the_yaml_fails(tmp_path: Path) -> None:
     assert f"{name}: zero_optimisation: unknown key" in text
     assert text.splitlines()[0].startswith("2 problems in ")
     assert text.splitlines()[0].endswith(f"quickstart.yaml and {name}")
+
+
+@pytest.mark.parametrize("async_io", [None, True, False])
+def test_nvme_needs_libaio(tmp_path: Path, *, async_io: bool | None) -> None:
+    offload = {"device": "nvme", "nvme_path": "/local-disk"}
+    path = write_json(
+        tmp_path / "x.json", {"zero_optimization": {"stage": 3, "offload_param": offload}}
+    )
+    if async_io is not False:
+        assert resolve_run(make_config(), 1, path, async_io=async_io).engine.offload_param == "nvme"
+        return
+    with pytest.raises(ConfigError, match=r"libaio.* -> apt-get install libaio-dev"):
+        resolve_run(make_config(), 1, path, async_io=async_io)
+
+
+def test_numbers_of_a_model_written_in_the_run_are_judged() -> None:
+    model = {"model_type": "llama", "num_attention_heads": 6, "num_hidden_layers": 2}
+    sections: dict[str, Any] = {
+        "model": {"config": model, "overrides": {"max_position_embeddings": 4}},
+        "batch": {"sequence_length": 8, "global_samples": 16},
+    }
+    for parallel, expected in (
+        ({"sequence": 4}, "does not divide its 6 attention heads -> parallel.sequence=3"),
+        ({"pipeline": 4}, "is more than the model's 2 layers -> parallel.pipeline=2 at most"),
+        ({}, "is more than the model's max_position_embeddings = 4 -> at most 4"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            resolve_run(make_config(**sections, parallel=parallel), 4, "zero1")

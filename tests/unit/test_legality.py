@@ -2,148 +2,35 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
 import pytest
 
-from bigtrain.legality import RULES, Facts, check_legality
+from bigtrain.config_loading import load_run_config
+from bigtrain.engine.deepspeed_config import render
+from bigtrain.legality import RULES, Facts, Rule, check_legality, check_model
+from tests.support.worlds import ROOT
 
 ZERO3 = {"zero_stage": 3}
-
-# One violating example for each rule of the table, and the value its problem must show.
-VIOLATIONS: dict[str, tuple[dict[str, object], str]] = {
-    "secondary partition with tensor parallelism": (
-        {**ZERO3, "tensor_size": 2, "world_size": 4, "partition_size": 2},
-        "x.json: zero_optimization.zero_hpz_partition_size = 2",
-    ),
-    "quantized gradients with tensor parallelism": (
-        {**ZERO3, "tensor_size": 2, "quantized_gradients": True},
-        "x.json: zero_optimization.zero_quantized_gradients = True",
-    ),
-    "samples that do not divide": (
-        {"sequence_size": 3, "sequence_length": 16},
-        "batch.sequence_length = 16",
-    ),
-    "ZeRO 2 and 3 with pipeline": (
-        {"pipeline_size": 2, "zero_stage": 2},
-        "x.json: zero_optimization.stage = 2",
-    ),
-    "sequence parallelism with pipeline": (
-        {"pipeline_size": 2, "sequence_size": 2},
-        "parallel.sequence = 2",
-    ),
-    "16-bit pipeline with ZeRO 0": (
-        {"pipeline_size": 2, "dtype": "bfloat16"},
-        "x.json: zero_optimization.stage = 0",
-    ),
-    "overlapped reduction with pipeline": (
-        {"pipeline_size": 2, "zero_stage": 1, "overlap_comm": True},
-        "x.json: zero_optimization.overlap_comm = True",
-    ),
-    "pipeline block with settings": (
-        {"pipeline_size": 2, "pipeline_block": True, "pipeline_settings": ("partition", "stages")},
-        "x.json: pipeline = 'partition, stages'",
-    ),
-    "pipeline block without pipeline": ({"pipeline_block": True}, "x.json: pipeline"),
-    "optimizer offload with ZeRO 0": (
-        {"offload_optimizer": "cpu"},
-        "x.json: zero_optimization.offload_optimizer.device = 'cpu'",
-    ),
-    "parameter offload below ZeRO 3": (
-        {"zero_stage": 2, "offload_param": "cpu"},
-        "x.json: zero_optimization.offload_param.device = 'cpu'",
-    ),
-    "NVMe optimizer below ZeRO 3": (
-        {"zero_stage": 1, "offload_optimizer": "nvme", "offload_optimizer_nvme_path": "/disk"},
-        "offload_optimizer.device = 'nvme'",
-    ),
-    "NVMe optimizer without a path": (
-        {**ZERO3, "offload_optimizer": "nvme"},
-        "offload_optimizer.nvme_path",
-    ),
-    "NVMe parameters without a path": (
-        {**ZERO3, "offload_param": "nvme"},
-        "offload_param.nvme_path",
-    ),
-    "partial optimizer offload": (
-        {**ZERO3, "offload_optimizer": "cpu", "offload_optimizer_ratio": 0.5},
-        "offload_optimizer.ratio = 0.5",
-    ),
-    "SuperOffload below ZeRO 3": (
-        {"zero_stage": 2, "offload_optimizer": "cpu", "super_offload": True, "torch_adam": False},
-        "offload_optimizer.super_offload = True",
-    ),
-    "SuperOffload with torch's Adam": (
-        {**ZERO3, "offload_optimizer": "cpu", "super_offload": True},
-        "offload_optimizer.super_offload = True",
-    ),
-    "SuperOffload on CPU": (
-        {
-            **ZERO3,
-            "offload_optimizer": "cpu",
-            "super_offload": True,
-            "torch_adam": False,
-            "device": "cpu",
-        },
-        "offload_optimizer.super_offload = True",
-    ),
-    "GPUDirect storage on CPU": ({"use_gds": True, "device": "cpu"}, "aio.use_gds = True"),
-    "gradients of another dtype with ZeRO 0": (
-        {"gradient_dtype": "float32"},
-        "precision.gradient_dtype = 'float32'",
-    ),
-    "gradients in a foreign 16-bit dtype": (
-        {"zero_stage": 1, "gradient_dtype": "float16"},
-        "precision.gradient_dtype = 'float16'",
-    ),
-    "fp16 on CPU": ({"dtype": "float16", "device": "cpu"}, "precision.dtype = 'float16'"),
-    "quantized weights below ZeRO 3": (
-        {"zero_stage": 2, "quantized_weights": True},
-        "zero_quantized_weights = True",
-    ),
-    "quantized gradients below ZeRO 3": (
-        {"zero_stage": 2, "quantized_gradients": True},
-        "zero_quantized_gradients = True",
-    ),
-    "quantized weights on CPU": (
-        {**ZERO3, "quantized_weights": True, "device": "cpu"},
-        "zero_quantized_weights = True",
-    ),
-    "quantized gradients on CPU": (
-        {**ZERO3, "quantized_gradients": True, "device": "cpu"},
-        "zero_quantized_gradients = True",
-    ),
-    "secondary partition below ZeRO 3": (
-        {"zero_stage": 2, "partition_size": 2, "world_size": 4},
-        "zero_hpz_partition_size = 2",
-    ),
-    "secondary partition that does not divide": (
-        {**ZERO3, "partition_size": 8, "world_size": 12},
-        "zero_hpz_partition_size = 8",
-    ),
-    "predivided gradients with reduce-scatter": (
-        {**ZERO3, "gradient_predivide_factor": 2.0},
-        "gradient_predivide_factor = 2.0",
-    ),
-    "prescaled gradients with reduce-scatter": (
-        {**ZERO3, "prescale_gradients": True},
-        "prescale_gradients = True",
-    ),
-    "no gradient norm": (
-        {"zero_stage": 1, "compute_grad_norm": False},
-        "compute_grad_norm = False",
-    ),
-}
+OF_RULES = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
 # Neighbours of the violations that must pass.
-LEGAL: list[dict[str, object]] = [
+LEGAL: list[dict[str, Any]] = [
     *({"zero_stage": stage} for stage in range(4)),
     {"pipeline_size": 4, "dtype": "float32"},
     {"zero_stage": 1, "pipeline_size": 4},
     {"zero_stage": 1, "pipeline_size": 1, "overlap_comm": True},
     {"zero_stage": 1, "pipeline_size": 2, "pipeline_block": True, "dtype": "float16"},
-    {"zero_stage": 2, "offload_optimizer": "cpu", "device": "cpu"},
+    {"zero_stage": 1, "pipeline_size": 2, "offload_optimizer": "cpu"},
+    {"zero_stage": 1, "flops_profiler": True},
+    {"zero_stage": 2, "offload_optimizer": "cpu", "device": "cpu", "async_io": False},
     {**ZERO3, "offload_optimizer": "cpu", "offload_param": "cpu", "device": "cpu"},
     {**ZERO3, "offload_optimizer": "nvme", "offload_optimizer_nvme_path": "/disk"},
-    {**ZERO3, "offload_param": "nvme", "offload_param_nvme_path": "/disk"},
+    {**ZERO3, "offload_param": "nvme", "offload_param_nvme_path": "/disk", "async_io": True},
     {"dtype": "float16"},
     {"dtype": "float16", "device": "cuda"},
     {"zero_stage": 1, "gradient_dtype": "bfloat16"},
@@ -155,31 +42,55 @@ LEGAL: list[dict[str, object]] = [
     {**ZERO3, "partition_size": 8, "world_size": 16},
     {**ZERO3, "partition_size": 8, "world_size": 2},
     {**ZERO3, "prescale_gradients": True, "reduce_scatter": False},
+    {"tensor_size": 4, "cut_heads": 8, "cut_key_heads": 2},
+    {"tensor_size": 3, "attention_heads": 8},
+    {"tensor_size": 2, "sequence_size": 2, "attention_heads": 4},
+    {"zero_stage": 1, "pipeline_size": 4, "num_layers": 4},
+    {"sequence_length": 64, "max_positions": 64},
 ]
 
 
-def test_every_rule_has_a_violation() -> None:
-    names = [rule.name for rule in RULES]
-    assert len(names) == len(set(names))
-    assert sorted(names) == sorted(VIOLATIONS)
+def test_names_are_unique() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
 
 
-@pytest.mark.parametrize("name", VIOLATIONS)
-def test_violation_is_refused_by_its_rule(name: str) -> None:
-    facts_given, shown = VIOLATIONS[name]
-    facts = Facts(**facts_given, source="x.json")  # type: ignore[arg-type]
-    rule = next(rule for rule in RULES if rule.name == name)
-    assert rule.violated(facts)
-    problem = rule.problem(facts)
-    assert problem in check_legality(facts)
-    assert shown in str(problem)
+@OF_RULES
+def test_example_is_refused_by_its_rule_alone(rule: Rule) -> None:
+    facts = replace(rule.example, source="x.json")
+    (problem,) = check_legality(facts)
+    assert problem == rule.problem(facts)
+    assert problem.key.removeprefix("x.json: ") == rule.key.removeprefix("ds:")
     assert problem.rule
     assert problem.remedy
+    # The example is told from what is legal by what it says, not by a default.
+    assert facts != Facts(source="x.json")
+    assert check_legality(Facts()) == []
+
+
+@OF_RULES
+def test_the_nearest_alternative_is_legal(rule: Rule) -> None:
+    nearest = rule.nearest(rule.example)
+    assert nearest != rule.example
+    assert check_legality(nearest) == []
+
+
+@OF_RULES
+def test_what_is_not_known_is_not_refused(rule: Rule) -> None:
+    """A rule that needs what a login node cannot know lets pass without it."""
+    optional = [name for name, value in vars(Facts()).items() if value is None]
+    known = [
+        name
+        for name in optional
+        if getattr(rule.example, name) is not None
+        and name in ("device", "async_io", "attention_heads", "cut_heads", "num_layers")
+    ]
+    for name in known:
+        assert not rule.violated(replace(rule.example, **{name: None})), name
 
 
 @pytest.mark.parametrize("facts", LEGAL, ids=str)
-def test_legal_neighbours_pass(facts: dict[str, object]) -> None:
-    assert check_legality(Facts(**facts)) == []  # type: ignore[arg-type]
+def test_legal_neighbours_pass(facts: dict[str, Any]) -> None:
+    assert check_legality(Facts(**facts)) == []
 
 
 def test_nearest_partition_divides() -> None:
@@ -190,3 +101,78 @@ def test_nearest_partition_divides() -> None:
 def test_gradient_dtype_remedy_names_the_dtype_of_the_run() -> None:
     (problem,) = check_legality(Facts(zero_stage=0, dtype="bfloat16", gradient_dtype="float32"))
     assert problem.remedy == "precision.gradient_dtype=bfloat16, or ds_configs/zero1.json"
+
+
+def test_nearest_is_legal_where_several_rules_are_violated() -> None:
+    """Taking every remedy, one after the other, ends at something legal."""
+    facts = Facts(
+        zero_stage=3,
+        world_size=8,
+        tensor_size=3,
+        pipeline_size=4,
+        sequence_size=3,
+        sequence_length=100,
+        dtype="float16",
+        device="cpu",
+        overlap_comm=True,
+        partition_size=3,
+        offload_optimizer="nvme",
+        async_io=False,
+        attention_heads=8,
+        cut_heads=8,
+        num_layers=2,
+        max_positions=64,
+    )
+    for _ in range(2 * len(RULES)):
+        broken = [rule for rule in RULES if rule.violated(facts)]
+        if not broken:
+            break
+        facts = broken[0].nearest(facts)
+    assert check_legality(facts) == []
+
+
+def test_rules_of_the_model_need_nothing_of_the_engine() -> None:
+    (problem,) = check_model(Facts(pipeline_size=5, num_layers=4, zero_stage=3))
+    assert str(problem) == (
+        "parallel.pipeline = 5: is more than the model's 4 layers -> parallel.pipeline=4 at most"
+    )
+
+
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("legality_tool", ROOT / "tools" / "legality.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_tool_writes() -> None:
+    written = (ROOT / "docs" / "legality.md").read_text(encoding="utf-8")
+    assert written == tool().page(), "run tools/legality.py --output docs/legality.md"
+
+
+def test_every_trap_is_refused_or_made_right_and_tested() -> None:
+    names = {rule.name for rule in RULES}
+    traps = tool().TRAPS
+    for trap in traps:
+        assert trap.tests, trap.text
+        assert trap.rules or trap.code or trap.refused, trap.text
+        assert set(trap.rules) <= names, trap.text
+        for place in (*trap.code, *trap.tests):
+            file, _, name = place.partition("::")
+            text = (ROOT / file).read_text(encoding="utf-8")
+            assert not name or re.search(rf"^(def|class) {name}\b", text, re.MULTILINE), place
+
+
+def test_every_key_that_a_trap_names_is_refused() -> None:
+    config = load_run_config("quickstart")
+    for key in {key for trap in tool().TRAPS for key in trap.refused}:
+        raw: dict[str, Any] = {}
+        *parents, name = key.split(".")
+        block = raw
+        for parent in parents:
+            block = block.setdefault(parent, {})
+        block[name] = True
+        _, problems = render(config, None, raw, "x.json")
+        assert any(problem.key == f"x.json: {key}" for problem in problems), key

@@ -1,0 +1,110 @@
+"""What rules look at, and what a rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from bigtrain.errors import Problem
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the rules look at.
+
+    None where it is not known: rules about it then let pass. ``device`` is not on a login node,
+    nor is ``async_io`` (whether libaio is there). ``gradient_dtype`` is what the run asks for, None
+    where it leaves the choice to the engine. ``pipeline_settings`` are the keys of its pipeline
+    block that say more than the defaults. ``source`` names the DeepSpeed JSON in problems.
+
+    Of the model, known once its configuration was read: ``attention_heads``; ``cut_heads`` and
+    ``cut_key_heads``, the heads that its tensor-parallel plan divides among processes;
+    ``num_layers`` that stages can be made of; ``max_positions``.
+    """
+
+    zero_stage: int = 0
+    world_size: int = 1
+    tensor_size: int = 1
+    pipeline_size: int = 1
+    sequence_size: int = 1
+    sequence_length: int = 1 << 12
+    dtype: str = "bfloat16"
+    gradient_dtype: str | None = None
+    offload_optimizer: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_optimizer_ratio: float = 1.0
+    offload_param: str | None = None
+    offload_param_nvme_path: str | None = None
+    super_offload: bool = False
+    torch_adam: bool = True
+    partition_size: int = 1
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
+    gradient_predivide_factor: float = 1.0
+    prescale_gradients: bool = False
+    reduce_scatter: bool = True
+    overlap_comm: bool = False
+    compute_grad_norm: bool = True
+    use_gds: bool = False
+    pipeline_block: bool = False
+    pipeline_settings: tuple[str, ...] = ()
+    flops_profiler: bool = False
+    device: Device | None = None
+    async_io: bool | None = None
+    attention_heads: int | None = None
+    cut_heads: int | None = None
+    cut_key_heads: int | None = None
+    num_layers: int | None = None
+    max_positions: int | None = None
+    source: str = "DeepSpeed JSON"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One illegal combination: when it holds, which key is blamed, why, and what to do instead.
+
+    nearest: from violating facts to the nearest ones that this rule lets pass. example: facts that
+    violate this rule and no other.
+    """
+
+    name: str
+    violated: Callable[[Facts], bool]
+    key: str  # of the run YAML, or of the DeepSpeed JSON with a leading "ds:"
+    value: Callable[[Facts], object]
+    reason: Callable[[Facts], str]
+    remedy: Callable[[Facts], str]
+    nearest: Callable[[Facts], Facts]
+    example: Facts
+
+    def problem(self, facts: Facts) -> Problem:
+        """This rule as the problem of `facts`, which violate it."""
+        key = self.key
+        if key.startswith("ds:"):
+            key = f"{facts.source}: {key.removeprefix('ds:')}"
+        return Problem(key, self.value(facts), self.reason(facts), self.remedy(facts))
+
+
+def rule(
+    name: str,
+    violated: Callable[[Facts], bool],
+    blamed: tuple[str, Callable[[Facts], object]],
+    reason: str | Callable[[Facts], str],
+    remedy: str | Callable[[Facts], str],
+    nearest: Callable[[Facts], Facts],
+    example: Facts,
+) -> Rule:
+    """A `Rule`; texts may be functions of the facts."""
+    key, value = blamed
+    return Rule(name, violated, key, value, _text(reason), _text(remedy), nearest, example)
+
+
+def _text(text: str | Callable[[Facts], str]) -> Callable[[Facts], str]:
+    return text if callable(text) else lambda _facts: text
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest number up to `at_most` that divides `number`."""
+    return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)

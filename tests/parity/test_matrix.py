@@ -1,0 +1,422 @@
+"""The whole matrix: every legal combination trains as plain transformers does in one process.
+
+Points are the product of the axes. Which of them are legal is asked of `bigtrain.legality`; the
+others must be refused there. A set of legal points that has every pair of values of two axes, where
+any legal point has it, trains in `make test`, all of them in `make test-full`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bigtrain.config import ModelSection, ParallelSection, RunConfig
+from bigtrain.engine.resolve import resolve_run
+from bigtrain.errors import ConfigError
+from bigtrain.legality import RULES, Facts, check_legality
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.huggingface import build_model
+from bigtrain.topology import derive_topology
+from tests.parity.conftest import SEED, STEPS, VOCAB_SIZE, llama, run_config, train_cases
+from tests.parity.plain import Spread, Training, orders, read_steps, root_mean_square, train
+from tests.support.datasets import write_dataset
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
+
+LOSS = 1e-5
+"""In nats, at every step, float32."""
+NORM = 1e-4
+"""Of the gradient norm before clipping, at every step, float32."""
+WEIGHT = 1e-5
+"""Of every weight at the end, float32."""
+SPREADS = 3.0
+"""bfloat16: how many times as far from the mean of the plain runs as the farthest of them. Those
+only divide the samples otherwise; tensor-parallel processes also add up sums that were rounded."""
+FEW_STEPS = 6
+MOST_PROCESSES = 4
+POINTS_OF_A_WORLD = 32
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of every axis."""
+
+    zero: int
+    tensor: int
+    pipeline: int
+    sequence: int
+    data: int
+    accumulation: int
+    recompute: str
+    dtype: str
+    tied: bool
+    documents: str
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.sequence * self.data
+
+    @property
+    def name(self) -> str:
+        return (
+            f"zero{self.zero}-tp{self.tensor}-pp{self.pipeline}-sp{self.sequence}-dp{self.data}-"
+            f"accumulation{self.accumulation}-{self.recompute}-{self.dtype}-"
+            f"{'tied' if self.tied else 'untied'}-{self.documents}"
+        )
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(
+            zero_stage=self.zero,
+            world_size=self.world_size,
+            tensor_size=self.tensor,
+            pipeline_size=self.pipeline,
+            sequence_size=self.sequence,
+            sequence_length=16,
+            dtype=self.dtype,
+            device="cpu",
+        )
+
+    @property
+    def engine(self) -> str:
+        return "pipeline_zero1" if self.pipeline > 1 and self.zero == 1 else f"zero{self.zero}"
+
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "zero": (0, 1, 2, 3),
+    "tensor": (1, 2),
+    "pipeline": (1, 2, 4),
+    "sequence": (1, 2),
+    "data": (1, 2),
+    "accumulation": (1, 4),
+    "recompute": ("none", "full"),
+    "dtype": ("float32", "bfloat16"),
+    "tied": (True, False),
+    "documents": ("masked", "packed"),
+}
+assert list(AXES) == [field.name for field in fields(Point)]
+EIGHT = [  # what does not fit in four processes, once each
+    Point(1, 2, 2, 1, 2, 4, "full", "float32", True, "packed"),
+    Point(1, 2, 2, 1, 2, 1, "none", "bfloat16", False, "masked"),
+    Point(0, 2, 4, 1, 1, 4, "none", "float32", True, "masked"),
+]
+
+
+@cache
+def product_of_axes() -> tuple[Point, ...]:
+    """Every combination, small worlds first."""
+    points = [Point(*values) for values in product(*AXES.values())]
+    return tuple(sorted(points, key=lambda point: point.world_size))
+
+
+@cache
+def legal_points() -> tuple[Point, ...]:
+    """What runs on up to `MOST_PROCESSES`."""
+    return tuple(
+        point
+        for point in product_of_axes()
+        if point.world_size <= MOST_PROCESSES and not check_legality(point.facts)
+    )
+
+
+def covering(points: Sequence[Point]) -> list[Point]:
+    """Few of `points` that have every pair of values of two axes that any of them has.
+
+    Greedily the one with the most pairs that are still missing; of equals, the first.
+    """
+    pairs = {point: set(combinations(enumerate(astuple(point)), 2)) for point in points}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(points, key=lambda point: len(pairs[point] & missing))
+        missing -= pairs[best]
+        chosen.append(best)
+    return chosen
+
+
+COVERING = covering(legal_points())
+EVERYTHING = [*legal_points(), *EIGHT]
+
+
+def groups_of(points: Sequence[Point]) -> Iterator[tuple[Point, ...]]:
+    """Points that train in one world of processes, one after the other."""
+    for size in sorted({point.world_size for point in points}):
+        same = [point for point in points if point.world_size == size]
+        for start in range(0, len(same), POINTS_OF_A_WORLD):
+            yield tuple(same[start : start + POINTS_OF_A_WORLD])
+
+
+class Matrix:
+    """Trains points where they are asked for, a whole group of them at once; and the references."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.data = {
+            "masked": write_dataset(
+                directory / "masked", vocab_size=VOCAB_SIZE, num_documents=90, masked=True
+            ),
+            "packed": write_dataset(directory / "packed", vocab_size=VOCAB_SIZE, num_documents=90),
+        }
+        self.hf_directories = {tied: self._hf_directory(tied=tied) for tied in (True, False)}
+        self.figures: dict[Point, dict[str, Any]] = {}
+
+    def _hf_directory(self, *, tied: bool) -> Path:
+        section = ModelSection(config=model_of(tied=tied))
+        directory = self.directory / ("tied" if tied else "untied")
+        build_model(section, load_hf_config(section), seed=SEED).save_pretrained(directory)
+        return directory
+
+    def config_of(self, point: Point) -> dict[str, Any]:
+        model = {"config": model_of(tied=point.tied), "gradient_checkpointing": point.recompute}
+        config: dict[str, Any] = run_config(
+            self.data[point.documents],
+            model,
+            micro_samples=8 // (point.data * point.accumulation),
+            precision={"dtype": point.dtype},
+            parallel={
+                "tensor": point.tensor,
+                "pipeline": point.pipeline,
+                "sequence": point.sequence,
+            },
+            # With the usual eps of 1e-8, AdamW makes updates of full size from the rounding errors
+            # of gradients that are nearly zero; sums in another order then part by 1e-5.
+            optimizer={"lr": 3e-3, "clip_norm": 0.5, "eps": 1e-6},
+        )
+        config["data"] = {"path": str(self.data[point.documents])}
+        if point.documents == "packed":
+            config["data"]["document_boundaries"] = "isolate"
+        return config
+
+    def train(self, points: Sequence[Point], num_steps: int) -> None:
+        """All of `points`, which need the same number of processes."""
+        (size,) = {point.world_size for point in points}
+        place = self.directory / f"world{size}-{len(self.figures)}"
+        place.mkdir()
+        cases = {
+            point.name: {
+                "config": self.config_of(point),
+                "deepspeed_config": point.engine,
+                "last_step": num_steps,
+                "weights": {
+                    str(step): str(place / f"{point.name}-{step}.pt") for step in (0, num_steps)
+                },
+            }
+            for point in points
+        }
+        results = train_cases(size, cases, place)
+        for point in points:
+            result = results[point.name]
+            for step, file in cases[point.name]["weights"].items():  # type: ignore[attr-defined]
+                result[f"weights{step}"] = torch.load(file)
+                Path(file).unlink()
+            self.figures[point] = result
+
+    @cache  # noqa: B019 (lives as long as the session)
+    def reference(self, tied: bool, documents: str, num_steps: int) -> Training:
+        config = self.config_of(replace(COVERING[0], documents=documents))
+        steps = read_steps(self.data[documents], config)
+        return train(self.hf_directories[tied], steps, config, num_steps=num_steps)
+
+    @cache  # noqa: B019
+    def spread(self, tied: bool, documents: str, sum_dtype: torch.dtype, num_steps: int) -> Spread:
+        config = self.config_of(replace(COVERING[0], documents=documents))
+        steps = read_steps(self.data[documents], config)
+        runs = [
+            train(
+                self.hf_directories[tied],
+                steps,
+                config,
+                num_steps=num_steps,
+                chunks=chunks,
+                dtype=torch.bfloat16,
+                sum_dtype=sum_dtype,
+            )
+            for chunks in orders()
+        ]
+        return Spread.of(runs, num_steps)
+
+
+def model_of(*, tied: bool) -> dict[str, Any]:
+    return llama(num_hidden_layers=4, tie_word_embeddings=tied)
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(tmp_path_factory.mktemp("matrix"))
+
+
+def compare(matrix: Matrix, point: Point, num_steps: int) -> None:
+    """Assert that a trained point starts as its reference and equals it."""
+    result = matrix.figures[point]
+    assert result["accumulation"] == point.accumulation
+    initial, final = result.pop("weights0"), result.pop(f"weights{num_steps}")
+    assert_initial(matrix, point, initial)
+    reference: Training | Spread
+    if point.dtype == "float32":
+        reference = matrix.reference(point.tied, point.documents, num_steps)
+        limits = {"loss": LOSS, "norm": NORM, "weight": WEIGHT}
+        expected = reference.weights[num_steps]
+        weight = max(float((final[n] - w).abs().max()) for n, w in expected.items())
+    else:
+        # ZeRO 0 adds up in the dtype of the parameters, the others in float32.
+        sum_dtype = torch.bfloat16 if point.zero == 0 else torch.float32
+        reference = matrix.spread(point.tied, point.documents, sum_dtype, num_steps)
+        limits = {
+            "loss": SPREADS * reference.loss,
+            "norm": SPREADS * reference.norm,
+            "weight": SPREADS * reference.weight,
+        }
+        weight = root_mean_square(final, reference.weights)
+    assert min(reference.norms) > 0.5, "clipping does not bite"
+    worst = {
+        "loss": max(abs(a - b) for a, b in zip(result["losses"], reference.losses, strict=True)),
+        "norm": max(abs(a - b) / b for a, b in zip(result["norms"], reference.norms, strict=True)),
+        "weight": weight,
+    }
+    print(json.dumps({"point": point.name, "worst": worst, "limits": limits}))  # pytest -rP
+    for kind, limit in limits.items():
+        assert worst[kind] <= limit, (kind, worst, limits)
+
+
+def assert_initial(matrix: Matrix, point: Point, initial: dict[str, torch.Tensor]) -> None:
+    """Bit for bit the weights of one process, whatever the topology; rounded once in bfloat16."""
+    expected = load_file(matrix.hf_directories[point.tied] / "model.safetensors")
+    assert initial.keys() == expected.keys()
+    for name, weight in expected.items():
+        if point.dtype == "bfloat16":
+            weight = weight.bfloat16().float()
+        assert torch.equal(initial[name], weight), name
+
+
+EXPECTED_REFUSALS = {
+    "ZeRO 2 and 3 with pipeline",
+    "sequence parallelism with pipeline",
+    "16-bit pipeline with ZeRO 0",
+}
+
+
+def test_the_covering_set_covers() -> None:
+    def pairs_of(points: Sequence[Point]) -> set[Any]:
+        return {pair for p in points for pair in combinations(enumerate(astuple(p)), 2)}
+
+    assert pairs_of(COVERING) == pairs_of(legal_points())
+    assert len(COVERING) <= 35
+    for number, (name, values) in enumerate(AXES.items()):
+        assert {astuple(point)[number] for point in COVERING} == set(values), name
+
+
+def test_every_other_point_is_refused_by_name(matrix: Matrix) -> None:
+    """No point is left out but for what the table says, or more processes than four."""
+    counts: Counter[str] = Counter()
+    legal = set(legal_points())
+    for point in product_of_axes():
+        if point in legal:
+            continue
+        names = {rule.name for rule in RULES if rule.violated(point.facts)}
+        assert names <= EXPECTED_REFUSALS
+        assert names or point.world_size > MOST_PROCESSES
+        counts.update(names or {"large"})
+    assert counts.keys() == EXPECTED_REFUSALS | {"large"}
+    # What resolves a run comes to the same end.
+    degrees = {}
+    for point in product_of_axes():
+        key = (point.zero, point.tensor, point.pipeline, point.sequence, point.dtype)
+        degrees.setdefault(key, point)
+    for point in degrees.values():
+        config = RunConfig.model_validate(matrix.config_of(point))
+        problems = {problem.rule for problem in check_legality(point.facts)}
+        try:
+            resolve_run(config, point.world_size, point.engine, "cpu")
+            found = set()
+        except ConfigError as error:
+            found = {problem.rule for problem in error.problems}
+        # Besides, the JSON of ZeRO 2 and 3 has overlap_comm, which is refused of its own.
+        assert problems <= found, point
+        assert bool(problems) == bool(found), point
+
+
+@pytest.mark.parametrize("point", COVERING, ids=lambda point: point.name)
+def test_equals_plain_training(matrix: Matrix, point: Point) -> None:
+    if point not in matrix.figures:
+        (group,) = [group for group in groups_of(COVERING) if point in group]
+        matrix.train(group, FEW_STEPS)
+    compare(matrix, point, FEW_STEPS)
+
+
+DROPOUT = {  # ZeRO stage and degrees of what four processes train
+    "data": (3, ParallelSection(tensor=2)),
+    "sequence": (2, ParallelSection(tensor=2, sequence=2)),
+    "pipeline": (1, ParallelSection(tensor=2, pipeline=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def dropout(matrix: Matrix, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What dropout layers let through on every process, in two steps."""
+    phi = llama(
+        model_type="phi",
+        num_key_value_heads=4,
+        resid_pdrop=0.3,
+        embd_pdrop=0.3,
+        tie_word_embeddings=False,
+    )
+    cases = {
+        name: {
+            "config": run_config(
+                matrix.data["masked"],
+                {"config": phi},
+                micro_samples=4,
+                parallel=parallel.model_dump(),
+            ),
+            "deepspeed_config": f"zero{zero}",
+            "last_step": 2,
+            "watch_dropout": True,
+        }
+        for name, (zero, parallel) in DROPOUT.items()
+    }
+    return train_cases(4, cases, tmp_path_factory.mktemp("dropout"))
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout_streams(dropout: dict[str, Any], name: str) -> None:
+    """Equal in a tensor-parallel group, different on every other process and in every step."""
+    topology, _ = derive_topology(DROPOUT[name][1], 4)
+    assert topology is not None
+    masks = dropout[name]["masks"]
+    assert all(masks)
+    for first, second in combinations(range(4), 2):
+        one, other = (replace(topology.coordinates(r), tensor_rank=0) for r in (first, second))
+        if one == other:
+            assert masks[first] == masks[second]
+        else:
+            assert not seen(masks[first]) & seen(masks[second])
+    for found in masks:
+        assert len(seen(found)) == sum(len(calls) for calls in found.values())
+
+
+def seen(masks: dict[str, list[int]]) -> set[int]:
+    return {mask for calls in masks.values() for mask in calls}
+
+
+@pytest.fixture(scope="module")
+def all_of_it(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(tmp_path_factory.mktemp("everything"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", EVERYTHING, ids=lambda point: point.name)
+def test_all_equal_plain_training(all_of_it: Matrix, point: Point) -> None:
+    if point not in all_of_it.figures:
+        (group,) = [group for group in groups_of(EVERYTHING) if point in group]
+        all_of_it.train(group, STEPS)
+    compare(all_of_it, point, STEPS)

@@ -1,0 +1,107 @@
+"""Write docs/legality.md: every rule of the legality table, and every known trap of DeepSpeed.
+
+python tools/legality.py --output docs/legality.md
+python tools/legality.py --check           # exit 1 where the page differs
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from legality_traps import TRAPS, Trap  # noqa: E402
+
+from bigtrain.legality import RULES, Facts, Rule  # noqa: E402
+
+__all__ = ["TRAPS", "page"]
+
+_HEAD = """\
+# What cannot run
+
+Written by `python tools/legality.py --output docs/legality.md` from `bigtrain/legality/` and
+`tools/legality_traps.py`. `bigtrain check` and every run refuse these combinations before there is
+a process group; each has a test made from its example (`tests/unit/test_legality.py`). A leading
+`ds:` is a key of the DeepSpeed JSON, any other of the run. The last column is what the rule itself
+changes of the example; an error names other ways too.
+
+| rule | key | reason | example | nearest that runs |
+|---|---|---|---|---|
+"""
+
+_FOUND = """
+## What only the model tells
+
+Found on small copies of the run's own model before there is a process group, and refused with the
+same kind of error: an architecture without a tensor-parallel plan or with a wrong one
+(`models/tensor_degree.py`, `models/plan_check.py`; [architectures.md](architectures.md)), one that
+cannot be cut into stages (`models/stage_proof.py`; [stages.md](stages.md)), one that mixes tokens
+outside attention or whose attention does not divide (`models/sequence_check.py`), one that does not
+keep documents apart (`models/isolation.py`).
+
+## Known traps of DeepSpeed 0.19.8
+
+What it does not support, hangs on or computes wrongly without a word, and what becomes of it here.
+
+| | what DeepSpeed does | what bigtrain does | where | test |
+|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The text of docs/legality.md."""
+    rules = "\n".join(_row(rule) for rule in RULES)
+    traps = "\n".join(_trap(trap) for trap in TRAPS)
+    return f"{_HEAD}{rules}\n{_FOUND}{traps}\n"
+
+
+def _row(rule: Rule) -> str:
+    example, nearest = rule.example, rule.nearest(rule.example)
+    said = [f"`{name}={value!r}`" for name, value in _differences(Facts(), example)]
+    instead = [f"`{name}={value!r}`" for name, value in _differences(example, nearest)]
+    cells = (
+        rule.name,
+        f"`{rule.key}`",
+        rule.reason(example),
+        ", ".join(said),
+        ", ".join(instead),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _differences(before: Facts, after: Facts) -> Iterator[tuple[str, object]]:
+    for field in fields(Facts):
+        value = getattr(after, field.name)
+        if getattr(before, field.name) != value:
+            yield field.name, value
+
+
+def _trap(trap: Trap) -> str:
+    where = [
+        *(f"rule: {name}" for name in trap.rules),
+        *(f"refused: `{key}`" for key in trap.refused),
+        *(f"`{place}`" for place in trap.code),
+    ]
+    tests = "<br>".join(f"`{test}`" for test in trap.tests)
+    return f"| {trap.area} | {trap.text} | {trap.note} | {'<br>'.join(where)} | {tests} |"
+
+
+def main() -> int:
+    """Print the page, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="file to write the page to")
+    arguments = parser.parse_args()
+    if arguments.output is None:
+        print(page(), end="")
+    else:
+        arguments.output.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
