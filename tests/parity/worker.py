@@ -117,7 +117,9 @@ class DropoutMasks:
             if isinstance(layer, torch.nn.Dropout) and layer.p > 0:
                 layer.register_forward_hook(partial(self.note, name))
 
-    def note(self, name: str, _layer: object, _inputs: object, output: torch.Tensor) -> None:
+    def note(self, name: str, _layer: object, inputs: Any, output: torch.Tensor) -> None:
+        if not inputs[0].any():
+            return  # of embeddings that a later pipeline stage does not have
         mask = (output != 0).flatten().to(torch.uint8).numpy().tobytes()
         self.seen.setdefault(name, []).append(zlib.crc32(mask))
 
