@@ -1,9 +1,8 @@
-"""The parity matrix: each world size trains all of its cases in one process group."""
+"""Cases train in one process group for each number of processes."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,53 +18,6 @@ VOCAB_SIZE = 97
 SEED = 7
 STEPS = 20
 WORKER = Path(__file__).with_name("worker.py")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One point of the matrix."""
-
-    world_size: int
-    deepspeed_config: str
-    accumulation: int
-    gradient_checkpointing: str | int
-    architecture: str = "llama"
-    trained_weights: bool = False
-    dtype: str = "float32"
-
-    @property
-    def name(self) -> str:
-        return (
-            f"{self.deepspeed_config}-world{self.world_size}-accumulation{self.accumulation}-"
-            f"checkpointing_{self.gradient_checkpointing}-{self.architecture}"
-            f"{'-trained' if self.trained_weights else ''}-{self.dtype}"
-        )
-
-
-def matrix() -> list[Case]:
-    """Every ZeRO stage and offload x 1, 2 processes x accumulation 1, 4 x checkpointing."""
-    configs = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-    return [
-        Case(world_size, config, accumulation, checkpointing)
-        for world_size in (1, 2)
-        for config in configs
-        for accumulation in (1, 4)
-        for checkpointing in ("none", "full")
-    ] + [
-        Case(2, "zero3", 1, 2),
-        Case(1, "zero2", 8, "none"),
-        Case(1, "zero1", 1, "none", trained_weights=True),
-        Case(2, "zero3", 1, "none", trained_weights=True),
-        *(
-            Case(2, config, 2, "full", architecture)
-            for config in ("zero1", "zero3")
-            for architecture in ("gpt2", "qwen3_moe")
-        ),
-        *(
-            Case(size, config, 2, "none", dtype="bfloat16")
-            for size, config in ((1, "zero0"), (2, "zero1"), (2, "zero2"), (2, "zero3"))
-        ),
-    ]
 
 
 def run_config(data: Path, model: dict[str, Any], *, micro_samples: int, **sections: Any) -> Any:
@@ -144,35 +96,6 @@ def hf_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model = build_model(section, load_hf_config(section), seed=SEED)
         found[name] = tmp_path_factory.mktemp("hf") / name
         model.save_pretrained(found[name])
-    return found
-
-
-@pytest.fixture(scope="session")
-def results(
-    dataset: Path, hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    """Losses and gradient norms of every case of the matrix, by name."""
-    found: dict[str, Any] = {}
-    for world_size in (1, 2):
-        cases = {}
-        for case in matrix():
-            if case.world_size != world_size:
-                continue
-            model: dict[str, Any] = {"gradient_checkpointing": case.gradient_checkpointing}
-            if case.trained_weights:
-                model["path"] = str(hf_directories[case.architecture])
-            else:
-                model["config"] = ARCHITECTURES[case.architecture]
-            cases[case.name] = {
-                "config": run_config(
-                    dataset,
-                    model,
-                    micro_samples=8 // (world_size * case.accumulation),
-                    precision={"dtype": case.dtype},
-                ),
-                "deepspeed_config": case.deepspeed_config,
-            }
-        found.update(train_cases(world_size, cases, tmp_path_factory.mktemp("parity")))
     return found
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from bigtrain.config import ModelSection
 from bigtrain.engine.checkpoint_io import read_full, read_full_masters
@@ -18,8 +16,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.huggingface import build_model
 from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, VOCAB_SIZE, llama, run_config
 from tests.parity.conftest import train_cases as train
-from tests.parity.test_zero_stages import LOSS, NORM, masked_loss, plain_training
-from tests.support.datasets import END_OF_DOCUMENT
+from tests.parity.test_zero_stages import LOSS, NORM, plain_training
 
 # Worlds of up to four processes train in the first test's set-up: minutes on two busy cores.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -27,7 +24,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 WEIGHTS = 1e-5
 MODELS: dict[str, dict[str, Any]] = {
     "llama": llama(num_hidden_layers=4),
-    "llama_untied": llama(num_hidden_layers=4, tie_word_embeddings=False),
     "gpt2": {**ARCHITECTURES["gpt2"], "n_layer": 4},
     "qwen3_moe": {**ARCHITECTURES["qwen3_moe"], "num_hidden_layers": 4},
     # Keys and values written by one layer and read by later ones, inputs of every layer from ids.
@@ -63,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the matrix."""
+    """A run in stages."""
 
     world_size: int
     stages: int
@@ -72,7 +68,6 @@ class Case:
     model: str
     checkpointing: str = "none"
     dtype: str = "float32"
-    isolate: bool = False
     clip_norm: float = 0.5
     tensor: int = 1
 
@@ -85,48 +80,32 @@ class Case:
         return (
             f"{self.model}-pp{self.stages}-tp{self.tensor}-dp{self.data}-{self.engine}-"
             f"accumulation{self.accumulation}-{self.checkpointing}-{self.dtype}"
-            f"{'-isolate' if self.isolate else ''}{'' if self.clip_norm else '-unclipped'}"
+            f"{'' if self.clip_norm else '-unclipped'}"
         )
 
 
+# Llama alone is in `test_matrix.py`.
 COVERING = [
-    Case(2, 2, "zero0", 4, "llama"),
-    Case(2, 2, "zero1", 1, "llama_untied", "full", isolate=True),
-    Case(2, 2, "pipeline_zero1", 4, "llama", dtype="bfloat16"),
     Case(2, 2, "zero0", 2, "gemma3n", "full", clip_norm=0.0),
     Case(2, 2, "zero1", 2, "olmo"),
     Case(4, 4, "zero1", 4, "gpt2"),
     Case(4, 2, "zero0", 2, "qwen3_moe", "full"),
-    Case(4, 2, "zero1", 2, "llama", tensor=2),
 ]
 ALL = [
-    Case(size, stages, engine, accumulation, model, checkpointing, isolate=isolate)
-    for size, stages in ((2, 2), (4, 2), (4, 4))
-    for engine in ("zero0", "zero1")
-    for accumulation in (1, 4)
-    for checkpointing in ("none", "full")
-    for model in ("llama", "llama_untied")
-    for isolate in (False, True)
-]
-ALL += [
     Case(4, stages, engine, 2, "gpt2", dtype=dtype)
     for stages in (2, 4)
     for engine, dtype in (("zero0", "float32"), ("zero1", "float32"), ("zero1", "bfloat16"))
 ]
 ALL += [Case(4, 4, "zero0", 2, model) for model in ("qwen3_moe", "gemma3n", "olmo")]
 ALL += [
-    Case(4, 2, engine, 2, model, dtype=dtype, tensor=2)
+    Case(4, 2, engine, 2, "qwen3_moe", dtype=dtype, tensor=2)
     for engine, dtype in (("zero0", "float32"), ("zero1", "float32"), ("zero1", "bfloat16"))
-    for model in ("llama", "llama_untied", "qwen3_moe")
 ]
-ALL += [
-    Case(8, 2, "zero1", 2, "llama", "full", isolate=True, tensor=2),
-    Case(8, 4, "zero0", 4, "qwen3_moe", tensor=2),
-]
+ALL += [Case(8, 4, "zero0", 4, "qwen3_moe", tensor=2)]
 
 
 def config_of(case: Case, data: Path) -> dict[str, Any]:
-    config = run_config(
+    config: dict[str, Any] = run_config(
         data,
         {"config": MODELS[case.model], "gradient_checkpointing": case.checkpointing},
         micro_samples=8 // (case.data * case.accumulation),
@@ -134,8 +113,6 @@ def config_of(case: Case, data: Path) -> dict[str, Any]:
         parallel={"pipeline": case.stages, "tensor": case.tensor},
         optimizer=optimizer_of(case),
     )
-    if case.isolate:
-        config["data"] = {"path": str(data), "document_boundaries": "isolate"}
     return config
 
 
@@ -153,21 +130,6 @@ def optimizer_of(case: Case) -> dict[str, Any]:
     return optimizer
 
 
-def isolated_loss(model: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Mean loss in nats of samples [S, T + 1], every document in a forward pass of its own."""
-    total, count = torch.zeros(()), 0
-    for row in rows:
-        length = len(row) - 1
-        ends = (torch.nonzero(row == END_OF_DOCUMENT).flatten() + 1).tolist()
-        bounds = [0, *(end for end in ends if end <= length), length + 1]
-        for low, high in pairwise(bounds):
-            if high - low > 1:
-                logits = model(input_ids=row[None, low : high - 1], use_cache=False).logits[0]
-                total = total + F.cross_entropy(logits, row[low + 1 : high], reduction="sum")
-                count += high - low - 1
-    return total / count
-
-
 class References:
     """The plain loop's figures, computed where they are asked for."""
 
@@ -177,15 +139,14 @@ class References:
         self.found: dict[Any, dict[str, Any]] = {}
 
     def of(self, case: Case) -> dict[str, Any]:
-        key = case.model, case.isolate, case.clip_norm
+        key = case.model, case.clip_norm
         if key not in self.found:
             source = self.directory / case.model
             if not source.exists():
                 section = ModelSection(config=MODELS[case.model])
                 build_model(section, load_hf_config(section), seed=SEED).save_pretrained(source)
             config = run_config(self.data, {}, micro_samples=8, optimizer=optimizer_of(case))
-            loss_of = isolated_loss if case.isolate else masked_loss
-            self.found[key] = plain_training(self.data, source, config, loss_of)
+            self.found[key] = plain_training(self.data, source, config)
         return self.found[key]
 
 

@@ -61,22 +61,15 @@ class Case:
         return config
 
 
+# Llama alone is in `test_matrix.py`.
 CASES = [
-    Case(2, 2, "zero0"),
-    Case(2, 2, "zero1", 4),
-    Case(2, 2, "zero2", gradient_checkpointing="full"),
-    Case(2, 2, "zero3", 4, gradient_checkpointing="full"),
     Case(2, 2, "zero3_offload"),
     Case(2, 2, "zero1", architecture="gpt2"),
     Case(2, 2, "zero3", architecture="qwen3_moe"),
     Case(2, 2, "zero1", architecture="mistral"),
-    Case(2, 2, "zero2", dtype="bfloat16"),
     Case(4, 2, "zero1", 2, architecture="one_key_head"),
-    Case(4, 2, "zero3", 2),
-    Case(4, 2, "zero1", 4, tensor=2),
     Case(4, 2, "zero3", architecture="one_key_head", tensor=2),
     Case(4, 2, "zero0", architecture="mistral", tensor=2, slow=True),
-    Case(4, 2, "zero2", 4, dtype="bfloat16", tensor=2, slow=True),
     Case(4, 4, "zero1", architecture="one_key_head", slow=True),
     Case(4, 4, "zero3", architecture="mistral", slow=True),
     Case(4, 2, "zero2_offload", 4, gradient_checkpointing="full", slow=True),
@@ -191,7 +184,7 @@ def test_isolated_documents_equal_separate_ones(
             "deepspeed_config": engine,
             "last_step": 4,
         }
-        for architecture, engine in (("llama", "zero1"), ("gpt2", "zero3"))
+        for architecture, engine in (("gpt2", "zero3"),)
     }
     results = train_cases(2, cases, tmp_path_factory.mktemp("isolated"))
     for name, result in results.items():

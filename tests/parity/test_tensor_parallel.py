@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
 WEIGHT = 1e-5
 
-# The vocabulary of 97 divides by no degree; "odd" has nothing else that does.
+# The vocabulary of 97 divides by no degree; "odd" has nothing else that does. What is divisible is
+# in `test_matrix.py`.
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": llama(),
     "odd": llama(intermediate_size=63, tie_word_embeddings=False, attention_bias=True),
     "qwen3": llama(model_type="qwen3", head_dim=8),
     "phi3": llama(model_type="phi3", pad_token_id=0),
@@ -39,7 +39,7 @@ class Case:
     engine: str
     tensor: int = 2
     data: int = 1
-    model: str = "llama"
+    model: str = "odd"
     accumulation: int = 1
     recompute: str = "none"
     dtype: str = "float32"
@@ -55,19 +55,14 @@ class Case:
 
 
 COVERING = [
-    Case("zero0"),
     Case("zero0", model="odd", accumulation=4, recompute="full"),
     Case("zero1", model="qwen3", accumulation=4),
     Case("zero1", model="qwen3_moe", recompute="full"),
     Case("zero2", model="phi3", recompute="full", trained=True),
     Case("zero2_offload", model="odd"),
-    Case("zero3", accumulation=4, recompute="full"),
     Case("zero3", model="qwen3_moe", trained=True),
     Case("zero3_offload", model="qwen3"),
-    Case("zero0", dtype="bfloat16"),
     Case("zero1", dtype="bfloat16", model="qwen3"),
-    Case("zero3", dtype="bfloat16"),
-    Case("zero1", data=2, accumulation=2),
     Case("zero3", data=2, model="qwen3_moe", recompute="full"),
     Case("zero2", tensor=4, model="odd"),  # two key-value heads for four processes
 ]
