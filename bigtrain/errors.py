@@ -22,8 +22,6 @@ from dataclasses import dataclass
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
 """Stopped by a signal, saved, and not at its end: EX_TEMPFAIL of sysexits.h, try again later."""
-EXIT_HANG = 76
-"""Ended by the watchdog: no process made progress. Started again, the run goes on."""
 EXIT_SUPERSEDED = 77
 """A later start of the run holds its directory. Must not be started again."""
 

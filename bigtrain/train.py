@@ -4,8 +4,8 @@
     torchrun --nproc_per_node 2 bigtrain/train.py --config RUN.yaml --deepspeed_config zero3
 
 Exit code 0 when the run is complete, 2 for an error the user can mend (one text, no traceback), 75
-when a signal stopped it, saved, before its end, 76 when the watchdog ended it, 77 when a later
-start of the run holds its directory (docs/failures.md).
+when a signal stopped it, saved, before its end, 77 when a later start of the run holds its
+directory (docs/checkpoints.md).
 """
 
 from __future__ import annotations

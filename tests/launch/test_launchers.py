@@ -101,6 +101,7 @@ def test_run_directory_is_whole(
         "config.json",
         "deepspeed.json",
         "environment.json",
+        "generations",
         "hf",
         "log.txt",
         "metrics.jsonl",
