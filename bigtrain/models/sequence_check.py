@@ -95,7 +95,9 @@ def _logits(
         positions = positions.clone()
         positions[:, 4:] -= 4
         positions[1, length - 3 :] = torch.arange(3)
-    whole = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    # Without documents to keep apart as it is on its own: some do not count positions from 0.
+    given = {"position_ids": positions} if isolate else {}
+    whole = model(input_ids=ids, use_cache=False, **given).logits
     lonely = torch.cat(
         [
             model(input_ids=part, position_ids=place, use_cache=False).logits
