@@ -1,7 +1,6 @@
 """Write docs/legality.md: every rule of the legality table, and every known trap of DeepSpeed.
 
 python tools/legality.py --output docs/legality.md
-python tools/legality.py --check           # exit 1 where the page differs
 """
 
 from __future__ import annotations

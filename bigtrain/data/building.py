@@ -153,8 +153,13 @@ def _is_own(workspace: Workspace) -> bool:
     output = workspace.output
     try:
         if not workspace.directory.is_dir():
-            require_free(output)
-            return True
+            try:
+                require_free(output)
+                return True
+            except DataError:
+                # Another rank may have begun the work between the two looks.
+                if not workspace.directory.is_dir():
+                    raise
         for path in output.iterdir():
             if not OWN_NAMES.fullmatch(path.name):
                 raise DataError(

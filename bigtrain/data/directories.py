@@ -50,15 +50,26 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def require_free(path: Path) -> None:
-    """Raises DataError where writing `path` would overwrite something."""
-    if path.is_dir():
-        if any(path.iterdir()):
-            raise DataError(
-                f"{path} exists and is not empty; nothing was written -> name another --output, "
-                "or remove it first"
-            )
-    elif path.exists() or path.is_symlink():
-        raise DataError(f"{path} exists and is not a directory -> name another --output")
+    """Raises DataError where writing `path` would overwrite something.
+
+    Looks once: another process may make `path` at any moment, also between two looks.
+    """
+    try:
+        is_empty = not any(path.iterdir())
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return
+    except NotADirectoryError:
+        if not path.exists():
+            return
+    else:
+        if is_empty:
+            return
+        raise DataError(
+            f"{path} exists and is not empty; nothing was written -> name another --output, "
+            "or remove it first"
+        )
+    raise DataError(f"{path} exists and is not a directory -> name another --output")
 
 
 def make_parents(directory: Path) -> list[Path]:

@@ -7,7 +7,7 @@ other accepts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,8 @@ def resolve_run(
             problems.extend(accelerate.contradictions(config, plan, raw, source))
         engine, of_engine = render(config, plan, raw, source)
         problems.extend(of_engine)
-        facts = facts_of(config, raw, world_size, device, source)
-        problems.extend(check_legality(replace(facts, async_io=async_io)))
+        facts = facts_of(config, raw, world_size, device, source, async_io)
+        problems.extend(check_legality(facts))
     if problems or topology is None or plan is None or engine is None:
         raise ConfigError(problems, f"the run with {source}")
     used = config.engine.model_copy(update={"deepspeed_config": name})
@@ -119,6 +119,7 @@ def facts_of(
     world_size: int,
     device: Device | None,
     source: str,
+    async_io: bool | None = None,
 ) -> Facts:
     """The facts `bigtrain.legality` judges; values of a wrong type count as absent."""
     zero = value_at(raw, "zero_optimization")
@@ -161,6 +162,7 @@ def facts_of(
         compiles=config.model.compile,
         activation_offload=config.model.activation_offload,
         device=device,
+        async_io=async_io,
         attention_heads=_of_model(config.model, "num_attention_heads"),
         num_layers=_of_model(config.model, "num_hidden_layers"),
         max_positions=_of_model(config.model, "max_position_embeddings"),

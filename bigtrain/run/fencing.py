@@ -92,8 +92,9 @@ class Hold:
 
     def _superseded_by(self) -> str | None:
         newest = newest_holder(self.run_directory)
-        if newest is not None and newest.generation > self.holder.generation:
-            return str(newest)
+        if newest is not None and newest.generation >= self.holder.generation:
+            return str(newest) if newest.generation > self.holder.generation else None
+        # The listing is older than this start, or its file has been renamed.
         own = _path(self.run_directory, self.holder.generation)
         if _read(own) is not None or not _superseded(own).exists():
             # With neither, somebody removed them by hand, and nobody else holds the directory.

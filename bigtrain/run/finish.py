@@ -20,8 +20,7 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
     """Leave a run that a signal stopped, after `state` was saved. Collective."""
     engine.close()
     if session.world.is_main:
-        if session.hold is not None:
-            session.hold.check()
+        session.check_hold()
         leave_marker(session.directory, received, state)
     session.say(
         f"stopped by {received.name} after step {state.step} of {session.run.config.train.steps}; "
@@ -41,8 +40,7 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
     failure: list[BigtrainError | None] = [None]
     summary = session.metrics.summary() if session.metrics is not None else []
     try:
-        if session.hold is not None:
-            session.hold.check()
+        session.check_hold()
         if session.world.is_main and session.run.config.output.export:
             output = session.directory / EXPORT
             export_run(session.directory, output, step=state.step, replace=True)

@@ -196,16 +196,12 @@ class Saver:
         if isinstance(error, SupersededError):
             return error
         try:
-            self._on_main(self._check_hold)
+            self._on_main(self._session.check_hold)
         except SupersededError as found:
             return found
         except Exception:
             return None  # a process is gone
         return None
-
-    def _check_hold(self) -> None:
-        if self._session.hold is not None:
-            self._session.hold.check()
 
     def _on_main(self, action: Callable[[], None]) -> None:
         """Let the main process do `action`; its error is raised on every process."""
@@ -222,13 +218,13 @@ class Saver:
             raise failure[0]
 
     def _prepare(self, partial: Path, num_bytes: int) -> None:
-        self._check_hold()
+        self._session.check_hold()
         _prepare(partial, num_bytes)
 
     def _finish(self, write: _Write, partial: Path, checksums: dict[str, tuple[int, str]]) -> None:
         (partial / checkpoints.STATE).write_text(json.dumps(write.document, indent=1))
         write.probe.save(partial / checkpoints.PROBE)
-        final = checkpoints.commit(partial, checksums, self._check_hold)
+        final = checkpoints.commit(partial, checksums, self._session.check_hold)
         seconds = time.perf_counter() - write.begun_at
         write.notes.append(
             f"checkpoint of step {write.step}: {final} (written in {seconds:.1f} s"
@@ -239,7 +235,7 @@ class Saver:
             )
         )
         try:
-            retain(self._session.directory, write.step, self._section, self._check_hold)
+            retain(self._session.directory, write.step, self._section, self._session.check_hold)
         except OSError as error:
             write.notes.append(f"an older checkpoint could not be removed: {error}")
 

@@ -84,6 +84,14 @@ class Session:
             raise outcome[0]
         return outcome[0]
 
+    def check_hold(self) -> None:
+        """Raises SupersededError on the main process where a later start holds the directory.
+
+        Not collective; the other processes have no hold.
+        """
+        if self.hold is not None:
+            self.hold.check()
+
     def begin_writing(self, state: TrainState) -> None:
         """Write down what the run is, and open metrics and log where it stands.
 

@@ -197,6 +197,12 @@ class Matrix:
             config["data"]["document_boundaries"] = "isolate"
         return config
 
+    def train_group_of(self, point: Point, points: Sequence[Point], num_steps: int) -> None:
+        """Train those of `points` that share a world with `point`, unless it has been done."""
+        if point not in self.figures:
+            (group,) = [group for group in groups_of(points) if point in group]
+            self.train(group, num_steps)
+
     def train(self, points: Sequence[Point], num_steps: int) -> None:
         """All of `points`, which need the same number of processes."""
         (size,) = {point.world_size for point in points}
@@ -347,9 +353,7 @@ def test_every_other_point_is_refused_by_name(matrix: Matrix) -> None:
 
 @pytest.mark.parametrize("point", COVERING, ids=lambda point: point.name)
 def test_equals_plain_training(matrix: Matrix, point: Point) -> None:
-    if point not in matrix.figures:
-        (group,) = [group for group in groups_of(COVERING) if point in group]
-        matrix.train(group, FEW_STEPS)
+    matrix.train_group_of(point, COVERING, FEW_STEPS)
     compare(matrix, point, FEW_STEPS)
 
 
@@ -416,7 +420,5 @@ def all_of_it(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 @pytest.mark.slow
 @pytest.mark.parametrize("point", EVERYTHING, ids=lambda point: point.name)
 def test_all_equal_plain_training(all_of_it: Matrix, point: Point) -> None:
-    if point not in all_of_it.figures:
-        (group,) = [group for group in groups_of(EVERYTHING) if point in group]
-        all_of_it.train(group, STEPS)
+    all_of_it.train_group_of(point, EVERYTHING, STEPS)
     compare(all_of_it, point, STEPS)
