@@ -123,14 +123,20 @@ def is_held_out(content: bytes, fraction: float) -> bool:
 
 
 def build_unit(
-    unit: Unit, job: Job, workspace: Workspace, counts: Counts, report: Callable[[], None]
+    unit: Unit,
+    job: Job,
+    workspace: Workspace,
+    counts: Counts,
+    report: Callable[[], None],
+    sampler: CheckSampler,
 ) -> UnitRecord:
     """Write the shards and the record of `unit` into `workspace`.
 
-    `counts` is kept up to date and `report` called after each batch. Raises DataError for input
+    `counts` is kept up to date and `report` called after each batch. `sampler` chooses what is
+    compared with the reference, and goes on from unit to unit. Raises DataError for input
     that cannot be used and EncoderError for an encoder that is wrong; then no file is left.
     """
-    reader = _UnitReader(unit, job, counts, workspace)
+    reader = _UnitReader(unit, job, counts, workspace, sampler)
     with ExitStack() as cleanup:
         writers = {
             split: cleanup.enter_context(
@@ -181,8 +187,16 @@ def _commit(
 class _UnitReader:
     """Reads the parts of a unit, one after another, and lists its bad documents."""
 
-    def __init__(self, unit: Unit, job: Job, counts: Counts, workspace: Workspace) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        job: Job,
+        counts: Counts,
+        workspace: Workspace,
+        sampler: CheckSampler,
+    ) -> None:
         self.unit = unit
+        self.sampler = sampler
         self.job = job
         self.counts = counts
         self.done: list[PartDone] = []
@@ -206,7 +220,7 @@ class _UnitReader:
     def batches(self) -> Iterator[tuple[list[bytes], Checks]]:
         """The documents, and which of them are compared with the reference."""
         # Of the reference itself nothing needs a comparison.
-        sampler = None if self.job.encoder is self.job.reference else CheckSampler()
+        sampler = None if self.job.encoder is self.job.reference else self.sampler
         for contents in batched(self._blocks()):
             yield contents, sampler.choose(contents) if sampler else Checks()
 
@@ -224,7 +238,14 @@ class _UnitReader:
                 yield documents
             before += part.num_bytes
             counts.num_bytes, counts.part_done = before, part.num_bytes
-            self.done.append(PartDone(xxh3=reader.checksum(), num_lines=reader.num_lines))
+            self.done.append(
+                PartDone(
+                    xxh3=reader.checksum(),
+                    layout_xxh3=reader.layout(),
+                    num_lines=reader.num_lines,
+                    times=part.source.record.times,
+                )
+            )
 
     def _keep(self, bad: BadDocument) -> None:
         """Lines count from the beginning of the part: `assembly` knows the lines before it."""

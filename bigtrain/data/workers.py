@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
-from bigtrain.data.encoders import EncoderError
+from bigtrain.data.contents import confirm_unit
+from bigtrain.data.encoders import CheckSampler, EncoderError
 from bigtrain.data.planning import Unit
 from bigtrain.data.shares import Share
 from bigtrain.data.unit_building import Counts, Job, build_unit
@@ -117,6 +118,8 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
     """Raises DataError or EncoderError of the first unit that cannot be built."""
     workspace, counts = work.workspace, Counts()
     claims = workspace.claims
+    # One for all units of this process: the share that is compared falls as the input grows.
+    sampler = CheckSampler()
     told = 0
 
     def tell() -> None:
@@ -133,13 +136,17 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
             if mine and not _is_done(unit, work):
                 if work.job.encoder.engine() in workspace.rejected():
                     return  # by another process; the next round takes another encoder
-                build_unit(unit, work.job, workspace, counts, tell)
+                if confirm_unit(unit, workspace, work.job.reading):
+                    counts.num_bytes += unit.num_bytes
+                    report(counts)
+                    continue
+                build_unit(unit, work.job, workspace, counts, tell, sampler)
                 report(counts)
 
 
 def _is_done(unit: Unit, work: Round) -> bool:
-    """Units of this round had no valid record when it began: any record is a new one."""
-    return work.workspace.is_recorded(unit.key)
+    """Units of this round had no valid record when it began, but some of touched inputs."""
+    return work.workspace.is_done(unit)
 
 
 def _run_worker(work: Round, num_threads: int, connection: Connection) -> None:
