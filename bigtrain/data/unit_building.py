@@ -123,20 +123,14 @@ def is_held_out(content: bytes, fraction: float) -> bool:
 
 
 def build_unit(
-    unit: Unit,
-    job: Job,
-    workspace: Workspace,
-    counts: Counts,
-    report: Callable[[], None],
-    sampler: CheckSampler,
+    unit: Unit, job: Job, workspace: Workspace, counts: Counts, report: Callable[[], None]
 ) -> UnitRecord:
     """Write the shards and the record of `unit` into `workspace`.
 
-    `counts` is kept up to date and `report` called after each batch. `sampler` chooses what is
-    compared with the reference, and goes on from unit to unit. Raises DataError for input
+    `counts` is kept up to date and `report` called after each batch. Raises DataError for input
     that cannot be used and EncoderError for an encoder that is wrong; then no file is left.
     """
-    reader = _UnitReader(unit, job, counts, workspace, sampler)
+    reader = _UnitReader(unit, job, counts, workspace)
     with ExitStack() as cleanup:
         writers = {
             split: cleanup.enter_context(
@@ -187,16 +181,8 @@ def _commit(
 class _UnitReader:
     """Reads the parts of a unit, one after another, and lists its bad documents."""
 
-    def __init__(
-        self,
-        unit: Unit,
-        job: Job,
-        counts: Counts,
-        workspace: Workspace,
-        sampler: CheckSampler,
-    ) -> None:
+    def __init__(self, unit: Unit, job: Job, counts: Counts, workspace: Workspace) -> None:
         self.unit = unit
-        self.sampler = sampler
         self.job = job
         self.counts = counts
         self.done: list[PartDone] = []
@@ -220,7 +206,7 @@ class _UnitReader:
     def batches(self) -> Iterator[tuple[list[bytes], Checks]]:
         """The documents, and which of them are compared with the reference."""
         # Of the reference itself nothing needs a comparison.
-        sampler = None if self.job.encoder is self.job.reference else self.sampler
+        sampler = None if self.job.encoder is self.job.reference else CheckSampler()
         for contents in batched(self._blocks()):
             yield contents, sampler.choose(contents) if sampler else Checks()
 

@@ -20,7 +20,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
 from bigtrain.data.contents import confirm_unit
-from bigtrain.data.encoders import CheckSampler, EncoderError
+from bigtrain.data.encoders import EncoderError
 from bigtrain.data.planning import Unit
 from bigtrain.data.shares import Share
 from bigtrain.data.unit_building import Counts, Job, build_unit
@@ -118,8 +118,6 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
     """Raises DataError or EncoderError of the first unit that cannot be built."""
     workspace, counts = work.workspace, Counts()
     claims = workspace.claims
-    # One for all units of this process: the share that is compared falls as the input grows.
-    sampler = CheckSampler()
     told = 0
 
     def tell() -> None:
@@ -140,7 +138,7 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
                     counts.num_bytes += unit.num_bytes
                     report(counts)
                     continue
-                build_unit(unit, work.job, workspace, counts, tell, sampler)
+                build_unit(unit, work.job, workspace, counts, tell)
                 report(counts)
 
 
