@@ -111,7 +111,7 @@ class TrainEngine:
         self, batch: MicroBatch, moved: MicroBatch, scale: torch.Tensor, loss_sum: torch.Tensor
     ) -> None:
         """Forward and backward of a micro-batch; adds its loss to `loss_sum`."""
-        cross_entropy, outputs = self._cross_entropy(batch, moved)
+        cross_entropy, outputs = self._cross_entropy(batch, moved, scale)
         loss_sum += cross_entropy.detach()
         loss = cross_entropy * scale
         auxiliary = auxiliary_loss(outputs)
@@ -186,14 +186,17 @@ class TrainEngine:
         """The labels of the tokens that this process computes, where `batch` is."""
         return self.sequence.part(batch.labels) if self.sequence else batch.labels
 
-    def _cross_entropy(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
+    def _cross_entropy(
+        self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
         """The summed loss of this process's tokens, and all else that the model returned.
 
-        `moved` is `batch` on the device.
+        `moved` is `batch` on the device; `factor` what the loss is going to be multiplied by.
         """
         if self._computes_loss:
             # Labels on the host: which tokens have none is so known without waiting.
-            outputs = self._forward(batch, moved, targets=self._labels(batch))
+            targets = self._labels(batch)
+            outputs = self._forward(batch, moved, targets=targets, factor=factor)
             return outputs.loss, outputs
         outputs = self._forward(batch, moved)
         return summed_cross_entropy(outputs.logits, self._labels(moved)), outputs

@@ -2,7 +2,8 @@
 
 Points are the product of the axes. Which of them are legal is asked of `bigtrain.legality`; the
 others must be refused there. A set of legal points that has every pair of values of two axes, where
-any legal point has it, trains in `make test`, all of them in `make test-full`.
+any legal point has it, trains in `make test`; `make test-full` trains all of them but for the loss:
+every combination of the other axes once, in turn with all logits at once and in chunks.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Point:
     dtype: str
     tied: bool
     documents: str
+    loss: str
 
     @property
     def world_size(self) -> int:
@@ -71,7 +73,7 @@ class Point:
         return (
             f"zero{self.zero}-tp{self.tensor}-pp{self.pipeline}-sp{self.sequence}-dp{self.data}-"
             f"accumulation{self.accumulation}-{self.recompute}-{self.dtype}-"
-            f"{'tied' if self.tied else 'untied'}-{self.documents}"
+            f"{'tied' if self.tied else 'untied'}-{self.documents}-{self.loss}"
         )
 
     @property
@@ -85,6 +87,7 @@ class Point:
             sequence_length=16,
             dtype=self.dtype,
             device="cpu",
+            loss=self.loss,
         )
 
     @property
@@ -103,12 +106,13 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16"),
     "tied": (True, False),
     "documents": ("masked", "packed"),
+    "loss": ("plain", "chunked"),
 }
 assert list(AXES) == [field.name for field in fields(Point)]
 EIGHT = [  # what does not fit in four processes, once each
-    Point(1, 2, 2, 1, 2, 4, "full", "float32", True, "packed"),
-    Point(1, 2, 2, 1, 2, 1, "none", "bfloat16", False, "masked"),
-    Point(0, 2, 4, 1, 1, 4, "none", "float32", True, "masked"),
+    Point(1, 2, 2, 1, 2, 4, "full", "float32", True, "packed", "chunked"),
+    Point(1, 2, 2, 1, 2, 1, "none", "bfloat16", False, "masked", "plain"),
+    Point(0, 2, 4, 1, 1, 4, "none", "float32", True, "masked", "chunked"),
 ]
 
 
@@ -144,8 +148,17 @@ def covering(points: Sequence[Point]) -> list[Point]:
     return chosen
 
 
+def losses_in_turn(points: Sequence[Point]) -> list[Point]:
+    """Of points that differ in their loss alone one, which next to it on any axis is another."""
+    return [
+        point
+        for point in points
+        if sum(AXES[name].index(value) for name, value in vars(point).items()) % 2 == 0
+    ]
+
+
 COVERING = covering(legal_points())
-EVERYTHING = [*legal_points(), *EIGHT]
+EVERYTHING = [*losses_in_turn(legal_points()), *EIGHT]
 
 
 def groups_of(points: Sequence[Point]) -> Iterator[tuple[Point, ...]]:
@@ -177,7 +190,12 @@ class Matrix:
         return directory
 
     def config_of(self, point: Point) -> dict[str, Any]:
-        model = {"config": model_of(tied=point.tied), "gradient_checkpointing": point.recompute}
+        model = {
+            "config": model_of(tied=point.tied),
+            "gradient_checkpointing": point.recompute,
+            "loss": point.loss,
+            "loss_chunk_tokens": 5,
+        }
         config: dict[str, Any] = run_config(
             self.data[point.documents],
             model,
