@@ -21,7 +21,7 @@ from bigtrain.engine.checkpoint_io import BUFFER
 from bigtrain.engine.checkpoint_streams import DIGEST_BYTES, CheckedReader
 from bigtrain.engine.fragments import MASTER
 from bigtrain.errors import DamagedCheckpointError
-from bigtrain.models.lazy_tensors import LazyTensor, Offsets, blocks, narrowed
+from bigtrain.models.lazy_tensors import LazyTensor, Offsets, blocks, narrowed, room
 
 _ZIP_HEADER_BYTES = 30
 
@@ -81,7 +81,7 @@ class _Part:
                     dim = next((d for d, n in enumerate(block) if n > 1), len(block) - 1)
                     first = sum(o * s for o, s in zip(there[: dim + 1], strides, strict=False))
                     rows = (block[dim], *self.sizes[dim + 1 :])
-                    buffer = torch.empty(rows, dtype=self.dtype)
+                    buffer = room(rows, self.dtype)
                     where = begin + first * self.dtype.itemsize
                     _read(file.fileno(), where, buffer)
                     part = narrowed(buffer, (0, *there[dim + 1 :]), block[dim:])
