@@ -29,7 +29,7 @@ from bigtrain.engine.layers import speed_up
 from bigtrain.engine.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.tensor import tensor_partitioning
 from bigtrain.models.compilation import uncompiled
-from bigtrain.models.documents import lengths_of_documents
+from bigtrain.models.documents import documents_known, lengths_of_documents
 from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
 from bigtrain.models.loss_choice import LossPlan, require_loss
 from bigtrain.models.router_logits import auxiliary_loss
@@ -202,25 +202,29 @@ class TrainEngine:
         return summed_cross_entropy(outputs.logits, self._labels(moved)), outputs
 
     def _forward(self, batch: MicroBatch, moved: MicroBatch, **more: Any) -> Any:
+        with documents_known(packed=moved.position_ids is not None):
+            return self.engine(**self._inputs(batch, moved), use_cache=False, **more)
+
+    def _inputs(self, batch: MicroBatch, moved: MicroBatch) -> dict[str, Any]:
         if self.sequence is not None:
-            inputs = self.sequence.inputs(moved.input_ids, moved.position_ids)
-            return self.engine(**inputs, use_cache=False, **more)
-        inputs = {"input_ids": moved.input_ids}
+            return dict(self.sequence.inputs(moved.input_ids, moved.position_ids))
+        inputs: dict[str, Any] = {"input_ids": moved.input_ids}
         if moved.position_ids is not None:
             # Without an attention mask and a cache, transformers keeps apart what positions that
             # start anew keep apart; `models.isolation` has shown it for this model.
             inputs["position_ids"] = moved.position_ids
         if batch.position_ids is not None and self._wants_lengths:
             for name, value in lengths_of_documents(batch.position_ids).items():
-                more[name] = self._to_device(value) if torch.is_tensor(value) else value
-        return self.engine(**inputs, use_cache=False, **more)
+                inputs[name] = self._to_device(value) if torch.is_tensor(value) else value
+        return inputs
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
 
     def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         own = sum(int((self._labels(batch) != IGNORED_LABEL).sum()) for batch in micro_batches)
-        count = torch.tensor(own, device=self.device, dtype=torch.int64)
+        # Filled on the device: copying it there would wait for all that the device has to do.
+        count = torch.full((), own, device=self.device, dtype=torch.int64)
         dist.all_reduce(count, group=self.mesh.replicas)
         return count
 

@@ -37,6 +37,7 @@ from bigtrain.engine.layers import speed_up
 from bigtrain.engine.mesh import Mesh
 from bigtrain.engine.payload import Packing, touch
 from bigtrain.engine.tensor import tensor_partitioning
+from bigtrain.models.documents import documents_known
 from bigtrain.models.huggingface import WHOLE, build_model
 from bigtrain.models.loss_choice import LossPlan
 from bigtrain.models.router_logits import auxiliary_loss
@@ -107,7 +108,8 @@ class _StageModule(nn.Module):
             input_ids = input_ids.to(self._device, non_blocking=True)
         if positions is not None:
             positions = positions.to(self._device, non_blocking=True)
-        outputs = self.stage(payload, input_ids, positions, **loss)
+        with documents_known(packed=positions is not None):
+            outputs = self.stage(payload, input_ids, positions, **loss)
         if not self.stage.is_last:
             return _with_gradient(outputs) if torch.is_grad_enabled() else outputs
         answer = outputs.loss if loss else outputs.logits

@@ -231,6 +231,7 @@ class Matrix:
                 "config": self.config_of(point),
                 "deepspeed_config": point.engine,
                 "last_step": num_steps,
+                "watch_calls": True,
                 "weights": {
                     str(step): str(place / f"{point.name}-{step}.pt") for step in (0, num_steps)
                 },
@@ -373,6 +374,24 @@ def test_every_other_point_is_refused_by_name(matrix: Matrix) -> None:
 def test_equals_plain_training(matrix: Matrix, point: Point) -> None:
     matrix.train_group_of(point, COVERING, FEW_STEPS)
     compare(matrix, point, FEW_STEPS)
+
+
+READ = "aten::_local_scalar_dense in "
+
+
+@pytest.mark.parametrize("point", COVERING, ids=lambda point: point.name)
+def test_a_step_reads_nothing_from_the_device(matrix: Matrix, point: Point) -> None:
+    """Beside what DeepSpeed does; and a logged one reads two figures, after one exchange."""
+    matrix.train_group_of(point, COVERING, FEW_STEPS)
+    step, log = (matrix.figures[point]["calls"][part] for part in ("step", "log"))
+    reads = {name: count for name, count in step.items() if name.startswith(READ)}
+    reads.pop(f"{READ}deepspeed", None)
+    # Labels, which are on the host: how many targets there are, and whether all are.
+    assert reads.pop(f"{READ}_count_targets") == point.accumulation
+    assert set(reads) <= {f"{READ}_targets"}
+    assert step["c10d::allreduce_ in _count_targets"] == 1
+    assert log.pop(f"{READ}gradient_norm", 1) == 1  # some of DeepSpeed's optimizers have read it
+    assert log == {"c10d::allreduce_ in step_loss": 1, f"{READ}step_loss": 1}
 
 
 DROPOUT = {  # ZeRO stage and degrees of what four processes train
