@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from bigtrain.sections.base import NonNegativeInt, Section
 from bigtrain.sections.data import BatchSection, DataSection, SourceSection
+from bigtrain.sections.failures import GuardSection, WatchdogSection
 from bigtrain.sections.model import ModelSection, PrecisionSection
 from bigtrain.sections.running import (
     CheckpointSection,
@@ -30,6 +31,7 @@ __all__ = [
     "DataSection",
     "EngineSection",
     "EvaluationSection",
+    "GuardSection",
     "LoggingSection",
     "ModelSection",
     "OptimizerSection",
@@ -41,6 +43,7 @@ __all__ = [
     "Section",
     "SourceSection",
     "TrainSection",
+    "WatchdogSection",
 ]
 
 
@@ -59,6 +62,8 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
     evaluation: EvaluationSection = EvaluationSection()
+    watchdog: WatchdogSection = WatchdogSection()
+    guard: GuardSection = GuardSection()
     engine: EngineSection = EngineSection()
     seed: NonNegativeInt = Field(default=0, description="of weights, dropout and sample order")
 

@@ -7,7 +7,7 @@ the batch is cut into micro-batches and processes, also where labels are masked 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from bigtrain.engine.fragments import undo_trial_update
 from bigtrain.engine.gradient_norm import clip_gradients, mark_gradients, total_norm
 from bigtrain.engine.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.tensor import tensor_partitioning
+from bigtrain.engine.update_gate import Judge, UpdateGate
 from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
 from bigtrain.models.sequence_parallel import GroupExchange, SequenceParallel
 from bigtrain.models.stage_proof import StagePlan, require_stages
@@ -38,14 +39,19 @@ class StepResult:
 
     loss_sum: this process's share of the summed cross-entropy, in nats.
     num_targets: target tokens of the whole global batch.
+    updated: whether the update was made.
     """
 
     loss_sum: torch.Tensor
     num_targets: torch.Tensor
+    updated: bool = True
 
 
 class TrainEngine:
-    """Trains one model by optimizer steps. Every method is collective over all processes."""
+    """Trains one model by optimizer steps. Every method is collective over all processes.
+
+    mark: called with what the engine does next, in words; for whoever watches it.
+    """
 
     def __init__(
         self,
@@ -60,9 +66,11 @@ class TrainEngine:
         self.device = device
         self.mesh = mesh
         self.sequence = sequence
+        self.mark: Callable[[str], object] = _unwatched
         config: Any = self.module.config
         self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self._norm: torch.Tensor | None = None
+        self._gate = UpdateGate(engine, self._norm_before_update)
         if isinstance(engine.optimizer, torch.optim.Optimizer):
             engine.clip_fp32_gradients = self._clip_gradients
 
@@ -72,14 +80,18 @@ class TrainEngine:
         module: nn.Module = self.engine.module
         return module
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], lr: float, judge: Judge | None = None
+    ) -> StepResult:
         """Forward and backward of this process's micro-batches, then one optimizer update.
 
-        Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this very update.
+        Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this very update;
+        `judge`, which decides whether it is made (with one, the host waits for the device).
         """
         assert len(micro_batches) == self.plan.accumulation
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
+        self.mark("counting target tokens")
         num_targets = self._count_targets(micro_batches)
         # DeepSpeed divides the summed gradients by the number of replicas, and the processes that
         # share a sample are replicas to it.
@@ -87,6 +99,7 @@ class TrainEngine:
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         self.engine.train()
         for batch in micro_batches:
+            self.mark("forward pass")
             outputs = self._forward(batch)
             cross_entropy = summed_cross_entropy(
                 outputs.logits, self._to_device(self._labels(batch))
@@ -95,11 +108,28 @@ class TrainEngine:
             loss = cross_entropy * scale
             if getattr(outputs, "aux_loss", None) is not None:
                 loss = loss + self._aux_coefficient * outputs.aux_loss / self.plan.accumulation
+            self.mark("backward pass")
             self.engine.backward(loss, scale_wrt_gas=False)
             if batch is micro_batches[-1]:
+                self.mark("optimizer update")
                 self._norm = self._gradient_norm_before_step()
+                self._gate.watch(judge, self._own_share(loss_sum), num_targets)
             self.engine.step()
-        return StepResult(loss_sum, num_targets)
+        return StepResult(loss_sum, num_targets, self._gate.close())
+
+    def _own_share(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """What this process adds to a sum over all processes: each loss counts once."""
+        return loss_sum if self._speaks else torch.zeros_like(loss_sum)
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process has the loss of its samples; one of each copy of the model does."""
+        return self.mesh.coordinates.tensor_rank == 0
+
+    def _norm_before_update(self) -> Any:
+        """The norm of the gradient when DeepSpeed has measured it, and not yet used it."""
+        norm = self._norm
+        return self.engine.optimizer._global_grad_norm if norm is None else norm
 
     def _clip_gradients(self) -> None:
         # As the method of DeepSpeed (0.19.8, runtime/engine.py:3502) that this stands for, which
@@ -161,6 +191,7 @@ class TrainEngine:
 
     def close(self) -> None:
         """Take DeepSpeed's hooks off the model."""
+        self._gate.remove()
         self.engine.destroy()
         if self.sequence is not None:
             self.sequence.close()
@@ -194,6 +225,10 @@ class TrainEngine:
         count = torch.tensor(own, device=self.device, dtype=torch.int64)
         dist.all_reduce(count, group=self.mesh.replicas)
         return count
+
+
+def _unwatched(_phase: str) -> None:
+    pass
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
