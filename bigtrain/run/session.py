@@ -36,10 +36,12 @@ from bigtrain.run.flops import (
     model_shape,
     peak_flops_per_second,
 )
+from bigtrain.run.heartbeat import Heartbeat
 from bigtrain.run.metrics import MetricsWriter
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.state import TrainState
 from bigtrain.run.stopping import REQUEUE, StopSignals
+from bigtrain.run.watchdog import Watchdog
 from bigtrain.topology import Coordinates
 from bigtrain.world import World
 
@@ -59,6 +61,7 @@ class Session:
     directory: Path
     inputs: Inputs
     signals: StopSignals
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     metrics: MetricsWriter | None = field(default=None)
     hold: fencing.Hold | None = field(default=None)
     _flops_per_token: int | None = field(default=None)
@@ -92,6 +95,10 @@ class Session:
         if self.hold is not None:
             self.hold.check()
 
+    def superseded(self) -> bool:
+        """On the main process: whether a later start holds the run directory."""
+        return self.hold is not None and self.hold.superseded_by() is not None
+
     def begin_writing(self, state: TrainState) -> None:
         """Write down what the run is, and open metrics and log where it stands.
 
@@ -109,6 +116,7 @@ class Session:
                 project=config.logging.project,
                 run_config=config.model_dump(mode="json"),
                 resume_step=state.step,
+                resume_samples=state.samples,
             )
             while self._said_early:
                 self.metrics.info(self._said_early.pop(0))
@@ -180,10 +188,13 @@ def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Ses
             warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
             warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
             session = Session(run, world, device, directory, inputs, signals)
-            try:
-                yield session
-            finally:
-                session.close()
+            with Watchdog(
+                run.config.watchdog, world, directory, session.heartbeat, session.superseded
+            ):
+                try:
+                    yield session
+                finally:
+                    session.close()
     finally:
         torch.set_num_threads(num_threads)
 
