@@ -64,6 +64,7 @@ class Session:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     metrics: MetricsWriter | None = field(default=None)
     hold: fencing.Hold | None = field(default=None)
+    _generation: int | None = field(default=None)
     _flops_per_token: int | None = field(default=None)
     _said_early: list[str] = field(default_factory=list)
 
@@ -74,18 +75,21 @@ class Session:
         an earlier start has saved until then, since `state` was read; read it again, and call this
         again. Raises SupersededError on every process (`bigtrain.run.fencing.take`).
         """
-        outcome: list[bool | SupersededError] = [True]
+        outcome: list[Any] = [True, None]
         if self.world.is_main and self.hold is None:
             try:
                 self.hold = fencing.take(self.directory, os.environ)
                 # A newer one that was passed over as damaged is so once more.
-                outcome = [max(checkpoints.steps(self.directory), default=0) <= state.step]
+                outcome[0] = max(checkpoints.steps(self.directory), default=0) <= state.step
             except SupersededError as error:
-                outcome = [error]
+                outcome[0] = error
+        if self.hold is not None:
+            outcome[1] = self.hold.holder.generation
         dist.broadcast_object_list(outcome, src=0)
         if isinstance(outcome[0], SupersededError):
             raise outcome[0]
-        return outcome[0]
+        self._generation = outcome[1]
+        return bool(outcome[0])
 
     def check_hold(self) -> None:
         """Raises SupersededError on the main process where a later start holds the directory.
@@ -96,8 +100,11 @@ class Session:
             self.hold.check()
 
     def superseded(self) -> bool:
-        """On the main process: whether a later start holds the run directory."""
-        return self.hold is not None and self.hold.superseded_by() is not None
+        """Whether a later start holds the run directory, as far as this process sees."""
+        if self.hold is not None:
+            return self.hold.superseded_by() is not None
+        newest = fencing.newest_holder(self.directory)
+        return newest is not None and newest.generation > (self._generation or 0)
 
     def begin_writing(self, state: TrainState) -> None:
         """Write down what the run is, and open metrics and log where it stands.

@@ -49,8 +49,8 @@ _MOST_REQUEUES_PER_STEP = 3
 class Watchdog:
     """Watches this process's training thread, with those of all others. A context manager.
 
-    `hold_lost`: of the main process, whether another start holds the run directory: then nothing
-    is written there.
+    `hold_lost`: whether another start holds the run directory: then nothing of what it writes is
+    touched, neither its log nor the marker.
     """
 
     def __init__(
@@ -204,10 +204,10 @@ class Watchdog:
             f"{EXIT_HANG}; stacks of all processes: {directory}\n{verdict.text}\n"
         )
         print(text, end="", file=sys.stderr, flush=True)
-        if self._hold_lost():
-            return
         try:
             (directory / "report.txt").write_text(text)
+            if self._hold_lost():
+                return
             with (self._run_directory / "log.txt").open("a") as file:
                 file.write(text)
             self._ask_for_restart(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.chaos.conftest import (
     final_tensors,
     losses,
 )
+from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -32,11 +34,15 @@ ENGINES = {
     "bf16 zero0": ["--deepspeed_config", "zero0", "precision.dtype=bfloat16"],
     "bf16 zero1": ["--deepspeed_config", "zero1", "precision.dtype=bfloat16"],
     "bf16 zero3": ["--deepspeed_config", "zero3", "precision.dtype=bfloat16"],
+    "bf16 unchecked": ["--deepspeed_config", "UNCHECKED", "precision.dtype=bfloat16"],
     "tensor": ["--deepspeed_config", "zero1", "parallel.tensor=2"],
     "pipeline": ["--deepspeed_config", "pipeline_zero1", "parallel.pipeline=2"],
+    "bf16 pipeline": [
+        *("--deepspeed_config", "pipeline_zero1", "parallel.pipeline=2", "precision.dtype=bfloat16")
+    ],
     "pipeline zero0": ["--deepspeed_config", "zero0", "parallel.pipeline=2"],
 }
-CHEAP = {"zero0", "zero1", "zero3", "bf16 zero1", "pipeline"}
+CHEAP = {"zero0", "zero3", "bf16 zero1", "pipeline"}
 
 
 def spoil(steps: dict[int, str]) -> dict[str, Any]:
@@ -54,7 +60,11 @@ def test_a_bad_step_changes_nothing_on_any_process(
     server: Server, run_yaml: Path, tmp_path: Path, name: str
 ) -> None:
     """A loss that is not a number and a spike of the gradient, both on one process alone."""
-    run = tmp_path / "run"
+    run, unchecked = tmp_path / "run", tmp_path / "unchecked.json"
+    tree = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    tree["bf16"] |= {"check_grad_overflow": False}
+    unchecked.write_text(json.dumps(tree))
+    engine = [str(unchecked) if word == "UNCHECKED" else word for word in ENGINES[name]]
     options = [
         "train.steps=8",
         "checkpoint.every_steps=1",
@@ -62,20 +72,22 @@ def test_a_bad_step_changes_nothing_on_any_process(
         "guard.spike_sigma=1000",
         "guard.window=3",
     ]
-    words = arguments(run_yaml, run, *ENGINES[name], *options)
-    codes, text = server.live(words, spoil=spoil({4: "nan", 7: "gradient"}))
+    words = arguments(run_yaml, run, *engine, *options)
+    codes, text = server.live(words, spoil=spoil({1: "nan", 4: "nan", 7: "gradient"}))
     assert codes == [0, 0], text
-    states = {step: checkpoints.read_state(checkpoints.find(run, step)) for step in range(3, 9)}
-    tensors = {step: final_tensors(run, step) for step in range(3, 9)}
+    states = {step: checkpoints.read_state(checkpoints.find(run, step)) for step in range(1, 9)}
+    tensors = {step: final_tensors(run, step) for step in range(1, 9)}
     for bad in (4, 7):
         assert equal(tensors[bad], tensors[bad - 1])
         assert states[bad]["samples"] == bad * SAMPLES_PER_STEP
+    assert not equal(tensors[2], tensors[1])
     assert not equal(tensors[5], tensors[4])
     assert not equal(tensors[8], tensors[7])
     assert all(tensor.isfinite().all() for tensor in tensors[8].values())
     counts = {step: state["engine"]["optimizer_steps"] for step, state in states.items()}
-    assert counts == {3: 3, 4: 3, 5: 4, 6: 5, 7: 5, 8: 6}
-    first, second = events(run, "skipped")
+    assert counts == {1: 0, 2: 1, 3: 2, 4: 2, 5: 3, 6: 4, 7: 4, 8: 5}
+    at_once, first, second = events(run, "skipped")
+    assert at_once["step"] == 1
     assert first["step"] == 4
     assert first["first_sample"] == 12
     assert first["num_samples"] == SAMPLES_PER_STEP
@@ -85,9 +97,9 @@ def test_a_bad_step_changes_nothing_on_any_process(
     assert second["reason"].startswith("gradient norm ")
     assert second["reason"].endswith("of the last 3 steps")
     assert second["loss"] is not None
-    assert states[8]["guard"]["num_skipped"] == 2
+    assert states[8]["guard"]["num_skipped"] == 3
     assert (
-        "step 4: update left out, loss is not finite (samples 12 to 15; 1 in a row, 1 in all)"
+        "step 4: update left out, loss is not finite (samples 12 to 15; 1 in a row, 2 in all)"
         in (run / "log.txt").read_text()
     )
 
@@ -106,10 +118,11 @@ def test_bad_steps_that_do_not_end_are_gone_back_from(
     server: Server, run_yaml: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    words = arguments(run_yaml, run, "guard.max_consecutive=3", "checkpoint.keep_last=20")
+    # Of step 8 there is a checkpoint, which `keep_last` alone would have removed by step 11.
+    keep = ["checkpoint.every_steps=1", "checkpoint.keep_last=1", "checkpoint.keep_every_steps=12"]
+    words = arguments(run_yaml, run, "guard.max_consecutive=3", *keep)
     codes, text = server.live(words, spoil=spoil({9: "nan", 10: "nan", 11: "nan"}))
     assert codes == [0, 0], text
-    # The checkpoint of step 10 follows a bad step, so it is not the one.
     [back] = events(run, "rolled_back")
     expected = {"first_sample": 32, "num_samples": 12, "to_step": 8}
     assert {key: back[key] for key in expected} == expected
@@ -122,13 +135,12 @@ def test_bad_steps_that_do_not_end_are_gone_back_from(
     # What stands in a checkpoint is all that the rest of the run follows from.
     again = tmp_path / "again"
     shutil.copytree(run, again)
-    for step in checkpoints.steps(again):
-        if step > 12:
-            checkpoints.remove(checkpoints.checkpoint_path(again, step))
+    checkpoints.remove(checkpoints.checkpoint_path(again, STEPS))
     codes, text = server.live(arguments(run_yaml, again, *words[3:]))
     assert codes == [0, 0], text
     assert "resumed at step 12 " in text
     assert_same_run(again, run)
+    assert checkpoints.steps(again) == [12, STEPS]
     assert events(again, "skipped") == events(run, "skipped")
 
 
