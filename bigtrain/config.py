@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from bigtrain.sections.base import NonNegativeInt, Section
 from bigtrain.sections.data import BatchSection, DataSection, SourceSection
+from bigtrain.sections.failures import GuardSection, WatchdogSection
 from bigtrain.sections.model import ModelSection, PrecisionSection
 from bigtrain.sections.running import (
     CheckpointSection,
@@ -31,6 +32,7 @@ __all__ = [
     "DataSection",
     "EngineSection",
     "EvaluationSection",
+    "GuardSection",
     "LoggingSection",
     "ModelSection",
     "OptimizerSection",
@@ -43,6 +45,7 @@ __all__ = [
     "Section",
     "SourceSection",
     "TrainSection",
+    "WatchdogSection",
 ]
 
 
@@ -62,6 +65,8 @@ class RunConfig(Section):
     logging: LoggingSection = LoggingSection()
     evaluation: EvaluationSection = EvaluationSection()
     profile: ProfileSection = ProfileSection()
+    watchdog: WatchdogSection = WatchdogSection()
+    guard: GuardSection = GuardSection()
     engine: EngineSection = EngineSection()
     seed: NonNegativeInt = Field(default=0, description="of weights, dropout and sample order")
 

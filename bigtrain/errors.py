@@ -8,6 +8,7 @@
     ├── ModelError       model names, configurations, weights, exports
     ├── CheckpointError  checkpoints that are missing, damaged or do not belong to this run
     │   └── DamagedCheckpointError   found while reading it; an older one may do
+    ├── TrainingError    loss or gradients that nothing helps against
     ├── LaunchError      this machine or launcher cannot run what was asked for
     └── SupersededError  a later start of the run holds its directory (exit code 77)
 
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
 """Stopped by a signal, saved, and not at its end: EX_TEMPFAIL of sysexits.h, try again later."""
+EXIT_HANG = 76
+"""Nothing moved, so the watchdog ended the run, which goes on from its newest checkpoint."""
 EXIT_SUPERSEDED = 77
 """A later start of the run holds its directory. Must not be started again."""
 
@@ -77,6 +80,10 @@ class CheckpointError(BigtrainError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint whose files are not as they were written."""
+
+
+class TrainingError(BigtrainError):
+    """A run whose loss or gradients go wrong whatever is tried."""
 
 
 class LaunchError(BigtrainError):

@@ -7,7 +7,7 @@ the batch is cut into micro-batches and processes, also where labels are masked 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from bigtrain.engine.gradient_norm import clip_gradients, mark_gradients, total_
 from bigtrain.engine.layers import speed_up
 from bigtrain.engine.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.tensor import tensor_partitioning
+from bigtrain.engine.update_gate import Judge, StepFigures, UpdateGate, mean_loss
 from bigtrain.models.compilation import uncompiled
 from bigtrain.models.documents import documents_known, lengths_of_documents
 from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
@@ -44,14 +45,20 @@ class StepResult:
 
     loss_sum: this process's share of the summed cross-entropy, in nats.
     num_targets: target tokens of the whole global batch.
+    figures: what the step was judged by; None where it was not.
     """
 
     loss_sum: torch.Tensor
     num_targets: torch.Tensor
+    figures: StepFigures | None = None
 
 
 class TrainEngine:
-    """Trains one model by optimizer steps. Every method is collective over all processes."""
+    """Trains one model by optimizer steps. Every method is collective over all processes.
+
+    mark: called with what the engine does next, in words; for whoever watches it.
+    is_compiled: whether its layers are.
+    """
 
     def __init__(
         self,
@@ -70,13 +77,15 @@ class TrainEngine:
         self.mesh = mesh
         self.sequence = sequence
         self._computes_loss = computes_loss
-        self._is_compiled = is_compiled
+        self.is_compiled = is_compiled
         self._feed = DeviceFeed(device)
         attention = str(getattr(self.module.config, "_attn_implementation", ""))
         self._wants_lengths = attention.startswith("flash")
+        self.mark: Callable[[str], object] = _unwatched
         config: Any = self.module.config
         self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self._norm: torch.Tensor | None = None
+        self._gate = UpdateGate(engine, self._norm_before_update)
         if isinstance(engine.optimizer, torch.optim.Optimizer):
             engine.clip_fp32_gradients = self._clip_gradients
 
@@ -86,14 +95,18 @@ class TrainEngine:
         module: nn.Module = self.engine.module
         return module
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], lr: float, judge: Judge | None = None
+    ) -> StepResult:
         """Forward and backward of this process's micro-batches, then one optimizer update.
 
-        Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this very update.
+        Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this very update;
+        `judge`, which decides whether it is made (with one, the host waits for the device).
         """
         assert len(micro_batches) == self.plan.accumulation
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
+        self.mark("counting target tokens")
         num_targets = self._count_targets(micro_batches)
         # DeepSpeed divides the summed gradients by the number of replicas, and the processes that
         # share a sample are replicas to it.
@@ -103,20 +116,38 @@ class TrainEngine:
         for batch, moved in self._feed(micro_batches):
             self._accumulate(batch, moved, scale, loss_sum)
             if batch is micro_batches[-1]:
+                self.mark("optimizer update")
                 self._norm = self._gradient_norm_before_step()
+                self._gate.watch(judge, self._own_share(loss_sum), num_targets)
             self.engine.step()
-        return StepResult(loss_sum, num_targets)
+        return StepResult(loss_sum, num_targets, self._gate.close())
+
+    def _own_share(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """What this process adds to a sum over all processes: each loss counts once."""
+        return loss_sum if self._speaks else torch.zeros_like(loss_sum)
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process has the loss of its samples; one of each copy of the model does."""
+        return self.mesh.coordinates.tensor_rank == 0
+
+    def _norm_before_update(self) -> Any:
+        """The norm of the gradient when DeepSpeed has measured it, and not yet used it."""
+        norm = self._norm
+        return self.engine.optimizer._global_grad_norm if norm is None else norm
 
     def _accumulate(
         self, batch: MicroBatch, moved: MicroBatch, scale: torch.Tensor, loss_sum: torch.Tensor
     ) -> None:
         """Forward and backward of a micro-batch; adds its loss to `loss_sum`."""
+        self.mark("forward pass")
         cross_entropy, outputs = self._cross_entropy(batch, moved, scale)
         loss_sum += cross_entropy.detach()
         loss = cross_entropy * scale
         auxiliary = auxiliary_loss(outputs)
         if auxiliary is not None:
             loss = loss + self._aux_coefficient * auxiliary / self.plan.accumulation
+        self.mark("backward pass")
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def _clip_gradients(self) -> None:
@@ -142,9 +173,11 @@ class TrainEngine:
 
     def step_loss(self, result: StepResult) -> float:
         """Mean loss of a step over the global batch, in nats per token. Waits for the device."""
-        total = result.loss_sum.clone()
-        dist.all_reduce(total, group=self.mesh.replicas)
-        return float(total / result.num_targets.clamp(min=1))
+        if result.figures is not None:
+            return result.figures.loss
+        total = mean_loss(self._own_share(result.loss_sum), result.num_targets)
+        dist.all_reduce(total)
+        return float(total)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
@@ -170,7 +203,7 @@ class TrainEngine:
         """
         self.engine.eval()
         alone = self.sequence.whole_samples() if self.sequence else nullcontext()
-        with alone, uncompiled() if self._is_compiled else nullcontext():
+        with alone, uncompiled() if self.is_compiled else nullcontext():
             outputs = self.engine(input_ids=self._to_device(input_ids), use_cache=False)
         self.engine.train()
         logits: torch.Tensor = outputs.logits.float().cpu()
@@ -178,6 +211,7 @@ class TrainEngine:
 
     def close(self) -> None:
         """Take DeepSpeed's hooks off the model."""
+        self._gate.remove()
         self.engine.destroy()
         if self.sequence is not None:
             self.sequence.close()
@@ -227,6 +261,10 @@ class TrainEngine:
         count = torch.full((), own, device=self.device, dtype=torch.int64)
         dist.all_reduce(count, group=self.mesh.replicas)
         return count
+
+
+def _unwatched(_phase: str) -> None:
+    pass
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

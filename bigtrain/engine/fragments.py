@@ -138,7 +138,7 @@ def ensure_optimizer_states(engine: Any) -> None:
     """Make a fresh optimizer allocate its states, leaving masters as they are.
 
     One update with zero gradients and zero learning rate: every optimizer allocates its states on
-    its first update. What the states hold then is for the caller to overwrite.
+    its first update. It is not counted: where the first steps were bad, there has been none.
     """
     optimizer = inner_optimizer(engine)
     if optimizer.state:
@@ -161,6 +161,7 @@ def ensure_optimizer_states(engine: Any) -> None:
         group["params"] = parameters[index]
         for master, gradient in zip(masters[index], gradients[index], strict=True):
             master.grad = gradient
+    set_optimizer_step_count(engine, 0)
 
 
 def _masters_of_group(optimizer: Any, index: int, group: dict[str, Any]) -> list[Any]:

@@ -37,6 +37,7 @@ from bigtrain.engine.layers import speed_up
 from bigtrain.engine.mesh import Mesh
 from bigtrain.engine.payload import Packing, touch
 from bigtrain.engine.tensor import tensor_partitioning
+from bigtrain.engine.update_gate import Judge
 from bigtrain.models.documents import documents_known
 from bigtrain.models.huggingface import WHOLE, build_model
 from bigtrain.models.loss_choice import LossPlan
@@ -144,6 +145,8 @@ class PipelineTrainEngine(TrainEngine):
         self._replicas = replicas
         self._scale: torch.Tensor | float = 1.0
         self._loss_sum = torch.zeros((), device=device)
+        self._num_targets = torch.zeros((), device=device)
+        self._judge: Judge | None = None
         engine.module.loss_fn = self._loss
         engine._INSTRUCTION_MAP = {
             **engine._INSTRUCTION_MAP,
@@ -158,7 +161,9 @@ class PipelineTrainEngine(TrainEngine):
         model: nn.Module = self._stage.stage.model
         return model
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], lr: float, judge: Judge | None = None
+    ) -> StepResult:
         """As `TrainEngine.train_step`; the micro-batches are in the pipeline together.
 
         All stages of a pipeline bring the same `micro_batches`.
@@ -166,21 +171,18 @@ class PipelineTrainEngine(TrainEngine):
         assert len(micro_batches) == self.plan.accumulation
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
+        self.mark("counting target tokens")
         num_targets = self._count_targets(micro_batches)
+        self.mark("forward and backward passes")
         # DeepSpeed divides by the data-parallel size, and by the accumulation.
         factor = self.plan.data_size * self.plan.accumulation
         self._scale = factor / num_targets.clamp(min=1)
         self._loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         # Of which DeepSpeed takes the mean over micro-batches.
         self._stage.feed(micro_batches, self._scale / self.plan.accumulation)
+        self._judge, self._num_targets = judge, num_targets
         self.engine.train_batch(data_iter=((b.input_ids, b.labels) for b in micro_batches))
-        return StepResult(self._loss_sum, num_targets)
-
-    def step_loss(self, result: StepResult) -> float:
-        """As `TrainEngine.step_loss`, on every stage."""
-        total = result.loss_sum.clone() if self._speaks else torch.zeros_like(result.loss_sum)
-        dist.all_reduce(total)
-        return float(total / result.num_targets.clamp(min=1))
+        return StepResult(self._loss_sum, num_targets, self._gate.close())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
@@ -273,7 +275,9 @@ class PipelineTrainEngine(TrainEngine):
                 dist.all_reduce(_gradient(parameters[name], optimizer), group=group)
 
     def _optimizer_step(self, engine: Any) -> None:
+        self.mark("optimizer update")
         self._norm = self._gradient_norm_before_step()
+        self._gate.watch(self._judge, self._own_share(self._loss_sum), self._num_targets)
         engine._exec_optimizer_step()
 
 

@@ -1,6 +1,6 @@
 """A script for each node of an elastic run under torchrun: nodes may die, and others join. Pure.
 
-What it sets beyond torchrun's own (torch 2.13; for tests/cluster/test_elastic.py to prove):
+What it sets beyond torchrun's own (torch 2.13; tests/cluster/test_elastic.py):
 
 - TORCH_DISABLE_SHARE_RDZV_TCP_STORE: an agent that stays remembers where the processes met before,
   and a node that joins would be told an address where nobody is (dynamic_rendezvous.py:1204).

@@ -75,7 +75,7 @@ class Hold:
 
     def check(self) -> None:
         """Raises SupersededError where a later start has taken the directory."""
-        later = self._superseded_by()
+        later = self.superseded_by()
         if later is not None:
             raise SupersededError(
                 f"{self.run_directory} is held by {later}; this is generation "
@@ -88,9 +88,10 @@ class Hold:
         if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return False
         self._looked_at = now
-        return self._superseded_by() is not None
+        return self.superseded_by() is not None
 
-    def _superseded_by(self) -> str | None:
+    def superseded_by(self) -> str | None:
+        """The later start that has taken the directory, in words; or None."""
         newest = newest_holder(self.run_directory)
         if newest is not None and newest.generation >= self.holder.generation:
             return str(newest) if newest.generation > self.holder.generation else None

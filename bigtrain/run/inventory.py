@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from bigtrain.config import CheckpointSection
 from bigtrain.errors import CheckpointError
 from bigtrain.run import checkpoints
-from bigtrain.run.retention import held_out_loss, reasons_to_keep
+from bigtrain.run.retention import held_out_loss, newest_good, reasons_to_keep
 
 _COLUMNS = ("step", "size", "state", "held-out loss", "written by", "kept")
 
@@ -28,7 +28,8 @@ def describe_checkpoints(run_directory: Path) -> list[str]:
         step: checkpoints.damage(checkpoints.checkpoint_path(run_directory, step)) for step in found
     }
     whole = [step for step, damage in damages.items() if damage is None]
-    reasons = reasons_to_keep({s: _loss(run_directory, s, section) for s in whole}, section)
+    held_out = {step: _loss(run_directory, step, section) for step in whole}
+    reasons = reasons_to_keep(held_out, section, newest_good(run_directory, whole))
     rows = [_COLUMNS]
     for step, damage in damages.items():
         directory = checkpoints.checkpoint_path(run_directory, step)

@@ -1,4 +1,4 @@
-"""The training loop, top to bottom: batch, step, advance, maybe log, evaluate, save, stop."""
+"""The training loop, top to bottom: batch, step, advance or go back, log, evaluate, save, stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Protocol
 
 from bigtrain.data.loader import MicroBatch
 from bigtrain.engine.build import StepResult, TrainEngine
+from bigtrain.engine.distributed import cpu_group
 from bigtrain.run.evaluation import Evaluator
+from bigtrain.run.guard import Guard, go_back
 from bigtrain.run.metrics import StepMetrics, memory_gib
 from bigtrain.run.out_of_memory import explained
 from bigtrain.run.profiling import Profiler
@@ -17,6 +19,7 @@ from bigtrain.run.saving import Saver
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 from bigtrain.run.stopping import StopAgreement
+from bigtrain.run.stragglers import StragglerWatch
 from bigtrain.schedule import learning_rate_at
 
 
@@ -39,31 +42,54 @@ def train(
     config, plan = session.run.config, session.run.plan
     clock = _Clock()
     profiler = Profiler(session)
-    stop = StopAgreement(session.signals, session.world.size, session.hold)
+    group = cpu_group() if session.world.size > 1 else None
+    stop = StopAgreement(session.signals, group, session.hold)
+    stragglers = StragglerWatch(session, engine, group, state)
+    guard = Guard(session)
     received: Signals | None = None
+    beat = session.heartbeat
+    beat.follow(engine.module)
+    engine.mark = beat.at
     while state.step < config.train.steps and received is None:
         lr = learning_rate_at(state.step, config.optimizer.lr, config.schedule, config.train.steps)
         session.seed_step(state.step)
-        micro_batches = batches.step(state.samples)
+        beat.begin_step(state.step + 1)
+        with stragglers.meter.waiting():
+            micro_batches = batches.step(state.samples)
+        guard.begin(state)
         profiler.before(state.step + 1)
         with explained(session, engine):
-            result = engine.train_step(micro_batches, lr)
-        state = state.after_step(plan)
+            result = engine.train_step(micro_batches, lr, guard.judge)
+        state = guard.end(state, state.after_step(plan))
         clock.count_step()
+        if guard.goes_back(state):
+            beat.at("going back", slow=True)
+            saver.wait()
+            state = go_back(session, engine, state)
+            continue
         last = state.step == config.train.steps
         profiler.after(state.step, last=last)
         # Before anything is written: it also finds that another start holds the directory.
+        beat.at("agreeing whether to stop")
         received = None if last else stop.agreed()
         if last or state.step % config.logging.every_steps == 0:
-            _log(session, engine, result, state, lr, clock)
+            beat.at("logging")
+            num_steps, step_seconds = _log(session, engine, result, state, lr, clock)
+            stragglers.gather(state, num_steps, step_seconds)
         held_out_loss = None
         if last or _due(state.step, config.evaluation.every_steps):
+            beat.at("evaluating")
             with clock.paused():
                 held_out_loss = evaluator.run(state)
         if last or received or _due(state.step, config.checkpoint.every_steps):
             with clock.paused():
+                # What is slow is the writing; a copy takes no longer than other collectives.
+                beat.at("waiting for the save before this one", slow=True)
+                saver.wait()
+                beat.at("saving", slow=not config.checkpoint.asynchronous)
                 saver.save(state, held_out_loss)
         saver.report()
+    beat.at("finishing", slow=True)
     return state, received
 
 
@@ -78,12 +104,13 @@ def _log(
     state: TrainState,
     lr: float,
     clock: _Clock,
-) -> None:
-    # The only place of the loop that waits for the device.
+) -> tuple[int, float]:
+    """Returns the steps since the last time, and seconds of each."""
+    # With the guard's, the only places of the loop that wait for the device.
     loss, norm = engine.step_loss(result), engine.gradient_norm()
-    step_seconds = clock.seconds_per_step()
+    num_steps, step_seconds = clock.read()
     if session.metrics is None:
-        return
+        return num_steps, step_seconds
     tokens_per_second = session.run.plan.tokens_per_step / step_seconds
     session.metrics.log_step(
         StepMetrics(
@@ -99,6 +126,7 @@ def _log(
             memory_gib=memory_gib(session.device.type),
         )
     )
+    return num_steps, step_seconds
 
 
 class _Clock:
@@ -111,11 +139,12 @@ class _Clock:
     def count_step(self) -> None:
         self._steps += 1
 
-    def seconds_per_step(self) -> float:
+    def read(self) -> tuple[int, float]:
+        """Steps since the last reading, and seconds of each."""
         now = time.perf_counter()
-        seconds = (now - self._since) / max(1, self._steps)
+        num_steps, seconds = self._steps, (now - self._since) / max(1, self._steps)
         self._steps, self._since = 0, now
-        return max(seconds, math.ulp(1.0))
+        return num_steps, max(seconds, math.ulp(1.0))
 
     def paused(self) -> _Pause:
         return _Pause(self)

@@ -1,11 +1,11 @@
 """The figures of a run: metrics.jsonl, the trackers, and what people see.
 
-``metrics.jsonl`` holds one JSON object per line, of two kinds. Every logged step::
+``metrics.jsonl`` holds one JSON object per line, of three kinds. Every logged step::
 
     {"step", "loss", "lr", "grad_norm", "tokens", "samples", "tokens_per_second", "step_seconds",
      "model_flops_utilization", "memory_gib"}
 
-and every evaluation::
+every evaluation::
 
     {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens"}
 
@@ -13,8 +13,16 @@ with "held_out_sources" besides where there are several: by name of the source i
 "perplexity" and "tokens"; "held_out_loss" is then their mean by the weights of the mixture.
 Trackers get them as ``held_out_loss/NAME``.
 
+and every event, with the samples of the run that it concerns::
+
+    {"step", "event": "skipped", "first_sample", "num_samples", "reason", "loss", "grad_norm",
+     "consecutive"}
+    {"step", "event": "rolled_back", "first_sample", "num_samples", "to_step"}
+    {"step", "event": "straggler", "first_sample", "num_samples", "rank", "host", "work_seconds",
+     "median_seconds"}
+
 Figures that are not known (the utilization of a CPU) or not finite (a loss that overflowed) are
-null. No step stands twice, also after a resume.
+null. No step stands twice, also after a resume; events of samples that are not read again stay.
 """
 
 from __future__ import annotations
@@ -84,8 +92,8 @@ class MetricsWriter:
     total_steps: optimizer steps of the whole run.
     trackers, project: as in the section ``logging`` of the run.
     run_config: the resolved run, nested, for the trackers.
-    resume_step: the step that the run goes on from. What stands in ``metrics.jsonl`` about later
-        steps, and a line that a kill cut off, are dropped first; 0 begins with an empty file.
+    resume_step, resume_samples: where the run goes on from. What stands in ``metrics.jsonl`` about
+        later steps, and a line that a kill cut off, are dropped first; 0 begins with an empty file.
     terminal: a bar (True) or plain lines (False); None asks standard error what it is.
 
     Raises LaunchError where a tracker does not start.
@@ -100,6 +108,7 @@ class MetricsWriter:
         project: str,
         run_config: Mapping[str, object],
         resume_step: int = 0,
+        resume_samples: int = 0,
         terminal: bool | None = None,
     ) -> None:
         self._total_steps = total_steps
@@ -122,15 +131,15 @@ class MetricsWriter:
             self._progress.close()
             raise
         # Last, so that a tracker that does not start costs no line.
-        path = directory / "metrics.jsonl"
-        kept, num_dropped = _cut(path, resume_step)
+        self._path = directory / "metrics.jsonl"
+        kept, num_dropped = _cut(self._path, resume_step, resume_samples)
         if num_dropped:
             self.info(
                 f"metrics.jsonl: dropped {num_dropped} lines of steps after {resume_step}, "
                 f"which are trained again"
             )
         self._tally = _Tally(resume_step, kept)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Write one step's figures everywhere. The line is on its way to disk on return."""
@@ -176,6 +185,18 @@ class MetricsWriter:
         self.info(text)
         by_source = {f"held_out_loss/{name}": one.loss for name, one in sources.items()}
         self._trackers.log({**figures, **by_source}, step)
+
+    def log_event(self, event: str, *, step: int, **details: object) -> None:
+        """Write what happened in `step`, as the top of this file lists it; not to trackers."""
+        self._write({"step": step, "event": event, **details})
+
+    def go_back(self, step: int, samples: int) -> None:
+        """The run goes on from `step`, with `samples` read: what was written of later steps goes,
+        but not events. Trackers see those steps twice."""
+        self._file.close()
+        _cut(self._path, step, samples)
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._tally.go_back(step)
 
     def info(self, text: str) -> None:
         """Show `text` and append it to log.txt."""
@@ -233,6 +254,9 @@ class _Tally:
         self._memory_gib = max(self._memory_gib, metrics.memory_gib)
         self._logged_step, self._last = metrics.step, metrics
 
+    def go_back(self, step: int) -> None:
+        self._logged_step = step
+
     @property
     def step_seconds(self) -> float:
         """Mean seconds of a step, of those this process has done."""
@@ -279,8 +303,9 @@ def _utilization_text(utilization: float | None) -> str:
     return "" if utilization is None else f", {utilization:.1%} of peak FLOP/s"
 
 
-def _cut(path: Path, last_step: int) -> tuple[list[dict[str, object]], int]:
-    """Keep the lines of `path` up to `last_step`. Returns them and how many whole ones went.
+def _cut(path: Path, last_step: int, samples: int) -> tuple[list[dict[str, object]], int]:
+    """Keep the lines of `path` up to `last_step`, and events of what was read before sample
+    `samples`. Returns them and how many whole ones went.
 
     The file is written anew beside itself and renamed, so that a kill here loses nothing.
     """
@@ -295,7 +320,13 @@ def _cut(path: Path, last_step: int) -> tuple[list[dict[str, object]], int]:
             except ValueError:
                 continue  # cut off by a kill
             step = line.get("step") if isinstance(line, dict) else None
-            if isinstance(step, int) and last_step > 0 and step <= last_step:
+            if not isinstance(step, int) or last_step == 0:
+                stays = False
+            elif "event" in line:
+                stays = line["first_sample"] < samples
+            else:
+                stays = step <= last_step
+            if stays:
                 kept.append(line)
             else:
                 num_dropped += 1

@@ -16,7 +16,7 @@ from bigtrain.errors import CheckpointError, DamagedCheckpointError
 from bigtrain.run import checkpoints
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.session import Session
-from bigtrain.run.state import TrainState
+from bigtrain.run.state import GuardState, TrainState
 
 # What may differ between a run and the run that goes on with it: none of it changes the
 # mathematics. Everything else must be equal.
@@ -52,6 +52,8 @@ _FREE_SECTIONS = {
     "engine",
     "parallel",
     "profile",
+    "watchdog",
+    "guard",
 }
 
 
@@ -71,7 +73,13 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
             # Found on all processes by what the reading of tensors checks.
             session.say(checkpoints.passed_over(document["step"], str(error)))
             continue
-        state = TrainState(document["step"], document["samples"], document["tokens"], phases)
+        state = TrainState(
+            document["step"],
+            document["samples"],
+            document["tokens"],
+            phases,
+            GuardState.from_json(document.get("guard")),
+        )
         session.say(f"resumed at step {state.step} from {directory}")
         if len(phases) > 1 and phases[-1].first_sample == state.samples:
             changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from bigtrain.config import CheckpointSection
 from bigtrain.errors import CheckpointError
 from bigtrain.run import checkpoints
+from bigtrain.run.state import GuardState
 
 
 def reasons_to_keep(
-    held_out: Mapping[int, float | None], section: CheckpointSection
+    held_out: Mapping[int, float | None],
+    section: CheckpointSection,
+    good_step: int | None = None,
 ) -> dict[int, list[str]]:
     """Why each checkpoint stays, by step; those that go are not in it.
 
     Parameters: `held_out`, held-out loss in nats per token by step, of all whole checkpoints; None
-    where none was measured, which is never among the best.
+    where none was measured, which is never among the best. `good_step`: `newest_good` of them.
     """
     reasons: dict[int, list[str]] = {}
     newest_first = sorted(held_out, reverse=True)
     for step in newest_first[: section.keep_last]:
         text = "newest" if step == newest_first[0] else f"one of the last {section.keep_last}"
         reasons.setdefault(step, []).append(text)
+    if good_step is not None and good_step != newest_first[0]:
+        reasons.setdefault(good_step, []).append("newest before bad steps")
     every = section.keep_every_steps
     for step in newest_first:
         if every is not None and step % every == 0:
@@ -55,7 +60,7 @@ def retain(
         if step <= saved_step
         and checkpoints.damage(checkpoints.checkpoint_path(run_directory, step), "none") is None
     }
-    kept = set(reasons_to_keep(held_out, section))
+    kept = set(reasons_to_keep(held_out, section, newest_good(run_directory, held_out)))
     every = section.keep_every_steps
     for step in found:
         stays_for_good = every is not None and step % every == 0 and step <= saved_step
@@ -64,6 +69,19 @@ def retain(
             checkpoints.remove(checkpoints.checkpoint_path(run_directory, step))
     permit()
     checkpoints.clear_garbage(run_directory)
+
+
+def newest_good(run_directory: Path, steps: Iterable[int]) -> int | None:
+    """Of checkpoints of `steps`, the newest that follows no bad step: the run may go back to it
+    (`bigtrain.run.guard`). None without one."""
+    for step in sorted(steps, reverse=True):
+        try:
+            document = checkpoints.read_state(checkpoints.checkpoint_path(run_directory, step))
+        except CheckpointError:
+            continue
+        if GuardState.from_json(document.get("guard")).streak == 0:
+            return step
+    return None
 
 
 def held_out_loss(directory: Path, section: CheckpointSection) -> float | None:

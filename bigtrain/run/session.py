@@ -36,10 +36,12 @@ from bigtrain.run.flops import (
     model_shape,
     peak_flops_per_second,
 )
+from bigtrain.run.heartbeat import Heartbeat
 from bigtrain.run.metrics import MetricsWriter
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.state import TrainState
 from bigtrain.run.stopping import REQUEUE, StopSignals
+from bigtrain.run.watchdog import Watchdog
 from bigtrain.topology import Coordinates
 from bigtrain.world import World
 
@@ -59,8 +61,10 @@ class Session:
     directory: Path
     inputs: Inputs
     signals: StopSignals
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     metrics: MetricsWriter | None = field(default=None)
     hold: fencing.Hold | None = field(default=None)
+    _generation: int | None = field(default=None)
     _flops_per_token: int | None = field(default=None)
     _said_early: list[str] = field(default_factory=list)
 
@@ -71,18 +75,21 @@ class Session:
         an earlier start has saved until then, since `state` was read; read it again, and call this
         again. Raises SupersededError on every process (`bigtrain.run.fencing.take`).
         """
-        outcome: list[bool | SupersededError] = [True]
+        outcome: list[Any] = [True, None]
         if self.world.is_main and self.hold is None:
             try:
                 self.hold = fencing.take(self.directory, os.environ)
                 # A newer one that was passed over as damaged is so once more.
-                outcome = [max(checkpoints.steps(self.directory), default=0) <= state.step]
+                outcome[0] = max(checkpoints.steps(self.directory), default=0) <= state.step
             except SupersededError as error:
-                outcome = [error]
+                outcome[0] = error
+        if self.hold is not None:
+            outcome[1] = self.hold.holder.generation
         dist.broadcast_object_list(outcome, src=0)
         if isinstance(outcome[0], SupersededError):
             raise outcome[0]
-        return outcome[0]
+        self._generation = outcome[1]
+        return bool(outcome[0])
 
     def check_hold(self) -> None:
         """Raises SupersededError on the main process where a later start holds the directory.
@@ -91,6 +98,13 @@ class Session:
         """
         if self.hold is not None:
             self.hold.check()
+
+    def superseded(self) -> bool:
+        """Whether a later start holds the run directory, as far as this process sees."""
+        if self.hold is not None:
+            return self.hold.superseded_by() is not None
+        newest = fencing.newest_holder(self.directory)
+        return newest is not None and newest.generation > (self._generation or 0)
 
     def begin_writing(self, state: TrainState) -> None:
         """Write down what the run is, and open metrics and log where it stands.
@@ -109,6 +123,7 @@ class Session:
                 project=config.logging.project,
                 run_config=config.model_dump(mode="json"),
                 resume_step=state.step,
+                resume_samples=state.samples,
             )
             while self._said_early:
                 self.metrics.info(self._said_early.pop(0))
@@ -180,10 +195,13 @@ def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Ses
             warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
             warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
             session = Session(run, world, device, directory, inputs, signals)
-            try:
-                yield session
-            finally:
-                session.close()
+            with Watchdog(
+                run.config.watchdog, world, directory, session.heartbeat, session.superseded
+            ):
+                try:
+                    yield session
+                finally:
+                    session.close()
     finally:
         torch.set_num_threads(num_threads)
 

@@ -19,7 +19,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.distributed import cpu_group
 from bigtrain.errors import SupersededError
 from bigtrain.run.fencing import Hold
 from bigtrain.run.state import TrainState
@@ -81,15 +80,16 @@ class StopAgreement:
     """Makes all processes stop after the same step, whichever of them got a signal, and when the
     main one finds that a later start holds the run directory.
 
-    Parameters: `hold`, of the main process.
+    Parameters: `group`, of all processes on the CPU, for in the training group this would wait for
+    a GPU at every step; None for one process. `hold`, of the main process.
     """
 
-    def __init__(self, signals: StopSignals, world_size: int, hold: Hold | None = None) -> None:
-        """Collective over all processes."""
+    def __init__(
+        self, signals: StopSignals, group: dist.ProcessGroup | None, hold: Hold | None = None
+    ) -> None:
         self._signals = signals
         self._hold = hold
-        # Not the training group: on GPUs this would wait for the device at every step.
-        self._group = cpu_group() if world_size > 1 else None
+        self._group = group
         self._steps_between = self._steps_left = 1
         self._since = time.perf_counter()
 

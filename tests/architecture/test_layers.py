@@ -30,6 +30,7 @@ PURE = {
     "bigtrain.sections",
     "bigtrain.sections.base",
     "bigtrain.sections.data",
+    "bigtrain.sections.failures",
     "bigtrain.sections.model",
     "bigtrain.sections.running",
     "bigtrain.sections.training",

@@ -44,12 +44,14 @@ class Server:
         die: tuple[int, int] | None = None,
         send: dict[str, Any] | None = None,
         full_disk: dict[str, int] | None = None,
+        **more: Any,
     ) -> tuple[list[int], str]:
         """Start train.py on two processes; exit codes by rank, and what they printed.
 
         What may happen to them on the way is described in `fork_server.py`.
         """
         request = self._request(arguments) | {"die": die, "send": send, "full_disk": full_disk}
+        request |= more
         self._write(json.dumps(request))
         return self._codes(), Path(request["output"]).read_text()
 
@@ -167,7 +169,13 @@ def final_tensors(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
 
 def losses(run: Path) -> dict[int, float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return {line["step"]: line["loss"] for line in lines if "loss" in line and "event" not in line}
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """What metrics.jsonl says of one kind of event."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("event") == kind]
 
 
 def assert_same_run(run: Path, reference: Path) -> None:

@@ -6,17 +6,24 @@ takes the others with it. A request may hold
 
 die: [rank, n]: that process SIGKILLs itself at its n-th operation on files of checkpoints, by an
     audit hook of the interpreter, from whatever thread.
-send: {"log", "delay_seconds", "ranks", "signal", "times"}: so long after that file has grown, those
-    processes get that signal, so many times.
+send: {"log", "after_bytes", "delay_seconds", "ranks", "signal", "times"}: so long after that file
+    has grown, by more than some bytes, those processes get that signal, so many times.
 overtaken: {"log", "request", "during"}: after that file has grown, all processes are stopped
     (SIGSTOP), and the world of another request is started. They go on once that has ended, its
     codes were answered and a line was read, or, `during` it, once the file has grown again.
+hang: {"rank", "layer", "call", "how"}: that process never returns from the attention of that
+    layer, the so many-th time: it sleeps, or holds the interpreter from C.
+spoil: {"rank", "steps": {number: "nan" or "gradient"}}: in those steps of its life that process
+    computes a loss that is not a number, or a gradient that is 10 000 times as large.
+slow: {"rank", "seconds"}: that process takes so much longer for every linear layer.
+grace_seconds: what survivors of a failure are given before they are killed.
 full_disk: {"rank", "after_saves", "until_saves", "bytes"}: after so many saves, and until so many,
     that process can write no more than so many bytes to a file.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
@@ -60,6 +67,68 @@ def fill_disk(rank: int, after_saves: int, until_saves: int, num_bytes: int) -> 
     sys.addaudithook(hook)
 
 
+def hang(layer: int, call: int, how: str) -> None:
+    """Never return from the `call`-th forward pass of a layer's attention, from 1."""
+    import torch
+
+    counter = itertools.count(1)
+
+    def hook(module: Any, _: Any) -> None:
+        if type(module).__name__.endswith("Attention") and module.layer_idx == layer:
+            if next(counter) == call:
+                if how == "hold":
+                    ctypes.PyDLL(None).sleep(3600)
+                time.sleep(3600)
+
+    torch.nn.modules.module.register_module_forward_pre_hook(hook)
+
+
+def spoil(steps: dict[str, str]) -> None:
+    """In some steps, spoil what the model's MLPs return, or its gradient."""
+    import torch
+
+    from bigtrain.engine.build import TrainEngine
+    from bigtrain.engine.pipeline import PipelineTrainEngine
+
+    counter = itertools.count(1)
+    how: list[str | None] = [None]
+
+    def hook(module: Any, _: Any, output: Any) -> Any:
+        if how[0] is None or not type(module).__name__.endswith("MLP"):
+            return None
+        if how[0] == "nan":
+            return output * float("nan")
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * 1e4)
+        return None
+
+    def spoiled(train_step: Any) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            how[0] = steps.get(str(next(counter)))
+            result = train_step(*args, **kwargs)
+            how[0] = None
+            return result
+
+        return step
+
+    for kind in (TrainEngine, PipelineTrainEngine):
+        kind.train_step = spoiled(kind.train_step)
+    torch.nn.modules.module.register_module_forward_hook(hook)
+
+
+def slow_down(seconds: float) -> None:
+    """Let every linear layer take longer."""
+    import torch
+
+    forward = torch.nn.Linear.forward
+
+    def slow(self: Any, tensor: Any) -> Any:
+        time.sleep(seconds)
+        return forward(self, tensor)
+
+    torch.nn.Linear.forward = slow  # type: ignore[method-assign]
+
+
 def child(rank: int, request: dict[str, Any]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     # train.py's own defaults, whatever this server inherited.
@@ -82,6 +151,15 @@ def child(rank: int, request: dict[str, Any]) -> None:
     if full_disk is not None and full_disk["rank"] == rank:
         until = full_disk.get("until_saves", 1000)
         fill_disk(rank, full_disk["after_saves"], until, full_disk["bytes"])
+    hanging = request.get("hang")
+    if hanging is not None and hanging["rank"] == rank:
+        hang(hanging["layer"], hanging["call"], hanging["how"])
+    spoiled = request.get("spoil")
+    if spoiled is not None and spoiled["rank"] == rank:
+        spoil(spoiled["steps"])
+    slowed = request.get("slow")
+    if slowed is not None and slowed["rank"] == rank:
+        slow_down(slowed["seconds"])
     from bigtrain.train import main
 
     code = 1
@@ -105,7 +183,7 @@ def serve(request: dict[str, Any]) -> list[int]:
     codes = [0] * request["world_size"]
     sends_at: float | None = None
     while processes:
-        patience = _GRACE_SECONDS if any(codes) else 600.0
+        patience = request.get("grace_seconds", _GRACE_SECONDS) if any(codes) else 600.0
         waited = signal.sigtimedwait({signal.SIGCHLD}, 0.01 if send or overtaken else patience)
         for pid in list(processes):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -116,7 +194,8 @@ def serve(request: dict[str, Any]) -> list[int]:
             overtake(overtaken, processes)
             overtaken = None
             send_to_all(processes, signal.SIGCONT)
-        if send and log and sends_at is None and _size(log) > size_before:
+        grown = send.get("after_bytes", 0) if send else 0
+        if send and log and sends_at is None and _size(log) > size_before + grown:
             sends_at = time.monotonic() + send["delay_seconds"]
         if send and sends_at is not None and time.monotonic() >= sends_at:
             for pid in [p for p, rank in processes.items() if rank in send["ranks"]]:

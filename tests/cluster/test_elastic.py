@@ -26,9 +26,10 @@ OVERRIDES = [
     "optimizer.lr=0.001",
     "output.export=true",
     "engine.deepspeed_config=zero1",
+    # What ends processes whose peer is behind a cut cable; its connection stays open.
+    "watchdog.timeout_seconds=10",
+    "watchdog.slow_timeout_seconds=60",
 ]
-# What Linux waits for an answer of a host that is gone is 15 minutes by default.
-RETRIES = Path("/proc/sys/net/ipv4/tcp_retries2")
 
 
 class Elastic:
@@ -94,6 +95,11 @@ class Elastic:
         return step
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether it has not ended; its agent may not have taken notice yet."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
 def is_asked_to_end(process: psutil.Process) -> bool:
     """Whether a SIGTERM waits for a suspended process."""
     status = Path(f"/proc/{process.pid}/status").read_text()
@@ -101,17 +107,18 @@ def is_asked_to_end(process: psutil.Process) -> bool:
     return bool(pending >> (signal.SIGTERM - 1) & 1)
 
 
-def are_idle(processes: list[psutil.Process]) -> bool:
-    """Whether none of them has computed for half a second."""
-    before = [process.cpu_times()[:2] for process in processes]
-    psutil.wait_procs(processes, timeout=0.5)
-    return [process.cpu_times()[:2] for process in processes] == before
+def pulse(process: psutil.Process, elastic: Elastic) -> None:
+    """Let a suspended process, and with it the run, go on for a step or two, then for 3 s not."""
+    steps = elastic.steps()
+    process.resume()
+    wait_until("a step", lambda: elastic.steps() > steps or not lives(process), 60)
+    if lives(process):
+        process.suspend()
+        psutil.wait_procs([process], timeout=3)
 
 
 @pytest.fixture
 def elastic(lab: Lab) -> Iterator[Elastic]:
-    for host in lab.cluster.hosts:
-        lab.run(host, "sh", "-c", f"echo 3 > {RETRIES}")
     started = Elastic(lab)
     try:
         yield started
@@ -121,7 +128,6 @@ def elastic(lab: Lab) -> Iterator[Elastic]:
         raise
     finally:
         for host in lab.cluster.hosts:
-            lab.run(host, "sh", "-c", f"echo 15 > {RETRIES}")
             for process in lab.cluster.processes(host, str(TRAIN)):
                 process.kill()
 
@@ -136,6 +142,7 @@ def unbroken(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_while_hosts_come_and_go(elastic: Elastic, unbroken: Path) -> None:
     lab = elastic.lab
@@ -150,27 +157,30 @@ def test_a_run_goes_on_while_hosts_come_and_go(elastic: Elastic, unbroken: Path)
     agent.kill()
     assert elastic.wait_for_resume(2, story) >= newest
 
-    # Nobody computes until the replacement is noticed, however long that takes.
+    # A step now and then until the replacement is noticed, however long that takes: so slow a run
+    # is not over before, and is none that hangs.
     [stopped] = elastic.processes("n1")
-    stopped.suspend()
     story, steps = elastic.story(), elastic.steps()
     agents["n0"] = elastic.start("n0")
-    wait_until("n1's agent asks it to save", lambda: is_asked_to_end(stopped), 120)
-    stopped.resume()
+
+    def is_asked() -> bool:
+        pulse(stopped, elastic)
+        return not lives(stopped) or is_asked_to_end(stopped)
+
+    wait_until("n1's agent asks it to save", is_asked, 120)
+    if lives(stopped):
+        stopped.resume()
     step = elastic.wait_for_resume(3, story)
     assert step >= steps
     assert f"stopped by SIGTERM after step {step} " in elastic.story()  # saved where it stood
 
-    # Cut while the others wait for n0, so that n0 sends to n1 next, and Linux notices the silence;
-    # a process that only waits to be sent something never would.
-    [stopped] = elastic.processes("n0")
-    stopped.suspend()
-    others = elastic.processes("n1") + elastic.processes("n2")
-    wait_until("n1 and n2 wait for n0", lambda: are_idle(others))
     story, newest = elastic.story(), elastic.newest()
+    cut_off = elastic.processes("n1")
     lab.cluster.link("n1", "down")
-    stopped.resume()
     assert elastic.wait_for_resume(2, story) >= newest
+    reports = [path.read_text() for path in elastic.run.glob("hangs/*/report.txt")]
+    assert any(re.search(r"rank \d on n1 does not answer", report) for report in reports), reports
+    wait_until("n1's process ends as well", lambda: not any(map(lives, cut_off)), 60)
     for host in ("n0", "n2"):
         agent, log = agents[host]
         assert agent.wait(120) == 0, log.read_text()

@@ -249,6 +249,17 @@ def test_retain_keeps_the_best_and_what_stays_for_good(tmp_path: Path) -> None:
     assert checkpoints.steps(tmp_path) == [20, 40, 50]
 
 
+def test_retain_keeps_what_a_run_may_go_back_to(tmp_path: Path) -> None:
+    for step, streak in ((10, 0), (20, 0), (30, 3), (40, 13)):
+        state = write_checkpoint(tmp_path, step, finished=False) / checkpoints.STATE
+        state.write_text(json.dumps({"step": step, "guard": {"streak": streak}}))
+        checkpoints.commit(state.parent)
+    retain(tmp_path, 40, keep(1))
+    assert checkpoints.steps(tmp_path) == [20, 40]
+    reasons = reasons_to_keep({20: None, 40: None}, keep(1), 20)
+    assert reasons == {40: ["newest"], 20: ["newest before bad steps"]}
+
+
 def test_retain_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         write_checkpoint(tmp_path, step)

@@ -361,3 +361,23 @@ def test_numbers() -> None:
         "1.00e+0",
     ]
     assert [format_rate(rate) for rate in (5300.4, 0.256)] == ["5,300", "0.26"]
+
+
+def test_events_go_by_the_samples_they_concern(tmp_path: Path) -> None:
+    """A run that goes back does its steps again, but reads no sample twice."""
+    with writer(tmp_path) as metrics:
+        for step in (1, 2, 3):
+            metrics.log_step(step_metrics(step))
+        metrics.log_event("skipped", step=3, first_sample=32, num_samples=16, loss=math.nan)
+        metrics.go_back(1, samples=48)
+        metrics.log_event("rolled_back", step=3, first_sample=16, num_samples=32, to_step=1)
+        metrics.log_step(step_metrics(2))
+        metrics.log_event("skipped", step=3, first_sample=64, num_samples=16, loss=9.0)
+    kinds = [(line["step"], line.get("event")) for line in lines_of(tmp_path)]
+    rest = [(3, "skipped"), (3, "rolled_back"), (2, None)]
+    assert kinds == [(1, None), *rest, (3, "skipped")]
+    assert lines_of(tmp_path)[1]["loss"] is None
+    # A resume at step 2, which had read 64 samples: the last event comes again.
+    with writer(tmp_path, resume_step=2, resume_samples=64):
+        pass
+    assert [(line["step"], line.get("event")) for line in lines_of(tmp_path)] == [(1, None), *rest]

@@ -1,0 +1,198 @@
+"""Steps that would harm the run: left out, and where they do not end, gone back from.
+
+A step is bad when its loss or gradient norm is not finite, and, with ``guard.spike_sigma``, when
+either lies far above what it was in the last steps. Its update is not made; its samples count as
+read and the learning rate goes on. After ``guard.max_consecutive`` such steps in a row the run goes
+back to the newest checkpoint without one, and on with the samples that follow: all between are
+passed over, as in the training of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1).
+Going over the good ones once more would end at the same bad ones with the same weights.
+
+Everything is decided by figures that are the same on every process, and by `GuardState`, which
+every checkpoint holds: a run that goes on from one decides as the run that wrote it did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from bigtrain.engine.build import TrainEngine
+from bigtrain.engine.checkpoint import restore_engine
+from bigtrain.engine.update_gate import Judge, StepFigures
+from bigtrain.errors import DamagedCheckpointError, TrainingError
+from bigtrain.run import checkpoints
+from bigtrain.run.session import Session
+from bigtrain.run.state import GuardState, TrainState
+from bigtrain.sections.failures import GuardSection
+
+# Of a normal distribution, the standard deviation over the median absolute deviation.
+_SIGMA_PER_MAD = 1.4826
+# Figures that hardly vary: what is within this part of the median is never a spike.
+_LEAST_SPREAD = 1e-3
+
+
+class Guard:
+    """Judges the steps of a run. `judge`, None where the guard is off, goes to
+    `TrainEngine.train_step`, which calls it on every process with the same figures."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._section: GuardSection = session.run.config.guard
+        self._figures: StepFigures | None = None
+        self._reason: str | None = None
+        self._state = GuardState()
+        self.judge: Judge | None = self._judge if self._section.enabled else None
+
+    def _judge(self, figures: StepFigures) -> bool:
+        self._figures = figures
+        self._reason = why_bad(figures, self._state, self._section)
+        return self._reason is None
+
+    def begin(self, state: TrainState) -> None:
+        """A step begins at `state`."""
+        self._state, self._figures, self._reason = state.guard, None, None
+
+    def end(self, before: TrainState, after: TrainState) -> TrainState:
+        """The state `after` a step, with what the guard makes of it; writes down a bad one."""
+        if self._figures is None:
+            return after
+        if self._reason is None:
+            return replace(after, guard=with_good_step(before.guard, self._figures, self._section))
+        guard = replace(
+            before.guard, num_skipped=before.guard.num_skipped + 1, streak=before.guard.streak + 1
+        )
+        if self._session.metrics is not None:
+            self._session.metrics.log_event(
+                "skipped",
+                step=after.step,
+                first_sample=before.samples,
+                num_samples=after.samples - before.samples,
+                reason=self._reason,
+                loss=self._figures.loss,
+                grad_norm=self._figures.grad_norm,
+                consecutive=guard.streak,
+            )
+            self._session.say(
+                f"step {after.step}: update left out, {self._reason} (samples {before.samples} to "
+                f"{after.samples - 1}; {guard.streak} in a row, {guard.num_skipped} in all)"
+            )
+        return replace(after, guard=guard)
+
+    def goes_back(self, state: TrainState) -> bool:
+        """Whether so many steps in a row were bad that the run goes back."""
+        return self._reason is not None and state.guard.streak >= self._section.max_consecutive
+
+
+def why_bad(figures: StepFigures, state: GuardState, section: GuardSection) -> str | None:
+    """Why the update of a step is not to be made; None where it is. Pure."""
+    kinds = (
+        ("loss", figures.loss, state.losses),
+        ("gradient norm", figures.grad_norm, state.norms),
+    )
+    for name, value, _ in kinds:
+        if not math.isfinite(value):
+            return f"{name} is not finite"
+    for name, value, recent in kinds:
+        if section.spike_sigma is not None and len(recent) >= section.window:
+            centre, spread = center_and_spread(recent[-section.window :])
+            if value > centre + section.spike_sigma * spread:
+                return (
+                    f"{name} {value:.4g} is {(value - centre) / spread:.1f} sigma above the median "
+                    f"{centre:.4g} of the last {section.window} steps"
+                )
+    return None
+
+
+def center_and_spread(recent: Sequence[float]) -> tuple[float, float]:
+    """Median of `recent`, and the standard deviation that their median absolute deviation tells."""
+    centre = median(recent)
+    deviation = median(abs(value - centre) for value in recent)
+    return centre, max(_SIGMA_PER_MAD * deviation, _LEAST_SPREAD * abs(centre), math.ulp(centre))
+
+
+def with_good_step(state: GuardState, figures: StepFigures, section: GuardSection) -> GuardState:
+    """The state after a step that was made. Figures are kept only where spikes are looked for."""
+    if section.spike_sigma is None:
+        return state if state.streak == 0 else replace(state, streak=0)
+    keep = section.window - 1
+    return replace(
+        state,
+        streak=0,
+        losses=(*(state.losses[-keep:] if keep else ()), figures.loss),
+        norms=(*(state.norms[-keep:] if keep else ()), figures.grad_norm),
+    )
+
+
+def go_back(session: Session, engine: TrainEngine, state: TrainState) -> TrainState:
+    """Fill the engine from the newest checkpoint that follows no bad step. Collective.
+
+    Returns the state to go on from: that checkpoint's step, with the samples after `state`'s. No
+    save may be under way. Raises TrainingError on every process without such a checkpoint, and
+    after ``guard.max_rollbacks`` to the same one.
+    """
+    section = session.run.config.guard
+    good = _good_checkpoints(session, state)
+    while (found := _from_main(session, good)) is not None:
+        directory, document = found
+        try:
+            restore_engine(engine, Path(directory) / checkpoints.TENSORS, document["engine"])
+        except DamagedCheckpointError as error:
+            session.say(checkpoints.passed_over(document["step"], str(error)))
+            continue
+        there = GuardState.from_json(document.get("guard"))
+        again = state.guard.rolled_back_to == document["step"]
+        guard = replace(
+            there,
+            num_skipped=state.guard.num_skipped,
+            rolled_back_to=document["step"],
+            num_rollbacks=state.guard.num_rollbacks + 1 if again else 1,
+        )
+        if guard.num_rollbacks > section.max_rollbacks:
+            raise TrainingError(
+                f"steps went wrong again after the run went back to step {document['step']} "
+                f"{section.max_rollbacks} times (guard.max_rollbacks); look at the events in "
+                f"{session.directory}/metrics.jsonl, then go on with another optimizer.lr or data"
+            )
+        if session.metrics is not None:
+            session.metrics.go_back(document["step"], state.samples)
+            session.metrics.log_event(
+                "rolled_back",
+                step=state.step,
+                first_sample=document["samples"],
+                num_samples=state.samples - document["samples"],
+                to_step=document["step"],
+            )
+        session.say(
+            f"step {state.step}: {state.guard.streak} bad steps in a row; back to step "
+            f"{document['step']}, samples {document['samples']} to {state.samples - 1} passed over"
+        )
+        return replace(state, step=document["step"], guard=guard)
+    raise TrainingError(
+        f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and {session.directory} "
+        "has no checkpoint from before them to go back to -> look at the data and the learning "
+        "rate, and save more often (checkpoint.every_steps)"
+    )
+
+
+def _good_checkpoints(
+    session: Session, state: TrainState
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for directory in checkpoints.usable(session.directory, session.say):
+        document = checkpoints.read_state(directory)
+        streak = GuardState.from_json(document.get("guard")).streak
+        if document["step"] < state.step and streak == 0:
+            yield str(directory), document
+
+
+def _from_main(
+    session: Session, found: Iterator[tuple[str, Mapping[str, Any]]]
+) -> tuple[str, Mapping[str, Any]] | None:
+    box = [next(found, None) if session.world.is_main else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

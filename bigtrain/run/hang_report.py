@@ -1,0 +1,116 @@
+"""Who keeps a run from moving: a verdict on where every process is. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where one process is.
+
+    step: from 1, 0 before the first. collective: what it waits in, None outside of any.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    module: str | None
+    collective: str | None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Position:
+        return cls(**json.loads(text))
+
+    @property
+    def place(self) -> str:
+        """Step, phase and layer, in words."""
+        layer = f", {self.module}" if self.module else ""
+        return f"step {self.step}, {self.phase}{layer}"
+
+    def __str__(self) -> str:
+        waits = f"in {self.collective}" if self.collective else "in no collective"
+        return f"rank {self.rank} on {self.host} (process {self.pid}): {self.place}, {waits}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """ranks: of those that lag, lowest first; empty where nothing tells them apart. text: for
+    people, first those that lag."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+def judge(
+    answers: Mapping[int, Position], last_known: Mapping[int, Position], hosts: Sequence[str]
+) -> Verdict:
+    """Who lags, of a world whose process `r` runs on ``hosts[r]``.
+
+    Parameters: `answers`, from the processes that still answer; `last_known`, what any process said
+    before, by rank.
+
+    In order: processes that do not answer (dead, stopped, cut off, or held in C code); those in no
+    collective while others wait in one; those in an earlier step; those in another collective than
+    most.
+    """
+    silent = [rank for rank in range(len(hosts)) if rank not in answers]
+    if silent:
+        lines = [
+            f"rank {rank} on {hosts[rank]} does not answer: "
+            + (f"it was last in {last_known[rank].place}" if rank in last_known else "never did")
+            for rank in silent
+        ]
+        return _verdict(silent, lines, answers)
+    lagging, why = _laggards(list(answers.values()))
+    lines = [f"{answers[rank]} ({why})" for rank in lagging]
+    if not lines:
+        lines = ["all processes are at the same place: look at the network and at their stacks"]
+    return _verdict(lagging, lines, answers)
+
+
+def judge_alone(position: Position, hosts: Sequence[str]) -> Verdict:
+    """What a process can say that hears of no other: its store is gone."""
+    if len(hosts) == 1:
+        return judge({position.rank: position}, {}, hosts)
+    if position.rank == 0:
+        line = "the launcher's store does not answer, so that rank 0 hears of no other process"
+        return _verdict([], [line], {0: position})
+    line = f"rank 0 on {hosts[0]} does not answer, or its store: no process hears of the others"
+    return _verdict([0], [line], {position.rank: position})
+
+
+def _laggards(positions: Sequence[Position]) -> tuple[list[int], str]:
+    outside = [p.rank for p in positions if p.collective is None]
+    if outside and len(outside) < len(positions):
+        return outside, "the others wait for it in a collective"
+    first_step = min(p.step for p in positions)
+    behind = [p.rank for p in positions if p.step == first_step]
+    if len(behind) < len(positions):
+        return behind, "the others are in a later step"
+    places = Counter((p.collective, p.phase) for p in positions).most_common()
+    if len(places) > 1 and places[0][1] > places[1][1]:
+        usual = places[0][0]
+        others = [p.rank for p in positions if (p.collective, p.phase) != usual]
+        return others, f"most are in {usual[0]}, {usual[1]}"
+    if len(positions) == 1:
+        return [positions[0].rank], "it makes no progress"
+    return [], ""
+
+
+def _verdict(ranks: Sequence[int], lines: list[str], answers: Mapping[int, Position]) -> Verdict:
+    others = [str(answers[rank]) for rank in sorted(answers) if rank not in ranks]
+    # With thousands of processes, those that wait all say the same.
+    shown = others[:16] + ([f"and {len(others) - 16} more"] if len(others) > 16 else [])
+    text = "\n".join(["lagging:", *(f"  {line}" for line in lines)])
+    if shown:
+        text += "\n" + "\n".join(["waiting:", *(f"  {line}" for line in shown)])
+    return Verdict(tuple(sorted(ranks)), text)

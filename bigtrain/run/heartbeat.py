@@ -1,0 +1,107 @@
+"""Where a process is in a run: marks that it makes as it goes, and that its watchdog reads."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Heartbeat:
+    """Where the training thread is. A mark costs a fraction of a microsecond; nothing is written.
+
+    phase: in words. module: which layer, None outside of them. slow: whether one operation of this
+    phase may take long. count: marks so far; that it grows is what progress means.
+    """
+
+    def __init__(self) -> None:
+        self._announced = ""
+        self.step = 0
+        self.phase = "starting"
+        self.module: str | None = None
+        self.slow = True
+        self.count = 0
+        self._num_steps_begun = 0
+
+    def at(self, phase: str, *, slow: bool = False) -> None:
+        """The training thread begins `phase`. In its first step everything may take long."""
+        self.phase, self.module, self._announced = phase, None, phase
+        self.slow = slow or self._num_steps_begun <= 1
+        self.count += 1
+
+    def begin_step(self, step: int) -> None:
+        """Step `step` begins, from 1."""
+        self.step = step
+        self._num_steps_begun += 1
+        self.at("reading the batch")
+
+    def _enter(self, phase: str, module: str) -> None:
+        if phase == "forward pass" and self._announced == "backward pass":
+            phase = "recomputation in the backward pass"
+        self.phase, self.module = phase, module
+        self.count += 1
+
+    def follow(self, model: nn.Module) -> None:
+        """Mark every layer of `model` as its forward and its backward pass begin, from now on.
+
+        Layers are the members of the outermost module lists. A hook before each, and one on the
+        gradient of what it returns: neither adds to the graph.
+        """
+        for name, layer in layers_of(model):
+            enter = partial(self._enter, "forward pass", name)
+            leave = partial(self._enter, "backward pass", name)
+            # Before the hooks by which ZeRO-3 gathers parameters: that may be what hangs.
+            layer.register_forward_pre_hook(partial(_mark, enter), prepend=True)
+            layer.register_forward_hook(partial(_mark_gradient, leave))
+
+
+def _mark(mark: Callable[[], None], _layer: nn.Module, _args: Any) -> None:
+    mark()
+
+
+def _mark_gradient(mark: Callable[[], None], _layer: nn.Module, _args: Any, outputs: Any) -> None:
+    first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+    if torch.is_tensor(first) and first.requires_grad and torch.is_grad_enabled():
+        first.register_hook(lambda _gradient: mark())
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The members of the outermost module lists of `model`, by name."""
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(i) for i in inside):
+            inside.append(f"{name}.")
+            yield from ((f"{name}.{index}", layer) for index, layer in module.named_children())
+
+
+def current_collective() -> str | None:
+    """The collective operation that this process's training waits in, by name; None outside.
+
+    Found on the stacks of the main thread and of threads that Python did not start (autograd's), so
+    that it costs nothing until somebody asks. An operation that a GPU waits for is not seen.
+    """
+    frames = sys._current_frames()
+    own = {thread.ident for thread in threading.enumerate()} - {threading.main_thread().ident}
+    for ident, frame in frames.items():
+        found = _collective_of(frame) if ident not in own else None
+        if found is not None:
+            return found
+    return None
+
+
+def _collective_of(frame: FrameType | None) -> str | None:
+    found = None
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file.endswith("torch/distributed/distributed_c10d.py"):
+            found = name
+        elif "/deepspeed/" in file and name in ("wait", "synchronize") and found is None:
+            found = "wait"
+        frame = frame.f_back
+    return found

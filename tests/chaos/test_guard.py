@@ -1,0 +1,165 @@
+"""Steps that go wrong on one process: left out on all of them, or gone back from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bigtrain.run import checkpoints
+from tests.chaos.conftest import (
+    STEPS,
+    Server,
+    arguments,
+    assert_same_run,
+    events,
+    final_tensors,
+    losses,
+)
+from tests.support.worlds import ROOT
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+SAMPLES_PER_STEP = 4
+
+ENGINES = {
+    "zero0": ["--deepspeed_config", "zero0"],
+    "zero1": ["--deepspeed_config", "zero1"],
+    "zero2": ["--deepspeed_config", "zero2"],
+    "zero3": ["--deepspeed_config", "zero3"],
+    "bf16 zero0": ["--deepspeed_config", "zero0", "precision.dtype=bfloat16"],
+    "bf16 zero1": ["--deepspeed_config", "zero1", "precision.dtype=bfloat16"],
+    "bf16 zero3": ["--deepspeed_config", "zero3", "precision.dtype=bfloat16"],
+    "bf16 unchecked": ["--deepspeed_config", "UNCHECKED", "precision.dtype=bfloat16"],
+    "tensor": ["--deepspeed_config", "zero1", "parallel.tensor=2"],
+    "pipeline": ["--deepspeed_config", "pipeline_zero1", "parallel.pipeline=2"],
+    "bf16 pipeline": [
+        *("--deepspeed_config", "pipeline_zero1", "parallel.pipeline=2", "precision.dtype=bfloat16")
+    ],
+    "pipeline zero0": ["--deepspeed_config", "zero0", "parallel.pipeline=2"],
+}
+CHEAP = {"zero0", "zero3", "bf16 zero1", "pipeline"}
+
+
+def spoil(steps: dict[int, str]) -> dict[str, Any]:
+    return {"rank": 1, "steps": {str(step): how for step, how in steps.items()}}
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.slow) for n in ENGINES]
+)
+def test_a_bad_step_changes_nothing_on_any_process(
+    server: Server, run_yaml: Path, tmp_path: Path, name: str
+) -> None:
+    """A loss that is not a number and a spike of the gradient, both on one process alone."""
+    run, unchecked = tmp_path / "run", tmp_path / "unchecked.json"
+    tree = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    tree["bf16"] |= {"check_grad_overflow": False}
+    unchecked.write_text(json.dumps(tree))
+    engine = [str(unchecked) if word == "UNCHECKED" else word for word in ENGINES[name]]
+    options = [
+        "train.steps=8",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_last=8",
+        "guard.spike_sigma=1000",
+        "guard.window=3",
+    ]
+    words = arguments(run_yaml, run, *engine, *options)
+    codes, text = server.live(words, spoil=spoil({1: "nan", 4: "nan", 7: "gradient"}))
+    assert codes == [0, 0], text
+    states = {step: checkpoints.read_state(checkpoints.find(run, step)) for step in range(1, 9)}
+    tensors = {step: final_tensors(run, step) for step in range(1, 9)}
+    for bad in (4, 7):
+        assert equal(tensors[bad], tensors[bad - 1])
+        assert states[bad]["samples"] == bad * SAMPLES_PER_STEP
+    assert not equal(tensors[2], tensors[1])
+    assert not equal(tensors[5], tensors[4])
+    assert not equal(tensors[8], tensors[7])
+    assert all(tensor.isfinite().all() for tensor in tensors[8].values())
+    counts = {step: state["engine"]["optimizer_steps"] for step, state in states.items()}
+    assert counts == {1: 0, 2: 1, 3: 2, 4: 2, 5: 3, 6: 4, 7: 4, 8: 5}
+    at_once, first, second = events(run, "skipped")
+    assert at_once["step"] == 1
+    assert first["step"] == 4
+    assert first["first_sample"] == 12
+    assert first["num_samples"] == SAMPLES_PER_STEP
+    assert first["reason"] == "loss is not finite"
+    assert first["loss"] is None
+    assert second["step"] == 7
+    assert second["reason"].startswith("gradient norm ")
+    assert second["reason"].endswith("of the last 3 steps")
+    assert second["loss"] is not None
+    assert states[8]["guard"]["num_skipped"] == 3
+    assert (
+        "step 4: update left out, loss is not finite (samples 12 to 15; 1 in a row, 2 in all)"
+        in (run / "log.txt").read_text()
+    )
+
+
+def test_the_guard_changes_no_run_without_bad_steps(
+    server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """`uninterrupted` has the guard of the defaults."""
+    run = tmp_path / "run"
+    codes, text = server.live(arguments(run_yaml, run, "guard.enabled=false"))
+    assert codes == [0, 0], text
+    assert_same_run(run, uninterrupted)
+
+
+def test_bad_steps_that_do_not_end_are_gone_back_from(
+    server: Server, run_yaml: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    # Of step 8 there is a checkpoint, which `keep_last` alone would have removed by step 11.
+    keep = ["checkpoint.every_steps=1", "checkpoint.keep_last=1", "checkpoint.keep_every_steps=12"]
+    words = arguments(run_yaml, run, "guard.max_consecutive=3", *keep)
+    codes, text = server.live(words, spoil=spoil({9: "nan", 10: "nan", 11: "nan"}))
+    assert codes == [0, 0], text
+    [back] = events(run, "rolled_back")
+    expected = {"first_sample": 32, "num_samples": 12, "to_step": 8}
+    assert {key: back[key] for key in expected} == expected
+    assert [event["step"] for event in events(run, "skipped")] == [9, 10, 11]
+    assert "step 11: 3 bad steps in a row; back to step 8, samples 32 to 43 passed over" in text
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    state = checkpoints.read_state(checkpoints.find(run, STEPS))
+    assert state["samples"] == (STEPS + 3) * SAMPLES_PER_STEP
+    assert state["guard"]["rolled_back_to"] == 8
+    # What stands in a checkpoint is all that the rest of the run follows from.
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    checkpoints.remove(checkpoints.checkpoint_path(again, STEPS))
+    codes, text = server.live(arguments(run_yaml, again, *words[3:]))
+    assert codes == [0, 0], text
+    assert "resumed at step 12 " in text
+    assert_same_run(again, run)
+    assert checkpoints.steps(again) == [12, STEPS]
+    assert events(again, "skipped") == events(run, "skipped")
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (range(1, 4), "has no checkpoint from before them to go back to -> look at the data"),
+        pytest.param(
+            range(5, 100),
+            "steps went wrong again after the run went back to step 4 3 times",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_that_nothing_helps_ends(
+    server: Server, run_yaml: Path, tmp_path: Path, steps: range, said: str
+) -> None:
+    words = arguments(run_yaml, tmp_path / "run", "guard.max_consecutive=3")
+    codes, text = server.live(words, spoil=spoil(dict.fromkeys(steps, "nan")))
+    assert 2 in codes, text
+    assert "Traceback" not in text
+    assert said in text

@@ -1,0 +1,138 @@
+"""A run that does not move: who keeps it, where it is, and that every process ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigtrain.errors import EXIT_HANG
+from tests.chaos.conftest import Server, arguments, assert_same_run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+HOST = socket.gethostname()
+TIMEOUT = "watchdog.timeout_seconds=3"
+# Two micro-batches a step, and the probe of a save after the second step.
+THIRD_STEP, SEVENTH_STEP = 6, 16
+
+
+def hang(rank: int, how: str = "sleep", call: int = THIRD_STEP) -> dict[str, Any]:
+    return {"rank": rank, "layer": 1, "call": call, "how": how}
+
+
+def stop(run: Path, rank: int, number: signal.Signals, delay_seconds: float = 0) -> dict[str, Any]:
+    """After the first steps, for which the limit is a long one; a line has some 200 bytes."""
+    return {
+        "log": str(run / "metrics.jsonl"),
+        "after_bytes": 1000,
+        "delay_seconds": delay_seconds,
+        "ranks": [rank],
+        "signal": number,
+        "times": 1,
+    }
+
+
+def hang_directory(run: Path) -> Path:
+    [directory] = (run / "hangs").iterdir()
+    return directory
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_process_that_sleeps_in_a_layer_is_named(
+    server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path, rank: int
+) -> None:
+    run = tmp_path / "run"
+    codes, text = server.live(arguments(run_yaml, run, TIMEOUT), hang=hang(rank))
+    assert codes == [EXIT_HANG, EXIT_HANG], text
+    named = rf"  rank {rank} on {HOST} \(process \d+\): step 3, forward pass, model.layers.1, "
+    lagging = text.split("lagging:\n")[1].split("waiting:\n")
+    assert re.match(named + "in no collective", lagging[0])
+    assert re.match(rf"  rank {1 - rank} on {HOST} .*, in (all_)?reduce", lagging[1])
+    assert "watchdog: no progress for " in text
+    directory = hang_directory(run)
+    assert directory.name.startswith("step-00000003-")
+    assert (directory / "report.txt").read_text() in (run / "log.txt").read_text()
+    for number in range(2):
+        stack = (directory / f"rank-{number:05d}.txt").read_text()
+        assert "fork_server.py" in stack
+        assert ("distributed_c10d.py" in stack) == (number != rank)
+    assert json.loads((run / "requeue").read_text()) == {"signal": "watchdog", "step": 3}
+    codes, text = server.live(arguments(run_yaml, run, TIMEOUT))
+    assert codes == [0, 0], text
+    assert not (run / "requeue").exists()
+    assert_same_run(run, uninterrupted)
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_stopped_process_is_named(
+    server: Server, run_yaml: Path, tmp_path: Path, rank: int
+) -> None:
+    """As behind a cut link; of rank 0 the board is gone as well."""
+    run = tmp_path / "run"
+    # Without saves, for which the limit is the long one.
+    words = arguments(run_yaml, run, TIMEOUT, "checkpoint.every_steps=100")
+    codes, text = server.live(words, send=stop(run, rank, signal.SIGSTOP))
+    assert codes[1 - rank] == EXIT_HANG, text
+    assert codes[rank] == -signal.SIGKILL  # by the launcher
+    assert f"lagging:\n  rank {rank} on {HOST} does not answer" in text
+    assert (hang_directory(run) / f"rank-{1 - rank:05d}.txt").exists()
+
+
+@pytest.mark.slow
+def test_a_process_held_in_c_code_is_named_and_ends(
+    server: Server, run_yaml: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    # Its last look must not have been in the first step or at a save, for which the limit is long.
+    words = arguments(run_yaml, run, TIMEOUT, "checkpoint.every_steps=100")
+    codes, text = server.live(words, hang=hang(1, "hold", call=41), grace_seconds=60)
+    assert codes == [EXIT_HANG, 1], text
+    assert f"lagging:\n  rank 1 on {HOST} does not answer" in text
+    assert "Timeout (" in text  # faulthandler's, with the stack
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_outlives_a_killed_process(
+    server: Server, run_yaml: Path, tmp_path: Path, rank: int
+) -> None:
+    """Without a launcher that ends the others: one sleeps, and hears nothing of it."""
+    run = tmp_path / "run"
+    codes, text = server.live(
+        arguments(run_yaml, run, TIMEOUT),
+        send=stop(run, rank, signal.SIGKILL, 1.0),
+        hang=hang(1 - rank, call=SEVENTH_STEP),
+        grace_seconds=60,
+    )
+    assert codes[rank] == -signal.SIGKILL
+    assert codes[1 - rank] == EXIT_HANG, text
+
+
+@pytest.mark.slow
+def test_a_pipeline_stage_that_sleeps_is_named(
+    server: Server, run_yaml: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = arguments(
+        run_yaml, run, TIMEOUT, "--deepspeed_config", "pipeline_zero1", "parallel.pipeline=2"
+    )
+    call = {"rank": 1, "layer": 1, "call": 12, "how": "sleep"}
+    codes, text = server.live(words, hang=call)
+    assert codes == [EXIT_HANG, EXIT_HANG], text
+    named = rf"lagging:\n  rank 1 on {HOST} \(process \d+\): step \d, forward pass, model.layers.1"
+    assert re.search(named, text)
+
+
+def test_the_watchdog_can_be_turned_off(
+    server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    codes, text = server.live(arguments(run_yaml, run, "watchdog.timeout_seconds=null"))
+    assert codes == [0, 0], text
+    assert_same_run(run, uninterrupted)
