@@ -69,7 +69,7 @@ def _given_by_mpirun(environment: Mapping[str, str]) -> dict[str, str]:
     size = environment["OMPI_COMM_WORLD_SIZE"]
     if "MASTER_ADDR" not in environment and size != "1":
         raise LaunchError(
-            f"mpirun started {size} processes, but MASTER_ADDR, the first host of the hostfile, is "
+            f"mpirun started {size} processes, but MASTER_ADDR, the host of the first of them, is "
             "not set, so they cannot find each other -> deepspeed --launcher openmpi "
             '--launcher_args "-x MASTER_ADDR=HOST -x MASTER_PORT=29500"'
         )

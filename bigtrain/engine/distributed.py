@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -82,7 +82,8 @@ def _complete_environment(world: World) -> list[str]:
     """Give torch what the launcher left out: of mpirun's world, or of one process without any.
 
     Returns the variables that were added. Raises LaunchError, on the main process, where the port
-    that the others will look for is taken: torch would only say so in a traceback.
+    that the others will look for is taken: torch would only say so in a traceback. Likewise where
+    mpirun was told of another host than the main process's: the others would look there for long.
     """
     values = {
         "RANK": str(world.rank),
@@ -94,6 +95,8 @@ def _complete_environment(world: World) -> list[str]:
         assert world.size == 1
         values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port(0))}
     added = [name for name in values if name not in os.environ]
+    if world.is_main and world.size > 1 and "OMPI_COMM_WORLD_RANK" in os.environ:
+        _refuse_other_host(os.environ["MASTER_ADDR"])
     # Under torchrun its agent holds the port already.
     if world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         port = os.environ.get("MASTER_PORT", values["MASTER_PORT"])
@@ -108,6 +111,24 @@ def _complete_environment(world: World) -> list[str]:
             ) from error
     os.environ.update({name: values[name] for name in added})
     return added
+
+
+def _refuse_other_host(address: str) -> None:
+    """Raises LaunchError where `address` is none of this host's."""
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, _, _, _, place in found:
+        with socket.socket(family) as probe, suppress(OSError):
+            probe.bind(place)
+            return
+    host = socket.gethostname()
+    raise LaunchError(
+        f"MASTER_ADDR = {address}, at which the processes meet, is not {host}, where mpirun "
+        "started the first of them: that is mpirun's own host where the hostfile has it, else the "
+        f"file's first -> -x MASTER_ADDR={host}"
+    )
 
 
 def _free_port(port: int) -> int:

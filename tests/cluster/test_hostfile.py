@@ -45,7 +45,7 @@ def test_pdsh_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
 
 
 def test_openmpi_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
-    """The main process is on n2, where mpirun is not: the first host of the file counts."""
+    """The main process is on n1, as mpirun is, wherever n1 stands in the file."""
     if shutil.which("mpirun", path=SYSTEM_PATH) is None:
         pytest.skip("mpirun is not installed: make cluster-deps")
     write_hostfile(lab, "n2", "n1", "n0")
@@ -54,11 +54,16 @@ def test_openmpi_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
     # mpirun hands on what -x and .deepspeed_env name, and no more.
     code, output = lab.run("n1", *BIGTRAIN, "hostfile", "--environment")
     assert code == 0, output
-    meet = "-x MASTER_ADDR=n2 -x MASTER_PORT=29512"
-    code, output = lab.run("n1", *command, "--launcher_args", meet, TRAIN, *ARGUMENTS, **as_root)
+    command += ["--launcher_args", "-x MASTER_ADDR=n2 -x MASTER_PORT=29512", TRAIN, *ARGUMENTS]
+    code, output = lab.run("n1", *command, **as_root)
+    assert code == 2, output
+    assert "MASTER_ADDR = n2, at which the processes meet, is not n1, where mpirun" in output
+    assert not (lab.folder / "run").exists()
+    command[command.index(TRAIN) - 1] = "-x MASTER_ADDR=n1 -x MASTER_PORT=29512"
+    code, output = lab.run("n1", *command, **as_root)
     assert code == 0, output
     assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
-    assert json.loads((lab.folder / "run" / "environment.json").read_text())["host"] == "n2"
+    assert json.loads((lab.folder / "run" / "environment.json").read_text())["host"] == "n1"
 
 
 def test_no_ssh(lab: Lab, alone: dict[int, float]) -> None:

@@ -175,6 +175,7 @@ def test_after_a_node_failure_a_run_goes_on_with_what_is_left(lab: Lab, submit: 
     wait_until("n2 is back", lambda: "n[1-2]" in idle(lab))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_after_a_link_cut_only_the_requeued_run_writes(lab: Lab, submit: Submit) -> None:
     """n1 computes on without its cable, while Slurm takes it for dead and starts the run on n2.
