@@ -41,18 +41,27 @@ class MicroBatch:
     `input_ids` int64 [B, T]; `labels` int64 [B, T], already shifted: ``labels[b, t]`` is the token
     to predict from ``input_ids[b, : t + 1]``, or -100 where there is no loss. `position_ids` int64
     [B, T], where documents are isolated: 0 at the first token of each document and of each row;
-    the label that would cross a boundary has no loss.
+    the label that would cross a boundary has no loss. `tokens` int64 [B, T + 1], where every token
+    is to be predicted: inputs and labels are views of it, and not contiguous.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+
+    @classmethod
+    def of_tokens(cls, tokens: torch.Tensor) -> MicroBatch:
+        """Every token of `tokens`, int64 [B, T + 1], predicts the next one."""
+        return cls(tokens[:, :-1], tokens[:, 1:], tokens=tokens)
 
     def split(self, rows: int) -> list[MicroBatch]:
         """The same in parts of `rows` rows, which share its memory."""
-        positions = self.position_ids
         if len(self.input_ids) == rows:
             return [self]
+        if self.tokens is not None:
+            return [MicroBatch.of_tokens(part) for part in self.tokens.split(rows)]
+        positions = self.position_ids
         parts = zip(
             self.input_ids.split(rows),
             self.labels.split(rows),
@@ -60,6 +69,17 @@ class MicroBatch:
             strict=False,
         )
         return [MicroBatch(*part) for part in parts]
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        """What `move` makes of each tensor; of `tokens` alone where the others are views of it."""
+        if self.tokens is not None:
+            return MicroBatch.of_tokens(move(self.tokens))
+        positions = self.position_ids
+        return MicroBatch(
+            move(self.input_ids),
+            move(self.labels),
+            None if positions is None else move(positions),
+        )
 
 
 @dataclass(frozen=True)
@@ -212,21 +232,26 @@ class Widener:
     def widen(self, rows: StoredRows) -> MicroBatch:
         """One batch of all `rows`; shares no memory with them."""
         count, width = rows.tokens.shape
-        shape = count, width - 1
-        num_parts = 2 if rows.positions is None else 3
-        if self.pin:
-            parts = [
-                torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(num_parts)
-            ]
-            arrays = [part.numpy() for part in parts]
-        else:
-            arrays = [self._unused(shape) for _ in range(num_parts)]
-            parts = [torch.from_numpy(array) for array in arrays]
-            self._arrays = [*self._arrays, *arrays][-MAX_KEPT_ARRAYS:]
+        if rows.targets is None and rows.positions is None:
+            (tokens,), (array,) = self._new((count, width), 1)
+            np.copyto(array, rows.tokens)
+            return MicroBatch.of_tokens(tokens)
+        parts, arrays = self._new((count, width - 1), 2 if rows.positions is None else 3)
         step = max(1, WIDEN_TOKENS // (width - 1))
         for low in range(0, count, step):
             _widen(rows.part(low, low + step), *(array[low : low + step] for array in arrays))
         return MicroBatch(*parts)
+
+    def _new(
+        self, shape: tuple[int, int], count: int
+    ) -> tuple[list[torch.Tensor], list[npt.NDArray[np.int64]]]:
+        """`count` tensors to be filled, and their memory as arrays."""
+        if self.pin:
+            parts = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(count)]
+            return parts, [part.numpy() for part in parts]
+        arrays = [self._unused(shape) for _ in range(count)]
+        self._arrays = [*self._arrays, *arrays][-MAX_KEPT_ARRAYS:]
+        return [torch.from_numpy(array) for array in arrays], arrays
 
     def _unused(self, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
         """An array that no tensor uses any more: the pages of new memory cost more than filling it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ class DeviceFeed:
         """Pairs of a micro-batch on the host and the same on the device."""
         if self._stream is None:
             for batch in batches:
-                yield batch, _moved(batch, lambda tensor: tensor.to(self._device))
+                yield batch, batch.moved(lambda tensor: tensor.to(self._device))
             return
         ahead: deque[tuple[MicroBatch, _Copied]] = deque()
         for batch in batches:
@@ -46,12 +46,12 @@ class DeviceFeed:
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(copied.done)
         # Memory of the other stream, in use by this one until the tensors are gone.
-        _moved(copied.batch, lambda tensor: _in_use(tensor, computing))
+        copied.batch.moved(lambda tensor: _in_use(tensor, computing))
         return batch, copied.batch
 
     def _copy(self, batch: MicroBatch, stream: torch.cuda.Stream) -> _Copied:
         with torch.cuda.stream(stream):
-            copied = _moved(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
+            copied = batch.moved(lambda tensor: tensor.to(self._device, non_blocking=True))
             done = torch.cuda.Event()
             done.record(stream)
         return _Copied(copied, done)
@@ -60,10 +60,3 @@ class DeviceFeed:
 def _in_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
     tensor.record_stream(stream)
     return tensor
-
-
-def _moved(batch: MicroBatch, move: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-    positions = batch.position_ids
-    return MicroBatch(
-        move(batch.input_ids), move(batch.labels), None if positions is None else move(positions)
-    )

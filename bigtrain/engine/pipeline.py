@@ -106,7 +106,7 @@ class _StageModule(nn.Module):
         """A Payload, or the last stage's logits (with what a `ChunkedLoss` wants its summed loss)
         and auxiliary loss."""
         if self.stage.needs_tokens:
-            input_ids = input_ids.to(self._device, non_blocking=True)
+            input_ids = input_ids.to(self._device, non_blocking=True).contiguous()
         if positions is not None:
             positions = positions.to(self._device, non_blocking=True)
         with documents_known(packed=positions is not None):

@@ -100,8 +100,12 @@ def test_shapes_labels_and_any_order_of_steps() -> None:
     batch = straight[0][0]
     assert batch.input_ids.shape == batch.labels.shape == (2, LENGTH)
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
-    assert batch.input_ids.is_contiguous()
-    assert batch.labels.is_contiguous()
+    # One copy of the tokens, for a micro-batch and for a part of it, wherever it goes.
+    for same in (batch, batch.split(1)[0], batch.moved(torch.clone)):
+        assert same.tokens is not None
+        assert same.input_ids.data_ptr() == same.tokens.data_ptr()
+        assert torch.equal(same.input_ids, same.tokens[:, :-1])
+        assert torch.equal(same.labels, same.tokens[:, 1:])
     assert torch.equal(batch.labels, batch.input_ids + 1)
     for first, second in zip((straight[2], straight[0], straight[1]), again, strict=True):
         assert all(
@@ -157,7 +161,7 @@ def test_samples_with_a_loss_mask_mixed_with_others_without() -> None:
         batch = reader.read(np.array(order), len(order) + 1)
         assert batch.position_ids is not None
         for number, ids, labels, positions in zip(
-            [*order, None], *(t.tolist() for t in vars(batch).values()), strict=True
+            [*order, None], *(t.tolist() for t in tensors_of(batch)), strict=True
         ):
             assert positions == list(range(LENGTH))
             if number is None:
@@ -176,23 +180,36 @@ def test_rows_are_read_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch
     whole = BatchReader(Masked(50, LENGTH), BatchOptions(isolate=True)).read(order, 53)
     monkeypatch.setattr(bigtrain.data.batches, "CHUNK_TOKENS", 4 * (LENGTH + 1))
     parts = BatchReader(Masked(50, LENGTH), BatchOptions(isolate=True)).read(order, 53)
-    for one, other in zip(vars(whole).values(), vars(parts).values(), strict=True):
+    for one, other in zip(tensors_of(whole), tensors_of(parts), strict=True):
         assert torch.equal(one, other)
 
 
-def test_memory_is_used_again_only_when_no_tensor_uses_it() -> None:
-    reader = BatchReader(Numbered(50, LENGTH), BatchOptions())
+def tensors_of(batch: MicroBatch) -> list[torch.Tensor]:
+    """Of documents that are kept apart."""
+    assert batch.position_ids is not None
+    assert batch.tokens is None
+    return [batch.input_ids, batch.labels, batch.position_ids]
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_memory_is_used_again_only_when_no_tensor_uses_it(isolate: bool) -> None:
+    reader = BatchReader(Numbered(50, LENGTH), BatchOptions(isolate=isolate))
     first = reader.read(np.array([1, 2]), 2)
     kept = first.split(1)[1].labels  # a view
-    place, values = first.input_ids.data_ptr(), kept.tolist()
+    values, places = kept.tolist(), {p.data_ptr() for p in parts_of(first)}
+    held = kept.untyped_storage().data_ptr()
     del first
     second = reader.read(np.array([3, 4]), 2)
-    assert kept.data_ptr() - 8 * LENGTH not in (
-        second.input_ids.data_ptr(),
-        second.labels.data_ptr(),
-    )
-    assert place in (second.input_ids.data_ptr(), second.labels.data_ptr())
+    assert {p.data_ptr() for p in parts_of(second)} & places == places - {held}
     assert kept.tolist() == values
+    del kept
+    third = reader.read(np.array([5, 6]), 2)
+    assert held in {p.data_ptr() for p in parts_of(third)}
+
+
+def parts_of(batch: MicroBatch) -> list[torch.Tensor]:
+    """What has memory of its own."""
+    return [batch.tokens] if batch.tokens is not None else tensors_of(batch)
 
 
 @pytest.mark.parametrize("data_size", [1, 2, 3, 5])
