@@ -46,8 +46,8 @@ def open_weights(directory: Path) -> dict[str, LazyTensor]:
                     directory / place.relative_path,
                     place.offset,
                     place.length - (DIGEST_BYTES if place.transform_descriptors else 0),
-                    tuple(chunk.offsets),
-                    tuple(chunk.sizes),
+                    tuple(chunk.offsets) or (0,),
+                    tuple(chunk.sizes) or (1,),
                     stored.properties.dtype,
                 )
             )
@@ -138,11 +138,13 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in parts."""
+    """A tensor in parts; those of a scalar have one element in one dimension."""
 
     parts: Sequence[_Part]
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        if not offsets:
+            offsets, out = (0,), out.view(1)
         for part in self.parts:
             low = tuple(map(max, offsets, part.offsets))
             high = tuple(

@@ -40,7 +40,6 @@ def train(
     clock = _Clock()
     profiler = Profiler(session)
     stop = StopAgreement(session.signals, session.world.size, session.hold)
-    session.signals.listen()
     received: Signals | None = None
     while state.step < config.train.steps and received is None:
         lr = learning_rate_at(state.step, config.optimizer.lr, config.schedule, config.train.steps)
