@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, masking_utils
 
 from bigtrain.config import RunConfig
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.errors import ConfigError
-from bigtrain.models.documents import document_attention, lengths_of_documents
+from bigtrain.models.documents import (
+    document_attention,
+    document_numbers,
+    documents_known,
+    lengths_of_documents,
+)
 from bigtrain.models.isolation import check_isolation
 from bigtrain.models.small_copy import small_copy, with_heads
 from bigtrain.run.preflight import inspect_inputs
@@ -86,6 +91,26 @@ def test_lengths_of_documents() -> None:
     assert lengths["cu_seq_lens_q"].dtype == torch.int32
     assert lengths["cu_seq_lens_k"] is lengths["cu_seq_lens_q"]
     assert lengths["max_length_q"] == lengths["max_length_k"] == 5
+
+
+def test_models_are_told_whether_documents_share_samples() -> None:
+    look = masking_utils.find_packed_sequence_indices
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]])
+    assert torch.equal(document_numbers(positions), look(positions))
+    model = small_copy(CONFIG_MAPPING["gemma2"](), "eager", [with_heads(2)]).eval()
+    ids = torch.randint(1, 64, positions.shape, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        looked = model(**inputs).logits
+        with documents_known(packed=True):
+            told = model(**inputs).logits
+        with documents_known(packed=False):
+            mixed = model(**inputs).logits
+    assert torch.equal(told, looked)
+    assert not torch.allclose(mixed, looked, atol=1e-3)
+    with pytest.raises(ZeroDivisionError), documents_known(packed=True):
+        _ = 1 / 0
+    assert masking_utils.find_packed_sequence_indices is look
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
