@@ -41,11 +41,14 @@ test test-full: export OMP_NUM_THREADS = 1
 test test-full: export HF_HUB_OFFLINE = 1
 test test-full: export TOKENIZERS_PARALLELISM = false
 
+# Two files side by side: their worlds of processes wait for each other much of the time.
+SIDE_BY_SIDE := -n $(or $(TEST_PROCESSES),2) --dist loadgroup
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow"
 
 test-full: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,9 +4,11 @@ Not called tokenize.py: a script there would hide the standard library's module 
 
 In MB of text per CPU second (user and system, of all threads and child processes), which other work
 on the machine disturbs least: the whole command in a fresh process, the same without its start-up
-(measured on one document), its own encoder alone on text already in memory, the reference encoder
-alone, the command with the reference encoder, and Megatron-LM's script where a checkout is given.
-Contenders take turns, the best of the rounds counts. Then the ratios, and the peak memory.
+(measured on one document), its own encoder alone on text already in memory, the same encoder with
+orjson parsing each line before (what no reader of this input in Python can be faster than), the
+reference encoder alone, the command with the reference encoder, and Megatron-LM's script where a
+checkout is given. Contenders take turns, the best of the rounds counts. Then the ratios, and the
+peak memory.
 
     python benchmarks/tokenizing.py [--megabytes 200] [--input FILE.jsonl] [--tokenizer DIR]
         [--megatron MEGATRON_LM]   # what it needs to be imported is PYTHONPATH's affair
@@ -27,6 +29,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import orjson
 
 from bigtrain.data.encoders import Encoder, choose_encoder
 from bigtrain.data.tokenization import load_tokenizer, train_tokenizer
@@ -71,6 +75,16 @@ def encode_alone(encoder: Encoder, texts: list[bytes]) -> float:
     started_at = time.process_time()
     for batch in batches(texts):
         fresh.encode_utf8(batch)
+    return time.process_time() - started_at
+
+
+def parse_and_encode_alone(encoder: Encoder, lines: list[bytes]) -> float:
+    """CPU seconds for the texts in `lines` of JSON in memory: parsed by orjson, and encoded."""
+    fresh = type(encoder)(encoder.tokenizer_json, encoder.end_of_document_id)
+    fresh.encode_utf8([b"x"])
+    started_at = time.process_time()
+    for batch in batches(lines):
+        fresh.encode_utf8([orjson.loads(line)["text"].encode() for line in batch])
     return time.process_time() - started_at
 
 
@@ -175,6 +189,9 @@ def measure(args: argparse.Namespace, directory: Path) -> None:
         costs["start"].append(commands.bigtrain(one, args.encoder))
         costs["whole"].append(commands.bigtrain(source, args.encoder))
         alone["own"].append(encode_alone(queue.current, [text.encode() for text in texts]))
+        lines = source.read_bytes().splitlines()
+        alone["own with parsing"].append(parse_and_encode_alone(queue.current, lines))
+        del lines
         alone["reference"].append(encode_alone(queue.reference, [text.encode() for text in part]))
         costs["fallback start"].append(commands.bigtrain(one, "reference"))
         costs["fallback"].append(commands.bigtrain(part_source, "reference"))
@@ -204,6 +221,7 @@ def report(
         "whole command": megabytes / cpu_s["whole"],
         "whole command without start-up": megabytes / _more(cpu_s, "whole", "start"),
         "its encoder alone, in memory": megabytes / cpu_s["own"],
+        "its encoder and JSON, in memory": megabytes / cpu_s["own with parsing"],
         "reference encoder alone": part / cpu_s["reference"],
         "with reference, without start-up": part / _more(cpu_s, "fallback", "fallback start"),
     }
@@ -214,10 +232,13 @@ def report(
     print(f"{'whole command':34} {cpu_s['whole']:8.2f} CPU-s, {wall_s:.2f} s")
     for name, rate in rates.items():
         print(f"{name:34} {rate:8.1f} MB/CPU-s")
-    whole, streaming, own, reference, fallback, *megatron = rates.values()
+    whole, streaming, own, parsing, reference, fallback, *megatron = rates.values()
     ratios = {
         "whole / encoder alone": whole / own,
         "without start-up / encoder alone": streaming / own,
+        "encoder and JSON / encoder alone": parsing / own,
+        "whole / encoder and JSON": whole / parsing,
+        "without start-up / encoder and JSON": streaming / parsing,
         "whole / reference alone": whole / reference,
         "with reference / reference alone": fallback / reference,
     }

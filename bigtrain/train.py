@@ -137,6 +137,8 @@ def train_run(run: ResolvedRun, world: World) -> int:
             batches = open_training_data(*data, datasets=inputs.datasets, device_pin=pin)
             held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)
             evaluator = Evaluator(session, engine, held_out)
+            # Before any process writes; what is asked for until the loop, it does after a step.
+            session.signals.listen()
             if session.hold_directory(state):
                 break
             batches.close()

@@ -38,6 +38,16 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["BIGTRAIN_CACHE"], ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one file run in one of `make test`'s processes; those of tests/cluster in one, too,
+    since all of them use the same network namespaces and the same Slurm."""
+    for item in items:
+        path = item.path.relative_to(ROOT)
+        group = path.parent if path.parent.name == "cluster" else path
+        item.add_marker(pytest.mark.xdist_group(str(group)))
+
+
 @pytest.fixture(scope="session")
 def run_cli() -> RunCli:
     """``run_cli("check", "--config", "x.yaml", cwd=tmp_path)``: `bigtrain` as a process.

@@ -15,7 +15,7 @@ _RULES = "tests/unit/test_legality.py::test_example_is_refused_by_its_rule_alone
 _RESUME = "tests/parity/test_resume.py::test_goes_on"
 _SPLIT = "tests/parity/test_tensor_checkpoints.py::test_goes_on"
 _MODELS = "tests/unit/test_models.py"
-_PLANS = "tests/parity/test_architectures.py::test_sample_of_families"
+_PLANS = "tests/parity/test_architectures.py::test_a_sample_of_families"
 
 
 @dataclass(frozen=True)
@@ -409,7 +409,7 @@ CHECKPOINTS = (
         "other numbers of processes need an offline conversion, and not every ZeRO stage reads "
         "what another wrote",
         "one form for every topology and stage, read directly",
-        (_RESUME, _SPLIT, "tests/parity/test_pipeline.py::test_goes_on_at_other_stages"),
+        (_RESUME, _SPLIT, "tests/parity/test_topologies.py::test_goes_on"),
         refused=("checkpoint", "zero_optimization.elastic_checkpoint"),
         code=("bigtrain/engine/checkpoint.py",),
     ),
@@ -471,7 +471,7 @@ LAUNCHING = (
         (
             "tests/unit/test_hostfile.py::test_wrong_line_is_named",
             "tests/unit/test_hostfile.py::test_environment_of_the_hosts",
-            "tests/cluster/test_hostfile.py::test_pdsh",
+            "tests/cluster/test_hostfile.py::test_pdsh_with_three_hosts",
         ),
         code=("bigtrain/launch/hostfile.py",),
     ),

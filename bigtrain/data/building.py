@@ -7,6 +7,7 @@ process does the same with the same arguments, so any of them may be killed and 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from bigtrain.data.assembly import CLAIM, EmptyDataset, Finish, planned, undo
 from bigtrain.data.chat import ChatEncoder
+from bigtrain.data.contents import confirm_sources, untouched
 from bigtrain.data.directories import make_parents, require_free
 from bigtrain.data.documents import ReadOptions
 from bigtrain.data.encoders import Choice, EncoderError, EncoderQueue, choose_encoder
@@ -24,11 +26,13 @@ from bigtrain.data.manifest import (
     DEFAULT_MAX_DOCUMENT_BYTES,
     DEFAULT_SHARD_BYTES,
     ERRORS_NAME,
+    MANIFEST_NAME,
     TOKENIZER_DIRECTORY,
     WORK_DIRECTORY,
     Manifest,
     OptionsRecord,
     read_manifest,
+    write_manifest,
 )
 from bigtrain.data.planning import plan_key, plan_units
 from bigtrain.data.progress import Progress
@@ -42,6 +46,8 @@ from bigtrain.data.unit_building import Job
 from bigtrain.data.workers import Round, new_token, run_round
 from bigtrain.data.workspace import UnitRecord, Workspace
 from bigtrain.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 """How often a process looks whether others have finished what they claimed."""
@@ -76,6 +82,10 @@ class BuildRequest:
     workers: int = 1
     share: Share = field(default_factory=Share)
 
+    def reading(self) -> ReadOptions:
+        """How documents are taken out of the inputs."""
+        return ReadOptions(self.selection, self.text_keys, self.max_document_bytes, self.chat)
+
     def options(self) -> OptionsRecord:
         """As the manifest says it."""
         return OptionsRecord(
@@ -103,9 +113,10 @@ class BuildResult:
 def build_dataset(request: BuildRequest) -> BuildResult:
     """Tokenize `request.selection` into `request.output`.
 
-    An output that is the finished dataset of the same inputs (by path, size and time), tokenizer
-    and options is left alone; one that was begun is gone on with. Raises DataError for anything
-    wrong: units that are finished by then are kept, without any nothing is left behind.
+    An output that is the finished dataset of the same inputs (by path and size, and by times or
+    else content), tokenizer and options is left alone; one that was begun is gone on with. Raises
+    DataError for anything wrong: units that are finished by then are kept, without any nothing is
+    left behind.
     """
     sources = _outside(request.output, find_sources(request.selection))
     if request.chat:
@@ -177,11 +188,14 @@ def _finished(request: BuildRequest, sources: Sequence[Source], workspace: Works
     """The manifest in the output, if it is of this input. Raises DataError saying what differs."""
     output = request.output
     manifest = read_manifest(output)
-    known = [source.identity for source in manifest.sources]
+    current: Manifest | None = manifest
+    # Under other options it is refused anyway, and would not be read in the same way.
+    if manifest.options == request.options() and not untouched(manifest.sources, sources):
+        current = _confirmed(request, sources, manifest)
     different = [
         what
         for what, same in (
-            ("input files", known == [source.record.identity for source in sources]),
+            ("input files", current is not None),
             ("tokenizer", _is_same_tokenizer(manifest, request.tokenizer)),
             ("chat template", _is_same_template(manifest, request)),
             ("options", manifest.options == request.options()),
@@ -194,8 +208,32 @@ def _finished(request: BuildRequest, sources: Sequence[Source], workspace: Works
             "name another --output, or remove it first"
         )
     open_dataset(output, check="sizes")
+    if current is not None and current is not manifest:
+        _refresh(workspace, current)
     workspace.remove()
     return manifest
+
+
+def _confirmed(
+    request: BuildRequest, sources: Sequence[Source], manifest: Manifest
+) -> Manifest | None:
+    """`manifest` with the times of its touched inputs, if these hold what it was made of."""
+    confirmed = confirm_sources(manifest.sources, sources, request.reading())
+    if confirmed is None:
+        return None
+    logger.warning(
+        "the times of input files changed; all of them hold what %s was made of", request.output
+    )
+    return manifest.model_copy(update={"sources": confirmed})
+
+
+def _refresh(workspace: Workspace, manifest: Manifest) -> None:
+    """Note the new times, so that the next start need not read the inputs."""
+    draft = workspace.output / f"{MANIFEST_NAME}.{workspace.token}.partial"
+    try:
+        write_manifest(workspace.output, manifest, draft)
+    except OSError:  # a dataset that may only be read: the next start looks again
+        draft.unlink(missing_ok=True)
 
 
 def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:
@@ -245,9 +283,7 @@ class _Build:
 
     def __post_init__(self) -> None:
         request, tokenizer = self.request, self.tokenizer
-        self.reading = ReadOptions(
-            request.selection, request.text_keys, request.max_document_bytes, request.chat
-        )
+        self.reading = request.reading()
         self.template = tokenizer.chat_template(request.chat_template) if request.chat else None
         identity = [tokenizer.hash, request.held_out, request.parse_special_tokens]
         if self.template is not None:
@@ -275,6 +311,12 @@ class _Build:
     def _run(self) -> Manifest:
         self._undo_other_assembly()
         records = self._records()
+        if touched := len(self.workspace.unconfirmed(self.units)):
+            logger.warning(
+                "the times of input files changed: %d finished parts are compared with what these "
+                "hold now",
+                touched,
+            )
         done = sum(unit.num_bytes for unit in self.units if unit.key in records)
         sizes = [source.record.bytes for source in self.sources]
         total = 0 if None in sizes else sum(size or 0 for size in sizes)

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
     ".bz2": bz2.BZ2File,
 }
 T = TypeVar("T")
+TABLES = ("parquet", "arrow", "dataset_file", "saved_dataset", "hub_dataset")
+"""Kinds whose checksum is of documents; of the others it is of bytes of the file."""
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
 JOINED_WITH = "\n"
 TOOLS_KEY = "tools"
@@ -103,8 +106,8 @@ class PartReader:
     """Iterates once over the documents of `part`.
 
     `bytes_done` follows for progress. At the end `num_lines` is how many lines of a file of lines
-    started in the part, and `checksum` what `PartRecord` says. `places` are the lines or rows of
-    the documents of the last block, as `BadDocument` counts them; of conversations alone.
+    started in the part, and `checksum` and `layout` what was read. `places` are the lines or rows
+    of the documents of the last block, as `BadDocument` counts them; of conversations alone.
     """
 
     part: Part
@@ -114,6 +117,7 @@ class PartReader:
     num_lines: int = 0
     places: list[int] = field(default_factory=list)
     _hash: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+    _layout: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
 
     def blocks(self) -> Iterator[list[bytes]]:
         """The documents as UTF-8, in lists of those that were read together.
@@ -133,6 +137,34 @@ class PartReader:
     def checksum(self) -> str:
         """Of what was read so far; see `PartRecord`."""
         return self._hash.hexdigest()
+
+    def layout(self) -> str:
+        """Checksum of what decides the documents besides the bytes of `checksum`.
+
+        Of a byte range what of its first and last line lies outside; of tables where documents
+        begin, and the rows that are none. A part with the same two gives the same documents.
+        """
+        return self._layout.hexdigest()
+
+    def skim(self) -> None:
+        """Read what `checksum` and `layout` are of, and nothing more where that is bytes of a file.
+
+        A file is hashed as it lies there, neither decompressed nor parsed. Raises as `blocks`.
+        """
+        part = self.part
+        if part.source.kind in TABLES:
+            for _ in self.blocks():
+                pass
+            return
+        try:
+            with self._file() as file:
+                if part.end is None:
+                    HashingReader(file, self._counted()).drain()
+                    return
+                for _ in self._range_chunks(file, part.begin, part.end):
+                    pass
+        except READ_ERRORS as error:
+            raise DataError(f"{part.source.path} cannot be read: {error}") from error
 
     def reject_at(self, place: int, why: str) -> None:
         """Reject a document of `places` for what was found wrong with it later."""
@@ -170,7 +202,10 @@ class PartReader:
                 yield from self._parsed(stream_chunks(stream))
             return
         with self._file() as file:
-            yield from self._parsed(range_chunks(file, part.begin, part.end, self._counted()))
+            yield from self._parsed(self._range_chunks(file, part.begin, part.end))
+
+    def _range_chunks(self, file: IO[bytes], begin: int, end: int) -> Iterator[bytes]:
+        return range_chunks(file, begin, end, self._counted(), self._layout)
 
     def _parsed(self, chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
         for lines in split_lines(chunks, self.options.max_document_bytes):
@@ -259,10 +294,12 @@ class PartReader:
             self.places = []
             if isinstance(values, TextColumn) and self._as_it_stands(values):
                 self._hash.update(values.joined)
-                yield values.contents
-                continue
-            rows = values.rows() if isinstance(values, TextColumn) else values
-            yield list(self._contents(rows, row=row, hashed=True))
+                contents = values.contents
+            else:
+                rows = values.rows() if isinstance(values, TextColumn) else values
+                contents = list(self._contents(rows, row=row, hashed=True))
+            self._layout.update(array("q", [row, *map(len, contents)]).tobytes())
+            yield contents
         self._require_unchanged()
 
     def _as_it_stands(self, column: TextColumn) -> bool:
@@ -288,6 +325,7 @@ class PartReader:
                 content, why = None, f"the document {self._too_large()}"
             if content is None:
                 at = None if row is None else row + number
+                self._layout.update(f"{at} {why}".encode())
                 self.rejects.add(BadDocument(self.part.source.path, why, line=line, row=at))
                 continue
             self.places.append(line if line is not None else (row or 0) + number)

@@ -39,7 +39,7 @@ class HashingReader(io.RawIOBase):
 
     def drain(self) -> None:
         """Read to the end, for the hash."""
-        while self.read(1 << 16):
+        while self.read(BLOCK_BYTES):
             pass
 
 
@@ -50,12 +50,18 @@ def stream_chunks(stream: IO[bytes], expected_bytes: int | None = None) -> Itera
         yield chunk
 
 
-def range_chunks(file: IO[bytes], begin: int, end: int, digest: Digest) -> Iterator[bytes]:
+def range_chunks(
+    file: IO[bytes], begin: int, end: int, digest: Digest, around: Digest | None = None
+) -> Iterator[bytes]:
     """The bytes of the lines of `file` that start in [begin, end), which must lie in the file.
 
-    `digest` is given the bytes of [begin, end) itself. Raises EOFError where the file is shorter.
+    `digest` is given the bytes of [begin, end) itself, `around` what else decides the lines:
+    whether one goes on at `begin`, and the rest of the last one. Raises EOFError where the file is
+    shorter.
     """
     inside_line = begin > 0 and _byte_before(file, begin) != b"\n"
+    if around is not None:
+        around.update(b"inside" if inside_line else b"begins")
     file.seek(begin)
     position, unfinished = begin, False
     while position < end:
@@ -73,6 +79,8 @@ def range_chunks(file: IO[bytes], begin: int, end: int, digest: Digest) -> Itera
     while unfinished and (chunk := file.read(BLOCK_BYTES)):
         head, newline, _ = chunk.partition(b"\n")
         unfinished = not newline
+        if around is not None:
+            around.update(head + newline)
         yield head + newline
 
 

@@ -39,6 +39,21 @@ Count = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
+Times = tuple[int | None, int | None]
+"""Of a file: when it was last modified and when last changed (mtime and ctime), in ns."""
+
+
+def same_times(known: Times, listed: Times) -> bool:
+    """Whether a file `listed` with these times was not touched after what is `known` of it.
+
+    A newer change than the listed one is as good: of two processes that list a file before and
+    after a change of its mode, both accept what the second has confirmed.
+    """
+    if known[0] != listed[0]:
+        return False
+    return known[1] is None or listed[1] is None or known[1] >= listed[1]
+
+
 class Record(BaseModel):
     """Base of every part: frozen, exact types, no unknown keys."""
 
@@ -87,6 +102,11 @@ class PartRecord(Record):
         description="XXH3-64 of the bytes from begin to end, as they lie in the file; of parquet, "
         "arrow and datasets: of the documents' UTF-8"
     )
+    layout_xxh3: Checksum | None = Field(
+        default=None,
+        description="of parquet, arrow and datasets: XXH3-64 of where each document begins and of "
+        "the rows that are none",
+    )
 
 
 class SourceRecord(Record):
@@ -95,13 +115,21 @@ class SourceRecord(Record):
     path: str = Field(description="path of the file, or name of the dataset")
     bytes: Count | None = None
     modified_ns: int | None = None
+    changed_ns: int | None = Field(
+        default=None, description="when content, name, owner or mode last changed (ctime)"
+    )
     revision: str | None = Field(default=None, description="of a dataset: commit or fingerprint")
     parts: tuple[PartRecord, ...] = Field(default=(), strict=False)
 
     @property
-    def identity(self) -> tuple[str, int | None, int | None, str | None]:
-        """What is known of it before it is read: equal where it is taken to be the same."""
-        return self.path, self.bytes, self.modified_ns, self.revision
+    def place(self) -> tuple[str, int | None, str | None]:
+        """What is known of it before it is read: where it differs it is another input."""
+        return self.path, self.bytes, self.revision
+
+    @property
+    def times(self) -> Times:
+        """Where these are equal too, its content is taken to be the same without being read."""
+        return self.modified_ns, self.changed_ns
 
 
 class OptionsRecord(Record):

@@ -3,8 +3,9 @@
 A unit is a byte range of a file of lines, row groups of a parquet file, record batches of an arrow
 file, rows of a saved dataset, a shard of a streamed one, a file that cannot be cut (compressed,
 csv, text), or several small files together. The plan depends on the inputs, the tokenizer and the
-options alone, not on who works on it; a unit's key says everything its bytes depend on, so work of
-an earlier plan is taken over wherever the key is the same.
+options alone, not on who works on it. A unit's key says how, and of which ranges of which
+inputs, it is made; what these held is in its record (`bigtrain.data.contents`). So work of an
+earlier plan is taken over wherever key and content are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bigtrain.data.documents import Part, ReadOptions, whole
 from bigtrain.data.sources import Source
 from bigtrain.data.tables import count_record_batches, count_row_groups, open_hf_dataset
 
-UNIT_FORMAT = 1
+UNIT_FORMAT = 2
 """Part of every key: raise it when the same input gives other bytes than before."""
 
 
@@ -58,15 +59,16 @@ def plan_units(
 
 
 def plan_key(units: Sequence[Unit]) -> str:
-    """One key for the whole plan: equal where all units and their order are."""
-    return xxhash.xxh3_128_hexdigest("".join(unit.key for unit in units).encode())
+    """One key for the whole plan: equal where all units and their order are, and their times."""
+    described = [[unit.key, [part.source.record.times for part in unit.parts]] for unit in units]
+    return xxhash.xxh3_128_hexdigest(json.dumps(described).encode())
 
 
 def _key(common: Sequence[object], parts: Sequence[Part]) -> str:
     described: list[Any] = []
     for part in parts:
         record = part.source.record
-        described.append([part.source.kind, *record.identity, part.begin, part.end])
+        described.append([part.source.kind, *record.place, part.begin, part.end])
     return xxhash.xxh3_128_hexdigest(json.dumps([common, described]).encode())
 
 

@@ -168,7 +168,12 @@ def _file_source(path: str | Path) -> Source:
     kind = KINDS.get(os.path.splitext(plain)[1], "text")
     if kind in COMPRESSED_INSIDE and plain != name:
         raise DataError(f"--input {path}: decompress it first; {kind} compresses inside")
-    record = SourceRecord(path=name, bytes=status.st_size, modified_ns=status.st_mtime_ns)
+    record = SourceRecord(
+        path=name,
+        bytes=status.st_size,
+        modified_ns=status.st_mtime_ns,
+        changed_ns=status.st_ctime_ns,
+    )
     return Source(kind, record, read_once=not stat.S_ISREG(status.st_mode))
 
 
@@ -188,6 +193,7 @@ def _saved_dataset(folder: Path, split: str) -> Source:
         path=str(folder),
         bytes=sum(file.st_size for file in files),
         modified_ns=max((file.st_mtime_ns for file in files), default=0),
+        changed_ns=max((file.st_ctime_ns for file in files), default=0),
         revision=_read_json(directory / "state.json").get("_fingerprint"),
     )
     return Source("saved_dataset", record)

@@ -224,7 +224,14 @@ class _UnitReader:
                 yield documents
             before += part.num_bytes
             counts.num_bytes, counts.part_done = before, part.num_bytes
-            self.done.append(PartDone(xxh3=reader.checksum(), num_lines=reader.num_lines))
+            self.done.append(
+                PartDone(
+                    xxh3=reader.checksum(),
+                    layout_xxh3=reader.layout(),
+                    num_lines=reader.num_lines,
+                    times=part.source.record.times,
+                )
+            )
 
     def _keep(self, bad: BadDocument) -> None:
         """Lines count from the beginning of the part: `assembly` knows the lines before it."""

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
+from bigtrain.data.contents import confirm_unit
 from bigtrain.data.encoders import EncoderError
 from bigtrain.data.planning import Unit
 from bigtrain.data.shares import Share
@@ -133,13 +134,17 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
             if mine and not _is_done(unit, work):
                 if work.job.encoder.engine() in workspace.rejected():
                     return  # by another process; the next round takes another encoder
+                if confirm_unit(unit, workspace, work.job.reading):
+                    counts.num_bytes += unit.num_bytes
+                    report(counts)
+                    continue
                 build_unit(unit, work.job, workspace, counts, tell)
                 report(counts)
 
 
 def _is_done(unit: Unit, work: Round) -> bool:
-    """Units of this round had no valid record when it began: any record is a new one."""
-    return work.workspace.is_recorded(unit.key)
+    """Units of this round had no valid record when it began, but some of touched inputs."""
+    return work.workspace.is_done(unit)
 
 
 def _run_worker(work: Round, num_threads: int, connection: Connection) -> None:

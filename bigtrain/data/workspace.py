@@ -33,6 +33,8 @@ from bigtrain.data.manifest import (
     Record,
     ShardRecord,
     Split,
+    Times,
+    same_times,
 )
 from bigtrain.data.planning import Unit
 
@@ -41,10 +43,15 @@ RECORD_OR_CLAIM = re.compile(r"[0-9a-f]{32}\.(json|claim)|assembly\.(json|claim)
 
 
 class PartDone(Record):
-    """What reading a part found: its checksum, and how many lines started in it."""
+    """What reading a part found: its content, and how many lines started in it.
+
+    `xxh3` and `layout_xxh3` as of `PartReader`; `times` of the source when it was listed.
+    """
 
     xxh3: Checksum
+    layout_xxh3: Checksum
     num_lines: Count
+    times: Times = Field(strict=False)
 
 
 class UnitRecord(Record):
@@ -58,6 +65,11 @@ class UnitRecord(Record):
     bad_documents: Count
     parts: tuple[PartDone, ...] = Field(strict=False)
     splits: dict[Split, ShardRecord]
+
+    def is_current(self, unit: Unit) -> bool:
+        """Whether the inputs of `unit` are, by their times, as they were read for it."""
+        read = zip(self.parts, unit.parts, strict=True)
+        return all(same_times(done.times, part.source.record.times) for done, part in read)
 
     @property
     def files(self) -> list[str]:
@@ -113,25 +125,43 @@ class Workspace:
         write_whole(self._record_path(record.key), content, self.draft(record.key))
 
     def records(self, units: Sequence[Unit], moved: bool = False) -> dict[str, UnitRecord]:
-        """Of all units that are done, by key: by an encoder that is trusted, with whole files.
+        """Of all units that are done, by key: of inputs that nobody touched since, by an encoder
+        that is trusted, with whole files.
 
         `moved`: the files are on their way into the dataset, so they are not looked for.
         """
-        rejected = self.rejected()
-        found = {}
-        for unit in units:
-            record = self._read_record(unit.key)
-            if record and record.engine not in rejected and (moved or self._has_files(record)):
-                found[unit.key] = record
-        return found
+        trusted = self._trusted(units, moved)
+        return {
+            u.key: trusted[u.key]
+            for u in units
+            if u.key in trusted and trusted[u.key].is_current(u)
+        }
+
+    def unconfirmed(self, units: Sequence[Unit]) -> dict[str, UnitRecord]:
+        """Those that `records` would count, had the times of the inputs not changed."""
+        trusted = self._trusted(units)
+        return {
+            unit.key: trusted[unit.key]
+            for unit in units
+            if unit.key in trusted and not trusted[unit.key].is_current(unit)
+        }
+
+    def is_done(self, unit: Unit) -> bool:
+        """Whether `unit` has a record of its inputs as they are now, whatever else it says."""
+        record = self._read_record(unit.key)
+        return record is not None and record.is_current(unit)
+
+    def drop(self, key: str) -> None:
+        """Forget the record of unit `key`."""
+        self._record_path(key).unlink(missing_ok=True)
 
     def drop_invalid(self, units: Sequence[Unit]) -> None:
-        """Forget those of `units` that have a record which `records` does not count."""
+        """Forget those of `units` that are recorded and cannot be taken over."""
         recorded = [unit for unit in units if self.is_recorded(unit.key)]
-        valid = self.records(recorded)
+        trusted = self._trusted(recorded)
         for unit in recorded:
-            if unit.key not in valid:
-                self._record_path(unit.key).unlink(missing_ok=True)
+            if unit.key not in trusted:
+                self.drop(unit.key)
 
     def rejected(self) -> dict[str, str]:
         """Engines that were found wrong on this input, and why."""
@@ -166,6 +196,15 @@ class Workspace:
         if not self.is_recorded(key):
             for path in list(self.directory.glob(f"{key}.{token}.*")):
                 path.unlink(missing_ok=True)
+
+    def _trusted(self, units: Sequence[Unit], moved: bool = False) -> dict[str, UnitRecord]:
+        rejected = self.rejected()
+        found = {}
+        for unit in units:
+            record = self._read_record(unit.key)
+            if record and record.engine not in rejected and (moved or self._has_files(record)):
+                found[unit.key] = record
+        return found
 
     def _record_path(self, key: str) -> Path:
         return self.directory / f"{key}.json"

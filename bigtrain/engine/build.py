@@ -30,7 +30,7 @@ from bigtrain.engine.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.tensor import tensor_partitioning
 from bigtrain.engine.update_gate import Judge, StepFigures, UpdateGate, mean_loss
 from bigtrain.models.compilation import uncompiled
-from bigtrain.models.documents import lengths_of_documents
+from bigtrain.models.documents import documents_known, lengths_of_documents
 from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
 from bigtrain.models.loss_choice import LossPlan, require_loss
 from bigtrain.models.router_logits import auxiliary_loss
@@ -141,7 +141,7 @@ class TrainEngine:
     ) -> None:
         """Forward and backward of a micro-batch; adds its loss to `loss_sum`."""
         self.mark("forward pass")
-        cross_entropy, outputs = self._cross_entropy(batch, moved)
+        cross_entropy, outputs = self._cross_entropy(batch, moved, scale)
         loss_sum += cross_entropy.detach()
         loss = cross_entropy * scale
         auxiliary = auxiliary_loss(outputs)
@@ -220,38 +220,45 @@ class TrainEngine:
         """The labels of the tokens that this process computes, where `batch` is."""
         return self.sequence.part(batch.labels) if self.sequence else batch.labels
 
-    def _cross_entropy(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
+    def _cross_entropy(
+        self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
         """The summed loss of this process's tokens, and all else that the model returned.
 
-        `moved` is `batch` on the device.
+        `moved` is `batch` on the device; `factor` what the loss is going to be multiplied by.
         """
         if self._computes_loss:
             # Labels on the host: which tokens have none is so known without waiting.
-            outputs = self._forward(batch, moved, targets=self._labels(batch))
+            targets = self._labels(batch)
+            outputs = self._forward(batch, moved, targets=targets, factor=factor)
             return outputs.loss, outputs
         outputs = self._forward(batch, moved)
         return summed_cross_entropy(outputs.logits, self._labels(moved)), outputs
 
     def _forward(self, batch: MicroBatch, moved: MicroBatch, **more: Any) -> Any:
+        with documents_known(packed=moved.position_ids is not None):
+            return self.engine(**self._inputs(batch, moved), use_cache=False, **more)
+
+    def _inputs(self, batch: MicroBatch, moved: MicroBatch) -> dict[str, Any]:
         if self.sequence is not None:
-            inputs = self.sequence.inputs(moved.input_ids, moved.position_ids)
-            return self.engine(**inputs, use_cache=False, **more)
-        inputs = {"input_ids": moved.input_ids}
+            return dict(self.sequence.inputs(moved.input_ids, moved.position_ids))
+        inputs: dict[str, Any] = {"input_ids": moved.input_ids}
         if moved.position_ids is not None:
             # Without an attention mask and a cache, transformers keeps apart what positions that
             # start anew keep apart; `models.isolation` has shown it for this model.
             inputs["position_ids"] = moved.position_ids
         if batch.position_ids is not None and self._wants_lengths:
             for name, value in lengths_of_documents(batch.position_ids).items():
-                more[name] = self._to_device(value) if torch.is_tensor(value) else value
-        return self.engine(**inputs, use_cache=False, **more)
+                inputs[name] = self._to_device(value) if torch.is_tensor(value) else value
+        return inputs
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
 
     def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         own = sum(int((self._labels(batch) != IGNORED_LABEL).sum()) for batch in micro_batches)
-        count = torch.tensor(own, device=self.device, dtype=torch.int64)
+        # Filled on the device: copying it there would wait for all that the device has to do.
+        count = torch.full((), own, device=self.device, dtype=torch.int64)
         dist.all_reduce(count, group=self.mesh.replicas)
         return count
 

@@ -21,7 +21,7 @@ from bigtrain.engine.checkpoint_io import BUFFER
 from bigtrain.engine.checkpoint_streams import DIGEST_BYTES, CheckedReader
 from bigtrain.engine.fragments import MASTER
 from bigtrain.errors import DamagedCheckpointError
-from bigtrain.models.lazy_tensors import LazyTensor, Offsets, blocks, narrowed
+from bigtrain.models.lazy_tensors import LazyTensor, Offsets, blocks, narrowed, room
 
 _ZIP_HEADER_BYTES = 30
 
@@ -46,8 +46,8 @@ def open_weights(directory: Path) -> dict[str, LazyTensor]:
                     directory / place.relative_path,
                     place.offset,
                     place.length - (DIGEST_BYTES if place.transform_descriptors else 0),
-                    tuple(chunk.offsets),
-                    tuple(chunk.sizes),
+                    tuple(chunk.offsets) or (0,),
+                    tuple(chunk.sizes) or (1,),
                     stored.properties.dtype,
                 )
             )
@@ -81,7 +81,7 @@ class _Part:
                     dim = next((d for d, n in enumerate(block) if n > 1), len(block) - 1)
                     first = sum(o * s for o, s in zip(there[: dim + 1], strides, strict=False))
                     rows = (block[dim], *self.sizes[dim + 1 :])
-                    buffer = torch.empty(rows, dtype=self.dtype)
+                    buffer = room(rows, self.dtype)
                     where = begin + first * self.dtype.itemsize
                     _read(file.fileno(), where, buffer)
                     part = narrowed(buffer, (0, *there[dim + 1 :]), block[dim:])
@@ -138,11 +138,13 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in parts."""
+    """A tensor in parts; those of a scalar have one element in one dimension."""
 
     parts: Sequence[_Part]
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        if not offsets:
+            offsets, out = (0,), out.view(1)
         for part in self.parts:
             low = tuple(map(max, offsets, part.offsets))
             high = tuple(

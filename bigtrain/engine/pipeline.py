@@ -38,6 +38,7 @@ from bigtrain.engine.mesh import Mesh
 from bigtrain.engine.payload import Packing, touch
 from bigtrain.engine.tensor import tensor_partitioning
 from bigtrain.engine.update_gate import Judge
+from bigtrain.models.documents import documents_known
 from bigtrain.models.huggingface import WHOLE, build_model
 from bigtrain.models.loss_choice import LossPlan
 from bigtrain.models.router_logits import auxiliary_loss
@@ -66,10 +67,12 @@ class _StageModule(nn.Module):
         self.outgoing: Packing | None = None
         self._device = device
         self._batches: Iterator[MicroBatch] = iter(())
+        self._factor: torch.Tensor | None = None
 
-    def feed(self, batches: Iterable[MicroBatch]) -> None:
-        """The micro-batches of the forward passes to come, in order."""
-        self._batches = iter(batches)
+    def feed(self, batches: Iterable[MicroBatch], factor: torch.Tensor | None = None) -> None:
+        """The micro-batches of the forward passes to come, in order; `factor` as for a
+        `ChunkedLoss`."""
+        self._batches, self._factor = iter(batches), factor
 
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
         """On the last stage logits or the summed loss, and the router's auxiliary loss if there is
@@ -81,8 +84,12 @@ class _StageModule(nn.Module):
         else:
             tensors = (received,) if torch.is_tensor(received) else received
             payload, input_ids = self.incoming.unpack(tensors), batch.input_ids
-        targets = batch.labels if self.computes_loss and self.stage.is_last else None
-        outputs = self.run(payload, input_ids, batch.position_ids, targets)
+        loss = {}
+        if self.computes_loss:
+            loss["targets"] = batch.labels
+            if self._factor is not None:
+                loss["factor"] = self._factor
+        outputs = self.run(payload, input_ids, batch.position_ids, **loss)
         sent = outputs if self.outgoing is None else self.outgoing.pack(outputs)
         if self.incoming is not None and self.incoming.num_differentiable > 1:
             others = tensors[1 : self.incoming.num_differentiable]
@@ -94,18 +101,19 @@ class _StageModule(nn.Module):
         payload: Payload | None,
         input_ids: torch.Tensor,
         positions: torch.Tensor | None,
-        targets: torch.Tensor | None = None,
+        **loss: torch.Tensor,
     ) -> Any:
-        """A Payload, or the last stage's logits (with `targets` its summed loss) and auxiliary
-        loss."""
+        """A Payload, or the last stage's logits (with what a `ChunkedLoss` wants its summed loss)
+        and auxiliary loss."""
         if self.stage.needs_tokens:
             input_ids = input_ids.to(self._device, non_blocking=True)
         if positions is not None:
             positions = positions.to(self._device, non_blocking=True)
-        outputs = self.stage(payload, input_ids, positions, targets)
+        with documents_known(packed=positions is not None):
+            outputs = self.stage(payload, input_ids, positions, **loss)
         if not self.stage.is_last:
             return _with_gradient(outputs) if torch.is_grad_enabled() else outputs
-        answer = outputs.logits if targets is None else outputs.loss
+        answer = outputs.loss if loss else outputs.logits
         auxiliary = auxiliary_loss(outputs)
         return (answer,) if auxiliary is None else (answer, auxiliary)
 
@@ -170,7 +178,8 @@ class PipelineTrainEngine(TrainEngine):
         factor = self.plan.data_size * self.plan.accumulation
         self._scale = factor / num_targets.clamp(min=1)
         self._loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
-        self._stage.feed(micro_batches)
+        # Of which DeepSpeed takes the mean over micro-batches.
+        self._stage.feed(micro_batches, self._scale / self.plan.accumulation)
         self._judge, self._num_targets = judge, num_targets
         self.engine.train_batch(data_iter=((b.input_ids, b.labels) for b in micro_batches))
         return StepResult(self._loss_sum, num_targets, self._gate.close())

@@ -70,6 +70,7 @@ class ChunkedLoss:
         # State of one forward pass.
         self._inputs: dict[str, Any] = {}
         self._labels: torch.Tensor | None = None
+        self._factor: torch.Tensor | None = None
         self._base_outputs: Any = None
         self._loss: torch.Tensor | None = None
         vars(model)["forward"] = self.forward
@@ -80,15 +81,24 @@ class ChunkedLoss:
         vars(self._model)["forward"] = self._plain_forward
         vars(self._head)["forward"] = self._plain_head
 
-    def forward(self, *args: Any, targets: torch.Tensor | None = None, **inputs: Any) -> Any:
+    def forward(
+        self,
+        *args: Any,
+        targets: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
         """As the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`.
 
         `targets` are the labels of the very tokens (not shifted), -100 for none. They may lie on
-        the host: then tokens without a label take no time.
+        the host: then tokens without a label take no time. `factor` float32 [], above zero: what
+        the loss is going to be multiplied by. With it, 16-bit gradients are rounded as those of the
+        plain loss are: all but a power of two of it (which might leave float16's range) is
+        multiplied before they are rounded, not after.
         """
         if targets is None:
             return self._plain_forward(*args, **inputs)
-        self._inputs, self._labels = inputs, targets
+        self._inputs, self._labels, self._factor = inputs, targets, factor
         try:
             with self._standing_in(self._run_base, self._run_head):
                 outputs = self._plain_forward(*args, **inputs)
@@ -96,7 +106,7 @@ class ChunkedLoss:
                 raise ModelError(f"the forward method does not call {self._head_name}")
             return SummedLoss(loss=self._loss, aux_loss=getattr(outputs, "aux_loss", None))
         finally:
-            self._inputs, self._labels = {}, None
+            self._inputs, self._labels, self._factor = {}, None, None
             self._base_outputs = self._loss = None
 
     def _run_base(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +131,8 @@ class ChunkedLoss:
         weights = list(self._head.parameters())
         if not torch.is_grad_enabled():
             return self._compute(hidden, weights, None)
-        loss: torch.Tensor = _Loss.apply(self._compute, hidden, *weights)  # type: ignore[no-untyped-call]
+        mantissa = None if self._factor is None else torch.frexp(self._factor).mantissa
+        loss: torch.Tensor = _Loss.apply(self._compute, mantissa, hidden, *weights)  # type: ignore[no-untyped-call]
         return loss
 
     def _compute(
@@ -129,8 +140,10 @@ class ChunkedLoss:
         hidden: torch.Tensor,
         weights: Sequence[torch.Tensor],
         gradients: list[torch.Tensor | None] | None,
+        mantissa: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The summed loss of `hidden` [B, T, H]; fills in `gradients` of it and of `weights`."""
+        """The summed loss of `hidden` [B, T, H]; fills in `gradients` of it and of `weights`, times
+        `mantissa`."""
         assert self._labels is not None
         rows = hidden.detach().flatten(0, -2)
         labels, index = _targets(self._labels, rows.device)
@@ -149,7 +162,7 @@ class ChunkedLoss:
             loss += of_chunk.detach()
             if of_rows is not None:
                 wanted = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
-                found = torch.autograd.grad(of_chunk, wanted)
+                found = torch.autograd.grad(of_chunk, wanted, mantissa)
                 of_rows[part] = found[0]
                 trained = [total for total in sums if total is not None]
                 for total, gradient in zip(trained, found[1:], strict=True):
@@ -266,18 +279,20 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any,
         compute: Callable[..., torch.Tensor],
+        mantissa: torch.Tensor | None,
         hidden: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.gradients = []
-        return compute(hidden, weights, ctx.gradients)
+        ctx.mantissa, ctx.gradients = mantissa, []
+        return compute(hidden, weights, ctx.gradients, mantissa)
 
     @staticmethod
     def backward(ctx: Any, *factors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "a second backward pass through the same loss"
         # In place: that of the head is as large as the head.
-        return (None, *(None if g is None else g.mul_(factors[0]) for g in gradients))
+        left = factors[0] if ctx.mantissa is None else factors[0] / ctx.mantissa
+        return (None, None, *(None if g is None else g.mul_(left) for g in gradients))
 
 
 def _targets(

@@ -1,4 +1,4 @@
-"""Documents that share a sample, as flash attention is told of them: by cumulative lengths.
+"""Documents that share a sample, as masks and flash attention are told of them.
 
 Flash attention has no mask. Its kernels for sequences of many lengths take all tokens of a
 micro-batch in one row, and where each document begins (``cu_seqlens``): nothing of sequence
@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    masking_utils,
+)
 
 _NAME = "bigtrain_documents"
 
@@ -37,6 +42,31 @@ def lengths_of_documents(position_ids: torch.Tensor) -> dict[str, Any]:
         "max_length_q": longest,
         "max_length_k": longest,
     }
+
+
+def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
+    """Which document of its sample each token belongs to, from 0: int64 like `position_ids` [B, T].
+
+    transformers' `find_packed_sequence_indices`, but for its look at whether there are several.
+    """
+    before = position_ids[:, :1] - 1
+    return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
+
+
+@contextmanager
+def documents_known(*, packed: bool) -> Iterator[None]:
+    """Inside, models are told whether documents share samples, instead of looking at positions.
+
+    transformers (5.23, masking_utils.py:776) looks at them in every forward pass, for every kind of
+    mask: on a GPU the host then waits for all that has been asked of the device before.
+    """
+    own = masking_utils.find_packed_sequence_indices
+    known: Any = document_numbers if packed else lambda _positions: None
+    masking_utils.find_packed_sequence_indices = known
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
 
 
 @contextmanager

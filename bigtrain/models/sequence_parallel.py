@@ -25,13 +25,13 @@ from torch.nn import Module
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
-    find_packed_sequence_indices,
     packed_sequence_compatibility_function,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bigtrain.errors import ModelError
 from bigtrain.models import router_logits
+from bigtrain.models.documents import document_numbers
 
 IMPLEMENTATION = "bigtrain_ulysses"
 
@@ -113,7 +113,7 @@ class SequenceParallel:
         """
         self._documents = self._positions = None
         if position_ids is not None:
-            self._documents = find_packed_sequence_indices(position_ids)
+            self._documents = document_numbers(position_ids)
             self._positions = position_ids
         else:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)

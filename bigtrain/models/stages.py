@@ -147,18 +147,16 @@ class Stage(nn.Module):
         payload: Payload | None,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None,
-        targets: torch.Tensor | None = None,
+        **loss: torch.Tensor,
     ) -> Any:
         """What the next stage needs (a Payload), or the last stage's ModelOutput.
 
         `payload` is None on the first stage. Of `input_ids` [B, T] only the shape is looked at
-        where not `needs_tokens`. `targets`: on the last stage, for a model with a `ChunkedLoss`.
+        where not `needs_tokens`. `loss`, on the last stage: what a `ChunkedLoss` wants.
         """
-        inputs: dict[str, Any] = {"use_cache": False}
+        inputs: dict[str, Any] = {"use_cache": False, **loss}
         if position_ids is not None:
             inputs["position_ids"] = position_ids
-        if targets is not None:
-            inputs["targets"] = targets
         if self.needs_tokens:
             inputs["input_ids"] = input_ids
         else:

@@ -46,7 +46,6 @@ def train(
     stop = StopAgreement(session.signals, group, session.hold)
     stragglers = StragglerWatch(session, engine, group, state)
     guard = Guard(session)
-    session.signals.listen()
     received: Signals | None = None
     beat = session.heartbeat
     beat.follow(engine.module)

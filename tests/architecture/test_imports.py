@@ -16,6 +16,7 @@ import pytest
 
 from bigtrain.cli import COMMANDS, main
 from tests.architecture.test_layers import MODULES, PACKAGE, PURE, imports_of, parse
+from tests.architecture.test_packaging import OPTIONAL
 from tests.support.worlds import ROOT
 
 # Every import of a library that stands in bigtrain, as a statement: transformers loads a submodule
@@ -27,7 +28,7 @@ LIBRARY_IMPORTS = sorted(
         for node in ast.walk(parse(path))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for _, name in imports_of(node)
-        if name.split(".")[0] not in sys.stdlib_module_names | {"bigtrain", "__future__"}
+        if name.split(".")[0] not in sys.stdlib_module_names | {"bigtrain", "__future__"} | OPTIONAL
     }
 )
 HEAVY = ["torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "numpy"]

@@ -107,6 +107,7 @@ def test_run_directory_is_whole(
         "metrics.jsonl",
         "model_config",
         "tokenizer",
+        *(["profile"] if name == "torchrun" else []),
     }
     assert checkpoints.steps(run) == [8, 12]  # keep_last: 2
     assert {path.name for path in (run / "checkpoints").iterdir()} == {

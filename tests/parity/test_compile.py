@@ -37,7 +37,10 @@ def test_compiled_layers_train_as_a_plain_loop(
         for engine, checkpointing in (("zero0", "none"), ("zero1", "full"), ("zero2", "none"))
     }
     results: dict[str, Any] = train_cases(2, cases, tmp_path)
+    graphs = [number for result in results.values() for number in result["graphs"]]
+    assert len(graphs) == len(cases) * STEPS
     for name, result in results.items():
+        assert result["graphs"][1:] == [result["graphs"][1]] * (STEPS - 1), "compiled after step 2"
         for step in range(STEPS):
             loss, norm = reference["losses"][step], reference["norms"][step]
             assert result["losses"][step] == pytest.approx(loss, abs=1e-5), (name, step)

@@ -2,7 +2,8 @@
 
 Points are the product of the axes. Which of them are legal is asked of `bigtrain.legality`; the
 others must be refused there. A set of legal points that has every pair of values of two axes, where
-any legal point has it, trains in `make test`, all of them in `make test-full`.
+any legal point has it, trains in `make test`; `make test-full` trains all of them but for the loss:
+every combination of the other axes once, in turn with all logits at once and in chunks.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Point:
     dtype: str
     tied: bool
     documents: str
+    loss: str
 
     @property
     def world_size(self) -> int:
@@ -71,7 +73,7 @@ class Point:
         return (
             f"zero{self.zero}-tp{self.tensor}-pp{self.pipeline}-sp{self.sequence}-dp{self.data}-"
             f"accumulation{self.accumulation}-{self.recompute}-{self.dtype}-"
-            f"{'tied' if self.tied else 'untied'}-{self.documents}"
+            f"{'tied' if self.tied else 'untied'}-{self.documents}-{self.loss}"
         )
 
     @property
@@ -85,6 +87,7 @@ class Point:
             sequence_length=16,
             dtype=self.dtype,
             device="cpu",
+            loss=self.loss,
         )
 
     @property
@@ -103,12 +106,13 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16"),
     "tied": (True, False),
     "documents": ("masked", "packed"),
+    "loss": ("plain", "chunked"),
 }
 assert list(AXES) == [field.name for field in fields(Point)]
 EIGHT = [  # what does not fit in four processes, once each
-    Point(1, 2, 2, 1, 2, 4, "full", "float32", True, "packed"),
-    Point(1, 2, 2, 1, 2, 1, "none", "bfloat16", False, "masked"),
-    Point(0, 2, 4, 1, 1, 4, "none", "float32", True, "masked"),
+    Point(1, 2, 2, 1, 2, 4, "full", "float32", True, "packed", "chunked"),
+    Point(1, 2, 2, 1, 2, 1, "none", "bfloat16", False, "masked", "plain"),
+    Point(0, 2, 4, 1, 1, 4, "none", "float32", True, "masked", "chunked"),
 ]
 
 
@@ -144,8 +148,17 @@ def covering(points: Sequence[Point]) -> list[Point]:
     return chosen
 
 
+def losses_in_turn(points: Sequence[Point]) -> list[Point]:
+    """Of points that differ in their loss alone one, which next to it on any axis is another."""
+    return [
+        point
+        for point in points
+        if sum(AXES[name].index(value) for name, value in vars(point).items()) % 2 == 0
+    ]
+
+
 COVERING = covering(legal_points())
-EVERYTHING = [*legal_points(), *EIGHT]
+EVERYTHING = [*losses_in_turn(legal_points()), *EIGHT]
 
 
 def groups_of(points: Sequence[Point]) -> Iterator[tuple[Point, ...]]:
@@ -177,7 +190,12 @@ class Matrix:
         return directory
 
     def config_of(self, point: Point) -> dict[str, Any]:
-        model = {"config": model_of(tied=point.tied), "gradient_checkpointing": point.recompute}
+        model = {
+            "config": model_of(tied=point.tied),
+            "gradient_checkpointing": point.recompute,
+            "loss": point.loss,
+            "loss_chunk_tokens": 5,
+        }
         config: dict[str, Any] = run_config(
             self.data[point.documents],
             model,
@@ -213,6 +231,7 @@ class Matrix:
                 "config": self.config_of(point),
                 "deepspeed_config": point.engine,
                 "last_step": num_steps,
+                "watch_calls": True,
                 "weights": {
                     str(step): str(place / f"{point.name}-{step}.pt") for step in (0, num_steps)
                 },
@@ -355,6 +374,27 @@ def test_every_other_point_is_refused_by_name(matrix: Matrix) -> None:
 def test_equals_plain_training(matrix: Matrix, point: Point) -> None:
     matrix.train_group_of(point, COVERING, FEW_STEPS)
     compare(matrix, point, FEW_STEPS)
+
+
+READ = "aten::_local_scalar_dense in "
+
+
+@pytest.mark.parametrize("point", COVERING, ids=lambda point: point.name)
+def test_a_step_reads_nothing_from_the_device(matrix: Matrix, point: Point) -> None:
+    """Beside what DeepSpeed does, and two figures after one exchange for the guard. DeepSpeed has
+    waited for the norm by then, so that they cost no wait; what is logged is the same two."""
+    matrix.train_group_of(point, COVERING, FEW_STEPS)
+    step, log = (matrix.figures[point]["calls"][part] for part in ("step", "log"))
+    reads = {name: count for name, count in step.items() if name.startswith(READ)}
+    waits = reads.pop(f"{READ}deepspeed", 0)
+    assert waits or (point.zero == 0 and point.dtype == "float32")
+    assert step.get("c10d::allreduce_ in _figures", 0) == (point.world_size > 1)
+    # Labels, which are on the host: how many targets there are, and whether all are.
+    assert reads.pop(f"{READ}_count_targets") == point.accumulation
+    assert set(reads) <= {f"{READ}_targets"}
+    assert step["c10d::allreduce_ in _count_targets"] == 1
+    assert log.pop(f"{READ}gradient_norm", 1) == 1  # some of DeepSpeed's optimizers have read it
+    assert log == {}
 
 
 DROPOUT = {  # ZeRO stage and degrees of what four processes train

@@ -93,6 +93,11 @@ ALL: list[Pair] = [
 ]
 
 
+def name_of(pair: Pair) -> str:
+    variant, wrote, read = pair
+    return f"{variant}-{wrote}-to-{read}"
+
+
 def case(data: Path, variant: str, topology: str, **steps: Any) -> dict[str, Any]:
     size, degrees, engine = TOPOLOGIES[topology]
     num_replicas = size // (degrees.get("tensor", 1) * degrees.get("pipeline", 1))
@@ -130,13 +135,13 @@ def write_and_read(
         found |= train_cases(size, cases, tmp_path_factory.mktemp("write"))
     for size in sorted({TOPOLOGIES[read][0] for *_, read in pairs}):
         cases = {
-            f"{variant}-{wrote}-{read}": case(
+            name_of((variant, wrote, read)): case(
                 data,
                 variant,
                 read,
                 first_step=STOP,
                 restore_from=str(root / f"{variant}-{wrote}"),
-                save_again_to=str(root / f"{variant}-{wrote}-{read}"),
+                save_again_to=str(root / name_of((variant, wrote, read))),
             )
             for variant, wrote, read in pairs
             if TOPOLOGIES[read][0] == size
@@ -164,13 +169,13 @@ def everything(
     return of
 
 
-@pytest.mark.parametrize("pair", SOME, ids="-".join)
+@pytest.mark.parametrize("pair", SOME, ids=name_of)
 def test_goes_on(pair: Pair, some: tuple[Path, dict[str, Any]]) -> None:
     assert_goes_on(pair, *some)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", ALL, ids="-".join)
+@pytest.mark.parametrize("pair", ALL, ids=name_of)
 def test_goes_on_from_each_at_each(
     pair: Pair, everything: Callable[[str], tuple[Path, dict[str, Any]]]
 ) -> None:
@@ -180,11 +185,11 @@ def test_goes_on_from_each_at_each(
 def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
     variant, wrote, read = pair
     saved = read_full(root / f"{variant}-{wrote}" / "tensors")
-    again = read_full(root / "-".join(pair) / "tensors")
+    again = read_full(root / name_of(pair) / "tensors")
     assert saved.keys() == again.keys()
     for key, tensor in saved.items():
         assert torch.equal(tensor, again[key]), key
-    uninterrupted, resumed = found[f"{variant}-{wrote}"], found["-".join(pair)]
+    uninterrupted, resumed = found[f"{variant}-{wrote}"], found[name_of(pair)]
     assert len(resumed["losses"]) == STEPS - STOP
     assert resumed["samples"] == uninterrupted["samples"][STOP:]
     if wrote == read:

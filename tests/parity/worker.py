@@ -10,6 +10,8 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -18,6 +20,8 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.config import ModelSection, RunConfig
 from bigtrain.data.loader import open_training_data
@@ -54,6 +58,8 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     batches = open_training_data(config, run.plan, place.data_rank)
     losses, norms, samples = [], [], []
     masks = DropoutMasks(engine.module) if case.get("watch_dropout") else None
+    graphs: list[int] = []
+    calls: dict[str, dict[str, int]] = {}
     keep_weights(engine, case, 0, world)
     first = case.get("first_step", 0)
     if first:
@@ -68,12 +74,15 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
         micro_batches = batches.step(step * run.plan.global_samples)
         samples.append([crc32(row.numpy()) for batch in micro_batches for row in batch.input_ids])
-        result = engine.train_step(micro_batches, lr, approve)
-        losses.append(engine.step_loss(result))
-        norms.append(engine.gradient_norm())
+        with watched(calls, "step") if case.get("watch_calls") else nullcontext():
+            result = engine.train_step(micro_batches, lr, approve)
+        with watched(calls, "log") if case.get("watch_calls") else nullcontext():
+            losses.append(engine.step_loss(result))
+            norms.append(engine.gradient_norm())
         # What bad steps are told by is what is logged.
         assert result.figures is not None
         assert math.isclose(result.figures.grad_norm, norms[-1], rel_tol=1e-6)
+        graphs.append(counters["stats"]["unique_graphs"])
         if step + 1 == case.get("save_at"):
             save(engine, Path(case["save_to"]), world)
         keep_weights(engine, case, step + 1, world)
@@ -83,6 +92,8 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "losses": losses,
         "norms": norms,
         "accumulation": run.plan.accumulation,
+        "graphs": graphs,
+        "calls": calls,
         "samples": samples_of_steps(samples, place.data_rank, world),
     }
     return found if masks is None else found | {"masks": masks.of_all_processes()}
@@ -129,6 +140,43 @@ def keep_weights(engine: TrainEngine, case: dict[str, Any], step: int, world: Wo
             assert held.isnan().all() or torch.equal(held, part), f"{name} differs by replica"
             whole[where] = part
         torch.save(full, file)
+
+
+class Watch(TorchDispatchMode):
+    """Counts what makes processes wait for each other, or the host for a device, by who asks.
+
+    Keys are an operation and the function of bigtrain that calls it, or ``deepspeed`` alone.
+    """
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" or func is torch.ops.aten._local_scalar_dense.default:
+            key = f"{func.name().partition('.')[0]} in {self.caller()}"
+            self.counts[key] = self.counts.get(key, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def caller() -> str:
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            if package == "deepspeed":
+                return package
+            if package == "bigtrain" and not frame.f_code.co_name.startswith("<"):
+                return frame.f_code.co_name
+        return "nobody"
+
+
+@contextmanager
+def watched(calls: dict[str, dict[str, int]], part: str) -> Iterator[None]:
+    """Count the calls inside as those of `part` of a step; those of the last step stay."""
+    calls[part] = {}
+    with Watch(calls[part]):
+        yield
 
 
 class DropoutMasks:

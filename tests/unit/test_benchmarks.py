@@ -126,3 +126,25 @@ def test_the_loss_in_chunks_is_compared_with_full_logits() -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
     figures = json.loads(finished.stdout[finished.stdout.index("{\n") :])
     assert 0 < figures["ratio"]["peak_gib"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_what_is_exchanged_is_what_the_formulas_say(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    script = ROOT / "benchmarks" / "parallel_overhead.py"
+    finished = subprocess.run(
+        [sys.executable, str(script), "--size", "tiny", "--steps", "1", "--output", str(output)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = {row["layout"]: row for row in json.loads(output.read_text())}
+    assert rows.keys() == {"ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "TP 2", "PP 2", "SP 2"}
+    # Above: norms, counts of targets and padding.
+    assert all(0.99 <= row["exchanged_ratio"] <= 1.05 for row in rows.values())
+    assert all(row["step_seconds"] > 0 for row in rows.values())
+    assert rows["PP 2"]["bubble"] == 0.2

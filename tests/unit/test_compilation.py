@@ -33,10 +33,8 @@ def recompute(model: Any, every: int = 1) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("model_type", "num_kinds"), [("llama", 1), ("gemma2", 2)])
-def test_nothing_is_compiled_after_step_2(
-    model_type: str, num_kinds: int, checkpointing: bool
-) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_nothing_is_compiled_after_step_2(model_type: str, checkpointing: bool) -> None:
     torch._dynamo.reset()
     counters.clear()
     models = [model_of(model_type), model_of(model_type)]
@@ -61,11 +59,11 @@ def test_nothing_is_compiled_after_step_2(
         for optimizer in optimizers:
             optimizer.step()
         graphs.append(counters["stats"]["unique_graphs"])
-    # Layers of a kind share one graph; gemma2 has layers with and without a window.
-    assert graphs == [num_kinds] * 4
+    # Layers share one graph, those of gemma2 with and without a window too: that is in their masks.
+    assert graphs == [1] * 4
     with uncompiled(), torch.no_grad():
         models[1](input_ids=ids[:, :5])
-    assert counters["stats"]["unique_graphs"] == num_kinds
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("every", [1, 2])

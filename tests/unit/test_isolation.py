@@ -112,6 +112,30 @@ def test_documents_by_lengths_are_documents_alone(model_type: str) -> None:
             assert torch.allclose(other[name], gradient, rtol=0, atol=1e-5 * largest), name
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_documents_by_block_masks_have_the_gradients_of_documents_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """flex attention, not compiled: what torch refuses on a CPU is only its kernels' backward."""
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
+    model = small_copy(CONFIG_MAPPING["llama"](), "eager", [with_heads(2)]).eval()
+    ids = torch.randint(1, 64, (1, 256), generator=torch.Generator().manual_seed(0))
+    sizes = (40, 88, 128)
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    alone = [
+        model(input_ids=part, use_cache=False).logits.square().sum() for part in ids.split(sizes, 1)
+    ]
+    wanted = gradients(model, torch.stack(alone).sum())
+    model.set_attn_implementation("flex_attention")
+    with torch.compiler.set_stance("force_eager"):
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        found = gradients(model, packed.square().sum())
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-5 * largest), name
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
