@@ -17,7 +17,7 @@ from tests.chaos.conftest import Server, arguments, assert_same_run
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 HOST = socket.gethostname()
-TIMEOUT = "watchdog.timeout_seconds=3"
+TIMEOUT = "watchdog.timeout_seconds=5"
 # Two micro-batches a step, and the probe of a save after the second step.
 THIRD_STEP, SEVENTH_STEP = 6, 16
 
