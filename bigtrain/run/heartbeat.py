@@ -6,11 +6,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+
+_COUNTERS = Path("/proc/self/io")
+_LEAST_TRANSFER_BYTES = 1 << 20
 
 
 class Heartbeat:
@@ -59,6 +63,34 @@ class Heartbeat:
             # Before the hooks by which ZeRO-3 gathers parameters: that may be what hangs.
             layer.register_forward_pre_hook(partial(_mark, enter), prepend=True)
             layer.register_forward_hook(partial(_mark_gradient, leave))
+
+
+class Transfers:
+    """Whether this process reads or writes files.
+
+    That is progress where no marks are made: while it verifies or loads for hours, exports, writes
+    checkpoints. One that waits for others transfers nothing but what its watchdog exchanges.
+    """
+
+    def __init__(self) -> None:
+        self._seen = self._num_bytes()
+
+    def went_on(self) -> bool:
+        """Whether there was a MiB of it since the last call that found so."""
+        now = self._num_bytes()
+        if now - self._seen < _LEAST_TRANSFER_BYTES:
+            return False
+        self._seen = now
+        return True
+
+    @staticmethod
+    def _num_bytes() -> int:
+        """By any thread so far, mapped pages included (proc(5)); 0 where nobody counts."""
+        try:
+            fields = dict(line.split(": ") for line in _COUNTERS.read_text().splitlines())
+            return sum(int(fields[name]) for name in ("rchar", "wchar", "read_bytes"))
+        except (OSError, ValueError, KeyError):
+            return 0
 
 
 def _mark(mark: Callable[[], None], _layer: nn.Module, _args: Any) -> None:

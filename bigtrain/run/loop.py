@@ -83,11 +83,7 @@ def train(
                 held_out_loss = evaluator.run(state)
         if last or received or _due(state.step, config.checkpoint.every_steps):
             with clock.paused():
-                # What is slow is the writing; a copy takes no longer than other collectives.
-                beat.at("waiting for the save before this one", slow=True)
-                saver.wait()
-                beat.at("saving", slow=not config.checkpoint.asynchronous)
-                saver.save(state, held_out_loss)
+                _save(session, saver, state, held_out_loss)
         saver.report()
     beat.at("finishing", slow=True)
     return state, received
@@ -95,6 +91,14 @@ def train(
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
+
+
+def _save(session: Session, saver: Saver, state: TrainState, held_out_loss: float | None) -> None:
+    # What is slow is the writing; a copy takes no longer than other collectives.
+    session.heartbeat.at("waiting for the save before this one", slow=True)
+    saver.wait()
+    session.heartbeat.at("saving", slow=not session.run.config.checkpoint.asynchronous)
+    saver.save(state, held_out_loss)
 
 
 def _log(

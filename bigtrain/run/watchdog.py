@@ -33,7 +33,7 @@ import torch.distributed as dist
 from bigtrain.errors import EXIT_HANG
 from bigtrain.run.board import Board, open_board
 from bigtrain.run.hang_report import Position, Verdict, judge, judge_alone
-from bigtrain.run.heartbeat import Heartbeat, current_collective
+from bigtrain.run.heartbeat import Heartbeat, Transfers, current_collective
 from bigtrain.run.stopping import REQUEUE
 from bigtrain.sections.failures import WatchdogSection
 from bigtrain.world import World
@@ -73,6 +73,7 @@ class Watchdog:
         self._limit = section.timeout_seconds
         self._stop = threading.Event()
         self._moved_at = time.monotonic()
+        self._transfers = Transfers()
         self._thread: threading.Thread | None = None
         if self._limit is None:
             return
@@ -108,6 +109,7 @@ class Watchdog:
             if overslept > 2 * self._look_seconds:
                 self._moved_at += overslept  # a stopped process; its training stood still as well
             moved = self._heartbeat.count != count
+            moved |= self._heartbeat.slow and self._transfers.went_on()
             count = self._heartbeat.count
             if moved:
                 self._moved_at = now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bigtrain.cli import main as bigtrain
@@ -146,6 +147,12 @@ def test_a_cancelled_run_stays_cancelled(lab: Lab, submit: Submit) -> None:
     assert "back into the queue" not in log.read_text()
 
 
+def is_training(process: psutil.Process) -> bool:
+    """Whether it is one of a run's processes, not what started them."""
+    command = process.cmdline()
+    return process.name() != "srun" and "torch.distributed.run" not in command
+
+
 def idle(lab: Lab) -> str:
     """Nodes without a job, in Slurm's notation."""
     return lab.run("n0", "sinfo", "-h", "-t", "idle", "-o", "%N")[1]
@@ -173,6 +180,28 @@ def test_after_a_node_failure_a_run_goes_on_with_what_is_left(lab: Lab, submit: 
     assert completions(lab, job)[-1] == "COMPLETED"
     assert list(metrics(lab.folder / "run")) == list(range(1, STEPS + 1))
     wait_until("n2 is back", lambda: "n[1-2]" in idle(lab))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_hangs_is_requeued_and_goes_on(lab: Lab, submit: Submit) -> None:
+    """Without a word from Slurm, whose nodes are well: the process on n2 is stopped."""
+    limits = ["watchdog.timeout_seconds=5", "watchdog.slow_timeout_seconds=60"]
+    arguments = [lab.run_yaml, *LONG, *limits, "checkpoint.every_steps=20"]
+    job, log = submit(SBATCH, TWO_NODES, arguments)
+    wait_until("some steps", lambda: steps_logged(lab) >= 25, 250)
+    found = [p for p in lab.cluster.processes("n2", "train.py --config") if is_training(p)]
+    assert len(found) == 1
+    found[0].suspend()
+    assert ended(lab, job, log, 300) == "COMPLETED", log.read_text()
+    story = log.read_text()
+    assert "rank 1 on n2 does not answer" in story
+    assert story.count("nothing moved, see ") == 1
+    assert story.count("back into the queue") == 1
+    assert "start 2: n[1-2]" in story
+    assert "resumed at step " in story
+    assert told(lab, job, "Restarts") == "1"
+    assert list(metrics(lab.folder / "run")) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def test_the_others_end(
 ) -> None:
     run = tmp_path / "run"
     words = ["--config", inputs.run_yaml, f"output.directory={run}", "train.steps=1000000"]
-    words += ["evaluation.every_steps=1000000", "watchdog.timeout_seconds=3"]
+    words += ["evaluation.every_steps=1000000", "watchdog.timeout_seconds=5"]
     process = start([*launcher(name), *words], home)
     assert process.stdout is not None
     seen = []

@@ -381,17 +381,20 @@ READ = "aten::_local_scalar_dense in "
 
 @pytest.mark.parametrize("point", COVERING, ids=lambda point: point.name)
 def test_a_step_reads_nothing_from_the_device(matrix: Matrix, point: Point) -> None:
-    """Beside what DeepSpeed does; and a logged one reads two figures, after one exchange."""
+    """Beside what DeepSpeed does, and two figures after one exchange for the guard. DeepSpeed has
+    waited for the norm by then, so that they cost no wait; what is logged is the same two."""
     matrix.train_group_of(point, COVERING, FEW_STEPS)
     step, log = (matrix.figures[point]["calls"][part] for part in ("step", "log"))
     reads = {name: count for name, count in step.items() if name.startswith(READ)}
-    reads.pop(f"{READ}deepspeed", None)
+    waits = reads.pop(f"{READ}deepspeed", 0)
+    assert waits or (point.zero == 0 and point.dtype == "float32")
+    assert step.get("c10d::allreduce_ in _figures", 0) == (point.world_size > 1)
     # Labels, which are on the host: how many targets there are, and whether all are.
     assert reads.pop(f"{READ}_count_targets") == point.accumulation
     assert set(reads) <= {f"{READ}_targets"}
     assert step["c10d::allreduce_ in _count_targets"] == 1
     assert log.pop(f"{READ}gradient_norm", 1) == 1  # some of DeepSpeed's optimizers have read it
-    assert log == {"c10d::allreduce_ in step_loss": 1, f"{READ}step_loss": 1}
+    assert log == {}
 
 
 DROPOUT = {  # ZeRO stage and degrees of what four processes train

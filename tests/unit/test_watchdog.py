@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from bigtrain.run.hang_report import Position, Verdict, judge, judge_alone
-from bigtrain.run.heartbeat import Heartbeat, current_collective
+from bigtrain.run.heartbeat import Heartbeat, Transfers, current_collective
 from bigtrain.run.stragglers import find_stragglers
 
 HOSTS = ["n0", "n0", "n1", "n1"]
@@ -127,6 +128,18 @@ def test_the_first_step_of_a_process_may_take_long() -> None:
     beat.at("saving", slow=True)
     assert beat.slow
     assert beat.count == 3
+
+
+def test_large_files_are_progress(tmp_path: Path) -> None:
+    transfers = Transfers()
+    assert not transfers.went_on()
+    (tmp_path / "weights").write_bytes(bytes(1 << 20))
+    assert transfers.went_on()
+    assert not transfers.went_on()
+    (tmp_path / "log").write_text("a line")
+    assert not transfers.went_on()
+    (tmp_path / "weights").read_bytes()
+    assert transfers.went_on()
 
 
 def test_outside_of_any_collective() -> None:
