@@ -4,7 +4,8 @@ That is the TCPStore at MASTER_ADDR:MASTER_PORT, which the process group was ope
 is a thread of C++ in the main process, or in torchrun's agent, that answers while Python hangs.
 Each process has a connection of its own for this, apart from those of the groups and their
 timeouts. It may wait for ever for a host that is gone, so one thread does every operation, for
-which nobody waits long; after the first that takes too long the board counts as lost.
+which nobody waits long; after the first that takes too long the board counts as lost, until another
+connection is made.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -36,26 +38,37 @@ def open_board(world: World) -> Board | None:
     # torchrun's store outlives a start of the processes.
     token = [secrets.token_hex(8)]
     dist.broadcast_object_list(token, src=0)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    place = Place(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), token[0])
     try:
-        store = dist.TCPStore(
-            address, port, is_master=False, timeout=_CONNECT, wait_for_workers=False
-        )
+        return Board(place, world)
     except RuntimeError as error:
         print(
-            f"watchdog: rank {world.rank} does not reach the store at {address}:{port}, so that it "
-            f"hears of no other process: {error}",
+            f"watchdog: rank {world.rank} does not reach the store at {place.address}:{place.port},"
+            f" so that it hears of no other process: {error}",
             file=sys.stderr,
         )
         return None
-    return Board(dist.PrefixStore(f"watchdog/{token[0]}", store), world)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a board is: the store's address, and a word for this start of the processes."""
+
+    address: str
+    port: int
+    token: str
 
 
 class Board:
     """What this process reads and writes there. Nothing raises; None: the board is lost."""
 
-    def __init__(self, store: dist.Store, world: World) -> None:
-        self._store = store
+    def __init__(self, place: Place, world: World) -> None:
+        """Raises RuntimeError where the store is not reached within half a minute."""
+        store = dist.TCPStore(
+            place.address, place.port, is_master=False, timeout=_CONNECT, wait_for_workers=False
+        )
+        self._store = dist.PrefixStore(f"watchdog/{place.token}", store)
+        self._place, self._world = place, world
         self._rank, self._size = world.rank, world.size
         self.is_lost = False
         self._requests: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None] = (
@@ -120,6 +133,13 @@ class Board:
         self._do(lambda: self._store.set(_FINISHED, "1"))
         if self._rank == 0 and not self.is_lost:
             time.sleep(0.5)  # the store may end with this process
+
+    def reopened(self) -> Board | None:
+        """The same board by a new connection; None where there is none within half a minute."""
+        try:
+            return Board(self._place, self._world)
+        except RuntimeError:
+            return None
 
     def close(self) -> None:
         """Nothing is asked any more."""

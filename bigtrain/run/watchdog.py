@@ -44,6 +44,7 @@ _ANSWER_SECONDS = 4.0
 _REPORT_SECONDS = 3.0
 _LAST_SECONDS = 30.0
 _MOST_REQUEUES_PER_STEP = 3
+_SECONDS_BETWEEN_CONNECTIONS = 60.0
 
 
 class Watchdog:
@@ -74,6 +75,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._moved_at = time.monotonic()
         self._transfers = Transfers()
+        self._connects_at = 0.0
         self._thread: threading.Thread | None = None
         if self._limit is None:
             return
@@ -115,6 +117,8 @@ class Watchdog:
                 self._moved_at = now
             limit = self._current_limit()
             self._set_last_alarm(limit)
+            if self._board is not None and self._board.is_lost:
+                self._connect_again(self._board)
             if self._board is not None:
                 self._board.tell(self._position(), moved)
                 if self._board.alarm() is not None:
@@ -129,6 +133,19 @@ class Watchdog:
                     moves = -1
             if now - self._moved_at > limit:
                 self._end()
+
+    def _connect_again(self, lost: Board) -> None:
+        """Begin to, once a minute: one late answer must not part this process for good."""
+
+        def connect() -> None:
+            board = lost.reopened()
+            if board is not None:
+                self._board = board
+
+        now = time.monotonic()
+        if now >= self._connects_at:
+            self._connects_at = now + _SECONDS_BETWEEN_CONNECTIONS
+            threading.Thread(target=connect, name="watchdog-connect", daemon=True).start()
 
     def _current_limit(self) -> float:
         assert self._limit is not None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from bigtrain.run.board import Board, Place
 from bigtrain.run.hang_report import Position, Verdict, judge, judge_alone
 from bigtrain.run.heartbeat import Heartbeat, Transfers, current_collective
 from bigtrain.run.stragglers import find_stragglers
+from bigtrain.world import World
+from tests.support.worlds import free_port
 
 HOSTS = ["n0", "n0", "n1", "n1"]
 
@@ -140,6 +145,27 @@ def test_large_files_are_progress(tmp_path: Path) -> None:
     assert not transfers.went_on()
     (tmp_path / "weights").read_bytes()
     assert transfers.went_on()
+
+
+def test_a_board_is_found_again_after_its_store_was_away() -> None:
+    port = free_port()
+    serve = partial(dist.TCPStore, "127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = serve()
+    board = Board(Place("127.0.0.1", port, "token"), World(0, 1, 0))
+    board.tell(position(0), moved=True)
+    assert board.moves() == 1
+    assert board.last_known() == {0: position(0)}
+    del store
+    assert board.moves() is None
+    assert board.is_lost
+    assert board.last_known() == {}
+    store = serve()
+    again = board.reopened()
+    assert again is not None
+    assert again.moves() == 0
+    again.close()
+    board.close()
+    del store
 
 
 def test_outside_of_any_collective() -> None:
