@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.support.contenders import write_random_dataset
+from benchmarks.support.contenders import SIZES, write_random_dataset
 from bigtrain.config import RunConfig
 from bigtrain.data.loader import open_training_data
 from bigtrain.engine.build import build_engine
@@ -44,24 +44,7 @@ from bigtrain.world import read_world
 
 FLOAT_BYTES = 4
 GLOBAL_SAMPLES = 8
-SIZES: dict[str, dict[str, int]] = {
-    "10m": {
-        "vocab_size": 8192,
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "sequence_length": 256,
-    },
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "sequence_length": 32,
-    },
-}
+CHOSEN_SIZES = ("10m", "tiny")
 
 
 @dataclass(frozen=True)
@@ -319,7 +302,7 @@ def main() -> None:
             Path(sys.argv[3]).write_text(json.dumps(results))
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="10m", help="of the model")
+    parser.add_argument("--size", choices=CHOSEN_SIZES, default="10m", help="of the model")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each layout")
     names = [layout.name for layout in LAYOUTS]
     parser.add_argument("--layouts", nargs="+", choices=names, default=names)

@@ -63,6 +63,14 @@ SIZES: dict[str, dict[str, int]] = {
         "num_attention_heads": 8,
         "sequence_length": 256,
     },
+    "10m": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "sequence_length": 256,
+    },
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 64,

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import Problem
 from bigtrain.models.documents import document_attention, lengths_of_documents
-from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
+from bigtrain.models.small_copy import MODEL_FAILURES, VOCABULARY, small_copy, with_heads
 
 TOLERANCE = 1e-4
 """Of the largest logit: far above float32 rounding, far below what one wrong token does."""
@@ -37,7 +37,7 @@ def check_isolation(hf_config: PreTrainedConfig, attention: str) -> list[Problem
             return [_refusal(hf_config, f"its attention is {model.config._attn_implementation}")]
         with document_attention(model) if by_lengths else nullcontext():
             alone, packed, mixed = _logits(model, by_lengths=by_lengths)
-    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+    except MODEL_FAILURES as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         return [_refusal(hf_config, f"a small copy of it could not be tried: {reason}")]
     limit = TOLERANCE * float(alone.abs().max())

@@ -18,7 +18,7 @@ from bigtrain.config import RunConfig
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.chunked_loss import IGNORED_LABEL, ChunkedLoss, Fused
 from bigtrain.models.configuration import text_config, vocabulary_size
-from bigtrain.models.small_copy import fewer_experts, small_copy, with_heads
+from bigtrain.models.small_copy import MODEL_FAILURES, fewer_experts, small_copy, with_heads
 from bigtrain.topology import BatchPlan
 
 CHUNK_BYTES = 256 * 2**20
@@ -111,15 +111,7 @@ def _try(
         if kind == "liger":
             return softcap, _is_linear(model, softcap)
         return None, difference(model)
-    except (
-        ModelError,
-        ValueError,
-        TypeError,
-        RuntimeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-    ) as error:
+    except (ModelError, *MODEL_FAILURES) as error:
         return None, " ".join(str(error).split())[:300] or type(error).__name__
 
 

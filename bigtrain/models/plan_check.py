@@ -21,7 +21,13 @@ from bigtrain.errors import ModelError
 from bigtrain.models.collectives import Group
 from bigtrain.models.configuration import text_config
 from bigtrain.models.sharding import cut_parameter, full_shape, shard_of
-from bigtrain.models.small_copy import VOCABULARY, fewer_experts, set_heads, small_copy
+from bigtrain.models.small_copy import (
+    MODEL_FAILURES,
+    VOCABULARY,
+    fewer_experts,
+    set_heads,
+    small_copy,
+)
 from bigtrain.models.tensor_parallel import shard_model, tensor_plan
 
 # Of the largest gradient of the parameter, and of the model: rounding of float32 is far below
@@ -106,7 +112,7 @@ def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
         cut_loss = _forward(cut)
         cut_loss.backward()
         failure = _difference(float(loss), float(cut_loss), expected, cut)
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+    except MODEL_FAILURES as error:
         failure = f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     found: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, failure, group=group)

@@ -21,7 +21,7 @@ from bigtrain.legality import Facts, check_model
 from bigtrain.models.configuration import text_config
 from bigtrain.models.router_logits import auxiliary_loss
 from bigtrain.models.sequence_parallel import SequenceParallel
-from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
+from bigtrain.models.small_copy import MODEL_FAILURES, VOCABULARY, small_copy, with_heads
 
 TOLERANCE = 1e-4
 """Of the largest logit: far above float32 rounding, far below what one wrong token does."""
@@ -55,7 +55,7 @@ def check_sequence_parallel(
         (whole, loss), parts, lonely = _outputs(model, size, isolate=isolate)
     except BigtrainError as error:
         return [_refusal(size, str(error))]
-    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+    except MODEL_FAILURES as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         return [_refusal(size, f"a small copy of {hf_config.model_type} failed: {reason}")]
     limit = TOLERANCE * float(whole.abs().max())

@@ -32,6 +32,9 @@ _INNER_WIDTHS = (
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
+MODEL_FAILURES = (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError)
+"""What the code of a model raises where it is used as its author did not think of."""
+
 Change = Callable[[Any], None]
 
 

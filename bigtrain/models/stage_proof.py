@@ -19,7 +19,13 @@ from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.legality import Facts, check_model
 from bigtrain.models.huggingface import empty_model
 from bigtrain.models.router_logits import auxiliary_loss
-from bigtrain.models.small_copy import fewer_experts, set_heads, small_copy, with_heads
+from bigtrain.models.small_copy import (
+    MODEL_FAILURES,
+    fewer_experts,
+    set_heads,
+    small_copy,
+    with_heads,
+)
 from bigtrain.models.stage_balance import StageCosts, balanced_cuts
 from bigtrain.models.stage_layout import StageLayout, find_layout
 from bigtrain.models.stages import Payload, Stage
@@ -83,15 +89,7 @@ def plan_stages(
             return None, problems
         cuts = balanced_cuts(stage_costs(hf_config, layout), num_stages)
         plan, reason = prove(model, layout, cuts, ids)
-    except (
-        ModelError,
-        ValueError,
-        TypeError,
-        RuntimeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-    ) as error:
+    except (ModelError, *MODEL_FAILURES) as error:
         plan, reason = None, " ".join(str(error).split())[:300] or type(error).__name__
     if plan is None:
         rule = f"cannot be had of model_type {hf_config.model_type}: {reason}"
@@ -120,7 +118,7 @@ def prove(
         tried = replace(layout, tokens_everywhere=everywhere)
         try:
             found = difference(model, tried, cuts, input_ids)
-        except (TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+        except MODEL_FAILURES as error:
             reason = reason or f"a stage of it fails ({' '.join(str(error).split())[:200]})"
             continue
         if max(found.logits, found.gradients, found.auxiliary) <= _TOLERANCE:
