@@ -44,13 +44,15 @@ ASKED = [name for name in TOPOLOGIES if name not in ("zero1-pp2", "zero1-pp2-tp2
 @dataclass(frozen=True)
 class Variant:
     """A model, what of it is frozen (as a run says it and as a regular expression), and how exact
-    other topologies are: None where dropout draws other masks there."""
+    other topologies are: None where dropout draws other masks there. `optimizer`: DeepSpeed's block
+    for another one than a run may ask for."""
 
     model: dict[str, Any]
     frozen: tuple[str, ...] = ()
     expression: str = "nothing"
     dtype: str = "float32"
     exact: float | None = 1e-5
+    optimizer: dict[str, Any] | None = None
 
 
 VARIANTS = {
@@ -69,7 +71,13 @@ VARIANTS = {
     "bfloat16": Variant(
         llama(num_hidden_layers=4, attention_dropout=0.1), dtype="bfloat16", exact=None
     ),
+    # Three states of the parameter's shape and a scalar, none of which AdamW has but the scalar.
+    "rmsprop": Variant(
+        llama(num_hidden_layers=4),
+        optimizer={"type": "RMSprop", "params": {"lr": 1e-3, "momentum": 0.9, "centered": True}},
+    ),
 }
+STATES = {"rmsprop": {"square_avg", "momentum_buffer", "grad_avg"}}
 Pair = tuple[str, str, str]  # variant, who wrote, who reads
 SOME: list[Pair] = [
     ("tied", "one", "zero3-dp2"),
@@ -84,6 +92,9 @@ SOME: list[Pair] = [
     ("bfloat16", "zero1-pp2", "zero1-pp2"),
     ("bfloat16", "zero1-pp2", "zero3-dp2"),
     ("bfloat16", "zero1-dp2", "zero1-pp2"),
+    ("rmsprop", "zero1-dp2", "zero3-dp2"),
+    ("rmsprop", "zero3-dp2", "pp2"),
+    ("rmsprop", "tp2", "zero1-dp2"),
 ]
 ALL: list[Pair] = [
     *(
@@ -118,7 +129,8 @@ def case(data: Path, variant: str, topology: str, **steps: Any) -> dict[str, Any
         precision={"dtype": chosen.dtype},
         parallel=degrees,
     )
-    return {"config": config, "deepspeed_config": engine, **steps}
+    found = {"config": config, "deepspeed_config": engine, **steps}
+    return found if chosen.optimizer is None else found | {"optimizer": chosen.optimizer}
 
 
 def write_and_read(
@@ -190,6 +202,8 @@ def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
     variant, wrote, read = pair
     saved = read_full(root / f"{variant}-{wrote}" / "tensors")
     again = read_full(root / name_of(pair) / "tensors")
+    states = {key.partition("/")[0] for key in saved} - {"master", "buffer"}
+    assert states == STATES.get(variant, {"exp_avg", "exp_avg_sq"})
     assert saved.keys() == again.keys()
     for key, tensor in saved.items():
         assert torch.equal(tensor, again[key]), key
