@@ -111,11 +111,11 @@ class SequenceParallel:
         `position_ids` int64 [B, T] keep documents apart, None lets each sample be one document. The
         masks of the next forward pass are those of these samples.
         """
-        self._documents = self._positions = None
-        if position_ids is not None:
-            self._documents = document_numbers(position_ids)
-            self._positions = position_ids
-        else:
+        # Each set once: where threads share a model, all bring the same samples, and one may make
+        # its masks while another is here (`bigtrain.models.sequence_check`).
+        self._documents = None if position_ids is None else document_numbers(position_ids)
+        self._positions = position_ids
+        if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
             position_ids = position_ids.expand_as(input_ids)
         ids = self.part(input_ids)

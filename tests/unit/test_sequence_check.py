@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from bigtrain.models import sequence_parallel
 from bigtrain.models.sequence_check import check_sequence_parallel
 from bigtrain.models.sequence_parallel import IMPLEMENTATION, SequenceParallel
 
@@ -27,6 +29,29 @@ def problems(
     return check_sequence_parallel(
         hf_config, "auto", size, isolate=isolate, tensor_size=tensor_size
     )
+
+
+def test_a_part_is_prepared_while_another_makes_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of the check share the model: documents known to one are never gone again."""
+    known = []
+    find = sequence_parallel.document_numbers
+
+    def watched(positions: torch.Tensor) -> torch.Tensor:
+        known.append((sequence._documents, sequence._positions))
+        return find(positions)
+
+    class Exchange:
+        size, rank = 2, 0
+
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**COMMON))
+    sequence: Any = SequenceParallel(model, Exchange())  # type: ignore[arg-type]
+    monkeypatch.setattr(sequence_parallel, "document_numbers", watched)
+    ids = torch.arange(8).reshape(1, 8)
+    for _ in range(2):
+        sequence.inputs(ids, ids % 4)
+    sequence.close()
+    assert known[0] == (None, None)
+    assert all(value is not None for value in known[1])
 
 
 @pytest.mark.parametrize("isolate", [False, True])
