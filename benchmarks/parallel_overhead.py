@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.support.contenders import SIZES, write_random_dataset
+from benchmarks.support.contenders import SIZES, llama, write_random_dataset
 from bigtrain.config import RunConfig
 from bigtrain.data.loader import open_training_data
 from bigtrain.engine.build import build_engine
@@ -136,20 +136,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def run_config(shape: dict[str, int], layout: Layout, data: Path, num_steps: int) -> RunConfig:
     """A run of Llama's shape, float32, clipping on."""
-    widths = dict(shape)
-    sequence_length = widths.pop("sequence_length")
+    sequence_length = shape["sequence_length"]
     return RunConfig.model_validate(
         {
-            "model": {
-                "config": {
-                    "model_type": "llama",
-                    **widths,
-                    "max_position_embeddings": sequence_length,
-                    "tie_word_embeddings": True,
-                    "bos_token_id": None,
-                    "eos_token_id": None,
-                }
-            },
+            "model": {"config": llama(shape, sequence_length)},
             "data": {"path": str(data)},
             "batch": {
                 "sequence_length": sequence_length,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -133,11 +133,22 @@ def write_random_dataset(directory: Path, *, vocab_size: int, num_tokens: int) -
     )
 
 
+def llama(shape: Mapping[str, int], sequence_length: int) -> dict[str, Any]:
+    """The Hugging Face configuration of a size of `SIZES`, tied embeddings, no special tokens."""
+    return {
+        "model_type": "llama",
+        **{key: value for key, value in shape.items() if key != "sequence_length"},
+        "max_position_embeddings": sequence_length,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
 def resolve_point(point: Point, directory: Path) -> ResolvedRun:
     """The point as a run of bigtrain in one process, and its dataset."""
-    shape = dict(SIZES[point.size])
+    shape = SIZES[point.size]
     sequence_length = point.sequence_length or shape["sequence_length"]
-    del shape["sequence_length"]
     global_samples = point.micro_samples * point.accumulation
     # A round more than is trained: the loader reads ahead, and the loop must not reach its end,
     # where it would evaluate and save.
@@ -147,14 +158,7 @@ def resolve_point(point: Point, directory: Path) -> ResolvedRun:
     )
     config = {
         "model": {
-            "config": {
-                "model_type": "llama",
-                **shape,
-                "max_position_embeddings": sequence_length,
-                "tie_word_embeddings": True,
-                "bos_token_id": None,
-                "eos_token_id": None,
-            },
+            "config": llama(shape, sequence_length),
             "compile": point.compile,
             "loss": point.loss,
             "gradient_checkpointing": point.checkpointing,

@@ -161,27 +161,30 @@ def _is_own(workspace: Workspace) -> bool:
 
     Raises DataError where it holds anything else.
     """
-    output = workspace.output
     try:
-        if not workspace.directory.is_dir():
-            try:
-                require_free(output)
-                return True
-            except DataError:
-                # Another rank may have begun the work between the two looks.
-                if not workspace.directory.is_dir():
-                    raise
-        for path in output.iterdir():
-            if not OWN_NAMES.fullmatch(path.name):
-                raise DataError(
-                    f"{path} is not part of the unfinished dataset in {output}; nothing was "
-                    "written -> name another --output, or remove it first"
-                )
+        _require_own(workspace)
     except DataError:
         if not workspace.is_finished():
             raise
         return False
     return True
+
+
+def _require_own(workspace: Workspace) -> None:
+    output = workspace.output
+    try:
+        require_free(output)
+        return
+    except DataError:
+        # Looked for only now: another rank may have begun the work just before.
+        if not workspace.directory.is_dir():
+            raise
+    for path in output.iterdir():
+        if not OWN_NAMES.fullmatch(path.name):
+            raise DataError(
+                f"{path} is not part of the unfinished dataset in {output}; nothing was "
+                "written -> name another --output, or remove it first"
+            )
 
 
 def _finished(request: BuildRequest, sources: Sequence[Source], workspace: Workspace) -> Manifest:
@@ -311,7 +314,8 @@ class _Build:
     def _run(self) -> Manifest:
         self._undo_other_assembly()
         records = self._records()
-        if touched := len(self.workspace.unconfirmed(self.units)):
+        others = [unit for unit in self.units if unit.key not in records]
+        if touched := len(self.workspace.unconfirmed(others)):
             logger.warning(
                 "the times of input files changed: %d finished parts are compared with what these "
                 "hold now",

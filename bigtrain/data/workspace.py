@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,21 +130,11 @@ class Workspace:
 
         `moved`: the files are on their way into the dataset, so they are not looked for.
         """
-        trusted = self._trusted(units, moved)
-        return {
-            u.key: trusted[u.key]
-            for u in units
-            if u.key in trusted and trusted[u.key].is_current(u)
-        }
+        return {u.key: r for u, r in self._trusted(units, moved) if r.is_current(u)}
 
     def unconfirmed(self, units: Sequence[Unit]) -> dict[str, UnitRecord]:
         """Those that `records` would count, had the times of the inputs not changed."""
-        trusted = self._trusted(units)
-        return {
-            unit.key: trusted[unit.key]
-            for unit in units
-            if unit.key in trusted and not trusted[unit.key].is_current(unit)
-        }
+        return {u.key: r for u, r in self._trusted(units) if not r.is_current(u)}
 
     def is_done(self, unit: Unit) -> bool:
         """Whether `unit` has a record of its inputs as they are now, whatever else it says."""
@@ -158,7 +148,7 @@ class Workspace:
     def drop_invalid(self, units: Sequence[Unit]) -> None:
         """Forget those of `units` that are recorded and cannot be taken over."""
         recorded = [unit for unit in units if self.is_recorded(unit.key)]
-        trusted = self._trusted(recorded)
+        trusted = {unit.key for unit, _ in self._trusted(recorded)}
         for unit in recorded:
             if unit.key not in trusted:
                 self.drop(unit.key)
@@ -197,14 +187,14 @@ class Workspace:
             for path in list(self.directory.glob(f"{key}.{token}.*")):
                 path.unlink(missing_ok=True)
 
-    def _trusted(self, units: Sequence[Unit], moved: bool = False) -> dict[str, UnitRecord]:
+    def _trusted(
+        self, units: Sequence[Unit], moved: bool = False
+    ) -> Iterator[tuple[Unit, UnitRecord]]:
         rejected = self.rejected()
-        found = {}
         for unit in units:
             record = self._read_record(unit.key)
             if record and record.engine not in rejected and (moved or self._has_files(record)):
-                found[unit.key] = record
-        return found
+                yield unit, record
 
     def _record_path(self, key: str) -> Path:
         return self.directory / f"{key}.json"

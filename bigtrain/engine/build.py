@@ -240,10 +240,10 @@ class TrainEngine:
             return self.engine(**self._inputs(batch, moved), use_cache=False, **more)
 
     def _inputs(self, batch: MicroBatch, moved: MicroBatch) -> dict[str, Any]:
-        input_ids = moved.input_ids.contiguous()  # some models flatten them with `view`
         if self.sequence is not None:
-            return dict(self.sequence.inputs(input_ids, moved.position_ids))
-        inputs: dict[str, Any] = {"input_ids": input_ids}
+            return dict(self.sequence.inputs(moved.input_ids, moved.position_ids))
+        # Some models flatten them with `view`.
+        inputs: dict[str, Any] = {"input_ids": moved.input_ids.contiguous()}
         if moved.position_ids is not None:
             # Without an attention mask and a cache, transformers keeps apart what positions that
             # start anew keep apart; `models.isolation` has shown it for this model.

@@ -45,7 +45,7 @@ ASKED = [name for name in TOPOLOGIES if name not in ("zero1-pp2", "zero1-pp2-tp2
 class Variant:
     """A model, what of it is frozen (as a run says it and as a regular expression), and how exact
     other topologies are: None where dropout draws other masks there. `optimizer`: DeepSpeed's block
-    for another one than a run may ask for."""
+    for another one than a run may ask for; `states`: what it keeps of a parameter."""
 
     model: dict[str, Any]
     frozen: tuple[str, ...] = ()
@@ -53,6 +53,7 @@ class Variant:
     dtype: str = "float32"
     exact: float | None = 1e-5
     optimizer: dict[str, Any] | None = None
+    states: frozenset[str] = frozenset({"exp_avg", "exp_avg_sq"})
 
 
 VARIANTS = {
@@ -75,9 +76,9 @@ VARIANTS = {
     "rmsprop": Variant(
         llama(num_hidden_layers=4),
         optimizer={"type": "RMSprop", "params": {"lr": 1e-3, "momentum": 0.9, "centered": True}},
+        states=frozenset({"square_avg", "momentum_buffer", "grad_avg"}),
     ),
 }
-STATES = {"rmsprop": {"square_avg", "momentum_buffer", "grad_avg"}}
 Pair = tuple[str, str, str]  # variant, who wrote, who reads
 SOME: list[Pair] = [
     ("tied", "one", "zero3-dp2"),
@@ -200,7 +201,7 @@ def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
     saved = read_full(root / f"{variant}-{wrote}" / "tensors")
     again = read_full(root / name_of(pair) / "tensors")
     states = {key.partition("/")[0] for key in saved} - {"master", "buffer"}
-    assert states == STATES.get(variant, {"exp_avg", "exp_avg_sq"})
+    assert states == VARIANTS[variant].states
     assert saved.keys() == again.keys()
     for key, tensor in saved.items():
         assert torch.equal(tensor, again[key]), key

@@ -133,14 +133,8 @@ def test_the_loss_in_chunks_is_compared_with_full_logits() -> None:
 @pytest.mark.timeout(900)
 def test_what_is_exchanged_is_what_the_formulas_say(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
-    script = ROOT / "benchmarks" / "parallel_overhead.py"
-    finished = subprocess.run(
-        [sys.executable, str(script), "--size", "tiny", "--steps", "1", "--output", str(output)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ("--size", "tiny", "--steps", "1", "--output", str(output))
+    finished = run_script("parallel_overhead.py", *words)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     rows = {row["layout"]: row for row in json.loads(output.read_text())}
     assert rows.keys() == {"ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "TP 2", "PP 2", "SP 2"}

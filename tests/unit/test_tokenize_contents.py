@@ -71,15 +71,21 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_finished_dataset_of_touched_inputs(
-    tokenizer: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def finished(tokenizer: Path, tmp_path: Path, kind: str) -> tuple[Path, Path]:
+    """An input file, alone in its folder, and the dataset that was made of it."""
     folder, output = tmp_path / "in", tmp_path / "d"
     folder.mkdir()
     source = write(folder / f"a.{kind}", texts(1))
     assert bigtrain(folder, tokenizer, output) == 0
-    before = files_of(output)
+    return source, output
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_finished_dataset_of_touched_inputs(
+    tokenizer: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, output = finished(tokenizer, tmp_path, kind)
+    folder, before = source.parent, files_of(output)
     touch(source)
     assert bigtrain(folder, tokenizer, output) == 0
     assert "the times of input files changed; all of them hold what" in caplog.text
@@ -98,11 +104,8 @@ def test_a_finished_dataset_of_touched_inputs(
 def test_another_content_of_the_same_size_and_time(
     tokenizer: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, output = tmp_path / "in", tmp_path / "d"
-    folder.mkdir()
-    source = write(folder / f"a.{kind}", texts(1))
-    assert bigtrain(folder, tokenizer, output) == 0
-    before = files_of(output)
+    source, output = finished(tokenizer, tmp_path, kind)
+    folder, before = source.parent, files_of(output)
     change_in_secret(source)
     assert bigtrain(folder, tokenizer, output) == 2
     assert "holds a dataset of other input files; nothing was written" in capsys.readouterr().err
