@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -24,16 +21,16 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.support.passes import each_alone, measure_passes, print_table, ratio
 from bigtrain.models.chunked_loss import ChunkedLoss
 from bigtrain.models.loss_choice import CHUNK_BYTES
-from bigtrain.run.metrics import GIB, memory_gib
+from bigtrain.run.metrics import GIB
 
 CONTENDERS = ("plain", "chunked")
 
 
 def measure(contender: str, args: argparse.Namespace) -> dict[str, float]:
-    """Peak GiB above the model's own, and median seconds of a forward and backward pass, of the
-    clock and of the processor."""
+    """As `measure_passes`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = LlamaConfig(
         vocab_size=args.vocabulary,
@@ -50,30 +47,16 @@ def measure(contender: str, args: argparse.Namespace) -> dict[str, float]:
         ChunkedLoss(model, chunk_tokens)
     ids = torch.randint(0, args.vocabulary, (1, args.tokens))
     on_device = ids.to(device)
-    before = memory_gib(device.type)
-    seconds, cpu_seconds = [], []
-    for _ in range(args.rounds):
-        model.zero_grad()
-        begun, cpu_begun = time.perf_counter(), time.process_time()
+
+    def loss() -> torch.Tensor:
         if contender == "chunked":
-            loss = model(input_ids=on_device, use_cache=False, targets=ids).loss
-        else:
-            logits = model(input_ids=on_device, use_cache=False).logits
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), on_device.flatten(), reduction="sum"
-            )
-            del logits
-        loss.backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
-        cpu_seconds.append(time.process_time() - cpu_begun)
-    return {
-        "peak_gib": memory_gib(device.type) - before,
-        "seconds": statistics.median(seconds),
-        "cpu_seconds": statistics.median(cpu_seconds),
-        "chunk_tokens": chunk_tokens,
-    }
+            summed: torch.Tensor = model(input_ids=on_device, use_cache=False, targets=ids).loss
+            return summed
+        logits = model(input_ids=on_device, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), on_device.flatten(), reduction="sum")
+
+    figures = measure_passes(model, loss, device, args.rounds)
+    return figures | {"chunk_tokens": chunk_tokens}
 
 
 def main() -> None:
@@ -92,22 +75,11 @@ def main() -> None:
     if args.only:
         print(json.dumps(measure(args.only, args)))
         return
-    found = {}
-    for contender in CONTENDERS:
-        command = [sys.executable, __file__, *sys.argv[1:], "--only", contender]
-        finished = subprocess.run(command, capture_output=True, text=True, check=False)
-        if finished.returncode:
-            sys.exit(f"{finished.stdout}{finished.stderr}\n{contender} failed")
-        found[contender] = json.loads(finished.stdout.splitlines()[-1])
+    found = each_alone(CONTENDERS)
     logits = 4 * args.tokens * args.vocabulary / GIB
     print(f"{args.tokens} tokens x {args.vocabulary} words: logits in float32 {logits:.2f} GiB")
-    for name, row in found.items():
-        times = f"{row['seconds']:.3f} s, of the processor {row['cpu_seconds']:.3f} s"
-        print(f"{name:<8} peak {row['peak_gib']:.2f} GiB, {times}")
-    found["ratio"] = {
-        key: found["chunked"][key] / found["plain"][key]
-        for key in ("peak_gib", "seconds", "cpu_seconds")
-    }
+    print_table(found)
+    found["ratio"] = ratio(found["chunked"], found["plain"])
     print(json.dumps({"logits_gib": logits, **found}, indent=2))
 
 

@@ -119,13 +119,10 @@ def train_run(run: ResolvedRun, world: World) -> int:
             inputs.hf_config,
             session.device,
             mesh,
-            inputs.stages,
-            inputs.loss,
+            inputs.choices,
         )
-        if inputs.stages is not None:
-            session.say(inputs.stages.describe(run.plan.accumulation))
-        if inputs.loss is not None:
-            session.say(inputs.loss.reason)
+        for line in inputs.choices.lines(run.plan.accumulation):
+            session.say(line)
         for report in inputs.packing:
             session.say(str(report))
         pin = session.device.type == "cuda"

@@ -29,13 +29,12 @@ from bigtrain.engine.layers import speed_up
 from bigtrain.engine.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.tensor import tensor_partitioning
 from bigtrain.engine.update_gate import Judge, StepFigures, UpdateGate, mean_loss
+from bigtrain.models.choices import Choices, require_choices
 from bigtrain.models.compilation import uncompiled
-from bigtrain.models.documents import documents_known, lengths_of_documents
 from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
-from bigtrain.models.loss_choice import LossPlan, require_loss
+from bigtrain.models.isolation import Isolation
 from bigtrain.models.router_logits import auxiliary_loss
 from bigtrain.models.sequence_parallel import GroupExchange, SequenceParallel
-from bigtrain.models.stage_proof import StagePlan, require_stages
 from bigtrain.topology import BatchPlan
 
 
@@ -56,8 +55,8 @@ class StepResult:
 class TrainEngine:
     """Trains one model by optimizer steps. Every method is collective over all processes.
 
-    mark: called with what the engine does next, in words; for whoever watches it.
-    is_compiled: whether its layers are.
+    isolation: how the model is told of documents. mark: called with what the engine does next, in
+    words; for whoever watches it. is_compiled: whether its layers are.
     """
 
     def __init__(
@@ -66,6 +65,7 @@ class TrainEngine:
         plan: BatchPlan,
         device: torch.device,
         mesh: Mesh,
+        isolation: Isolation,
         sequence: SequenceParallel | None = None,
         *,
         computes_loss: bool = False,
@@ -75,12 +75,11 @@ class TrainEngine:
         self.plan = plan
         self.device = device
         self.mesh = mesh
+        self.isolation = isolation
         self.sequence = sequence
         self._computes_loss = computes_loss
         self.is_compiled = is_compiled
         self._feed = DeviceFeed(device)
-        attention = str(getattr(self.module.config, "_attn_implementation", ""))
-        self._wants_lengths = attention.startswith("flash")
         self.mark: Callable[[str], object] = _unwatched
         config: Any = self.module.config
         self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
@@ -236,7 +235,7 @@ class TrainEngine:
         return summed_cross_entropy(outputs.logits, self._labels(moved)), outputs
 
     def _forward(self, batch: MicroBatch, moved: MicroBatch, **more: Any) -> Any:
-        with documents_known(packed=moved.position_ids is not None):
+        with self.isolation.told(batch.position_ids):
             return self.engine(**self._inputs(batch, moved), use_cache=False, **more)
 
     def _inputs(self, batch: MicroBatch, moved: MicroBatch) -> dict[str, Any]:
@@ -248,9 +247,8 @@ class TrainEngine:
             # Without an attention mask and a cache, transformers keeps apart what positions that
             # start anew keep apart; `models.isolation` has shown it for this model.
             inputs["position_ids"] = moved.position_ids
-        if batch.position_ids is not None and self._wants_lengths:
-            for name, value in lengths_of_documents(batch.position_ids).items():
-                inputs[name] = self._to_device(value) if torch.is_tensor(value) else value
+        for name, value in self.isolation.arguments(batch.position_ids).items():
+            inputs[name] = self._to_device(value) if torch.is_tensor(value) else value
         return inputs
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -285,28 +283,22 @@ def build_engine(
     hf_config: Any,
     device: torch.device,
     mesh: Mesh,
-    stages: StagePlan | None = None,
-    loss: LossPlan | None = None,
+    choices: Choices | None = None,
 ) -> TrainEngine:
     """Build the run's model and hand it to DeepSpeed. Collective over all processes.
 
     ZeRO-3 models are partitioned while they are built: no process ever holds the whole model.
-    `stages` says where the model is cut, `loss` how its loss is computed; found here where they are
-    not given. Trained weights (``model.path``) are for the caller to read
-    (`engine.checkpoint.read_weights`), or to restore from a checkpoint; until then parameters hold
-    what happens to be in memory.
+    `choices` are what `inspect_inputs` found; made here where they are not given. Trained weights
+    (``model.path``) are for the caller to read (`engine.checkpoint.read_weights`), or to restore
+    from a checkpoint; until then parameters hold what happens to be in memory.
     Raises ModelError for a model whose tensor-parallel plan cannot be carried out.
     """
-    loss = loss or require_loss(config, hf_config, plan)
-    num_stages = mesh.topology.pipeline_size
-    if num_stages > 1:
+    choices = choices or require_choices(config, hf_config, plan)
+    if choices.stages is not None:
         # That module builds on this one.
         from bigtrain.engine.pipeline import build_pipeline_engine
 
-        stages = stages or require_stages(hf_config, config.model.attention, num_stages)
-        return build_pipeline_engine(
-            config, engine_config, plan, hf_config, device, mesh, stages, loss
-        )
+        return build_pipeline_engine(config, engine_config, plan, hf_config, device, mesh, choices)
     model = build_model(
         config.model,
         hf_config,
@@ -315,10 +307,11 @@ def build_engine(
         partitioning=_partitioning(engine_config, mesh),
         weights="left",
     )
+    choices.isolation.install(model)
     sequence = None
     if mesh.topology.sequence_size > 1:
         sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
-    computes_loss = loss.install(model) is not None
+    computes_loss = choices.loss.install(model) is not None
     compiled = speed_up(model, config, engine_config, device)
     decay_groups = parameter_groups(model, config.optimizer)
     mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
@@ -336,6 +329,7 @@ def build_engine(
         plan,
         device,
         mesh,
+        choices.isolation,
         sequence,
         computes_loss=computes_loss,
         is_compiled=compiled,

@@ -38,12 +38,11 @@ from bigtrain.engine.mesh import Mesh
 from bigtrain.engine.payload import Packing, touch
 from bigtrain.engine.tensor import tensor_partitioning
 from bigtrain.engine.update_gate import Judge
-from bigtrain.models.documents import documents_known
+from bigtrain.models.choices import Choices
 from bigtrain.models.huggingface import WHOLE, build_model
-from bigtrain.models.loss_choice import LossPlan
+from bigtrain.models.isolation import Isolation
 from bigtrain.models.router_logits import auxiliary_loss
 from bigtrain.models.sharding import Shard, shard_of, tag_shard
-from bigtrain.models.stage_proof import StagePlan
 from bigtrain.models.stages import Payload, Stage
 from bigtrain.topology import BatchPlan
 
@@ -59,9 +58,12 @@ class _StageModule(nn.Module):
     computes_loss: whether the last stage's model does, instead of giving logits.
     """
 
-    def __init__(self, stage: Stage, device: torch.device, *, computes_loss: bool) -> None:
+    def __init__(
+        self, stage: Stage, device: torch.device, isolation: Isolation, *, computes_loss: bool
+    ) -> None:
         super().__init__()
         self.stage = stage
+        self.isolation = isolation
         self.computes_loss = computes_loss
         self.incoming: Packing | None = None
         self.outgoing: Packing | None = None
@@ -104,13 +106,12 @@ class _StageModule(nn.Module):
         **loss: torch.Tensor,
     ) -> Any:
         """A Payload, or the last stage's logits (with what a `ChunkedLoss` wants its summed loss)
-        and auxiliary loss."""
+        and auxiliary loss. `positions` are on the host."""
         if self.stage.needs_tokens:
             input_ids = input_ids.to(self._device, non_blocking=True).contiguous()
-        if positions is not None:
-            positions = positions.to(self._device, non_blocking=True)
-        with documents_known(packed=positions is not None):
-            outputs = self.stage(payload, input_ids, positions, **loss)
+        moved = None if positions is None else positions.to(self._device, non_blocking=True)
+        with self.isolation.told(positions):
+            outputs = self.stage(payload, input_ids, moved, **loss)
         if not self.stage.is_last:
             return _with_gradient(outputs) if torch.is_grad_enabled() else outputs
         answer = outputs.loss if loss else outputs.logits
@@ -141,7 +142,7 @@ class PipelineTrainEngine(TrainEngine):
         replicas: dict[str, dist.ProcessGroup],
     ) -> None:
         self._stage = stage
-        super().__init__(engine, plan, device, mesh)
+        super().__init__(engine, plan, device, mesh, stage.isolation)
         self._replicas = replicas
         self._scale: torch.Tensor | float = 1.0
         self._loss_sum = torch.zeros((), device=device)
@@ -326,11 +327,12 @@ def build_pipeline_engine(
     hf_config: Any,
     device: torch.device,
     mesh: Mesh,
-    stages: StagePlan,
-    loss: LossPlan,
+    choices: Choices,
 ) -> PipelineTrainEngine:
     """Build this process's stage of the run's model. Collective over all processes."""
     stage: Any = None
+    stages = choices.stages
+    assert stages is not None
     tensor = tensor_partitioning(mesh, None) if mesh.topology.tensor_size > 1 else WHOLE
 
     def prepare(model: Any) -> None:
@@ -344,9 +346,10 @@ def build_pipeline_engine(
     build_model(
         config.model, hf_config, seed=config.seed, partitioning=partitioning, weights="left"
     )
-    computes_loss = stage.is_last and loss.install(stage.model) is not None
+    choices.isolation.install(stage.model)
+    computes_loss = stage.is_last and choices.loss.install(stage.model) is not None
     speed_up(stage.model, config, engine_config, device)
-    module = _StageModule(stage, device, computes_loss=computes_loss)
+    module = _StageModule(stage, device, choices.isolation, computes_loss=computes_loss)
     topology = mesh.topology
     axes = {
         "data": topology.data_size,

@@ -1,20 +1,31 @@
-"""Whether a model keeps documents apart that share a sample: tried on a small copy of it.
+"""How a model keeps documents apart that share a sample: tried on a small copy of it.
 
 transformers sees from ``position_ids`` which start anew where documents begin, and builds a
-block-diagonal causal mask (``masking_utils.find_packed_sequence_indices``). That is up to every
-architecture's own code: some take no positions (ALiBi), some have state that runs through
-(recurrent layers, convolutions), and nothing says so. So it is tried, not looked up.
+block-diagonal causal mask (``masking_utils.find_packed_sequence_indices``), of sequence squared.
+Where the model takes its attention from transformers' registry, documents attend each for itself
+instead, without it. Both are up to every architecture's own code: some bring masks of their own
+(ALiBi, chunks), some have state that runs through (recurrent layers, convolutions), and nothing
+says so. So it is tried, not looked up.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import Problem
-from bigtrain.models.documents import document_attention, lengths_of_documents
+from bigtrain.config import RunConfig
+from bigtrain.errors import ModelError, Problem
+from bigtrain.models.document_attention import attend_by_document, documents_alone
+from bigtrain.models.documents import (
+    document_attention,
+    documents_known,
+    lengths_of_documents,
+)
 from bigtrain.models.small_copy import MODEL_FAILURES, VOCABULARY, small_copy, with_heads
 
 TOLERANCE = 1e-4
@@ -23,55 +34,126 @@ TOLERANCE = 1e-4
 _DOCUMENT_TOKENS = ((7, 9, 8), (1, 20, 3))
 
 
-def check_isolation(hf_config: PreTrainedConfig, attention: str) -> list[Problem]:
-    """Problems with isolating documents in a model of `hf_config`; empty where it is shown to hold.
+@dataclass(frozen=True)
+class Isolation:
+    """How a model is told which tokens of a sample belong together.
 
-    Builds a few narrow layers of it with random weights on the CPU and compares the logits of two
-    samples of three documents each with those of the six documents alone. Takes a second or so.
+    none: all do. masks: transformers makes them from positions. documents: each attends for itself,
+    without a mask (`bigtrain.models.document_attention`). lengths: flash attention's arguments.
+    """
+
+    kind: Literal["none", "masks", "documents", "lengths"]
+
+    @property
+    def reason(self) -> str:
+        """As a line for people; empty where there is nothing to say."""
+        how = {
+            "masks": "by masks that the model makes from positions",
+            "documents": "each attends for itself, without masks",
+            "lengths": "by the lengths that flash attention takes",
+        }
+        return f"documents of a sample are kept apart: {how[self.kind]}" if self.kind in how else ""
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Make `model` keep documents apart so."""
+        if self.kind == "documents":
+            attend_by_document(model)
+
+    @contextmanager
+    def told(self, position_ids: torch.Tensor | None) -> Iterator[None]:
+        """Around every forward pass: `position_ids` [B, T] on the host, whole samples; None where
+        each sample is one document."""
+        if position_ids is None or self.kind != "documents":
+            with documents_known(packed=position_ids is not None):
+                yield
+        else:
+            with documents_known(packed=False), documents_alone(position_ids):
+                yield
+
+    def arguments(self, position_ids: torch.Tensor | None) -> dict[str, Any]:
+        """What the model is given beside positions; tensors are on the host."""
+        if position_ids is None or self.kind != "lengths":
+            return {}
+        return lengths_of_documents(position_ids)
+
+
+_NONE = Isolation("none")
+_MASKS = Isolation("masks")
+
+
+def plan_isolation(
+    config: RunConfig, hf_config: PreTrainedConfig
+) -> tuple[Isolation, list[Problem]]:
+    """How a run of `config` keeps documents apart, if it does, and what is wrong with that."""
+    if not config.data.isolates:
+        return _NONE, []
+    found, reason = find_isolation(
+        hf_config, config.model.attention, compiled=config.model.compile != "off"
+    )
+    if not reason:
+        return found, []
+    rule = f"cannot be had of model_type {hf_config.model_type}: {reason}"
+    key, value, remedy = "data.document_boundaries", "isolate", "data.document_boundaries=ignore"
+    if config.data.packing == "best_fit":
+        key, value, remedy = "data.packing", "best_fit", "data.packing=concatenate"
+    return _MASKS, [Problem(key, value, rule, f"set {remedy}, or take another architecture")]
+
+
+def find_isolation(
+    hf_config: PreTrainedConfig, attention: str, *, compiled: bool = False
+) -> tuple[Isolation, str]:
+    """How models of `hf_config` keep documents apart, and why they do not, or nothing.
+
+    Builds a few narrow layers with random weights on the CPU and compares the logits of two samples
+    of three documents each with those of the six documents alone. Takes a second or so.
     """
     try:
-        by_lengths = attention.startswith("flash")
         # Kernels that a CPU does not have get masks and lengths from the same code.
         model = _small_model(hf_config, attention if attention in ("sdpa", "eager") else "auto")
-        if model.config._attn_implementation not in ("sdpa", "eager"):
-            return [_refusal(hf_config, f"its attention is {model.config._attn_implementation}")]
-        with document_attention(model) if by_lengths else nullcontext():
-            alone, packed, mixed = _logits(model, by_lengths=by_lengths)
+        own = model.config._attn_implementation
+        if own not in ("sdpa", "eager"):
+            return _MASKS, f"its attention is {own}"
+        if attention.startswith("flash"):
+            lengths = Isolation("lengths")
+            with document_attention(model):
+                return lengths, _difference(model, lengths)
+        # A graph that knows lengths would be compiled anew for others.
+        if attention in ("auto", "sdpa", "eager") and not compiled:
+            documents = Isolation("documents")
+            give_back = attend_by_document(model)
+            try:
+                reason = _difference(model, documents)
+            except (ModelError, *MODEL_FAILURES) as error:
+                reason = str(error)
+            if not reason:
+                return documents, ""
+            give_back()
+        return _MASKS, _difference(model, _MASKS)
     except MODEL_FAILURES as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        return [_refusal(hf_config, f"a small copy of it could not be tried: {reason}")]
+        return _MASKS, f"a small copy of it could not be tried: {reason}"
+
+
+def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
+    """How documents that share a sample differ from documents alone, or nothing."""
+    alone, packed, mixed = _logits(model, isolation)
     limit = TOLERANCE * float(alone.abs().max())
     if not float((mixed - alone).abs().max()) > 10 * limit:
-        return [_refusal(hf_config, "random weights do not show whether documents see each other")]
+        return "random weights do not show whether documents see each other"
     difference = float((packed - alone).abs().max())
     if not difference <= limit:
-        return [
-            _refusal(
-                hf_config,
-                "it does not: documents that share a sample have other logits than alone (by "
-                f"{difference:.2g}, rounding is below {limit:.2g})",
-            )
-        ]
-    return []
-
-
-def _refusal(hf_config: PreTrainedConfig, reason: str) -> Problem:
-    return Problem(
-        "data.document_boundaries",
-        "isolate",
-        f"cannot be had of model_type {hf_config.model_type}: {reason}",
-        "set data.document_boundaries=ignore, or take another architecture",
-    )
+        return (
+            "it does not: documents that share a sample have other logits than alone (by "
+            f"{difference:.2g}, rounding is below {limit:.2g})"
+        )
+    return ""
 
 
 @torch.no_grad()
 def _logits(
-    model: PreTrainedModel, *, by_lengths: bool = False
+    model: PreTrainedModel, isolation: Isolation
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [B, T, V] of documents alone, of samples with boundaries, and of samples without.
-
-    by_lengths: boundaries are told as flash attention is, besides by positions.
-    """
+    """Logits [B, T, V] of documents alone, of samples with boundaries, and of samples without."""
     rows = len(_DOCUMENT_TOKENS)
     tokens = sum(_DOCUMENT_TOKENS[0])
     generator = torch.Generator().manual_seed(0)
@@ -90,8 +172,9 @@ def _logits(
             for row, lengths in enumerate(_DOCUMENT_TOKENS)
         ]
     )
-    lengths = lengths_of_documents(positions) if by_lengths else {}
-    packed = model(input_ids=ids, position_ids=positions, use_cache=False, **lengths).logits
+    more = isolation.arguments(positions)
+    with isolation.told(positions):
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
     mixed = model(input_ids=ids, use_cache=False).logits
     return alone, packed, mixed
 

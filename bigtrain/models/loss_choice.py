@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.config import RunConfig
-from bigtrain.errors import ConfigError, ModelError, Problem
+from bigtrain.errors import ModelError, Problem
 from bigtrain.models.chunked_loss import IGNORED_LABEL, ChunkedLoss, Fused
 from bigtrain.models.configuration import text_config, vocabulary_size
 from bigtrain.models.small_copy import MODEL_FAILURES, fewer_experts, small_copy, with_heads
@@ -89,14 +89,6 @@ def choose_loss(
         remedy = LIGER_REMEDY.format(key="model.loss=chunked")
         problems.append(Problem("model.loss", "liger", "liger-kernel is not installed", remedy))
     return chosen, problems
-
-
-def require_loss(config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan) -> LossPlan:
-    """As `choose_loss`. Raises ConfigError where the loss that is asked for cannot be had."""
-    chosen, problems = choose_loss(config, hf_config, plan)
-    if problems:
-        raise ConfigError(problems, "the run's inputs")
-    return chosen
 
 
 def _try(

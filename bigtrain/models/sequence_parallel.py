@@ -27,10 +27,10 @@ from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     packed_sequence_compatibility_function,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bigtrain.errors import ModelError
 from bigtrain.models import router_logits
+from bigtrain.models.document_attention import IMPLEMENTATIONS, attention_of
 from bigtrain.models.documents import document_numbers
 
 IMPLEMENTATION = "bigtrain_ulysses"
@@ -145,7 +145,7 @@ class SequenceParallel:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """transformers' attention interface: `query` [B, H, t, D], the result [B, t, H, D]."""
-        base = _attention_of(self._base, module)
+        base = attention_of(self._base, module)
         if not self._exchanging:
             output, _ = base(module, query, key, value, attention_mask, **kwargs)
             return output, None
@@ -189,7 +189,7 @@ class SequenceParallel:
             q_length *= self.size
             kv_length *= self.size
             attention_mask = None
-            if self._documents is not None:
+            if self._documents is not None and self._base not in IMPLEMENTATIONS.values():
                 mask_function = packed_sequence_compatibility_function(
                     mask_function, self._positions, self._documents
                 )
@@ -255,14 +255,6 @@ class _Grouped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _attention_of(name: str, module: Any) -> Callable[..., Any]:
-    """Attention `name`; eager attention is a function of each architecture's own file."""
-    if name != "eager":
-        return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
-    source = __import__(type(module).__module__, fromlist=["eager_attention_forward"])
-    return source.eager_attention_forward  # type: ignore[no-any-return]
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> ModelError:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ConfigError, ModelError, Problem
+from bigtrain.errors import ModelError, Problem
 from bigtrain.legality import Facts, check_model
 from bigtrain.models.huggingface import empty_model
 from bigtrain.models.router_logits import auxiliary_loss
@@ -95,14 +95,6 @@ def plan_stages(
         rule = f"cannot be had of model_type {hf_config.model_type}: {reason}"
         return refused(rule, f"{without}, or another architecture")
     return plan, []
-
-
-def require_stages(hf_config: PreTrainedConfig, attention: str, num_stages: int) -> StagePlan:
-    """As `plan_stages`. Raises ConfigError where the model cannot be cut."""
-    plan, problems = plan_stages(hf_config, attention, num_stages)
-    if plan is None:
-        raise ConfigError(problems, "the run's inputs")
-    return plan
 
 
 def prove(

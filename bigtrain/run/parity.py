@@ -34,12 +34,12 @@ from bigtrain.data.loader import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.checkpoint_io import read_full_masters
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.errors import BigtrainError, ConfigError, ModelError
+from bigtrain.models.choices import try_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.huggingface import build_model, split_by_decay
 from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
 from bigtrain.models.tensor_degree import check_tensor_size
 from bigtrain.run.local_world import run_local_world
-from bigtrain.run.preflight import try_model
 from bigtrain.topology import BatchPlan
 
 STEPS = 5

@@ -14,14 +14,9 @@ from bigtrain.data.token_datasets import TokenDataset
 from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.legality import Facts, check_model
+from bigtrain.models.choices import Choices, choose
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
-from bigtrain.models.freezing import check_frozen
 from bigtrain.models.fused_kernels import check_kernels
-from bigtrain.models.huggingface import empty_model
-from bigtrain.models.isolation import check_isolation
-from bigtrain.models.loss_choice import LossPlan, choose_loss
-from bigtrain.models.sequence_check import check_sequence_parallel
-from bigtrain.models.stage_proof import StagePlan, plan_stages
 from bigtrain.models.tensor_degree import check_tensor_size
 from bigtrain.run.metrics import check_trackers
 
@@ -32,16 +27,15 @@ class Inputs:
 
     hf_config: the model's Hugging Face configuration. data_hash: `bigtrain.data.identity`.
     sources, datasets: those of the mixture, in its order. packing: what became of their documents.
-    stages: where the model is cut; None without pipeline stages. loss: how it is computed.
+    choices: how the model is cut, told of documents and asked for its loss.
     """
 
     hf_config: Any
     data_hash: str
     sources: tuple[SourceIdentity, ...]
     datasets: tuple[TokenDataset, ...]
-    packing: tuple[PackingReport, ...] = ()
-    stages: StagePlan | None = None
-    loss: LossPlan | None = None
+    packing: tuple[PackingReport, ...]
+    choices: Choices
 
 
 def inspect_inputs(run: ResolvedRun) -> Inputs:
@@ -64,13 +58,10 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         problems += _check_best(config, datasets)
     problems += check_tensor_size(hf_config, config.parallel.tensor)
     problems += check_kernels(hf_config, config.model.kernels)
-    stages = None
+    choices = None
     if not problems:
-        problems, stages = try_model(config, hf_config)
-    loss = None
-    if not problems:
-        loss, problems = choose_loss(config, hf_config, run.plan)
-    if problems:
+        choices, problems = choose(config, hf_config, run.plan)
+    if choices is None or problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(
         hf_config,
@@ -78,42 +69,8 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         identify_sources(config, datasets),
         datasets,
         packing_reports(config, datasets),
-        stages,
-        loss,
+        choices,
     )
-
-
-def try_model(config: RunConfig, hf_config: Any) -> tuple[list[Problem], StagePlan | None]:
-    """What the model's own code rules out of `config`, and where it is cut into stages, if it is.
-
-    Found on small copies of the model, a second or so for each. `check_tensor_size` comes first.
-    """
-    attention, parallel = config.model.attention, config.parallel
-    problems: list[Problem] = []
-    if config.model.frozen:
-        problems += check_frozen(empty_model(hf_config), config.model.frozen)
-    if config.data.isolates:
-        problems += _check_isolation(config, hf_config)
-    if parallel.sequence > 1 and not problems:
-        problems += check_sequence_parallel(
-            hf_config,
-            attention,
-            parallel.sequence,
-            isolate=config.data.isolates,
-            tensor_size=parallel.tensor,
-        )
-    stages = None
-    if parallel.pipeline > 1 and not problems:
-        stages, problems = plan_stages(hf_config, attention, parallel.pipeline)
-    return problems, stages
-
-
-def _check_isolation(config: RunConfig, hf_config: Any) -> list[Problem]:
-    found = check_isolation(hf_config, config.model.attention)
-    if config.data.packing == "concatenate":
-        return found
-    remedy = "set data.packing=concatenate, or take another architecture"
-    return [Problem("data.packing", "best_fit", problem.rule, remedy) for problem in found]
 
 
 def _check_best(config: RunConfig, datasets: Sequence[TokenDataset]) -> Sequence[Problem]:

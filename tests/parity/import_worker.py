@@ -21,9 +21,9 @@ from bigtrain.engine.distributed import process_group
 from bigtrain.engine.fragments import MASTER, owned_fragments
 from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import resolve_run
+from bigtrain.models.choices import require_choices
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.huggingface import build_model
-from bigtrain.models.stage_proof import require_stages
 from bigtrain.models.weights import find_weights
 from bigtrain.world import World, read_world
 
@@ -52,9 +52,7 @@ def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[st
     run = resolve_run(config, world.size, case["deepspeed_config"], device.type)
     mesh = open_mesh(run.topology, world.rank)
     hf_config = load_hf_config(config.model)
-    stages = None
-    if run.topology.pipeline_size > 1:
-        stages = require_stages(hf_config, config.model.attention, run.topology.pipeline_size)
+    choices = require_choices(config, hf_config, run.plan)
     memory, seen = Memory(), {}
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +63,7 @@ def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[st
 
     build.build_model = pipeline.build_model = watched
     weights = find_weights(str(config.model.path), hf_config)
-    engine = build.build_engine(config, run.engine, run.plan, hf_config, device, mesh, stages)
+    engine = build.build_engine(config, run.engine, run.plan, hf_config, device, mesh, choices)
     memory.begin()
     read_weights(engine, weights)
     seen["read"] = memory.risen_bytes()

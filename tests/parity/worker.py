@@ -37,11 +37,15 @@ from bigtrain.engine.fragments import (
 from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.engine.update_gate import StepFigures
+from bigtrain.models.choices import Choices
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.stage_proof import StagePlan, require_stages
+from bigtrain.models.isolation import Isolation, plan_isolation
+from bigtrain.models.loss_choice import choose_loss
+from bigtrain.models.stage_proof import StagePlan, plan_stages
 from bigtrain.models.weights import find_weights
 from bigtrain.run.session import step_seed
 from bigtrain.schedule import learning_rate_at
+from bigtrain.topology import BatchPlan
 from bigtrain.world import World, read_world
 
 
@@ -53,8 +57,8 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         run.engine.deepspeed["zero_allow_untested_optimizer"] = True
     mesh = open_mesh(run.topology, world.rank)
     hf_config = load_hf_config(config.model)
-    stages = stages_of(config.model.model_dump_json(), config.parallel.pipeline)
-    engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, stages)
+    choices = choices_of(config, run.plan)
+    engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, choices)
     if config.model.path is not None:
         read_weights(engine, find_weights(config.model.path, hf_config))
     place = mesh.coordinates
@@ -72,14 +76,16 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
             save(engine, Path(case["save_again_to"]), world)
     if case.get("save_at") == 0:
         save(engine, Path(case["save_to"]), world)
-    for step in range(first, case.get("last_step", config.train.steps)):
+    last = case.get("last_step", config.train.steps) - 1
+    for step in range(first, last + 1):
         torch.manual_seed(step_seed(config.seed, step, place))
         lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
         micro_batches = batches.step(step * run.plan.global_samples)
         samples.append([crc32(row.numpy()) for batch in micro_batches for row in batch.input_ids])
-        with watched(calls, "step") if case.get("watch_calls") else nullcontext():
+        is_watched = case.get("watch_calls") and step == last
+        with watched(calls, "step") if is_watched else nullcontext():
             result = engine.train_step(micro_batches, lr, approve)
-        with watched(calls, "log") if case.get("watch_calls") else nullcontext():
+        with watched(calls, "log") if is_watched else nullcontext():
             losses.append(engine.step_loss(result))
             norms.append(engine.gradient_norm())
         # What bad steps are told by is what is logged.
@@ -107,13 +113,37 @@ def approve(_figures: StepFigures) -> bool:
     return True
 
 
+def choices_of(config: RunConfig, plan: BatchPlan) -> Choices:
+    """What a run would choose."""
+    model = config.model.model_dump_json()
+    stages = stages_of(model, config.parallel.pipeline)
+    isolation = isolation_of(model, config.data.isolates, config)
+    loss, problems = choose_loss(config, load_hf_config(config.model), plan)
+    assert not problems
+    return Choices(stages, isolation, loss)
+
+
 @cache
 def stages_of(model: str, num_stages: int) -> StagePlan | None:
     """Where a model is cut; found once for all cases, it takes a second."""
     if num_stages == 1:
         return None
     section = ModelSection.model_validate_json(model)
-    return require_stages(load_hf_config(section), section.attention, num_stages)
+    plan, problems = plan_stages(load_hf_config(section), section.attention, num_stages)
+    assert not problems
+    return plan
+
+
+FOUND: dict[tuple[str, bool], Isolation] = {}
+
+
+def isolation_of(model: str, isolates: bool, config: RunConfig) -> Isolation:
+    """How a model is told of documents; found once for all cases."""
+    if (model, isolates) not in FOUND:
+        found, problems = plan_isolation(config, load_hf_config(config.model))
+        assert not problems
+        FOUND[model, isolates] = found
+    return FOUND[model, isolates]
 
 
 def keep_weights(engine: TrainEngine, case: dict[str, Any], step: int, world: World) -> None:
@@ -176,9 +206,8 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def watched(calls: dict[str, dict[str, int]], part: str) -> Iterator[None]:
-    """Count the calls inside as those of `part` of a step; those of the last step stay."""
-    calls[part] = {}
-    with Watch(calls[part]):
+    """Count the calls inside as those of `part` of a step."""
+    with Watch(calls.setdefault(part, {})):
         yield
 
 

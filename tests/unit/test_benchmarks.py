@@ -129,6 +129,18 @@ def test_the_loss_in_chunks_is_compared_with_full_logits() -> None:
 
 
 @pytest.mark.slow
+def test_documents_apart_are_compared_with_masks() -> None:
+    finished = run_script(
+        "document_attention.py",
+        *("--tokens", "512", "--document-tokens", "64", "--hidden-size", "64", "--layers", "1"),
+        *("--rounds", "1"),
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    figures = json.loads(finished.stdout[finished.stdout.index("{\n") :])
+    assert all(value > 0 for value in figures["documents_of_masks"].values())
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
 def test_what_is_exchanged_is_what_the_formulas_say(tmp_path: Path) -> None:

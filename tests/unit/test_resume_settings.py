@@ -13,6 +13,9 @@ from bigtrain.config import RunConfig
 from bigtrain.data.identity import SourceIdentity
 from bigtrain.data.phases import Phase, first_phase
 from bigtrain.errors import CheckpointError
+from bigtrain.models.choices import Choices
+from bigtrain.models.isolation import Isolation
+from bigtrain.models.loss_choice import LossPlan
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.resume import resumed_phases
 from bigtrain.run.state import TrainState
@@ -34,7 +37,8 @@ def tree(**data: Any) -> dict[str, Any]:
 
 
 def inputs(*sources: SourceIdentity, data_hash: str = "h") -> Inputs:
-    return Inputs(None, data_hash, sources or (SHARDS,), ())
+    choices = Choices(None, Isolation("none"), LossPlan("plain", 1, "loss: plain"))
+    return Inputs(None, data_hash, sources or (SHARDS,), (), (), choices)
 
 
 def stored(config: dict[str, Any]) -> dict[str, Any]:
