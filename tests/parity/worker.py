@@ -20,6 +20,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -104,8 +105,15 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "graphs": graphs,
         "calls": calls,
         "samples": samples_of_steps(samples, place.data_rank, world),
+        "secondary_size": secondary_size(),
     }
     return found if masks is None else found | {"masks": masks.of_all_processes()}
+
+
+def secondary_size() -> int | None:
+    """Processes that hold whole parameters together between passes (ZeRO++'s hpZ), if any do."""
+    group = groups._get_zero_param_intra_parallel_group()
+    return None if group is None else dist.get_world_size(group)
 
 
 def approve(_figures: StepFigures) -> bool:
