@@ -3,10 +3,11 @@
 bare      a plain PyTorch loop (see `cpu_step.py`), compiled and recomputed as the point says
 bigtrain  what train.py runs
 hf        transformers.Trainer with the same ds_configs/ file
+litgpt    its model and the steps of its `pretrain`, where it is installed (pip install litgpt)
 
 Every contender of a point trains the same model on the same batches in a process of its own, since
 three of them do not fit into one device. `--peer NAME=TOKENS_PER_SECOND` puts a figure of another
-trainer (torchtitan, litgpt), measured on the same device at the first point, beside them.
+trainer (torchtitan), measured on the same device at the first point, beside them.
 `--smoke` runs the whole path on a tiny model, on a CPU where there is no GPU.
 """
 
@@ -31,6 +32,7 @@ if __name__ == "__main__":
 
 import torch
 
+from benchmarks.support import litgpt_loop
 from benchmarks.support.contenders import (
     BareLoop,
     Bigtrain,
@@ -40,14 +42,14 @@ from benchmarks.support.contenders import (
     resolve_point,
     run_hf_trainer,
 )
+from benchmarks.support.litgpt_loop import LitgptLoop
 from bigtrain.data.loader import open_training_data
 from bigtrain.run.metrics import memory_gib
 from bigtrain.run.preflight import inspect_inputs
 from bigtrain.run.session import open_session
 from bigtrain.world import World
 
-CONTENDERS = ("bare", "bigtrain", "hf")
-PEERS = ("torchtitan", "litgpt")
+CONTENDERS = ("bare", "bigtrain", "hf", "litgpt")
 
 
 def measure(point: Point, directory: Path) -> dict[str, Any]:
@@ -67,11 +69,13 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
         if contender == "hf":
             run_hf_trainer(point, run, inputs.hf_config, steps, directory, lambda: None, watch)
         else:
-            loop: Callable[[int], None] = (
-                BareLoop(run, inputs.hf_config, steps, session.device).run
-                if contender == "bare"
-                else Bigtrain(session, batches).run
-            )
+            loop: Callable[[int], None]
+            if contender == "bare":
+                loop = BareLoop(run, inputs.hf_config, steps, session.device).run
+            elif contender == "litgpt":
+                loop = LitgptLoop(run, inputs.hf_config, steps).run
+            else:
+                loop = Bigtrain(session, batches).run
             for _ in range(point.rounds + 1):
                 watch.start()
                 loop(point.steps_per_round)
@@ -187,7 +191,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpointing", nargs="+", choices=("none", "full"), default=["none", "full"]
     )
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=CONTENDERS,
+        default=[name for name in CONTENDERS if name != "litgpt" or litgpt_loop.is_installed()],
+    )
     parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=1)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--micro-samples", type=int, default=2)
@@ -228,10 +237,10 @@ def main() -> None:
     machine["date"] = datetime.now(UTC).isoformat(timespec="minutes")
     for key, value in machine.items():
         print(f"{key:<13} {value}")
-    for name in PEERS:
-        if name not in peers:
-            where = "is installed" if importlib.util.find_spec(name) else "is not installed"
-            print(f"{name:<13} {where}; not run, --peer {name}=... gives its figure")
+    if not litgpt_loop.is_installed():
+        print("litgpt        is not installed: pip install litgpt, and it is measured, too")
+    if "torchtitan" not in peers:
+        print("torchtitan    is not run from here; --peer torchtitan=... gives its figure")
     print("size  tokens compile loss    recompute contender tokens/s    MFU  peak GiB  ratio")
     results = []
     for number, point in enumerate(grid(args)):

@@ -1,4 +1,4 @@
-"""Plain transformers and torch.optim.AdamW in one process: what the matrix is compared with.
+"""Plain transformers and torch.optim.AdamW in one process: what all training is compared with.
 
 Of bigtrain there is only which sample comes when; tokens and masks are read from the files.
 """
@@ -6,7 +6,8 @@ Of bigtrain there is only which sample comes when; tokens and masks are read fro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,9 @@ from bigtrain.data.sampling import SampleOrder
 from tests.support.datasets import END_OF_DOCUMENT
 
 IGNORED = -100
-Chunks = Callable[[int], list[torch.Tensor]]
+Samples = torch.Tensor | slice
+"""Indices of samples in a step."""
+Chunks = Callable[[int], Sequence[Samples]]
 """From a step to the samples of each of its micro-batches."""
 
 
@@ -42,6 +45,7 @@ def read_steps(data: Path, config: dict[str, Any]) -> list[Step]:
     if (file := data / "train_00000.mask").exists():
         mask = np.unpackbits(np.fromfile(file, np.uint8), bitorder="little", count=len(tokens))
     isolate = config["data"].get("document_boundaries") == "isolate"
+    ends_are_inputs = not isolate and not config["data"].get("mask_end_of_document")
     order = SampleOrder((len(tokens) - 1) // length, config["seed"])
     steps = []
     for step in range(config["train"]["steps"]):
@@ -51,8 +55,9 @@ def read_steps(data: Path, config: dict[str, Any]) -> list[Step]:
         if mask is not None:
             wanted = mask[starts[:, None] + np.arange(1, length + 1)]
             labels[torch.from_numpy(wanted == 0)] = IGNORED
-        if isolate:
+        if not ends_are_inputs:
             labels[inputs == END_OF_DOCUMENT] = IGNORED
+        if isolate:
             positions = torch.stack([_positions(row) for row in inputs])
         steps.append(Step(inputs, labels, positions))
     return steps
@@ -68,50 +73,66 @@ def _bounds(row: torch.Tensor) -> list[int]:
     return sorted({0, *begins, len(row)})
 
 
-def summed_loss(model: Any, step: Step, samples: torch.Tensor, *, separate: bool) -> torch.Tensor:
-    """Cross-entropy in nats summed over the targets of `samples` of a step.
+def summed_loss(
+    model: Any, step: Step, samples: Samples, *, separate: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Cross-entropy in nats summed over the targets of `samples` of a step, and the model's
+    auxiliary loss.
 
-    separate: every document in a forward pass of its own.
+    separate: every document in a forward pass of its own (without auxiliary losses).
     """
     inputs, labels = step.inputs[samples], step.labels[samples]
     if step.positions is None or not separate:
         positions = None if step.positions is None else step.positions[samples]
-        logits = model(input_ids=inputs, position_ids=positions, use_cache=False).logits
-        return _cross_entropy(logits.flatten(0, 1), labels.flatten())
+        outputs = model(input_ids=inputs, position_ids=positions, use_cache=False)
+        summed = _cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+        return summed, getattr(outputs, "aux_loss", None)
     total = torch.zeros(())
     for row, targets in zip(inputs, labels, strict=True):
         for low, high in pairwise(_bounds(row)):
             logits = model(input_ids=row[None, low:high], use_cache=False).logits[0]
             total = total + _cross_entropy(logits, targets[low:high])
-    return total
+    return total, None
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
-def whole(_step: int) -> list[torch.Tensor]:
-    """A step's 8 samples at once."""
-    return [torch.arange(8)]
+def whole(_step: int) -> list[Samples]:
+    """All samples of a step at once."""
+    return [slice(None)]
+
+
+def divided(micro_samples: int) -> Chunks:
+    """A step's 8 samples, `micro_samples` at a time."""
+    return lambda _step: torch.arange(8).split(micro_samples)
 
 
 def permuted(micro_samples: int, seed: int) -> Chunks:
     """A step's 8 samples in another order, `micro_samples` at a time."""
 
-    def chunks(step: int) -> list[torch.Tensor]:
+    def chunks(step: int) -> Sequence[Samples]:
         generator = torch.Generator().manual_seed(1000 * seed + step)
-        return list(torch.randperm(8, generator=generator).split(micro_samples))
+        return torch.randperm(8, generator=generator).split(micro_samples)
 
     return chunks
 
 
 @dataclass(frozen=True)
 class Training:
-    """Figures of a run, by step; weights after the steps that were asked for."""
+    """Figures of a run, by step, and the trained weights at its end."""
 
     losses: list[float]
     norms: list[float]
-    weights: dict[int, dict[str, torch.Tensor]]
+    weights: dict[str, torch.Tensor]
+
+
+def plain_training(
+    data: Path, hf_directory: Path, config: dict[str, Any], **options: Any
+) -> Training:
+    """Train `config` with nothing of bigtrain but which sample comes when; `options` of `train`."""
+    return train(hf_directory, read_steps(data, config), config, **options)
 
 
 def train(
@@ -119,38 +140,47 @@ def train(
     steps: list[Step],
     config: dict[str, Any],
     *,
-    num_steps: int,
+    num_steps: int | None = None,
     chunks: Chunks = whole,
     dtype: torch.dtype = torch.float32,
     sum_dtype: torch.dtype = torch.float32,
+    aux_coefficient: float = 0.0,
+    frozen: str = "nothing",
 ) -> Training:
     """Train from `hf_directory`; masters are float32 whatever `dtype` the model computes in.
 
-    sum_dtype: in which the gradients of micro-batches are added up. The loss is the mean over the
-    targets of a step.
+    num_steps: all of them, if not given. sum_dtype: in which the gradients of micro-batches are
+    added up. aux_coefficient: what the mean of the micro-batches' auxiliary losses counts for.
+    frozen: a regular expression of the names of parameters that are not trained. The loss that is
+    reported is the cross-entropy, in nats, as the mean over the targets of a step.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=dtype).train()
-    parameters = dict(model.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.match(frozen, name) is None)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: p.detach().float().clone() for name, p in parameters.items()}
     optimizer = _optimizer(list(masters.values()), config["optimizer"])
-    found = Training([], [], {})
-    for number in range(num_steps):
-        step = steps[number]
+    found = Training([], [], masters)
+    for number, step in enumerate(steps[:num_steps]):
         num_targets = int((step.labels != IGNORED).sum())
         sums = {name: torch.zeros_like(p, dtype=sum_dtype) for name, p in parameters.items()}
         total = 0.0
-        for samples in chunks(number):
+        parts = chunks(number)
+        for samples in parts:
             # Separate documents are the more independent reference, and in 16 bit a coarser one
             # than packed ones: the gradient of a weight is rounded once for each.
-            loss = summed_loss(model, step, samples, separate=dtype == torch.float32)
-            (loss / num_targets).backward()
-            total += float(loss.detach())
+            summed, auxiliary = summed_loss(model, step, samples, separate=dtype == torch.float32)
+            loss = summed / num_targets
+            if aux_coefficient and auxiliary is not None:
+                loss = loss + aux_coefficient * auxiliary / len(parts)
+            loss.backward()
+            total += float(summed.detach())
             for name, parameter in parameters.items():
                 sums[name] += parameter.grad.to(sum_dtype)
                 parameter.grad = None
         for name, master in masters.items():
             master.grad = sums[name].float()
-        limit = config["optimizer"]["clip_norm"]
+        limit = config["optimizer"]["clip_norm"] or math.inf
         found.norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), limit)))
         found.losses.append(total / num_targets)
         for group in optimizer.param_groups:
@@ -159,29 +189,32 @@ def train(
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(masters[name])
-    found.weights[num_steps] = masters
     return found
 
 
 def _optimizer(masters: list[torch.Tensor], section: dict[str, Any]) -> torch.optim.Optimizer:
+    decay = section.get("weight_decay", 0.1)
     return torch.optim.AdamW(
         [
-            {"params": [p for p in masters if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in masters if p.ndim >= 2], "weight_decay": decay},
             {"params": [p for p in masters if p.ndim < 2], "weight_decay": 0.0},
         ],
         lr=section["lr"],
         betas=(0.9, 0.95),
-        eps=section["eps"],
+        eps=section.get("eps", 1e-8),
     )
 
 
 def _rate(step: int, config: dict[str, Any]) -> float:
-    """The learning rate of a cosine schedule with warm-up to a tenth of the peak."""
-    peak, warmup = config["optimizer"]["lr"], config["schedule"]["warmup_steps"]
+    """The learning rate of a cosine schedule with warm-up to a tenth of the peak, or a constant."""
+    peak = float(config["optimizer"]["lr"])
+    if config["schedule"]["type"] == "constant":
+        return peak
+    warmup = config["schedule"]["warmup_steps"]
     if step < warmup:
-        return float(peak * (step + 1) / warmup)
+        return peak * (step + 1) / warmup
     done = (step + 1 - warmup) / (config["train"]["steps"] - warmup)
-    return float(peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done))))
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
 @dataclass(frozen=True)
@@ -201,10 +234,10 @@ class Spread:
     weight: float
 
     @classmethod
-    def of(cls, runs: list[Training], num_steps: int) -> Spread:
+    def of(cls, runs: list[Training]) -> Spread:
         losses = np.array([run.losses for run in runs])
         norms = np.array([run.norms for run in runs])
-        ends = [run.weights[num_steps] for run in runs]
+        ends = [run.weights for run in runs]
         centre = {name: torch.stack([e[name] for e in ends]).mean(0) for name in ends[0]}
         return cls(
             losses.mean(0).tolist(),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.parity.conftest import ARCHITECTURES, STEPS, run_config, train_cases
-from tests.parity.test_zero_stages import plain_training
+from tests.parity.plain import plain_training
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -42,6 +42,6 @@ def test_compiled_layers_train_as_a_plain_loop(
         assert after_step_2 > 0
         assert result["graphs"][1:] == [after_step_2] * (STEPS - 1), name
         for step in range(STEPS):
-            loss, norm = reference["losses"][step], reference["norms"][step]
+            loss, norm = reference.losses[step], reference.norms[step]
             assert result["losses"][step] == pytest.approx(loss, abs=1e-5), (name, step)
             assert result["norms"][step] == pytest.approx(norm, rel=1e-4), (name, step)

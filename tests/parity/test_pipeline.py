@@ -15,7 +15,8 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.huggingface import build_model
 from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, VOCAB_SIZE, llama, run_config
 from tests.parity.conftest import train_cases as train
-from tests.parity.test_zero_stages import LOSS, NORM, plain_training
+from tests.parity.plain import Training, plain_training
+from tests.parity.test_zero_stages import LOSS, NORM
 
 # Worlds of up to four processes train in the first test's set-up: minutes on two busy cores.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -135,9 +136,9 @@ class References:
     def __init__(self, data: Path, directory: Path) -> None:
         self.data = data
         self.directory = directory
-        self.found: dict[Any, dict[str, Any]] = {}
+        self.found: dict[Any, Training] = {}
 
-    def of(self, case: Case) -> dict[str, Any]:
+    def of(self, case: Case) -> Training:
         key = case.model, case.clip_norm
         if key not in self.found:
             source = self.directory / case.model
@@ -183,21 +184,21 @@ def everything(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return train_matrix(ALL, dataset, tmp_path_factory.mktemp("everything"))
 
 
-def compare(case: Case, reference: dict[str, Any], trained: dict[str, Any]) -> None:
+def compare(case: Case, reference: Training, trained: dict[str, Any]) -> None:
     result = trained["results"][case.name]
     assert result["accumulation"] == case.accumulation
     for step in range(STEPS):
-        loss, norm = reference["losses"][step], reference["norms"][step]
+        loss, norm = reference.losses[step], reference.norms[step]
         assert result["losses"][step] == pytest.approx(loss, abs=LOSS[case.dtype]), step
         assert result["norms"][step] == pytest.approx(norm, rel=NORM[case.dtype]), step
     if case.clip_norm:
-        assert min(reference["norms"]) > case.clip_norm
+        assert min(reference.norms) > case.clip_norm
     if case.dtype == "float32":
         masters = read_full_masters(trained["directory"] / case.name / "tensors")
-        assert masters.keys() <= reference["weights"].keys()
+        assert masters.keys() <= reference.weights.keys()
         assert sum(t.numel() for t in masters.values()) > 10_000
         for name, tensor in masters.items():
-            difference = float((tensor - reference["weights"][name]).abs().max())
+            difference = float((tensor - reference.weights[name]).abs().max())
             assert difference <= WEIGHTS, name
 
 

@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 from bigtrain.config import ModelSection
 from bigtrain.engine.checkpoint_io import read_full_masters
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.huggingface import build_model
 from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_cases
-from tests.parity.test_zero_stages import LOSS, NORM, plain_training
-from tests.support.datasets import END_OF_DOCUMENT
+from tests.parity.plain import divided, plain_training
+from tests.parity.test_zero_stages import LOSS, NORM
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
@@ -122,44 +120,27 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-class MicroBatchLoss:
-    """Cross-entropy of all rows [S, T + 1], and the mean of micro-batches' router losses."""
-
-    def __init__(self, micro_samples: int) -> None:
-        self.micro_samples = micro_samples
-        self.cross_entropies: list[float] = []
-
-    def __call__(self, model: Any, rows: torch.Tensor) -> torch.Tensor:
-        inputs, labels = rows[:, :-1], rows[:, 1:].clone()
-        labels[inputs == END_OF_DOCUMENT] = -100
-        logits, routers = [], []
-        for part in inputs.split(self.micro_samples):
-            outputs = model(input_ids=part, use_cache=False)
-            logits.append(outputs.logits)
-            routers.append(outputs.aux_loss)
-        cross_entropy = F.cross_entropy(
-            torch.cat(logits).flatten(0, 1), labels.flatten(), ignore_index=-100
-        )
-        self.cross_entropies.append(float(cross_entropy.detach()))
-        return cross_entropy + COEFFICIENT * torch.stack(routers).mean()
-
-
 def compare(
     case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
 ) -> None:
-    loss = MicroBatchLoss(case.micro_samples)
     config = run_config(dataset, {}, micro_samples=8, optimizer=OPTIMIZER)
-    reference = plain_training(dataset, directories[case.model], config, loss)
+    expected = plain_training(
+        dataset,
+        directories[case.model],
+        config,
+        chunks=divided(case.micro_samples),
+        aux_coefficient=COEFFICIENT,
+    )
     result = trained["results"][case.name]
     assert result["accumulation"] == case.accumulation
     # The loss that is reported is the cross-entropy alone.
-    assert result["losses"] == pytest.approx(loss.cross_entropies, abs=LOSS["float32"])
-    assert result["norms"] == pytest.approx(reference["norms"], rel=NORM["float32"])
+    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS["float32"])
+    assert result["norms"] == pytest.approx(expected.norms, rel=NORM["float32"])
     weights = read_full_masters(trained["directory"] / case.name / "tensors")
-    assert weights.keys() <= reference["weights"].keys()
+    assert weights.keys() <= expected.weights.keys()
     assert sum(tensor.numel() for tensor in weights.values()) > 10_000
     for name, tensor in weights.items():
-        assert float((tensor - reference["weights"][name]).abs().max()) <= WEIGHTS, name
+        assert float((tensor - expected.weights[name]).abs().max()) <= WEIGHTS, name
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda case: case.name)

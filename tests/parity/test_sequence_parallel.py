@@ -15,8 +15,9 @@ from bigtrain.engine.checkpoint_io import read_full
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.huggingface import build_model
 from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_cases
-from tests.parity.test_isolation import config_for, isolated_training
-from tests.parity.test_zero_stages import LOSS, NORM, plain_training
+from tests.parity.plain import Training, plain_training
+from tests.parity.test_isolation import config_for
+from tests.parity.test_zero_stages import LOSS, NORM
 from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -88,7 +89,7 @@ def of_tier(*, slow: bool) -> list[Any]:
 @pytest.fixture(scope="module")
 def references(
     dataset: Path, tmp_path_factory: pytest.TempPathFactory, hf_directories: dict[str, Path]
-) -> dict[str, Any]:
+) -> dict[str, Training]:
     """The plain loop's figures by architecture; each is trained from bigtrain's initial weights."""
     config = run_config(dataset, {}, micro_samples=8)
     found = {}
@@ -138,31 +139,31 @@ def slow_results(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return trained(dataset, tmp_path_factory.mktemp("sequence_slow"), slow=True)
 
 
-def compare(case: Case, reference: dict[str, Any], result: dict[str, Any]) -> None:
+def compare(case: Case, reference: Training, result: dict[str, Any]) -> None:
     assert result["accumulation"] == case.accumulation
     assert result["secondary_size"] == (2 if case.engine == "zero3_hpz" else None)
     for step in range(STEPS):
-        loss, norm = reference["losses"][step], reference["norms"][step]
+        loss, norm = reference.losses[step], reference.norms[step]
         assert result["losses"][step] == pytest.approx(loss, abs=LOSS[case.dtype]), step
         assert result["norms"][step] == pytest.approx(norm, rel=NORM[case.dtype]), step
 
 
 @pytest.mark.parametrize("case", of_tier(slow=False))
 def test_equals_plain_training(
-    case: Case, references: dict[str, Any], fast_results: dict[str, Any]
+    case: Case, references: dict[str, Training], fast_results: dict[str, Any]
 ) -> None:
     compare(case, references[case.architecture], fast_results[case.name])
 
 
 @pytest.mark.parametrize("case", of_tier(slow=True))
 def test_more_points_equal_plain_training(
-    case: Case, references: dict[str, Any], slow_results: dict[str, Any]
+    case: Case, references: dict[str, Training], slow_results: dict[str, Any]
 ) -> None:
     compare(case, references[case.architecture], slow_results[case.name])
 
 
 def test_checkpoints_do_not_know_of_it(
-    dataset: Path, references: dict[str, Any], tmp_path: Path
+    dataset: Path, references: dict[str, Training], tmp_path: Path
 ) -> None:
     """Written by two processes that share samples, read by one that has them whole, and back."""
     split, whole = Case(2, 2, "zero1"), Case(1, 1, "zero0")
@@ -182,7 +183,7 @@ def test_checkpoints_do_not_know_of_it(
         results.append(train_cases(case.world_size, {"run": run}, place)["run"])
     for key in ("losses", "norms"):
         found = [value for result in results for value in result[key]]
-        assert found == pytest.approx(references["llama"][key], abs=1e-5, rel=1e-4)
+        assert found == pytest.approx(getattr(references["llama"], key), abs=1e-5, rel=1e-4)
     for step in (5, 10):
         saved = read_full(tmp_path / str(step) / "tensors")
         again = read_full(tmp_path / f"{step} again" / "tensors")
@@ -206,6 +207,7 @@ def test_isolated_documents_equal_separate_ones(
     }
     results = train_cases(2, cases, tmp_path_factory.mktemp("isolated"))
     for name, result in results.items():
-        expected = isolated_training(dataset, hf_directories[name.split("-")[0]], 4)
-        assert result["losses"] == pytest.approx(expected["losses"], abs=1e-5)
-        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+        directory = hf_directories[name.split("-")[0]]
+        expected = plain_training(dataset, directory, cases[name]["config"], num_steps=4)
+        assert result["losses"] == pytest.approx(expected.losses, abs=1e-5)
+        assert result["norms"] == pytest.approx(expected.norms, rel=1e-4)

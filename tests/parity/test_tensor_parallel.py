@@ -16,7 +16,8 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.huggingface import build_model
 from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config
 from tests.parity.conftest import train_cases as train
-from tests.parity.test_zero_stages import LOSS, NORM, plain_training
+from tests.parity.plain import Training, plain_training
+from tests.parity.test_zero_stages import LOSS, NORM
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
@@ -95,7 +96,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def references(dataset: Path, directories: dict[str, Path]) -> dict[str, Any]:
+def references(dataset: Path, directories: dict[str, Path]) -> dict[str, Training]:
     config = run_config(dataset, {}, micro_samples=8)
     return {name: plain_training(dataset, path, config) for name, path in directories.items()}
 
@@ -136,15 +137,15 @@ def train_all(
     return found
 
 
-def assert_equal(case: Case, reference: dict[str, Any], result: dict[str, Any]) -> None:
+def assert_equal(case: Case, reference: Training, result: dict[str, Any]) -> None:
     assert result["accumulation"] == case.accumulation
     for step in range(STEPS):
-        loss, norm = reference["losses"][step], reference["norms"][step]
+        loss, norm = reference.losses[step], reference.norms[step]
         assert result["losses"][step] == pytest.approx(loss, abs=LOSS[case.dtype]), step
         assert result["norms"][step] == pytest.approx(norm, rel=NORM[case.dtype]), step
-    assert result["weights"].keys() == reference["weights"].keys()
+    assert result["weights"].keys() == reference.weights.keys()
     if case.dtype == "float32":
-        for name, weight in reference["weights"].items():
+        for name, weight in reference.weights.items():
             torch.testing.assert_close(
                 result["weights"][name],
                 weight,
@@ -163,7 +164,7 @@ def results(
 
 @pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)
 def test_equals_plain_training(
-    case: Case, references: dict[str, Any], results: dict[str, Any]
+    case: Case, references: dict[str, Training], results: dict[str, Any]
 ) -> None:
     assert_equal(case, references[case.model], results[case.name])
 
@@ -173,7 +174,7 @@ def test_equals_plain_training(
 def test_everything_equals_plain_training(
     dataset: Path,
     directories: dict[str, Path],
-    references: dict[str, Any],
+    references: dict[str, Training],
     tmp_path: Path,
 ) -> None:
     cases = everything()

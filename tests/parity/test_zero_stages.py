@@ -5,23 +5,14 @@ What `test_matrix.py` has no axis for: offload, trained weights, every n-th laye
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
-from bigtrain.data.packing import PackedWindows, split_stream
-from bigtrain.data.sampling import SampleOrder
-from bigtrain.data.token_datasets import open_dataset
-from tests.parity.conftest import ARCHITECTURES, STEPS, run_config, train_cases
-from tests.support.datasets import END_OF_DOCUMENT
+from tests.parity.conftest import ARCHITECTURES, run_config, train_cases
+from tests.parity.plain import Training, plain_training
 
 # All cases are trained in the first test's set-up.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -73,71 +64,8 @@ LOSS = {"float32": 1e-5, "bfloat16": 2e-3}
 NORM = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
-def masked_loss(model: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Mean loss in nats of samples [S, T + 1], none for what follows an end of document."""
-    inputs, labels = rows[:, :-1], rows[:, 1:].clone()
-    labels[inputs == END_OF_DOCUMENT] = -100
-    logits = model(input_ids=inputs, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-
-
-def plain_training(
-    data: Path,
-    hf_directory: Path,
-    config: dict[str, Any],
-    loss_of: Callable[[Any, torch.Tensor], torch.Tensor] = masked_loss,
-    frozen: str = "nothing",
-) -> dict[str, Any]:
-    """Train with nothing of bigtrain but the stored tokens and which sample comes when.
-
-    `frozen`: a regular expression of the names of parameters that are not trained.
-    """
-    model = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=torch.float32)
-    model.train()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(re.match(frozen, name) is None)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decay = [p for p in trained if p.ndim >= 2]
-    vectors = [p for p in trained if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": decay, "weight_decay": config["optimizer"].get("weight_decay", 0.1)},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=config["optimizer"]["lr"],
-        betas=(0.9, 0.95),
-        eps=config["optimizer"].get("eps", 1e-8),
-    )
-    length = config["batch"]["sequence_length"]
-    num_samples = config["batch"]["global_samples"]
-    windows = PackedWindows(split_stream(open_dataset(data), "train"), length)
-    order = SampleOrder(windows.num_samples, config["seed"])
-    losses, norms = [], []
-    warmup = config["schedule"]["warmup_steps"]
-    for step in range(STEPS):
-        rows = torch.zeros((num_samples, length + 1), dtype=torch.int64)
-        for row, window in enumerate(order.windows(step * num_samples, num_samples)):
-            windows.read_into(int(window), rows[row].numpy())
-        loss = loss_of(model, rows)
-        loss.backward()
-        limit = config["optimizer"]["clip_norm"] or math.inf
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
-        rate = (
-            (step + 1) / warmup
-            if step < warmup
-            else 0.1 + 0.45 * (1 + math.cos(math.pi * (step + 1 - warmup) / (STEPS - warmup)))
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = config["optimizer"]["lr"] * rate
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "weights": weights}
-
-
 @pytest.fixture(scope="module")
-def references(dataset: Path, hf_directories: dict[str, Path]) -> dict[str, Any]:
+def references(dataset: Path, hf_directories: dict[str, Path]) -> dict[str, Training]:
     """The plain loop's figures by architecture."""
     config = run_config(dataset, {}, micro_samples=8)
     return {
@@ -146,10 +74,10 @@ def references(dataset: Path, hf_directories: dict[str, Path]) -> dict[str, Any]
     }
 
 
-def test_reference_learns_and_clips(references: dict[str, Any]) -> None:
-    reference = references["llama"]
-    assert reference["losses"][-1] < reference["losses"][0] - 0.3
-    assert min(reference["norms"]) > 0.5
+def test_reference_learns_and_clips(references: dict[str, Training]) -> None:
+    found = references["llama"]
+    assert found.losses[-1] < found.losses[0] - 0.3
+    assert min(found.norms) > 0.5
 
 
 def train_all(
@@ -193,7 +121,7 @@ def other_results(
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_equals_plain_training(
-    case: Case, references: dict[str, Any], results: dict[str, Any]
+    case: Case, references: dict[str, Training], results: dict[str, Any]
 ) -> None:
     assert_equal(case, references[case.architecture], results[case.name])
 
@@ -201,14 +129,12 @@ def test_equals_plain_training(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
 def test_others_equal_plain_training(
-    case: Case, references: dict[str, Any], other_results: dict[str, Any]
+    case: Case, references: dict[str, Training], other_results: dict[str, Any]
 ) -> None:
     assert_equal(case, references[case.architecture], other_results[case.name])
 
 
-def assert_equal(case: Case, reference: dict[str, Any], result: dict[str, Any]) -> None:
+def assert_equal(case: Case, expected: Training, result: dict[str, Any]) -> None:
     assert result["accumulation"] == case.accumulation
-    for step in range(STEPS):
-        loss, norm = reference["losses"][step], reference["norms"][step]
-        assert result["losses"][step] == pytest.approx(loss, abs=LOSS["float32"]), step
-        assert result["norms"][step] == pytest.approx(norm, rel=NORM["float32"]), step
+    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS["float32"])
+    assert result["norms"] == pytest.approx(expected.norms, rel=NORM["float32"])
