@@ -38,8 +38,8 @@ _FOUND = """
 
 Found on small copies of the run's own model before there is a process group, and refused with the
 same kind of error: an architecture without a tensor-parallel plan or with a wrong one
-(`models/tensor_degree.py`, `models/plan_check.py`; [architectures.md](architectures.md)), one that
-cannot be cut into stages (`models/stage_proof.py`; [stages.md](stages.md)), one that mixes tokens
+(`models/tensor_degree.py`, `models/plan_check.py`), one that cannot be cut into stages
+(`models/stage_proof.py`; [architectures.md](architectures.md) for both), one that mixes tokens
 outside attention or whose attention does not divide (`models/sequence_check.py`), one that does not
 keep documents apart (`models/isolation.py`).
 

@@ -8,7 +8,7 @@ the batch is cut into micro-batches and processes, also where labels are masked 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,19 @@ import torch.nn.functional as F
 from deepspeed.utils import groups
 from torch import nn
 
-from bigtrain.config import OptimizerSection, RunConfig
+from bigtrain.config import RunConfig
 from bigtrain.data.loader import IGNORED_LABEL, MicroBatch
+from bigtrain.engine.construction import build_dtype, copy_of, parameter_groups, partitioning_of
 from bigtrain.engine.deepspeed_config import EngineConfig
 from bigtrain.engine.feeding import DeviceFeed
 from bigtrain.engine.fragments import undo_trial_update
 from bigtrain.engine.gradient_norm import clip_gradients, mark_gradients, total_norm
 from bigtrain.engine.layers import speed_up
 from bigtrain.engine.mesh import Mesh, ModelParallelUnit
-from bigtrain.engine.tensor import tensor_partitioning
 from bigtrain.engine.update_gate import Judge, StepFigures, UpdateGate, mean_loss
 from bigtrain.models.choices import Choices, require_choices
 from bigtrain.models.compilation import uncompiled
-from bigtrain.models.huggingface import WHOLE, Partitioning, build_model, split_by_decay
+from bigtrain.models.huggingface import build_model
 from bigtrain.models.isolation import Isolation
 from bigtrain.models.router_logits import auxiliary_loss
 from bigtrain.models.sequence_parallel import GroupExchange, SequenceParallel
@@ -303,8 +303,8 @@ def build_engine(
         config.model,
         hf_config,
         seed=config.seed,
-        dtype=_build_dtype(config, engine_config),
-        partitioning=_partitioning(engine_config, mesh),
+        dtype=build_dtype(config, engine_config),
+        partitioning=partitioning_of(engine_config, mesh),
         weights="left",
     )
     choices.isolation.install(model)
@@ -350,68 +350,3 @@ def _leave_out_lone_reduction(engine: Any, mesh: Mesh) -> None:
         and engine.gradient_predivide_factor() == 1.0
     ):
         engine.allreduce_no_retain = lambda *_, **__: None
-
-
-def _build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
-    # ZeRO-3 partitions parameters as they are built, so they are born in their final dtype. The
-    # other stages cast the whole model when they take it over and make the fp32 masters from that,
-    # so all of them start from the same, rounded weights.
-    return _DTYPES[config.precision.dtype] if engine_config.zero_stage == 3 else torch.float32
-
-
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-class _Init(deepspeed.zero.Init):  # type: ignore[misc]
-    """As DeepSpeed's (0.19.8), but nobody is sent the first process's uninitialized parameters.
-
-    All of them would be whole in memory for that, one after the other, and the pieces that are
-    kept lie between, so that none of it is given back.
-    """
-
-    def _zero_init_param(self, param: nn.Parameter) -> None:
-        self._convert_to_deepspeed_param(param)
-        param.partition()  # type: ignore[attr-defined]
-
-
-def _partitioning(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
-    if mesh.topology.tensor_size > 1:
-        zero3 = copy_of(engine_config.deepspeed) if engine_config.zero_stage == 3 else None
-        return tensor_partitioning(mesh, zero3)
-    if engine_config.zero_stage != 3:
-        return WHOLE
-
-    def construct() -> AbstractContextManager[Any]:
-        # No overrides: constructors keep the dtype they ask for, so rotary buffers stay float32.
-        context: AbstractContextManager[Any] = _Init(
-            config_dict_or_path=copy_of(engine_config.deepspeed), tensor_overrides=[]
-        )
-        return context
-
-    def gather(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
-            parameters, modifier_rank=0
-        )
-        return context
-
-    return Partitioning(construct, gather, dist.get_rank() == 0)
-
-
-def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
-    """What decays and what does not, in this order; either may be without parameters."""
-    split = split_by_decay(model, decay_embeddings=section.decay_embeddings)
-    return [
-        {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
-        {"params": split.no_decay, "weight_decay": 0.0, "name": "no_decay"},
-    ]
-
-
-def copy_of(value: Any) -> Any:
-    """A deep copy of JSON values; `deepspeed.initialize` writes into what it is given."""
-    if isinstance(value, dict):
-        return {key: copy_of(item) for key, item in value.items()}
-    return [copy_of(item) for item in value] if isinstance(value, (list, tuple)) else value

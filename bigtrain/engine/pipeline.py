@@ -24,13 +24,8 @@ from torch import nn
 
 from bigtrain.config import RunConfig
 from bigtrain.data.loader import IGNORED_LABEL, MicroBatch
-from bigtrain.engine.build import (
-    StepResult,
-    TrainEngine,
-    copy_of,
-    parameter_groups,
-    summed_cross_entropy,
-)
+from bigtrain.engine.build import StepResult, TrainEngine, summed_cross_entropy
+from bigtrain.engine.construction import copy_of, parameter_groups
 from bigtrain.engine.deepspeed_config import EngineConfig
 from bigtrain.engine.fragments import undo_trial_update
 from bigtrain.engine.layers import speed_up
