@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +48,34 @@ class Topology:
         for axis in reversed(AXES):
             rank, found[f"{axis}_rank"] = divmod(rank, self.size(axis))
         return Coordinates(**found)
+
+    def describe(self) -> str:
+        """Degrees and the order of ranks, as a line for people; empty for one process."""
+        if self.world_size == 1:
+            return ""
+        axes = [axis for axis in AXES if axis == "data" or self.size(axis) > 1]
+        degrees = " x ".join(f"{self.size(axis)} {axis}" for axis in axes)
+        place: str = axes[0]
+        for axis in axes[1:]:
+            place = f"({place})" if place != axes[0] else place
+            place = f"{place} * {self.size(axis)} + {axis}"
+        return f"{self.world_size} processes = {degrees}-parallel; rank = {place}"
+
+    def crossings(self, hosts: Sequence[str]) -> list[str]:
+        """Lines for people on groups that exchange in every layer and are on several of `hosts`,
+        the host of each rank."""
+        found = []
+        layerwise: tuple[Axis, ...] = ("tensor", "sequence")
+        for axis in layerwise:
+            over = [g for g in self.groups(axis) if len({hosts[rank] for rank in g}) > 1]
+            if over:
+                ranks = ", ".join(map(str, over[0]))
+                found.append(
+                    f"{len(over)} {axis}-parallel groups are on several hosts (ranks {ranks} on "
+                    f"{', '.join(dict.fromkeys(hosts[rank] for rank in over[0]))}) and exchange in "
+                    f"every layer -> set parallel.{axis} to a divisor of the processes of a host"
+                )
+        return found
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """The groups of ranks that differ along `axes` alone, each ascending; together the world.

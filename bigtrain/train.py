@@ -121,8 +121,11 @@ def train_run(run: ResolvedRun, world: World) -> int:
             mesh,
             inputs.choices,
         )
-        for line in inputs.choices.lines(run.plan.accumulation):
-            session.say(line)
+        topology = run.topology
+        placement = [topology.describe(), *topology.crossings(session.hosts)]
+        for line in (*placement, *inputs.choices.lines(run.plan.accumulation)):
+            if line:
+                session.say(line)
         for report in inputs.packing:
             session.say(str(report))
         pin = session.device.type == "cuda"

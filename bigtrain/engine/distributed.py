@@ -66,6 +66,13 @@ def cpu_group() -> dist.ProcessGroup:
     return group
 
 
+def host_names(world: World) -> tuple[str, ...]:
+    """The host of every rank. Collective."""
+    names: list[Any] = [None] * world.size
+    dist.all_gather_object(names, socket.gethostname())
+    return tuple(names)
+
+
 def _refuse_other_versions(world: World) -> None:
     """Raises LaunchError on all processes where a host has other versions. Collective."""
     facts: list[Any] = [None] * world.size

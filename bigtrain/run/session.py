@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import bigtrain
 from bigtrain.data.manifest import TOKENIZER_DIRECTORY
-from bigtrain.engine.distributed import process_group
+from bigtrain.engine.distributed import host_names, process_group
 from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import SupersededError
 from bigtrain.models.huggingface import empty_model
@@ -42,7 +42,7 @@ from bigtrain.run.preflight import Inputs
 from bigtrain.run.state import TrainState
 from bigtrain.run.stopping import REQUEUE, StopSignals
 from bigtrain.run.watchdog import Watchdog
-from bigtrain.topology import Coordinates
+from bigtrain.topology import AXES, Coordinates
 from bigtrain.world import World
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "numpy")
@@ -52,7 +52,7 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "nu
 class Session:
     """A process's part in a run: its place, its device, and (main process) what it writes.
 
-    hold: the main process's, on the run directory, from `hold_directory` on.
+    hosts: of every rank. hold: the main process's, on the run directory, from `hold_directory` on.
     """
 
     run: ResolvedRun
@@ -61,6 +61,7 @@ class Session:
     directory: Path
     inputs: Inputs
     signals: StopSignals
+    hosts: tuple[str, ...]
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     metrics: MetricsWriter | None = field(default=None)
     hold: fencing.Hold | None = field(default=None)
@@ -194,7 +195,8 @@ def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Ses
             # DeepSpeed's own calls; nothing that a user could do about it.
             warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
             warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
-            session = Session(run, world, device, directory, inputs, signals)
+            hosts = host_names(world)
+            session = Session(run, world, device, directory, inputs, signals, hosts)
             with Watchdog(
                 run.config.watchdog, world, directory, session.heartbeat, session.superseded
             ):
@@ -229,6 +231,11 @@ def describe_environment(session: Session) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "host": socket.gethostname(),
         "topology": asdict(session.run.topology),
+        "rank_order": list(AXES),
+        "hosts": {
+            host: [rank for rank, name in enumerate(session.hosts) if name == host]
+            for host in dict.fromkeys(session.hosts)
+        },
         "batch": session.run.plan.equation(),
         "packing": [report.to_json() for report in session.inputs.packing],
     }

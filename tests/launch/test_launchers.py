@@ -118,6 +118,8 @@ def test_run_directory_is_whole(
     world_size = 1 if name == "python" else 2
     environment = read_json(run / "environment.json")
     assert environment["topology"]["world_size"] == world_size
+    assert environment["rank_order"] == ["data", "pipeline", "sequence", "tensor"]
+    assert list(environment["hosts"].values()) == [list(range(world_size))]
     assert {"bigtrain", "torch", "deepspeed", "transformers", "git_commit"} <= environment.keys()
     assert read_json(run / "config.json")["data"]["path"] == str(inputs.shards)
     rendered = read_json(run / "deepspeed.json")
@@ -125,6 +127,7 @@ def test_run_directory_is_whole(
     assert "auto" not in (run / "deepspeed.json").read_text()
     log = (run / "log.txt").read_text()
     assert f"step {STEPS}/{STEPS} loss" in log
+    assert ("2 processes = 2 data-parallel; rank = data" in log) == (world_size == 2)
     assert f"checkpoint of step {STEPS}" in log
     assert "same logits" in log
 
