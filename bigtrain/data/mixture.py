@@ -72,13 +72,19 @@ class SourceOrder:
     """One source as `MixtureOrder` reads it.
 
     num_windows: of it; weight: a positive integer (see `integer_weights`); number: tells its
-    permutations from those of the run's other sources; start: samples of it that were read before.
+    permutations from those of the run's other sources; start: samples of it that were read before;
+    num_joined: those that come before its windows (`bigtrain.data.joining`).
     """
 
     num_windows: int
     weight: int
     number: int = 0
     start: int = 0
+    num_joined: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_windows + self.num_joined
 
 
 class MixtureOrder:
@@ -108,10 +114,11 @@ class MixtureOrder:
                 source.number,
                 windows_per_chunk=windows_per_chunk,
                 start=source.start,
+                num_joined=source.num_joined,
             )
             for source in sources
         ]
-        self._offsets = [0, *accumulate(source.num_windows for source in sources)][:-1]
+        self._offsets = [0, *accumulate(source.num_samples for source in sources)][:-1]
         # Several steps read the same blocks, and numpy does more in one call.
         self._blocks = lru_cache(maxsize=2)(self._windows_of_blocks)
 
