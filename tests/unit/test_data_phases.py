@@ -176,6 +176,7 @@ def test_a_longer_sequence_reads_what_the_epoch_has_left() -> None:
     assert [epoch for _, epoch, _ in samples[17:]] == [1] * 25
     order = SampleOrder(25, 5, start=25)
     assert [r[0][0] // 16 for _, _, r in samples[17:]] == order.windows(0, 25).tolist()
+    assert next_phase(longer, config({"a": 1}, 16), sources, 40) is longer
     # Back, in the middle of it: the rest in pieces of the same chunks, no more joints than there.
     shorter = next_phase(longer, config({"a": 1}), sources, 40)
     assert shorter.sources[0].rest == Rest(4, 0, 280)
