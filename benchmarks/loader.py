@@ -4,6 +4,8 @@ bare      numpy: windows of a memory map, in the order of a shuffled array, copi
           batch; no labels, no checks, no thread. All ratios of bigtrain are to this one
 bare, as stored          the same without widening: a limit, for no model takes such tokens
 bare, inputs and labels  the same into the two int64 arrays that a model takes
+bare, isolated documents the same with position ids that restart after every end-of-document token,
+          which is searched for, and no label across it
 bigtrain  `TrainingBatches.step`, what a training run calls: order, tokens, vocabulary check, inputs
           and labels as int64 tensors; also with isolated documents, and from a mixture
 
@@ -128,23 +130,31 @@ def run_config(data: dict[str, Any], sequence_length: int) -> RunConfig:
 
 
 def bare_gather(
-    path: Path, sequence_length: int, kind: Literal["one", "stored", "both"]
+    path: Path, sequence_length: int, kind: Literal["one", "stored", "both", "isolated"]
 ) -> Callable[[int], None]:
     """Reads batch `number` as a plain script would, into `kind` of arrays."""
     tokens = np.memmap(path / "train_00000.bin", dtype="<u2", mode="r")
     num_windows = (len(tokens) - 1) // sequence_length
     order = np.random.default_rng(0).permutation(num_windows)
     dtype = np.uint16 if kind == "stored" else np.int64
-    width = sequence_length if kind == "both" else sequence_length + 1
+    width = sequence_length if kind in ("both", "isolated") else sequence_length + 1
+    places = np.arange(width)
 
     def read(number: int) -> None:
         batch = np.empty((BATCH_SAMPLES, width), dtype)
-        labels = np.empty((BATCH_SAMPLES, width), dtype) if kind == "both" else None
+        labels = np.empty_like(batch) if kind in ("both", "isolated") else None
+        positions = np.empty_like(batch) if kind == "isolated" else None
         for row in range(BATCH_SAMPLES):
             start = order[(number * BATCH_SAMPLES + row) % num_windows] * sequence_length
             batch[row] = tokens[start : start + width]
             if labels is not None:
                 labels[row] = tokens[start + 1 : start + 1 + width]
+                if positions is not None:
+                    ends = np.flatnonzero(batch[row] == 0)
+                    labels[row, ends] = -100
+                    positions[row] = places
+                    for end in ends:
+                        positions[row, end + 1 :] = places[: width - 1 - end]
 
     return read
 
@@ -181,6 +191,7 @@ def throughput(root: Path, sequence_length: int, batches: int, rounds: int) -> d
         "bare": bare_gather(paths[0], sequence_length, "one"),
         "bare, as stored": bare_gather(paths[0], sequence_length, "stored"),
         "bare, inputs and labels": bare_gather(paths[0], sequence_length, "both"),
+        "bare, isolated documents": bare_gather(paths[0], sequence_length, "isolated"),
     }
     for name, loader in opened.items():
         readers[name] = lambda number, loader=loader: loader.step(number * BATCH_SAMPLES)
@@ -262,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequence-length", type=int, default=2048, help="tokens")
     parser.add_argument("--tokens", type=float, default=1e8, help="of the dataset that is read")
     parser.add_argument("--sparse-shards", type=int, default=1000, help="of 1e9 tokens each")
-    parser.add_argument("--batches", type=int, default=100, help="per turn, of 32 samples")
+    parser.add_argument("--batches", type=int, default=1000, help="per turn, of 32 samples")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", help="where the datasets are put (default: a temporary one)")
     parser.add_argument("--tiny", action="store_true", help="prove that it runs, measure nothing")

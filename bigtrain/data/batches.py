@@ -25,8 +25,9 @@ from bigtrain.errors import DataError
 IGNORED_LABEL = -100
 """The label without loss, `ignore_index` of torch's cross-entropy and of transformers."""
 
-CHUNK_TOKENS = 1 << 18
-"""Tokens that are read and checked in one go: what stays in a core's cache."""
+CHUNK_TOKENS = 1 << 19
+"""Tokens that are read and checked in one go: what stays in a core's cache, in as few calls of
+numpy as that allows, each of which gives the interpreter to another thread and takes it back."""
 
 WIDEN_TOKENS = 1 << 17
 """Tokens of which tensors are made in one go, for the same reason."""

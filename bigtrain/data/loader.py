@@ -21,6 +21,7 @@ from bigtrain.data.batches import (
     new_rows,
 )
 from bigtrain.data.identity import identify_sources
+from bigtrain.data.joining import JoinedWindows
 from bigtrain.data.manifest import Split
 from bigtrain.data.mixture import MixedSamples
 from bigtrain.data.packed_documents import packed_documents
@@ -270,10 +271,14 @@ def open_training_data(
     if phase is None:
         phase = first_phase(config, identify_sources(config, datasets))
     assert phase.sequence_length == plan.sequence_length
-    sources = [
-        _samples(config, dataset, "train", plan.sequence_length, phase.chunk_length)
-        for dataset in datasets
-    ]
+    sources: list[Samples] = []
+    for source, dataset in zip(phase.read, datasets, strict=True):
+        samples = _samples(config, dataset, "train", plan.sequence_length, phase.chunk_length)
+        if phase.num_joined(source):
+            assert source.rest is not None
+            assert isinstance(samples, PackedWindows)
+            samples = JoinedWindows(samples, source.rest, config.seed, source.number)
+        sources.append(samples)
     return TrainingBatches(
         MixedSamples(sources),
         plan,

@@ -30,8 +30,9 @@ from bigtrain.data.sampling import SampleOrder, shuffle_block
 BLOCK_SAMPLES = 1024
 """Proportions hold at every multiple of this; a resumed run computes at most one block again."""
 
-BLOCKS_AT_ONCE = 4
-"""Of which the order is computed together."""
+BLOCKS_AT_ONCE = 16
+"""Of which the order is computed together, in some milliseconds: walking the few samples that a
+permutation sends outside of a small source takes numpy as long as thousands."""
 
 
 class MixedSamples:
@@ -72,13 +73,19 @@ class SourceOrder:
     """One source as `MixtureOrder` reads it.
 
     num_windows: of it; weight: a positive integer (see `integer_weights`); number: tells its
-    permutations from those of the run's other sources; start: samples of it that were read before.
+    permutations from those of the run's other sources; start: samples of it that were read before;
+    num_joined: those that come before its windows (`bigtrain.data.joining`).
     """
 
     num_windows: int
     weight: int
     number: int = 0
     start: int = 0
+    num_joined: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_windows + self.num_joined
 
 
 class MixtureOrder:
@@ -108,12 +115,14 @@ class MixtureOrder:
                 source.number,
                 windows_per_chunk=windows_per_chunk,
                 start=source.start,
+                num_joined=source.num_joined,
             )
             for source in sources
         ]
-        self._offsets = [0, *accumulate(source.num_windows for source in sources)][:-1]
+        self._offsets = [0, *accumulate(source.num_samples for source in sources)][:-1]
         # Several steps read the same blocks, and numpy does more in one call.
         self._blocks = lru_cache(maxsize=2)(self._windows_of_blocks)
+        self._before = lru_cache(maxsize=2)(self._apportioned)  # a block's end is the next's begin
 
     def windows(self, first_sample: int, count: int) -> Indices:
         """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
@@ -136,7 +145,7 @@ class MixtureOrder:
         block, offset = divmod(sample - self.first_sample, BLOCK_SAMPLES)
         if len(self._orders) == 1:
             return [sample - self.first_sample]
-        counts = apportion(self.weights, block * BLOCK_SAMPLES)
+        counts = list(self._before(block))
         for number, places in enumerate(self._places(block)):
             counts[number] += int((places < offset).sum())
         return counts
@@ -146,7 +155,7 @@ class MixtureOrder:
         first, size = number * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE * BLOCK_SAMPLES
         if len(self._orders) == 1:
             return self._orders[0].windows(first * BLOCK_SAMPLES, size)
-        before = apportion(self.weights, first * BLOCK_SAMPLES)
+        before = self._before(first)
         blocks = [self._places(first + k) for k in range(BLOCKS_AT_ONCE)]
         found = np.empty(size, np.int64)
         for source, order in enumerate(self._orders):
@@ -154,10 +163,13 @@ class MixtureOrder:
             found[own] = order.windows(before[source], len(own)) + self._offsets[source]
         return found
 
+    def _apportioned(self, block: int) -> tuple[int, ...]:
+        """Samples that each source gives before a block."""
+        return tuple(apportion(self.weights, block * BLOCK_SAMPLES))
+
     def _places(self, block: int) -> list[Indices]:
         """The places in a block that each source gives, ascending: it reads them in that order."""
-        before = apportion(self.weights, block * BLOCK_SAMPLES)
-        after = apportion(self.weights, (block + 1) * BLOCK_SAMPLES)
+        before, after = self._before(block), self._before(block + 1)
         places = shuffle_block(BLOCK_SAMPLES, self.seed, block, self.first_sample)
         ends = np.cumsum(np.subtract(after, before))
         return [np.sort(own) for own in np.split(places, ends[:-1])]

@@ -3,6 +3,10 @@
 A phase is a stretch of a run with the same sources, weights and sequence length. Sample ``i`` of
 the run is a pure function of the seed, ``i`` and the phases until then; the last of them is enough
 to go on. A phase costs a few numbers for each source, whatever the size of the data.
+
+Chunks of tokens are permuted, by default of one sample. To another sequence length that divides
+them the order itself is converted. To any other, other chunks are permuted from the next epoch of
+each source on, and what its epoch has left is joined to samples (`bigtrain.data.joining`).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any
 
 from bigtrain.config import RunConfig, SourceSection
 from bigtrain.data.identity import SourceIdentity
+from bigtrain.data.joining import Rest
 from bigtrain.data.mixture import MixtureOrder, SourceOrder, integer_weights
 from bigtrain.data.packing import count_windows
 from bigtrain.data.sampling import convert_place
@@ -26,7 +31,7 @@ class SourcePhase:
     path, hash: as in `SourceIdentity`. number: which of the run's sources it was when it first
     appeared, counted from 0. weight: its integer share, 0 where it is not read any more. start:
     its samples that count as read when the phase begins, in the phase's sequence length, epochs
-    included.
+    included. rest: what is read before that, of the epoch before `start`.
     """
 
     path: str
@@ -35,6 +40,13 @@ class SourcePhase:
     weight: int
     num_tokens: int
     start: int
+    rest: Rest | None = None
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> SourcePhase:
+        """Of what `dataclasses.asdict` gave."""
+        rest = tree.get("rest")
+        return cls(**{**tree, "rest": rest and Rest(**rest)})
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ class Phase:
                     source.weight,
                     source.number,
                     source.start,
+                    self.num_joined(source),
                 )
                 for source in self.read
             ],
@@ -80,20 +93,40 @@ class Phase:
         """Chunks of one of its sources."""
         return count_windows(source.num_tokens, self.chunk_length)
 
+    def num_joined(self, source: SourcePhase) -> int:
+        """Samples of the rest of an epoch that one of its sources begins with."""
+        if source.rest is None:
+            return 0
+        return source.rest.num_samples(source.num_tokens, self.sequence_length)
+
+    def describe_rests(self) -> list[str]:
+        """The sources that begin with the rest of an epoch, for people."""
+        return [
+            f"{source.path}: {self.num_joined(source)} samples are joined of pieces of "
+            f"{source.rest.chunk_length} tokens until its epoch ends"
+            for source in self.read
+            if source.rest is not None
+        ]
+
     def until(self, sample: int, seed: int) -> Phase:
         """The same phase as if it began with `sample`, a later one."""
         counts = self.order(seed).counts(sample)
-        read = [
-            replace(source, start=source.start + count)
-            for source, count in zip(self.read, counts, strict=True)
-        ]
+        read = [self._after(source, count) for source, count in zip(self.read, counts, strict=True)]
         rest = [source for source in self.sources if not source.weight]
         return replace(self, first_sample=sample, sources=(*read, *rest))
+
+    def _after(self, source: SourcePhase, count: int) -> SourcePhase:
+        """One of its sources after `count` samples of it."""
+        num_joined, rest = self.num_joined(source), source.rest
+        if rest is not None and count < num_joined:
+            tokens_read = rest.tokens_read + count * self.sequence_length
+            return replace(source, rest=replace(rest, tokens_read=tokens_read))
+        return replace(source, start=source.start + count - num_joined, rest=None)
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Phase:
         """Of what `dataclasses.asdict` gave."""
-        sources = tuple(SourcePhase(**source) for source in tree["sources"])
+        sources = tuple(SourcePhase.from_json(source) for source in tree["sources"])
         return cls(**{**tree, "sources": sources})
 
 
@@ -117,29 +150,34 @@ def next_phase(
     the data has changed.
 
     A source is continued where it stands, also one that was left out for a while. Raises
-    CheckpointError where that is not possible: a sequence longer than the chunks, or other tokens
-    at the same path.
+    CheckpointError where that is not possible: other tokens at the same path.
     """
     length = config.batch.sequence_length
-    _refuse_other_chunks(last, config)
     _refuse_other_contents(last, sources)
     stands = last.until(sample, config.seed)
-    known = [
-        replace(
-            source,
-            weight=0,
-            start=convert_place(
-                source.start,
-                stands.num_chunks(source),
-                last.windows_per_chunk,
-                last.chunk_length // length,
-            ),
-        )
-        for source in stands.sources
-    ]
-    read = _appear(config.data.mixture, sources, length, last.chunk_length, known)
-    following = Phase(sample, length, last.chunk_length, read)
+    kept = last.chunk_length if last.chunk_length % length == 0 else length
+    following = Phase(sample, length, config.data.chunk_length or kept, ())
+    known = [_converted(source, stands, following) for source in stands.sources]
+    read = _appear(config.data.mixture, sources, length, following.chunk_length, known)
+    following = replace(following, sources=read)
     return following if differences(last, following) else last
+
+
+def _converted(source: SourcePhase, last: Phase, following: Phase) -> SourcePhase:
+    """A source of `last` where it stands, as one of `following` that is not read yet."""
+    windows = following.num_chunks(source) * following.windows_per_chunk
+    rest, num_chunks = source.rest, last.num_chunks(source)
+    if rest is None and following.chunk_length == last.chunk_length:
+        per_chunk = last.windows_per_chunk, following.windows_per_chunk
+        start = convert_place(source.start, num_chunks, *per_chunk)
+        return replace(source, weight=0, start=start)
+    if rest is None:
+        chunks_read = convert_place(source.start, num_chunks, last.windows_per_chunk, 1)
+        epoch, chunk = divmod(chunks_read, num_chunks)
+        if not chunk and windows:
+            return replace(source, weight=0, start=epoch * windows)
+        rest = Rest(last.chunk_length, epoch, chunk * last.chunk_length)
+    return replace(source, weight=0, start=(rest.epoch + 1) * windows, rest=rest)
 
 
 def _appear(
@@ -166,23 +204,6 @@ def _appear(
     return (*read, *left)
 
 
-def _refuse_other_chunks(last: Phase, config: RunConfig) -> None:
-    length, chunk_length = config.batch.sequence_length, last.chunk_length
-    if config.data.chunk_length not in (None, chunk_length):
-        raise CheckpointError(
-            f"data.chunk_length = {config.data.chunk_length}: this run permutes chunks of "
-            f"{chunk_length} tokens from its beginning -> set data.chunk_length={chunk_length}"
-        )
-    if chunk_length % length:
-        below = max(n for n in range(1, min(length, chunk_length) + 1) if chunk_length % n == 0)
-        raise CheckpointError(
-            f"batch.sequence_length = {length} does not divide the chunks of {chunk_length} tokens "
-            "that this run permutes, so that it cannot be told what of the epoch was not read "
-            f"yet -> batch.sequence_length={below}, or export the weights and begin a new run with "
-            "them; data.chunk_length declares the longest sequence when a run begins"
-        )
-
-
 def _refuse_other_contents(last: Phase, sources: Sequence[SourceIdentity]) -> None:
     known = {source.hash for source in last.sources}
     for source in sources:
@@ -202,6 +223,9 @@ def differences(before: Phase, now: Phase) -> list[tuple[str, str]]:
     if before.sequence_length != now.sequence_length:
         text = f"{before.sequence_length} there, {now.sequence_length} now"
         found.append(("batch.sequence_length", text))
+    elif before.chunk_length != now.chunk_length:
+        text = f"{before.chunk_length} there, {now.chunk_length} now"
+        found.append(("data.chunk_length", text))
     there = {source.hash: source for source in before.read}
     here = {source.hash for source in now.read}
     key = "data.sources"

@@ -35,7 +35,8 @@ class SampleOrder:
     Every epoch is its own permutation: no window repeats in it and none is left out. `source`
     tells the datasets of a mixture apart (`bigtrain.data.mixture`). Windows are numbered as they
     lie in the data, `windows_per_chunk` of them in every chunk. `start` is the place in the order,
-    epochs included, that counts as sample 0.
+    epochs included, that counts as sample 0. Before it come `num_joined` samples which are numbered
+    after the windows (`bigtrain.data.joining`).
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class SampleOrder:
         *,
         windows_per_chunk: int = 1,
         start: int = 0,
+        num_joined: int = 0,
     ) -> None:
         assert num_windows >= 1
         assert num_windows % windows_per_chunk == 0
@@ -54,13 +56,16 @@ class SampleOrder:
         self.source = source
         self.windows_per_chunk = windows_per_chunk
         self.start = start
+        self.num_joined = num_joined
         self._num_chunks = num_windows // windows_per_chunk
 
     def windows(self, first_sample: int, count: int) -> Indices:
         """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
-        parts = [np.empty(0, np.int64)]
-        position = self.start + first_sample
-        end = position + count
+        end_sample = first_sample + count
+        joined = np.arange(first_sample, min(end_sample, self.num_joined), dtype=np.int64)
+        parts = [self.num_windows + joined]
+        position = self.start + max(0, first_sample - self.num_joined)
+        end = self.start + max(0, end_sample - self.num_joined)
         while position < end:
             epoch, offset = divmod(position, self.num_windows)
             length = min(end - position, self.num_windows - offset)

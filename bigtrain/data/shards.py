@@ -51,6 +51,8 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
+NEAR_SEQUENCES = 16
+"""Looked at without a search: few documents begin in one sample."""
 CHUNK_ITEMS = 1 << 20
 """Items of an index or a shard looked at in one go: what bounds the memory of a check."""
 
@@ -178,16 +180,16 @@ class Shard:
         """
         item = self.dtype.itemsize
         pointers = self._pointers
-        first = bisect_left(pointers, low * item)
-        # Few documents begin in one sample, and the end of a short range is found sooner.
-        near = min(first + 64, self.num_sequences)
-        end = near if near < self.num_sequences and pointers[near] < high * item else first
-        limit = near if end == first else self.num_sequences
-        last = bisect_left(pointers, high * item, lo=end, hi=limit)
-        begins: list[int] = pointers[first:last].tolist()
+        first, end = bisect_left(pointers, low * item), high * item
+        begins: list[int] = pointers[first : first + NEAR_SEQUENCES].tolist()
+        if begins and begins[-1] < end:
+            begins = pointers[first : bisect_left(pointers, end, lo=first + len(begins))].tolist()
+        else:
+            del begins[bisect_left(begins, end) :]
         if self.num_documents == self.num_sequences:
             return begins
         # Documents of several sequences, or of none.
+        last = first + len(begins)
         entries = [bisect_left(self._starts, number) for number in range(first, last)]
         if entries and entries[-1] > self.num_documents:
             raise self.damaged(f"its documents end before sequence {last}")

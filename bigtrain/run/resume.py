@@ -84,6 +84,8 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
         if len(phases) > 1 and phases[-1].first_sample == state.samples:
             changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))
             session.say(f"from sample {state.samples} on with other data: {changes}")
+            for text in phases[-1].describe_rests():
+                session.say(text)
         return state
     return TrainState(phases=(first_phase(session.run.config, session.inputs.sources),))
 

@@ -72,7 +72,8 @@ class DataSection(Section):
         default=None,
         description="tokens of the pieces whose order is random, a multiple of "
         "batch.sequence_length and by default equal to it: the longest sequence with which the run "
-        "can ever go on without reading anything twice in an epoch",
+        "can go on and whose tokens follow one another in the data; of a longer one the samples of "
+        "the epoch that was begun are joined of such pieces",
     )
     verify: Literal["sizes", "contents"] = Field(
         default="sizes",

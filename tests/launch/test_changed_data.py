@@ -73,7 +73,9 @@ def held_out_losses(tree: dict[str, Any], model_directory: Path) -> dict[str, fl
     return losses
 
 
-def test_goes_on_with_other_shares_and_shorter_samples(tree: dict[str, Any], home: Path) -> None:
+def test_goes_on_with_other_shares_and_shorter_and_longer_samples(
+    tree: dict[str, Any], home: Path
+) -> None:
     run = Path(tree["output"]["directory"])
     code, output = start(tree, home, "data.verify=contents")
     assert code == 0, output
@@ -114,3 +116,14 @@ def test_goes_on_with_other_shares_and_shorter_samples(tree: dict[str, Any], hom
     starts = [source["start"] for source in state["phases"][1]["sources"]]
     assert starts[0] >= 48
     assert starts[1] >= 16
+
+    tree["batch"]["sequence_length"] = 48  # which nobody declared
+    tree["train"]["steps"] = 10
+    code, output = start(tree, home, allowed)
+    assert code == 0, output
+    assert "from sample 64 on with other data: batch.sequence_length: 16 there, 48 now" in output
+    assert f"{tree['data']['sources'][1]['path']}: " in output
+    assert " samples are joined of pieces of 32 tokens until its epoch ends" in output
+    assert metrics(run, "tokens")[10] == 4 * 8 * 32 + 4 * 8 * 16 + 2 * 8 * 48
+    state = json.loads((run / "checkpoints" / "step-00000010" / "state.json").read_text())
+    assert [phase["chunk_length"] for phase in state["phases"]] == [32, 32, 48]
