@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import bigtrain
+from bigtrain.launch.findings import SHARED_BUFFERS
 from bigtrain.launch.remote_environment import NAME, inspect_environment_file
 from bigtrain.launch.versions import library_versions
 
 MARK = "BIGTRAIN-PROBE "
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _RETRY_SECONDS = 0.2
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def facts(directory: str) -> dict[str, Any]:
@@ -42,7 +44,8 @@ def facts(directory: str) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_available_gib": _memory_available_gib(),
         "disk_free_gib": shutil.disk_usage(existing).free / 2**30,
-        "shm_gib": shutil.disk_usage("/dev/shm").total / 2**30,
+        "shm_free_gib": shutil.disk_usage(_SHARED_MEMORY).free / 2**30,
+        "shm_left_behind_gib": _left_behind_bytes(_SHARED_MEMORY) / 2**30,
         "interfaces": [name for _, name in socket.if_nameindex()],
         "interface_variables": {
             name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ
@@ -132,6 +135,18 @@ def _memory_available_gib() -> float:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) / 2**20
     return 0.0
+
+
+def _left_behind_bytes(folder: Path) -> int:
+    """Of DeepSpeed's buffers in `folder`, those that no process uses as far as this one may see."""
+    buffers = {str(path): path.lstat().st_size for path in folder.glob(SHARED_BUFFERS)}
+    for maps in Path("/proc").glob("[0-9]*/maps") if buffers else ():
+        try:
+            used = {line.split()[-1] for line in maps.read_text(errors="replace").splitlines()}
+        except OSError:  # somebody else's, or it has ended
+            continue
+        buffers = {path: size for path, size in buffers.items() if path not in used}
+    return sum(buffers.values())
 
 
 def _address(name: str) -> str | None:
