@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,30 @@ def facts(directory: str) -> dict[str, Any]:
         "environment_files": [p for path in sorted(files) for p in inspect_environment_file(path)],
         "time": time.time(),  # last, and so the nearest to when it is received
     }
+
+
+def announce(directory: str, token: str) -> dict[str, Any]:
+    """Leave a file in `directory` for other hosts to read; `made` are the folders it took."""
+    folder = Path(directory)
+    made = [str(path) for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f".doctor-{token}").write_text(token, encoding="utf-8")
+    except OSError as error:
+        return {"problem": error.strerror, "made": made}
+    return {"problem": None, "made": made}
+
+
+def collect(directory: str, token: str, made: list[str]) -> dict[str, Any]:
+    """The hosts whose files are seen in `directory`; deletes them, and the folders `made`."""
+    mine = f".doctor-{token}"
+    found = list(Path(directory).glob(f"{mine}*"))
+    for path in found:
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # somebody else may use them by now
+        for folder in made:
+            Path(folder).rmdir()
+    return {"hosts": [path.name.removeprefix(f"{mine}-") for path in found]}
 
 
 def shared(directory: str, token: str, name: str) -> dict[str, Any]:
@@ -164,6 +189,8 @@ def _free_port() -> int:
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     "facts": facts,
+    "announce": announce,
+    "collect": collect,
     "shared": shared,
     "network": network,
 }

@@ -222,3 +222,17 @@ def test_a_grandchild_that_stays_does_not_keep_the_doctor() -> None:
     assert reply.problem is not None
     assert reply.problem.startswith("exit code 3: ")
     os.kill(int(reply.problem.removeprefix("exit code 3: ")), signal.SIGKILL)
+
+
+def test_a_directory_that_does_not_answer_holds_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a file server that is gone: to make a folder takes for ever in every process."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time; os.mkdir = lambda *_, **__: time.sleep(1000)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert bigtrain(["doctor", "--quick", "--least-gib", "0.01", "--seconds", "3"]) == 2
+    said = f"{tmp_path}/runs cannot be written here: no answer within 3 s"
+    assert said in capsys.readouterr().err
