@@ -93,6 +93,17 @@ def test_no_run_named(lab: Lab, submit: Submit) -> None:
     assert log.read_text().startswith("train.sbatch: no run is named: sbatch slurm/train.sbatch")
 
 
+def test_port_that_is_taken(lab: Lab, submit: Submit) -> None:
+    listen = "import socket, time; s = socket.create_server(('', 29555)); print(1); time.sleep(900)"
+    holder = lab.cluster.start("n1", "python3", "-uc", listen, cwd=lab.folder)
+    assert holder.stdout.readline() == "1\n"
+    job, log = submit(SBATCH, [*TWO_NODES, "--export=ALL,MASTER_PORT=29555"], [lab.run_yaml])
+    assert ended(lab, job, log) == "FAILED"
+    assert "port 29555 of n1 cannot be used: set another MASTER_PORT, or none" in log.read_text()
+    assert completions(lab, job) == ["FAILED 2:0"]
+    assert not (lab.folder / "run").exists()
+
+
 def steps_logged(lab: Lab) -> int:
     """Steps that stand in the run's metrics so far."""
     path = lab.folder / "run" / "metrics.jsonl"
@@ -116,7 +127,7 @@ def wait_for_resume(lab: Lab, log: Path, number: int) -> int:
 @pytest.mark.timeout(900)
 def test_a_run_outlives_its_time_limit_and_a_hang(lab: Lab, submit: Submit) -> None:
     """Of the hang Slurm knows nothing, whose nodes are well: the process on n2 is stopped."""
-    limits = ["watchdog.timeout_seconds=6", "watchdog.slow_timeout_seconds=120"]
+    limits = ["watchdog.timeout_seconds=10", "watchdog.slow_timeout_seconds=120"]
     arguments = [lab.run_yaml, *LONG, *limits, "checkpoint.every_steps=20"]
     job, log = submit(SBATCH, TWO_NODES, arguments)
     wait_until("some steps", lambda: steps_logged(lab) >= 5, 250)
