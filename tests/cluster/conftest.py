@@ -96,6 +96,9 @@ def lab(hosts: Cluster, inputs: Inputs, tmp_path: Path) -> Iterator[Lab]:
     yield Lab(hosts, tmp_path, run_yaml)
     hosts.run("n0", "scancel", "--user=root", cwd=tmp_path)
     hosts.tidy()
+    for host in hosts.hosts:  # what a launcher could not reach, or outlives it on another host
+        for process in hosts.processes(host, str(TRAIN)):
+            process.kill()
 
 
 @pytest.fixture(scope="session")
