@@ -255,7 +255,9 @@ def test_after_a_link_cut_only_the_requeued_run_writes(lab: Lab, submit: Submit)
     Both see the run directory, as two hosts see one whose storage has a network of its own.
     """
     endless = ["train.steps=1000000", *LONG[1:], "checkpoint.every_steps=20"]
-    job, log = submit(SBATCH, ["--nodes=1", *NODE], [lab.run_yaml, *endless])
+    # The script's own 600 s are all of this job's time limit: it would be told at once to save.
+    options = ["--nodes=1", "--signal=B:USR1@60", *NODE]
+    job, log = submit(SBATCH, options, [lab.run_yaml, *endless])
     wait_until("some steps", lambda: steps_logged(lab) >= 25, 250)
     cut_off = told(lab, job, "NodeList")
     other = {"n1": "n2", "n2": "n1"}[cut_off]
