@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,38 +85,36 @@ def _judge_facts(host: Host, reply: Reply, least_gib: float, *, alone: bool) -> 
 
 def _shared(what: Examination, hosts: Sequence[Host]) -> list[Finding]:
     """Write here, read there; write there, read here."""
-    directory, token = what.directory, secrets.token_hex(8)
-    made = [path for path in (directory, *directory.parents) if not path.exists()]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        mine = directory / f".doctor-{token}"
-        mine.write_text(token, encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(f"{directory} cannot be written here: {error.strerror}") from error
-    try:
-        limit = what.limit_seconds
-        probes = {
-            host.name: probe_command(
-                "shared", limit, directory=str(directory), token=token, name=host.name
-            )
-            for host in hosts
-        }
-        replies = ask_all(hosts, probes, what.transport, limit)
-        found = []
-        for host in hosts:
-            reply = replies[host.name]
-            problem = reply.problem or reply.result["problem"]
-            theirs = directory / f".doctor-{token}-{host.name}"
-            if problem is None and not theirs.exists():
-                problem = "what it writes there is not seen here"
-            found.append(judge.judge_shared(host.name, str(directory), problem))
-        return found
-    finally:
-        for path in directory.glob(f".doctor-{token}*"):
-            path.unlink(missing_ok=True)
-        with suppress(OSError):  # somebody else may use them by now
-            for path in made:
-                path.rmdir()
+    directory, token = str(what.directory), secrets.token_hex(8)
+    written = _ask_here(what, "announce", directory=directory, token=token)
+    if written.problem or written.result["problem"]:
+        problem = written.problem or written.result["problem"]
+        raise LaunchError(f"{directory} cannot be written here: {problem}")
+    probes = {
+        host.name: probe_command(
+            "shared", what.limit_seconds, directory=directory, token=token, name=host.name
+        )
+        for host in hosts
+    }
+    replies = ask_all(hosts, probes, what.transport, what.limit_seconds)
+    made = written.result["made"]
+    read = _ask_here(what, "collect", directory=directory, token=token, made=made)
+    found = []
+    for host in hosts:
+        reply = replies[host.name]
+        problem = reply.problem or reply.result["problem"] or read.problem
+        if problem is None and host.name not in read.result["hosts"]:
+            problem = "what it writes there is not seen here"
+        found.append(judge.judge_shared(host.name, directory, problem))
+    return found
+
+
+def _ask_here(what: Examination, probe: str, **arguments: Any) -> Reply:
+    """Of this machine, in a process of its own as well: a file system that does not answer would
+    hold this one for ever."""
+    here = Host("localhost", 1, 0)
+    command = probe_command(probe, what.limit_seconds, **arguments)
+    return ask_all([here], {here.name: command}, "ssh", what.limit_seconds)[here.name]
 
 
 def _network(what: Examination, hosts: Sequence[Host], facts: dict[str, Any]) -> list[Finding]:

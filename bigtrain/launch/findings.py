@@ -13,6 +13,8 @@ from bigtrain.launch.hostfile import Host
 MOST_CLOCK_SKEW_SECONDS = 2.0
 SLOW_DEVICE_FACTOR = 1.25  # a device this much slower than the median holds every step back
 LEAST_SHM_GIB = 1.0
+# Of DeepSpeed's launcher on CPUs, which never removes them; bigtrain's runs make none.
+SHARED_BUFFERS = "deepspeed_allreduce_buffer_*"
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,19 @@ def judge_devices(host: Host, fact: Mapping[str, Any]) -> Finding:
 def judge_memory(host: str, fact: Mapping[str, Any], least_gib: float) -> list[Finding]:
     """Free memory, /dev/shm and disk."""
     findings = []
+    more_shared = "give the container more: --shm-size 16g"
+    left_behind = fact["shm_left_behind_gib"]
+    if left_behind:
+        more_shared = f"find /dev/shm -name '{SHARED_BUFFERS}' -mmin +60 -delete, or {more_shared}"
     for check, key, least, remedy in (
         ("memory", "memory_available_gib", least_gib, "end what else runs there"),
         ("disk", "disk_free_gib", least_gib, "free some, or write elsewhere (--directory)"),
-        ("/dev/shm", "shm_gib", LEAST_SHM_GIB, "give the container more: --shm-size 16g"),
+        ("/dev/shm", "shm_free_gib", LEAST_SHM_GIB, more_shared),
     ):
         found = fact[key]
         text = f"{found:.1f} GiB"
+        if check == "/dev/shm" and left_behind:
+            text += f", {left_behind:.1f} GiB of DeepSpeed runs that ended"
         short = found < least
         findings.append(
             Finding(host, check, text, f"at least {least:g} GiB: {remedy}" if short else None)

@@ -15,16 +15,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import bigtrain
+from bigtrain.launch.findings import SHARED_BUFFERS
 from bigtrain.launch.remote_environment import NAME, inspect_environment_file
 from bigtrain.launch.versions import library_versions
 
 MARK = "BIGTRAIN-PROBE "
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _RETRY_SECONDS = 0.2
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def facts(directory: str) -> dict[str, Any]:
@@ -42,7 +45,8 @@ def facts(directory: str) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_available_gib": _memory_available_gib(),
         "disk_free_gib": shutil.disk_usage(existing).free / 2**30,
-        "shm_gib": shutil.disk_usage("/dev/shm").total / 2**30,
+        "shm_free_gib": shutil.disk_usage(_SHARED_MEMORY).free / 2**30,
+        "shm_left_behind_gib": _left_behind_bytes(_SHARED_MEMORY) / 2**30,
         "interfaces": [name for _, name in socket.if_nameindex()],
         "interface_variables": {
             name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ
@@ -52,6 +56,30 @@ def facts(directory: str) -> dict[str, Any]:
         "environment_files": [p for path in sorted(files) for p in inspect_environment_file(path)],
         "time": time.time(),  # last, and so the nearest to when it is received
     }
+
+
+def announce(directory: str, token: str) -> dict[str, Any]:
+    """Leave a file in `directory` for other hosts to read; `made` are the folders it took."""
+    folder = Path(directory)
+    made = [str(path) for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f".doctor-{token}").write_text(token, encoding="utf-8")
+    except OSError as error:
+        return {"problem": error.strerror, "made": made}
+    return {"problem": None, "made": made}
+
+
+def collect(directory: str, token: str, made: list[str]) -> dict[str, Any]:
+    """The hosts whose files are seen in `directory`; deletes them, and the folders `made`."""
+    mine = f".doctor-{token}"
+    found = list(Path(directory).glob(f"{mine}*"))
+    for path in found:
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # somebody else may use them by now
+        for folder in made:
+            Path(folder).rmdir()
+    return {"hosts": [path.name.removeprefix(f"{mine}-") for path in found]}
 
 
 def shared(directory: str, token: str, name: str) -> dict[str, Any]:
@@ -134,6 +162,18 @@ def _memory_available_gib() -> float:
     return 0.0
 
 
+def _left_behind_bytes(folder: Path) -> int:
+    """Of DeepSpeed's buffers in `folder`, those that no process uses as far as this one may see."""
+    buffers = {str(path): path.lstat().st_size for path in folder.glob(SHARED_BUFFERS)}
+    for maps in Path("/proc").glob("[0-9]*/maps") if buffers else ():
+        try:
+            used = {line.split()[-1] for line in maps.read_text(errors="replace").splitlines()}
+        except OSError:  # somebody else's, or it has ended
+            continue
+        buffers = {path: size for path, size in buffers.items() if path not in used}
+    return sum(buffers.values())
+
+
 def _address(name: str) -> str | None:
     try:
         return socket.gethostbyname(name)
@@ -149,6 +189,8 @@ def _free_port() -> int:
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     "facts": facts,
+    "announce": announce,
+    "collect": collect,
     "shared": shared,
     "network": network,
 }

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -24,6 +25,7 @@ from bigtrain.launch.remote_environment import KEEP_ALIVE, select_environment
 
 Transport = Literal["ssh", "srun"]
 _GRACE_SECONDS = 15  # for the connection, on top of what the probe itself may take
+_KILLED_SECONDS = 5
 _TIMED_OUT = 124  # exit code of `timeout`
 
 
@@ -81,7 +83,8 @@ def _ask(host: Host, command: Sequence[str], transport: Transport, limit_seconds
             code = process.wait(limit_seconds + _GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # held by a file system that is gone
+                process.wait(_KILLED_SECONDS)
             return Reply(None, silent, sent_at, time.time())
         received_at = time.time()
         for line in _lines(output):

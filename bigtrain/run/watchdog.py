@@ -209,9 +209,8 @@ class Watchdog:
             directory.mkdir(parents=True, exist_ok=True)
             with (directory / f"rank-{self._world.rank:05d}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-            if torch.cuda.is_available():
-                _dump_flight_recorder(directory / f"rank-{self._world.rank:05d}.nccl.pickle")
-        except (OSError, AttributeError, RuntimeError) as error:
+            _dump_flight_recorder(directory / f"flight-recorder-{self._world.rank:05d}")
+        except (OSError, RuntimeError) as error:
             print(f"watchdog: {directory} cannot be written: {error}", file=sys.stderr)
             faulthandler.dump_traceback(2, all_threads=True)
 
@@ -243,9 +242,10 @@ class Watchdog:
 
 
 def _dump_flight_recorder(path: Path) -> None:
-    """What NCCL's flight recorder holds of the last collectives of this process, for
-    ``python -m torch.distributed.flight_recorder.fr_trace``."""
-    trace = torch._C._distributed_c10d._dump_nccl_trace(  # type: ignore[attr-defined]
-        includeCollectives=True, includeStackTraces=True, onlyActive=False
-    )
-    path.write_bytes(trace)
+    """What torch's flight recorder, that of NCCL or of gloo, holds of the last collectives of this
+    process. Names that end in the rank are what its own reader takes."""
+    name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    if dump is not None:  # else torch was built without
+        trace = dump(includeCollectives=True, includeStackTraces=True, onlyActive=False)
+        path.write_bytes(trace)

@@ -58,18 +58,17 @@ class Server:
     def overtake(
         self,
         arguments: list[str],
-        log: Path,
         *,
         during: bool,
         before_it_goes_on: Callable[[], None],
     ) -> tuple[list[int], str, list[int], str]:
-        """A world that is stopped when `log` has grown, so that a second one takes its run over.
+        """A world that is stopped when it has begun to write, so that a second one takes its run.
 
         It goes on after the second has ended and `before_it_goes_on` was called, or `during` it.
         Codes and text of the second one, then of the first.
         """
         older, newer = self._request(arguments), self._request(arguments)
-        older["overtaken"] = {"log": str(log), "request": newer, "during": during}
+        older["overtaken"] = {"request": newer, "during": during}
         self._write(json.dumps(older))
         codes = [self._codes()]
         if not during:

@@ -8,9 +8,9 @@ die: [rank, n]: that process SIGKILLs itself at its n-th operation on files of c
     audit hook of the interpreter, from whatever thread.
 send: {"log", "after_bytes", "delay_seconds", "ranks", "signal", "times"}: so long after that file
     has grown, by more than some bytes, those processes get that signal, so many times.
-overtaken: {"log", "request", "during"}: after that file has grown, all processes are stopped
+overtaken: {"request", "during"}: after its first line of the log, all processes are stopped
     (SIGSTOP), and the world of another request is started. They go on once that has ended, its
-    codes were answered and a line was read, or, `during` it, once the file has grown again.
+    codes were answered and a line was read, or, `during` it, after its first line of the log.
 hang: {"rank", "layer", "call", "how"}: that process never returns from the attention of that
     layer, the so many-th time: it sleeps, or holds the interpreter from C.
 spoil: {"rank", "steps": {number: "nan" or "gradient"}}: in those steps of its life that process
@@ -39,6 +39,7 @@ _WORDS = ("step-", "checkpoints", "distcp", "metadata", "state.json", "manifest.
 _EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir"}
 # What survivors of a kill are given to do harm in; they notice within a second or hang.
 _GRACE_SECONDS = 1.0
+_WAITED_FOR = {signal.SIGCHLD, signal.SIGUSR1}
 _ANSWERS = 100  # a file descriptor that nobody has
 
 
@@ -129,8 +130,22 @@ def slow_down(seconds: float) -> None:
     torch.nn.Linear.forward = slow  # type: ignore[method-assign]
 
 
+def tell(pid: int) -> None:
+    """Send SIGUSR1 to a process once the main process has written its first line of the log."""
+    from bigtrain.run.metrics import MetricsWriter
+
+    info = MetricsWriter.info
+
+    def first(self: Any, text: str) -> None:
+        MetricsWriter.info = info  # type: ignore[method-assign]
+        info(self, text)
+        os.kill(pid, signal.SIGUSR1)
+
+    MetricsWriter.info = first  # type: ignore[method-assign]
+
+
 def child(rank: int, request: dict[str, Any]) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
     # train.py's own defaults, whatever this server inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -157,6 +172,8 @@ def child(rank: int, request: dict[str, Any]) -> None:
     spoiled = request.get("spoil")
     if spoiled is not None and spoiled["rank"] == rank:
         spoil(spoiled["steps"])
+    if request.get("tell") is not None:
+        tell(request["tell"])
     slowed = request.get("slow")
     if slowed is not None and slowed["rank"] == rank:
         slow_down(slowed["seconds"])
@@ -176,20 +193,19 @@ def serve(request: dict[str, Any]) -> list[int]:
     """Start the world, do to it what is asked for, and return the exit codes."""
     send = request["send"]
     overtaken = request.get("overtaken")
-    watched = send or overtaken
-    log = Path(watched["log"]) if watched else None
+    log = Path(send["log"]) if send else None
     size_before = _size(log) if log else 0
-    processes = start(request)
+    processes = start(request | {"tell": os.getpid()} if overtaken else request)
     codes = [0] * request["world_size"]
     sends_at: float | None = None
     while processes:
         patience = request.get("grace_seconds", _GRACE_SECONDS) if any(codes) else 600.0
-        waited = signal.sigtimedwait({signal.SIGCHLD}, 0.01 if send or overtaken else patience)
+        waited = signal.sigtimedwait(_WAITED_FOR, 0.01 if send else patience)
         for pid in list(processes):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 codes[processes.pop(pid)] = os.waitstatus_to_exitcode(status)
-        if overtaken and log and _size(log) > size_before:
+        if overtaken and waited and waited.si_signo == signal.SIGUSR1:
             send_to_all(processes, signal.SIGSTOP)
             overtake(overtaken, processes)
             overtaken = None
@@ -225,17 +241,16 @@ def send_to_all(processes: dict[int, int], number: signal.Signals) -> None:
 
 def overtake(overtaken: dict[str, Any], processes: dict[int, int]) -> None:
     """Let another world take the run over from `processes`, which are stopped."""
-    size = _size(Path(overtaken["log"]))
     if not overtaken["during"]:
         answer(serve(overtaken["request"]))
         sys.stdin.readline()
         return
+    request = overtaken["request"] | {"tell": os.getpid()}
     # A process of its own, so that both worlds can be waited for.
     if os.fork() == 0:
-        answer(serve(overtaken["request"]))
+        answer(serve(request))
         os._exit(0)
-    while _size(Path(overtaken["log"])) <= size:
-        time.sleep(0.005)
+    signal.sigwait({signal.SIGUSR1})
 
 
 def _size(path: Path) -> int:
@@ -250,7 +265,7 @@ def main() -> None:
     # Libraries print while they are imported.
     os.dup2(1, _ANSWERS)
     os.dup2(2, 1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
     import bigtrain.engine.build
     import bigtrain.run.finish
     import bigtrain.run.initialize

@@ -32,7 +32,6 @@ def test_the_earlier_start_ends_and_changes_nothing(
     before: dict[str, tuple[int, bytes]] = {}
     newer, newer_text, older, older_text = server.overtake(
         arguments(run_yaml, run),
-        run / "log.txt",
         during=during,
         before_it_goes_on=lambda: before.update(contents(run)),
     )

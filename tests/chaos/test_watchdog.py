@@ -6,10 +6,12 @@ import json
 import re
 import signal
 import socket
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.flight_recorder.components.loader import read_dir
 
 from bigtrain.errors import EXIT_HANG
 from tests.chaos.conftest import Server, arguments, assert_same_run
@@ -44,6 +46,15 @@ def hang_directory(run: Path) -> Path:
     return directory
 
 
+def assert_flight_recorder_reads(directory: Path) -> None:
+    """By torch's own reader: both processes, and where in the step each began a collective."""
+    details, _ = read_dir(Namespace(prefix=None, trace_dir=str(directory)))
+    assert {found["rank"] for found in details.values()} == {0, 1}
+    for found in details.values():
+        entries = [e for e in found["entries"] if e["profiling_name"].startswith("gloo:")]
+        assert any("train_step" in [f["name"] for f in e["frames"]] for e in entries)
+
+
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_process_that_sleeps_in_a_layer_is_named(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path, rank: int
@@ -65,6 +76,7 @@ def test_a_process_that_sleeps_in_a_layer_is_named(
         stack = (directory / f"rank-{number:05d}.txt").read_text()
         assert "fork_server.py" in stack
         assert ("distributed_c10d.py" in stack) == (number != rank)
+    assert_flight_recorder_reads(directory)
     assert json.loads((run / "requeue").read_text()) == {"signal": "watchdog", "step": 3}
     codes, text = server.live(arguments(run_yaml, run, TIMEOUT))
     assert codes == [0, 0], text

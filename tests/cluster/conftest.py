@@ -20,7 +20,7 @@ from tests.launch.conftest import (
     tokenize,
     write_documents,
 )
-from tests.support.cluster import Cluster, cluster, why_not
+from tests.support.cluster import Cluster, cluster, wait_until, why_not
 from tests.support.worlds import ROOT
 
 TRAIN = ROOT / "bigtrain" / "train.py"
@@ -96,6 +96,9 @@ def lab(hosts: Cluster, inputs: Inputs, tmp_path: Path) -> Iterator[Lab]:
     yield Lab(hosts, tmp_path, run_yaml)
     hosts.run("n0", "scancel", "--user=root", cwd=tmp_path)
     hosts.tidy()
+    for host in hosts.hosts:  # what a launcher could not reach, or outlives it on another host
+        for process in hosts.processes(host, str(TRAIN)):
+            process.kill()
 
 
 @pytest.fixture(scope="session")
@@ -111,15 +114,40 @@ Submit = Callable[..., tuple[str, Path]]
 
 
 @pytest.fixture
-def submit(lab: Lab) -> Submit:
+def nodes(lab: Lab) -> None:
+    """Slurm's n1 and n2 are idle, whatever the test before has done to them.
+
+    When a node is back that was cut off, Slurm may start what was cancelled there meanwhile, and
+    drain the node because that runs already.
+    """
+
+    def idle() -> bool:
+        lines = lab.run("n0", "sinfo", "-h", "-N", "-o", "%N %T")[1].splitlines()
+        states = dict(line.split() for line in lines)
+        if states == {"n1": "idle", "n2": "idle"}:  # one that does not answer is "idle*"
+            return True
+        lab.run("n0", "scancel", "--user=root")
+        for name, state in states.items():
+            if state.startswith("drain"):
+                lab.run("n0", "scontrol", "update", f"nodename={name}", "state=resume")
+        return False
+
+    wait_until("Slurm's nodes are idle", idle, 150)
+
+
+@pytest.fixture
+def submit(lab: Lab, nodes: None) -> Submit:
     """``submit("slurm/train.sbatch", options, arguments)``: the job's number and its log."""
 
     def run(
-        script: str | Path, options: list[str], arguments: list[str | Path], **env: str
+        script: str | Path,
+        options: list[str],
+        arguments: list[str | Path],
+        name: str = "job.log",
     ) -> tuple[str, Path]:
-        log = lab.folder / "job.log"
+        log = lab.folder / name
         command = ["sbatch", "--parsable", f"--output={log}", *options, script, *arguments]
-        code, output = lab.run("n0", *command, **env)
+        code, output = lab.run("n0", *command)
         assert code == 0, output
         return output.strip(), log
 

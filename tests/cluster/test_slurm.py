@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import psutil
 import pytest
 
 from bigtrain.cli import main as bigtrain
+from bigtrain.run import checkpoints
 from tests.cluster.conftest import Lab, Submit
 from tests.launch.conftest import Inputs, metrics, snapshot
 from tests.support.cluster import BINARIES, wait_until
@@ -17,7 +19,7 @@ SBATCH = ROOT / "slurm" / "train.sbatch"
 NODE = ["--gpus-per-node=1", "--cpus-per-task=1", "--mem=1000", "--time=10"]
 TWO_NODES = ["--nodes=2", "--signal=B:USR1@60", *NODE]
 # Long enough to be stopped on its way; saved only when told, unless a test says otherwise.
-STEPS = 270
+STEPS = 200
 LONG = [
     f"train.steps={STEPS}",
     "evaluation.every_steps=100000",
@@ -39,11 +41,14 @@ def state(lab: Lab, job: str) -> str:
 
 
 def completions(lab: Lab, job: str) -> list[str]:
-    """The states of `job` in the log of completed jobs: one for every time that it ended."""
+    """State and exit code of `job` in the log of completed jobs, for every time that it ended."""
     lines = (lab.cluster.state / "jobcomp.log").read_text().splitlines()
-    words = [line.split() for line in lines if line.startswith(f"JobId={job} ")]
-    found = [word for line in words for word in line if word.startswith("JobState=")]
-    return [word.split("=")[1] for word in found]
+    found = []
+    for line in lines:
+        told = dict(word.partition("=")[::2] for word in line.split())
+        if told["JobId"] == job:
+            found.append(f"{told['JobState']} {told['ExitCode']}")
+    return found
 
 
 def ended(lab: Lab, job: str, log: Path, timeout: float = 200) -> str:
@@ -69,7 +74,7 @@ def test_two_nodes_compute_what_one_process_does(
     assert "n[1-2], 1 processes on each of 2 nodes" in log.read_text()
     assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
     assert told(lab, job, "ExitCode") == "0:0"
-    assert completions(lab, job) == ["COMPLETED"]
+    assert completions(lab, job) == ["COMPLETED 0:0"]
 
 
 def test_wrong_run_fails_before_a_process_starts(lab: Lab, submit: Submit) -> None:
@@ -79,7 +84,7 @@ def test_wrong_run_fails_before_a_process_starts(lab: Lab, submit: Submit) -> No
     assert "srun" not in log.read_text()
     assert not (lab.folder / "run").exists()
     assert told(lab, job, "ExitCode") == "2:0"
-    assert completions(lab, job) == ["FAILED"]
+    assert completions(lab, job) == ["FAILED 2:0"]
 
 
 def test_no_run_named(lab: Lab, submit: Submit) -> None:
@@ -88,28 +93,68 @@ def test_no_run_named(lab: Lab, submit: Submit) -> None:
     assert log.read_text().startswith("train.sbatch: no run is named: sbatch slurm/train.sbatch")
 
 
+def test_port_that_is_taken(lab: Lab, submit: Submit) -> None:
+    listen = "import socket, time; s = socket.create_server(('', 29555)); print(1); time.sleep(900)"
+    holder = lab.cluster.start("n1", "python3", "-uc", listen, cwd=lab.folder)
+    assert holder.stdout.readline() == "1\n"
+    job, log = submit(SBATCH, [*TWO_NODES, "--export=ALL,MASTER_PORT=29555"], [lab.run_yaml])
+    assert ended(lab, job, log) == "FAILED"
+    assert "port 29555 of n1 cannot be used: set another MASTER_PORT, or none" in log.read_text()
+    assert completions(lab, job) == ["FAILED 2:0"]
+    assert not (lab.folder / "run").exists()
+
+
 def steps_logged(lab: Lab) -> int:
     """Steps that stand in the run's metrics so far."""
     path = lab.folder / "run" / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-@pytest.mark.timeout(600)
-def test_near_its_time_limit_a_run_is_saved_requeued_and_goes_on(lab: Lab, submit: Submit) -> None:
-    job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml, *LONG])
-    wait_until("some steps", lambda: steps_logged(lab) >= 5, 200)
+def resumed(log: Path) -> list[int]:
+    """The steps at which the starts of a job went on."""
+    text = log.read_text() if log.exists() else ""
+    return [int(step) for step in re.findall(r"^resumed at step (\d+) ", text, flags=re.M)]
+
+
+def wait_for_resume(lab: Lab, log: Path, number: int) -> int:
+    """Until the `number`-th start that went on makes steps; returns the step it went on at."""
+    wait_until(f"it goes on, time {number}", lambda: len(resumed(log)) == number, 250)
+    step = resumed(log)[-1]
+    wait_until("some steps more", lambda: steps_logged(lab) >= step + 5, 100)
+    return step
+
+
+@pytest.mark.timeout(900)
+def test_a_run_outlives_its_time_limit_and_a_hang(lab: Lab, submit: Submit) -> None:
+    """Of the hang Slurm knows nothing, whose nodes are well: the process on n2 is stopped."""
+    limits = ["watchdog.timeout_seconds=10", "watchdog.slow_timeout_seconds=120"]
+    arguments = [lab.run_yaml, *LONG, *limits, "checkpoint.every_steps=20"]
+    job, log = submit(SBATCH, TWO_NODES, arguments)
+    wait_until("some steps", lambda: steps_logged(lab) >= 5, 250)
     # What --signal=B:USR1@60 sends nine minutes from now; the real timer has a slow test below.
     code, output = lab.run("n0", "scancel", "--batch", "--signal=USR1", job)
     assert code == 0, output
-    assert ended(lab, job, log, 300) == "COMPLETED", log.read_text()
+    step = wait_for_resume(lab, log, 1)
     story = log.read_text()
+    assert f"stopped by SIGUSR1 after step {step} of {STEPS}" in story
     assert story.count("near the time limit, saving") == 1
     assert story.count("saved; back into the queue") == 1
-    assert "start 2: n[1-2]" in story
-    assert "resumed at step " in story
-    assert told(lab, job, "Restarts") == "1"
+
+    found = [p for p in lab.cluster.processes("n2", "train.py --config") if is_training(p)]
+    assert len(found) == 1
+    newest = checkpoints.steps(lab.folder / "run")[-1]
+    found[0].suspend()
+    assert wait_for_resume(lab, log, 2) >= newest
+    assert ended(lab, job, log, 300) == "COMPLETED", log.read_text()
+    story = log.read_text()
+    assert "rank 1 on n2 does not answer" in story
+    assert story.count("nothing moved, see ") == 1
+    assert story.count("back into the queue") == 2
+    assert "start 3: n[1-2]" in story
+    assert told(lab, job, "Restarts") == "2"
     assert told(lab, job, "ExitCode") == "0:0"
-    assert completions(lab, job)[-1] == "COMPLETED"
+    # PENDING is what Slurm writes down of a job that was put back into the queue.
+    assert completions(lab, job) == ["PENDING 0:0", "PENDING 0:0", "COMPLETED 0:0"]
     assert list(metrics(lab.folder / "run")) == list(range(1, STEPS + 1))
     assert not (lab.folder / "run" / "requeue").exists()
 
@@ -135,18 +180,6 @@ def test_the_real_timer(lab: Lab, submit: Submit) -> None:
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_cancelled_run_stays_cancelled(lab: Lab, submit: Submit) -> None:
-    job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml, *LONG])
-    wait_until("some steps", lambda: steps_logged(lab) >= 5, 200)
-    lab.run("n0", "scancel", job)
-    assert ended(lab, job, log) == "CANCELLED", log.read_text()
-    wait_until("its nodes are free", lambda: "n[1-2]" in idle(lab))
-    assert state(lab, job) == "CANCELLED"
-    assert told(lab, job, "Restarts") == "0"
-    assert completions(lab, job) == ["CANCELLED"]
-    assert "back into the queue" not in log.read_text()
-
-
 def is_training(process: psutil.Process) -> bool:
     """Whether it is one of a run's processes, not what started them."""
     command = process.cmdline()
@@ -158,12 +191,24 @@ def idle(lab: Lab) -> str:
     return lab.run("n0", "sinfo", "-h", "-t", "idle", "-o", "%N")[1]
 
 
-@pytest.mark.timeout(600)
-def test_after_a_node_failure_a_run_goes_on_with_what_is_left(lab: Lab, submit: Submit) -> None:
+@pytest.mark.timeout(900)
+def test_a_cancelled_run_submitted_again_outlives_a_node_failure(lab: Lab, submit: Submit) -> None:
     options = ["--nodes=1-2", "--signal=B:USR1@60", *NODE]
     arguments = [lab.run_yaml, *LONG, "checkpoint.every_steps=20"]
     job, log = submit(SBATCH, options, arguments)
-    wait_until("some steps", lambda: steps_logged(lab) >= 45, 250)
+    wait_until("a save", lambda: checkpoints.steps(lab.folder / "run"), 250)
+    newest = checkpoints.steps(lab.folder / "run")[-1]
+    lab.run("n0", "scancel", job)
+    assert ended(lab, job, log) == "CANCELLED", log.read_text()
+    wait_until("its nodes are free", lambda: "n[1-2]" in idle(lab))
+    assert state(lab, job) == "CANCELLED"
+    assert told(lab, job, "Restarts") == "0"
+    assert completions(lab, job) == ["CANCELLED 0:0"]
+    assert "back into the queue" not in log.read_text()
+
+    job, log = submit(SBATCH, options, arguments, name="again.log")
+    assert wait_for_resume(lab, log, 1) >= newest
+    newest = checkpoints.steps(lab.folder / "run")[-1]
     update = ["scontrol", "update", "nodename=n2", "reason=test"]
     try:
         for new in ("down", "drain"):  # drained, it does not come back by itself
@@ -175,65 +220,12 @@ def test_after_a_node_failure_a_run_goes_on_with_what_is_left(lab: Lab, submit: 
     story = log.read_text()
     assert "start 1: n[1-2], 1 processes on each of 2 nodes" in story
     assert "start 2: n1, 1 processes on each of 1 nodes" in story
-    assert "resumed at step " in story
+    assert len(resumed(log)) == 2
+    assert resumed(log)[1] >= newest
     assert told(lab, job, "Restarts") == "1"
-    assert completions(lab, job)[-1] == "COMPLETED"
+    assert told(lab, job, "ExitCode") == "0:0"
+    assert completions(lab, job) == ["NODE_FAIL 0:0", "COMPLETED 0:0"]
     assert list(metrics(lab.folder / "run")) == list(range(1, STEPS + 1))
-    wait_until("n2 is back", lambda: "n[1-2]" in idle(lab))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_run_that_hangs_is_requeued_and_goes_on(lab: Lab, submit: Submit) -> None:
-    """Without a word from Slurm, whose nodes are well: the process on n2 is stopped."""
-    limits = ["watchdog.timeout_seconds=5", "watchdog.slow_timeout_seconds=60"]
-    arguments = [lab.run_yaml, *LONG, *limits, "checkpoint.every_steps=20"]
-    job, log = submit(SBATCH, TWO_NODES, arguments)
-    wait_until("some steps", lambda: steps_logged(lab) >= 25, 250)
-    found = [p for p in lab.cluster.processes("n2", "train.py --config") if is_training(p)]
-    assert len(found) == 1
-    found[0].suspend()
-    assert ended(lab, job, log, 300) == "COMPLETED", log.read_text()
-    story = log.read_text()
-    assert "rank 1 on n2 does not answer" in story
-    assert story.count("nothing moved, see ") == 1
-    assert story.count("back into the queue") == 1
-    assert "start 2: n[1-2]" in story
-    assert "resumed at step " in story
-    assert told(lab, job, "Restarts") == "1"
-    assert list(metrics(lab.folder / "run")) == list(range(1, STEPS + 1))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_after_a_link_cut_only_the_requeued_run_writes(lab: Lab, submit: Submit) -> None:
-    """n1 computes on without its cable, while Slurm takes it for dead and starts the run on n2.
-
-    Both see the run directory, as two hosts see one whose storage has a network of its own.
-    """
-    endless = ["train.steps=1000000", *LONG[1:], "checkpoint.every_steps=20"]
-    job, log = submit(SBATCH, ["--nodes=1", *NODE], [lab.run_yaml, *endless])
-    wait_until("some steps", lambda: steps_logged(lab) >= 25, 250)
-    assert told(lab, job, "NodeList") == "n1"
-    older = [p for p in lab.cluster.processes("n1", "train.py --config") if p.name() != "srun"]
-    lab.cluster.link("n1", "down")
-    wait_until("Slurm starts it on n2", lambda: "start 2: n2" in log.read_text(), 200)
-    wait_until("it goes on", lambda: "resumed at step " in log.read_text(), 200)
-    # Cut off all the while, and ended by nobody but itself.
-    wait_until("the older run ends", lambda: not any(p.is_running() for p in older), 60)
-    before = steps_logged(lab)
-    wait_until("the newer one goes on alone", lambda: steps_logged(lab) >= before + 25, 100)
-
-    lab.run("n0", "scancel", job)
-    assert ended(lab, job, log) == "CANCELLED", log.read_text()
-    assert completions(lab, job)[-1] == "CANCELLED"
-    wait_until("nobody writes", lambda: not lab.cluster.processes("n2", "train.py --config"))
-    run = lab.folder / "run"
-    steps = list(metrics(run))  # each stands there once
-    assert steps == list(range(1, len(steps) + 1))
-    assert bigtrain(["verify", "--run", str(run)]) == 0
-    lab.cluster.link("n1", "up")
-    wait_until("n1 is back", lambda: "n[1-2]" in idle(lab), 120)
 
 
 def test_tokens_of_an_array_are_those_of_one_process(
@@ -247,10 +239,43 @@ def test_tokens_of_an_array_are_those_of_one_process(
     assert snapshot(lab.folder / "shards") == snapshot(inputs.shards)
 
 
-def test_hosts_of_a_job_are_those_that_slurm_says(lab: Lab) -> None:
+def test_hosts_of_a_job_are_those_that_slurm_says(lab: Lab, nodes: None) -> None:
     command = f"{BINARIES / 'python'} -m bigtrain.cli hostfile --slurm"
     script = f"{command} && scontrol show hostnames"
     allocation = ["salloc", "--quiet", "--nodes=2", "--gpus-per-node=2", "--mem=100"]
     code, output = lab.run("n0", *allocation, "sh", "-c", script)
     assert code == 0, output
     assert output.splitlines() == ["n1 slots=2", "n2 slots=2", "n1", "n2"]
+
+
+@pytest.mark.timeout(600)
+def test_after_a_link_cut_only_the_requeued_run_writes(lab: Lab, submit: Submit) -> None:
+    """A node computes on without its cable, while Slurm takes it for dead and starts the run anew.
+
+    Both see the run directory, as two hosts see one whose storage has a network of its own.
+    """
+    endless = ["train.steps=1000000", *LONG[1:], "checkpoint.every_steps=20"]
+    # The script's own 600 s are all of this job's time limit: it would be told at once to save.
+    options = ["--nodes=1", "--signal=B:USR1@60", *NODE]
+    job, log = submit(SBATCH, options, [lab.run_yaml, *endless])
+    wait_until("some steps", lambda: steps_logged(lab) >= 25, 250)
+    cut_off = told(lab, job, "NodeList")
+    other = {"n1": "n2", "n2": "n1"}[cut_off]
+    older = [p for p in lab.cluster.processes(cut_off, "train.py --config") if p.name() != "srun"]
+    assert older
+    lab.cluster.link(cut_off, "down")
+    wait_until("Slurm starts it elsewhere", lambda: f"start 2: {other}" in log.read_text(), 200)
+    wait_until("it goes on", lambda: "resumed at step " in log.read_text(), 200)
+    # Cut off all the while, and ended by nobody but itself.
+    wait_until("the older run ends", lambda: not any(p.is_running() for p in older), 60)
+    before = steps_logged(lab)
+    wait_until("the newer one goes on alone", lambda: steps_logged(lab) >= before + 25, 100)
+
+    lab.run("n0", "scancel", job)
+    assert ended(lab, job, log) == "CANCELLED", log.read_text()
+    assert completions(lab, job) == ["NODE_FAIL 0:0", "CANCELLED 0:0"]
+    wait_until("nobody writes", lambda: not lab.cluster.processes(other, "train.py --config"))
+    run = lab.folder / "run"
+    steps = list(metrics(run))  # each stands there once
+    assert steps == list(range(1, len(steps) + 1))
+    assert bigtrain(["verify", "--run", str(run)]) == 0

@@ -203,7 +203,8 @@ def test_killed_run_goes_on_bit_for_bit(
     two_process_runs: dict[str, Path], inputs: Inputs, home: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    process = start([*launcher("deepspeed"), *arguments(inputs, run)], home)
+    command = launcher("deepspeed")
+    process = start([*command, *arguments(inputs, run)], home)
     assert process.stdout is not None
     seen = []
     for line in process.stdout:
@@ -213,6 +214,8 @@ def test_killed_run_goes_on_bit_for_bit(
             break
     killed = wait(process)
     assert killed.code == -signal.SIGKILL, "".join(seen) + killed.output
+    port = command[command.index("--master_port") + 1]
+    assert not list(Path("/dev/shm").glob(f"*_{port}_*")), "DeepSpeed's buffers are left behind"
     assert SAVE_EVERY in checkpoints.steps(run)
     assert STEPS not in checkpoints.steps(run), "the run was over before it was killed"
     assert not (run / "hf").exists()

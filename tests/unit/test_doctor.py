@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import mmap
 import os
 import signal
 import socket
@@ -24,7 +25,8 @@ FACT: dict[str, Any] = {
     "cores": 64,
     "memory_available_gib": 400.0,
     "disk_free_gib": 900.0,
-    "shm_gib": 200.0,
+    "shm_free_gib": 200.0,
+    "shm_left_behind_gib": 0.0,
     "interfaces": ["lo", "eth0", "ib0"],
     "interface_variables": {},
     "own_address": "10.0.0.1",
@@ -67,13 +69,27 @@ def test_devices_against_slots(fact: dict[str, Any], said: str | None) -> None:
 
 
 def test_memory_and_disk() -> None:
-    short = changed(memory_available_gib=3.0, shm_gib=0.0625)
+    short = changed(memory_available_gib=3.0, shm_free_gib=0.0625)
     verdicts = findings.judge_memory("a", short, least_gib=10)
     assert {v.check: v.failed for v in verdicts} == {
         "memory": True,
         "disk": False,
         "/dev/shm": True,
     }
+
+
+def test_what_deepspeed_left_in_shared_memory(tmp_path: Path) -> None:
+    used, ended = (tmp_path / f"deepspeed_allreduce_buffer_0_host_{port}_0" for port in (1, 2))
+    for path in (used, ended):
+        path.write_bytes(bytes(5000))
+    with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert probe._left_behind_bytes(tmp_path) == 5000
+    assert probe._left_behind_bytes(tmp_path) == 10000
+
+    full = changed(shm_free_gib=0.5, shm_left_behind_gib=12.25)
+    *_, verdict = findings.judge_memory("a", full, least_gib=10)
+    failed(verdict, "0.5 GiB, 12.2 GiB of DeepSpeed runs that ended")
+    assert "find /dev/shm -name 'deepspeed_allreduce_buffer_*' -mmin +60 -delete" in verdict.remedy
 
 
 @pytest.mark.parametrize(
@@ -206,3 +222,17 @@ def test_a_grandchild_that_stays_does_not_keep_the_doctor() -> None:
     assert reply.problem is not None
     assert reply.problem.startswith("exit code 3: ")
     os.kill(int(reply.problem.removeprefix("exit code 3: ")), signal.SIGKILL)
+
+
+def test_a_directory_that_does_not_answer_holds_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a file server that is gone: to make a folder takes for ever in every process."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time; os.mkdir = lambda *_, **__: time.sleep(1000)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert bigtrain(["doctor", "--quick", "--least-gib", "0.01", "--seconds", "3"]) == 2
+    said = f"{tmp_path}/runs cannot be written here: no answer within 3 s"
+    assert said in capsys.readouterr().err
