@@ -9,6 +9,7 @@ own, which is why there is a marker.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
@@ -128,5 +129,16 @@ class StopAgreement:
 def leave_marker(run_directory: Path, received: signal.Signals, state: TrainState) -> None:
     """Ask for the run to be started again, unless it was a person who stopped it."""
     if received != signal.SIGINT:
-        marker = {"signal": received.name, "step": state.step}
-        (run_directory / REQUEUE).write_text(json.dumps(marker) + "\n")
+        ask_for_restart(run_directory, received.name, state.step)
+
+
+def ask_for_restart(run_directory: Path, reason: str, step: int) -> None:
+    """Leave the marker that Slurm scripts go by: each by that of its own start alone.
+
+    A node that was cut off may come back when a later start has been cancelled.
+    """
+    marker: dict[str, Any] = {"signal": reason, "step": step}
+    if "SLURM_JOB_ID" in os.environ:
+        restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+        marker["start"] = f"{os.environ['SLURM_JOB_ID']}-{restart}"
+    (run_directory / REQUEUE).write_text(json.dumps(marker) + "\n")

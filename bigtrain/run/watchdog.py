@@ -15,7 +15,6 @@ gone, each process reports for itself.
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import secrets
 import socket
@@ -34,7 +33,7 @@ from bigtrain.errors import EXIT_HANG
 from bigtrain.run.board import Board, open_board
 from bigtrain.run.hang_report import Position, Verdict, judge, judge_alone
 from bigtrain.run.heartbeat import Heartbeat, Transfers, current_collective
-from bigtrain.run.stopping import REQUEUE
+from bigtrain.run.stopping import ask_for_restart
 from bigtrain.sections.failures import WatchdogSection
 from bigtrain.world import World
 
@@ -233,12 +232,11 @@ class Watchdog:
             print(f"watchdog: the report cannot be written: {error}", file=sys.stderr)
 
     def _ask_for_restart(self, directory: Path) -> None:
-        """Leave the marker that Slurm scripts go by, unless the same step hangs again and again."""
+        """Unless the same step hangs again and again."""
         step = self._heartbeat.step
         before = list(directory.parent.glob(f"step-{step:08d}-*"))
         if len(before) <= _MOST_REQUEUES_PER_STEP:
-            marker = {"signal": "watchdog", "step": step}
-            (self._run_directory / REQUEUE).write_text(json.dumps(marker) + "\n")
+            ask_for_restart(self._run_directory, "watchdog", step)
 
 
 def _dump_flight_recorder(path: Path) -> None:
