@@ -42,7 +42,7 @@ test test-full: export HF_HUB_OFFLINE = 1
 test test-full: export TOKENIZERS_PARALLELISM = false
 
 # Two files side by side: their worlds of processes wait for each other much of the time.
-SIDE_BY_SIDE := -n $(or $(TEST_PROCESSES),2) --dist loadgroup
+SIDE_BY_SIDE := -n $(or $(TEST_PROCESSES),2) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow"

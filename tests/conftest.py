@@ -9,8 +9,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.support.worlds import ROOT
 from tests.support.worlds import free_port as find_free_port
@@ -38,14 +40,20 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["BIGTRAIN_CACHE"], ignore_errors=True)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file run in one of `make test`'s processes; those of tests/cluster in one, too,
-    since all of them use the same network namespaces and the same Slurm."""
-    for item in items:
-        path = item.path.relative_to(ROOT)
-        group = path.parent if path.parent.name == "cluster" else path
-        item.add_marker(pytest.mark.xdist_group(str(group)))
+class _FilesTogether(LoadFileScheduling):  # type: ignore[misc]
+    """Tests of one file run in one of `make test`'s processes, for what they share is made once.
+
+    Those of tests/cluster run in one, too: they share their hosts and their Slurm.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = str(super()._split_scope(nodeid))
+        return "tests/cluster" if file.startswith("tests/cluster/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _FilesTogether:
+    """xdist's own loadgroup (3.8) changes names of tests, which pytest 9.2 does not see."""
+    return _FilesTogether(config, log)
 
 
 @pytest.fixture(scope="session")
