@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bigtrain.errors import ModelError
+from bigtrain.models.documents import edges_of_documents
 
 IMPLEMENTATIONS = {name: f"bigtrain_documents_{name}" for name in ("sdpa", "eager")}
 
@@ -43,15 +44,8 @@ class Documents:
 
 
 def sizes_of_documents(position_ids: torch.Tensor) -> tuple[int, ...]:
-    """Tokens of each document, sample after sample; `position_ids` [B, T] on the host.
-
-    Positions count from 0 in each document, and every sample begins one.
-    """
-    assert position_ids.device.type == "cpu"
-    starts = (position_ids == 0).flatten()
-    starts[:: position_ids.shape[1]] = True
-    edges = torch.cat([starts.nonzero().flatten(), torch.tensor([starts.numel()])])
-    return tuple(edges.diff().tolist())
+    """Tokens of each document, sample after sample, of positions as in `edges_of_documents`."""
+    return tuple(edges_of_documents(position_ids).diff().tolist())
 
 
 @contextmanager

@@ -24,17 +24,24 @@ from transformers import (
 _NAME = "bigtrain_documents"
 
 
-def lengths_of_documents(position_ids: torch.Tensor) -> dict[str, Any]:
-    """Arguments for a model with flash attention: `position_ids` int64 [B, T] on the host.
+def edges_of_documents(position_ids: torch.Tensor) -> torch.Tensor:
+    """Where documents begin in the tokens of all samples, and their end: int64 [documents + 1].
 
-    Positions count from 0 in each document, and every sample begins one. ``cu_seq_lens_*`` are
-    int32 [documents + 1] on the host, ``max_length_*`` in tokens. On the host nothing waits.
+    `position_ids` [B, T] on the host, where nothing waits for them. Positions count from 0 in each
+    document, and every sample begins one.
     """
     assert position_ids.device.type == "cpu"
-    flat = position_ids.flatten()
-    starts = flat == 0
+    starts = (position_ids == 0).flatten()
     starts[:: position_ids.shape[1]] = True
-    edges = torch.cat([starts.nonzero().flatten(), torch.tensor([len(flat)])]).int()
+    return torch.cat([starts.nonzero().flatten(), torch.tensor([starts.numel()])])
+
+
+def lengths_of_documents(position_ids: torch.Tensor) -> dict[str, Any]:
+    """Arguments for a model with flash attention, of `position_ids` as in `edges_of_documents`.
+
+    ``cu_seq_lens_*`` are int32 [documents + 1] on the host, ``max_length_*`` in tokens.
+    """
+    edges = edges_of_documents(position_ids).int()
     longest = int(edges.diff().max())
     return {
         "cu_seq_lens_q": edges,
