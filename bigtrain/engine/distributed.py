@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from bigtrain.engine.arrivals import all_arrived
 from bigtrain.engine.device import device_kind
 from bigtrain.errors import LaunchError
 from bigtrain.launch.findings import judge_versions
@@ -21,15 +22,21 @@ from bigtrain.launch.versions import library_versions
 from bigtrain.world import World
 
 PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)
+ARRIVAL_TIMEOUT_SECONDS = 600.0
 DEFAULT_PORT = "29500"  # torch's and DeepSpeed's, where a launcher names none
 
 
 @contextmanager
-def process_group(world: World) -> Iterator[torch.device]:
+def process_group(
+    world: World, arrival_timeout_seconds: float = ARRIVAL_TIMEOUT_SECONDS
+) -> Iterator[torch.device]:
     """Join the world's process group (nccl on GPUs, gloo on CPUs); yields this process's device.
 
     Collective over all processes, on entry and on exit. On an exception nobody waits for the
     others: they may be stuck in a collective, and it is the launcher that ends them.
+
+    Raises LaunchError where the processes cannot meet, where some have not come within
+    `arrival_timeout_seconds`, and where hosts have different versions.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     added = _complete_environment(world)
@@ -37,7 +44,7 @@ def process_group(world: World) -> Iterator[torch.device]:
     device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    with _no_shared_buffers():
+    with all_arrived(world, arrival_timeout_seconds), _no_shared_buffers():
         deepspeed.init_distributed(
             dist_backend="nccl" if kind == "cuda" else "gloo",
             auto_mpi_discovery=False,

@@ -190,8 +190,13 @@ def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Ses
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
         torch.set_num_threads(max(1, num_threads // local_size))
     directory = Path(run.config.output.directory)
+    patience = run.config.watchdog.arrival_timeout_seconds
     try:
-        with warnings.catch_warnings(), StopSignals() as signals, process_group(world) as device:
+        with (
+            warnings.catch_warnings(),
+            StopSignals() as signals,
+            process_group(world, patience) as device,
+        ):
             # DeepSpeed's own calls; nothing that a user could do about it.
             warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
             warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)

@@ -24,6 +24,11 @@ class WatchdogSection(Section):
         description="the same while the run starts, in its first step, while it waits for a save "
         "to be written and while it exports, where one operation may take long",
     )
+    arrival_timeout_seconds: Seconds = Field(
+        default=600.0,
+        description="for all processes to meet at the start, after which those that have not come "
+        "are named and the rest end",
+    )
     straggler_factor: Annotated[float, Field(gt=1)] = Field(
         default=1.5,
         description="a process whose own work takes more than this many times the median of its "
