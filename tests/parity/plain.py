@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -146,15 +147,19 @@ def train(
     sum_dtype: torch.dtype = torch.float32,
     aux_coefficient: float = 0.0,
     frozen: str = "nothing",
+    halves: bool = False,
 ) -> Training:
     """Train from `hf_directory`; masters are float32 whatever `dtype` the model computes in.
 
     num_steps: all of them, if not given. sum_dtype: in which the gradients of micro-batches are
     added up. aux_coefficient: what the mean of the micro-batches' auxiliary losses counts for.
-    frozen: a regular expression of the names of parameters that are not trained. The loss that is
-    reported is the cross-entropy, in nats, as the mean over the targets of a step.
+    frozen: a regular expression of the names of parameters that are not trained. halves: matrix
+    products in two parts (`compute_in_halves`). The loss that is reported is the cross-entropy, in
+    nats, as the mean over the targets of a step.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=dtype).train()
+    if halves:
+        compute_in_halves(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.match(frozen, name) is None)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -190,6 +195,26 @@ def train(
             for name, parameter in parameters.items():
                 parameter.copy_(masters[name])
     return found
+
+
+def compute_in_halves(model: Any) -> None:
+    """Round the matrix products of a Llama where Megatron's division in two rounds them.
+
+    Of the projections back to the hidden size each half of the inner dimension gives a sum that is
+    rounded before the two are added; of all others that goes for the gradient of the input.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            inner = name.endswith(("o_proj", "down_proj"))
+            module.forward = partial(_product_of_halves, module.weight, inner)
+
+
+def _product_of_halves(weight: torch.Tensor, inner: bool, inputs: torch.Tensor) -> torch.Tensor:
+    if inner:
+        parts = zip(inputs.chunk(2, -1), weight.chunk(2, 1), strict=True)
+        first, second = (F.linear(half, columns) for half, columns in parts)
+        return first + second
+    return torch.cat([F.linear(inputs, rows) for rows in weight.chunk(2, 0)], -1)
 
 
 def _optimizer(masters: list[torch.Tensor], section: dict[str, Any]) -> torch.optim.Optimizer:

@@ -41,8 +41,7 @@ NORM = 1e-4
 WEIGHT = 1e-5
 """Of every weight at the end, float32."""
 SPREADS = 3.0
-"""bfloat16: how many times as far from the mean of the plain runs as the farthest of them. Those
-only divide the samples otherwise; tensor-parallel processes also add up sums that were rounded."""
+"""bfloat16: how many times as far from the mean of the plain runs as the farthest of them."""
 FEW_STEPS = 6
 MOST_PROCESSES = 4
 POINTS_OF_A_WORLD = 32
@@ -253,7 +252,11 @@ class Matrix:
         return train(self.hf_directories[tied], steps, config, num_steps=num_steps)
 
     @cache  # noqa: B019
-    def spread(self, tied: bool, documents: str, sum_dtype: torch.dtype, num_steps: int) -> Spread:
+    def spread(
+        self, tied: bool, documents: str, sum_dtype: torch.dtype, halves: bool, num_steps: int
+    ) -> Spread:
+        """Of plain runs that divide the samples otherwise. halves: what tensor-parallel processes
+        add up is rounded before, which puts plain runs as well 3 such spreads away."""
         config = self.config_of(replace(COVERING[0], documents=documents))
         steps = read_steps(self.data[documents], config)
         runs = [
@@ -265,6 +268,7 @@ class Matrix:
                 chunks=chunks,
                 dtype=torch.bfloat16,
                 sum_dtype=sum_dtype,
+                halves=halves,
             )
             for chunks in orders()
         ]
@@ -294,7 +298,8 @@ def compare(matrix: Matrix, point: Point, num_steps: int) -> None:
     else:
         # ZeRO 0 adds up in the dtype of the parameters, the others in float32.
         sum_dtype = torch.bfloat16 if point.zero == 0 else torch.float32
-        reference = matrix.spread(point.tied, point.documents, sum_dtype, num_steps)
+        halves = point.tensor == 2
+        reference = matrix.spread(point.tied, point.documents, sum_dtype, halves, num_steps)
         limits = {
             "loss": SPREADS * reference.loss,
             "norm": SPREADS * reference.norm,
@@ -367,6 +372,18 @@ def test_every_other_point_is_refused_by_name(matrix: Matrix) -> None:
         # Besides, the JSON of ZeRO 2 and 3 has overlap_comm, which is refused of its own.
         assert problems <= found, point
         assert bool(problems) == bool(found), point
+
+
+def test_halves_differ_by_rounding_alone(matrix: Matrix) -> None:
+    config = matrix.config_of(COVERING[0])
+    steps = read_steps(matrix.data[COVERING[0].documents], config)
+    found, expected = (
+        train(matrix.hf_directories[True], steps, config, num_steps=FEW_STEPS, halves=halves)
+        for halves in (True, False)
+    )
+    assert found.losses == pytest.approx(expected.losses, abs=LOSS)
+    assert found.norms == pytest.approx(expected.norms, rel=NORM)
+    assert found.losses != expected.losses
 
 
 @pytest.mark.parametrize("point", COVERING, ids=lambda point: point.name)
