@@ -28,6 +28,7 @@ from bigtrain.engine.fragments import undo_trial_update
 from bigtrain.engine.gradient_norm import clip_gradients, mark_gradients, total_norm
 from bigtrain.engine.layers import speed_up
 from bigtrain.engine.mesh import Mesh, ModelParallelUnit
+from bigtrain.engine.shortcuts import leave_out_needless_work
 from bigtrain.engine.update_gate import Judge, StepFigures, UpdateGate, mean_loss
 from bigtrain.models.choices import Choices, require_choices
 from bigtrain.models.compilation import uncompiled
@@ -323,7 +324,7 @@ def build_engine(
         mpu=mpu,
     )
     undo_trial_update(engine)
-    _leave_out_lone_reduction(engine, mesh)
+    leave_out_needless_work(engine, mesh)
     return TrainEngine(
         engine,
         plan,
@@ -334,19 +335,3 @@ def build_engine(
         computes_loss=computes_loss,
         is_compiled=compiled,
     )
-
-
-def _leave_out_lone_reduction(engine: Any, mesh: Mesh) -> None:
-    """Spare fp32 ZeRO 0 without replicas the copy of all gradients, reduced with nobody.
-
-    DeepSpeed 0.19.8 (runtime/engine.py:3828) flattens them, multiplies by 1 and copies them back.
-    What it does before, giving zeros to parameters without a gradient, stays.
-    """
-    if (
-        dist.get_world_size(mesh.replicas) == 1
-        and isinstance(engine.optimizer, torch.optim.Optimizer)
-        # Other settings round the gradients on the way.
-        and engine.communication_data_type == torch.float32
-        and engine.gradient_predivide_factor() == 1.0
-    ):
-        engine.allreduce_no_retain = lambda *_, **__: None
