@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,11 +27,19 @@ ARRIVAL_TIMEOUT_SECONDS = 600.0
 DEFAULT_PORT = "29500"  # torch's and DeepSpeed's, where a launcher names none
 
 
+@dataclass(frozen=True)
+class Joined:
+    """This process's device, and the host of every rank."""
+
+    device: torch.device
+    hosts: tuple[str, ...]
+
+
 @contextmanager
 def process_group(
     world: World, arrival_timeout_seconds: float = ARRIVAL_TIMEOUT_SECONDS
-) -> Iterator[torch.device]:
-    """Join the world's process group (nccl on GPUs, gloo on CPUs); yields this process's device.
+) -> Iterator[Joined]:
+    """Join the world's process group (nccl on GPUs, gloo on CPUs).
 
     Collective over all processes, on entry and on exit. On an exception nobody waits for the
     others: they may be stuck in a collective, and it is the launcher that ends them.
@@ -52,9 +61,7 @@ def process_group(
             verbose=False,
         )
     try:
-        if world.size > 1:
-            _refuse_other_versions(world)
-        yield device
+        yield Joined(device, _gather_hosts(world))
         # Who leaves while a peer still talks may abort at exit: without this 7 of 37 runs that had
         # succeeded did, with it none.
         dist.barrier()
@@ -75,13 +82,6 @@ def cpu_group() -> dist.ProcessGroup:
     return group
 
 
-def host_names(world: World) -> tuple[str, ...]:
-    """The host of every rank. Collective."""
-    names: list[Any] = [None] * world.size
-    dist.all_gather_object(names, socket.gethostname())
-    return tuple(names)
-
-
 @contextmanager
 def _no_shared_buffers() -> Iterator[None]:
     """Hide LOCAL_SIZE, by which DeepSpeed's launcher says that all processes are on this host.
@@ -97,8 +97,13 @@ def _no_shared_buffers() -> Iterator[None]:
             os.environ["LOCAL_SIZE"] = local_size
 
 
-def _refuse_other_versions(world: World) -> None:
-    """Raises LaunchError on all processes where a host has other versions. Collective."""
+def _gather_hosts(world: World) -> tuple[str, ...]:
+    """The host of every rank. Collective.
+
+    Raises LaunchError on all processes where a host has other versions than the rest.
+    """
+    if world.size == 1:
+        return (socket.gethostname(),)
     facts: list[Any] = [None] * world.size
     dist.all_gather_object(facts, (socket.gethostname(), library_versions()))
     by_host = {host: {"versions": versions} for host, versions in facts}
@@ -107,6 +112,7 @@ def _refuse_other_versions(world: World) -> None:
         lines = [f"  {finding.host}: {finding.text}" for finding in different]
         rule = f"hosts have other versions than the rest -> {different[0].remedy}"
         raise LaunchError("\n".join([rule, *lines]))
+    return tuple(host for host, _ in facts)
 
 
 def _complete_environment(world: World) -> list[str]:

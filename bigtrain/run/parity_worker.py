@@ -66,9 +66,9 @@ def main() -> None:
     """Read the cases from the file that the first argument names."""
     torch.set_num_threads(1)
     world = read_world(os.environ)
-    with process_group(world) as device:
+    with process_group(world) as joined:
         for case in json.loads(Path(sys.argv[1]).read_text()):
-            train_case(case, world, device)
+            train_case(case, world, joined.device)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import bigtrain
 from bigtrain.data.manifest import TOKENIZER_DIRECTORY
-from bigtrain.engine.distributed import host_names, process_group
+from bigtrain.engine.distributed import process_group
 from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import SupersededError
 from bigtrain.models.huggingface import empty_model
@@ -195,13 +195,12 @@ def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Ses
         with (
             warnings.catch_warnings(),
             StopSignals() as signals,
-            process_group(world, patience) as device,
+            process_group(world, patience) as joined,
         ):
             # DeepSpeed's own calls; nothing that a user could do about it.
             warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
             warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
-            hosts = host_names(world)
-            session = Session(run, world, device, directory, inputs, signals, hosts)
+            session = Session(run, world, joined.device, directory, inputs, signals, joined.hosts)
             with Watchdog(
                 run.config.watchdog, world, directory, session.heartbeat, session.superseded
             ):

@@ -78,8 +78,8 @@ def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[st
 def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     world = read_world(os.environ)
-    with process_group(world) as device:
-        found = {name: measure(case, world, device) for name, case in cases.items()}
+    with process_group(world) as joined:
+        found = {name: measure(case, world, joined.device) for name, case in cases.items()}
     Path(f"{sys.argv[2]}.{world.rank}").write_text(json.dumps(found))
 
 

@@ -44,10 +44,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     world = read_world(os.environ)
     said = {}
-    with process_group(world) as device:
+    with process_group(world) as joined:
         for name, config in configs().items():
             try:
-                check_tensor_plan(config, "auto", dist.group.WORLD, device)
+                check_tensor_plan(config, "auto", dist.group.WORLD, joined.device)
                 said[name] = ""
             except ModelError as error:
                 said[name] = str(error)

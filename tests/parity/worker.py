@@ -263,9 +263,9 @@ def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     world = read_world(os.environ)
     results = {}
-    with process_group(world) as device:
+    with process_group(world) as joined:
         for name, case in cases.items():
-            results[name] = run_case(case, world, device)
+            results[name] = run_case(case, world, joined.device)
     if world.is_main:
         Path(sys.argv[2]).write_text(json.dumps(results))
 
