@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bigtrain.data.documents import ReadOptions
+    from bigtrain.data.parts import ReadOptions
     from bigtrain.data.sources import Selection
 
 
@@ -91,8 +91,8 @@ def selection_of(args: argparse.Namespace) -> Selection:
 
 def reading_of(args: argparse.Namespace) -> ReadOptions:
     """How parsed arguments want the inputs read."""
-    from bigtrain.data.documents import ReadOptions
     from bigtrain.data.manifest import DEFAULT_MAX_DOCUMENT_BYTES
+    from bigtrain.data.parts import ReadOptions
 
     keys = tuple(dict.fromkeys(key for keys in args.text_key for key in keys)) or ("text",)
     limit = args.max_document_bytes or DEFAULT_MAX_DOCUMENT_BYTES

@@ -20,7 +20,6 @@ from bigtrain.data.assembly import CLAIM, EmptyDataset, Finish, planned, undo
 from bigtrain.data.chat import ChatEncoder
 from bigtrain.data.contents import confirm_sources, untouched
 from bigtrain.data.directories import make_parents, require_free
-from bigtrain.data.documents import ReadOptions
 from bigtrain.data.encoders import Choice, EncoderError, EncoderQueue, choose_encoder
 from bigtrain.data.manifest import (
     DEFAULT_MAX_DOCUMENT_BYTES,
@@ -34,6 +33,7 @@ from bigtrain.data.manifest import (
     read_manifest,
     write_manifest,
 )
+from bigtrain.data.parts import ReadOptions
 from bigtrain.data.planning import plan_key, plan_units
 from bigtrain.data.progress import Progress
 from bigtrain.data.shards import token_dtype

@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from bigtrain.data.documents import Part, ReadOptions, whole
+from bigtrain.data.parts import Part, ReadOptions, whole
 from bigtrain.data.sources import Source
 from bigtrain.data.tables import count_record_batches, count_row_groups, open_hf_dataset
 

@@ -62,6 +62,11 @@ class Source:
     def compressed(self) -> bool:
         return self.path.endswith(COMPRESSION_SUFFIXES)
 
+    @property
+    def is_hashed_by_documents(self) -> bool:
+        """Whether its checksum is of documents; of other sources it is of bytes of the file."""
+        return self.kind in ("parquet", "arrow", "dataset_file", "saved_dataset", "hub_dataset")
+
 
 @dataclass(frozen=True)
 class Selection:
