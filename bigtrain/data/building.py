@@ -84,7 +84,13 @@ class BuildRequest:
 
     def reading(self) -> ReadOptions:
         """How documents are taken out of the inputs."""
-        return ReadOptions(self.selection, self.text_keys, self.max_document_bytes, self.chat)
+        return ReadOptions(
+            self.selection,
+            self.text_keys,
+            self.max_document_bytes,
+            self.chat,
+            scratch=self.output / WORK_DIRECTORY,
+        )
 
     def options(self) -> OptionsRecord:
         """As the manifest says it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from bigtrain.data.document_content import TOOLS_KEY
 from bigtrain.data.manifest import DEFAULT_MAX_DOCUMENT_BYTES
@@ -17,13 +18,15 @@ class ReadOptions:
     `text_keys`: of several, those that a document has and that are not empty are joined by a line
     end; it must have one of them. `chat`: the only key holds a conversation, and the key ``tools``,
     where there is one, its tools (`bigtrain.data.chat`). `max_document_bytes`: of a document's
-    UTF-8, or of its whole line in a file of lines.
+    UTF-8, or of its whole line in a file of lines. `scratch`: a folder, there once documents are
+    read, for what must be decompressed whole (`Source.is_unpacked`).
     """
 
     selection: Selection
     text_keys: tuple[str, ...] = ("text",)
     max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
     chat: bool = False
+    scratch: Path | None = None
 
     @property
     def keys(self) -> Keys:

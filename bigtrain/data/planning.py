@@ -110,6 +110,8 @@ def _cut(source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
     num_bytes = source.record.bytes or 0
     if source.kind == "jsonl" and not source.compressed:
         return _even(source, num_bytes, shard_bytes)
+    if source.is_unpacked:
+        return [whole(source)]
     if source.kind == "parquet":
         return _cut_row_groups(source, shard_bytes)
     if source.kind == "arrow":

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import IO, Any
 
-from bigtrain.data import tables
 from bigtrain.data.bad_documents import BadDocument
 from bigtrain.data.document_content import conversation_of, text_of
 from bigtrain.data.lines import stream_chunks
 from bigtrain.data.part_reading import PartReader
 from bigtrain.data.parts import ReadOptions
 from bigtrain.data.source_files import open_stream, require_unchanged
-from bigtrain.data.tables import Rows, arrow_rows, csv_rows, dataset_rows, parquet_rows
+from bigtrain.data.tables import Block, arrow_rows, csv_rows, dataset_rows, parquet_rows
 from bigtrain.data.text_columns import TextColumn
-
-T = TypeVar("T")
+from bigtrain.data.unpacking import unpacked
 
 
 class CsvReader(PartReader):
@@ -44,34 +42,51 @@ class CsvReader(PartReader):
 
 
 class TableReader(PartReader):
-    """Rows of parquet, arrow or a dataset, whose checksum is of their documents."""
+    """Rows of parquet, arrow or a dataset."""
 
     def skim(self) -> None:
-        """See `PartReader`: there is no checksum without the documents."""
+        """See `PartReader`; a checksum of documents needs all of them."""
+        if not self.part.source.is_hashed_by_documents:
+            super().skim()
+            return
         for _ in self.blocks():
             pass
 
     def _blocks(self) -> Iterator[list[bytes]]:
-        require_unchanged(self.part.source)
-        for row, values in self._followed(self._rows()):
-            self.places = []
-            if isinstance(values, TextColumn) and self._as_it_stands(values):
-                self._hash.update(values.joined)
-                contents = values.contents
-            else:
-                rows = values.rows() if isinstance(values, TextColumn) else values
-                contents = list(self._contents(row, rows))
-            self._layout.update(array("q", [row, *map(len, contents)]).tobytes())
-            yield contents
-        require_unchanged(self.part.source)
+        source, scratch = self.part.source, self.options.scratch
+        if source.is_unpacked:
+            assert scratch is not None, "ReadOptions.scratch is for this source"
+            with unpacked(source, self._hash, scratch) as file:
+                yield from self._table(file)
+            return
+        require_unchanged(source)
+        yield from self._table()
+        require_unchanged(source)
 
-    def _rows(self) -> Iterator[tuple[int, Rows | TextColumn]]:
+    def _table(self, file: IO[bytes] | None = None) -> Iterator[list[bytes]]:
+        hashed = self.part.source.is_hashed_by_documents
+        for block in self._rows(file):
+            self.bytes_done = int(self.part.num_bytes * block.done)
+            self.places = []
+            bad: list[str] = []
+            joined = None
+            if isinstance(block.values, TextColumn) and self._as_it_stands(block.values):
+                contents, joined = block.values.contents, block.values.joined
+            else:
+                contents = list(self._contents(block, bad))
+            if hashed:
+                self._hash.update(b"".join(contents) if joined is None else joined)
+                self._layout.update("".join(bad).encode())
+                self._layout.update(array("q", [block.row, *map(len, contents)]).tobytes())
+            yield contents
+
+    def _rows(self, file: IO[bytes] | None) -> Iterator[Block]:
         part, keys = self.part, self.options.keys
         source = part.source
         if source.kind == "parquet":
-            return parquet_rows(source.path, keys, part.begin, part.end)
+            return parquet_rows(source.path, keys, part.begin, part.end, file)
         if source.kind == "arrow":
-            return arrow_rows(source.path, keys, part.begin, part.end)
+            return arrow_rows(source.path, keys, part.begin, part.end, file)
         return dataset_rows(source, self.options.selection, keys, part.begin, part.end)
 
     def _as_it_stands(self, column: TextColumn) -> bool:
@@ -79,30 +94,17 @@ class TableReader(PartReader):
         limit = self.options.max_document_bytes
         return not self.options.chat and max(map(len, column.contents), default=0) <= limit
 
-    def _contents(self, first: int, rows: Sequence[Sequence[Any]]) -> Iterator[bytes]:
-        """The rows that are documents, of which the first is row number `first`."""
-        for row, (content, why) in enumerate(_documents(rows, self.options), first):
+    def _contents(self, block: Block, bad: list[str]) -> Iterator[bytes]:
+        """The rows that are documents; where and why others are none goes into `bad`."""
+        values = block.values
+        rows = values.rows() if isinstance(values, TextColumn) else values
+        for row, (content, why) in enumerate(_documents(rows, self.options), block.row):
             if content is None:
-                self._layout.update(f"{row} {why}".encode())
+                bad.append(f"{row} {why}")
                 self.reject_at(row, why)
                 continue
             self.places.append(row)
-            self._hash.update(content)
             yield content
-
-    def _followed(self, blocks: Iterator[tuple[int, T]]) -> Iterator[tuple[int, T]]:
-        """The same `blocks`; `bytes_done` follows where it is known how many rows there are."""
-        part = self.part
-        first, count = part.begin, 0
-        if part.source.kind == "parquet":
-            rows = tables.count_row_groups(part.source.path)
-            first, count = sum(rows[: part.begin]), sum(rows[part.begin : part.end])
-        elif part.source.kind == "saved_dataset" and part.end is not None:
-            count = part.end - part.begin
-        for row, values in blocks:
-            if count:
-                self.bytes_done = part.num_bytes * (row - first) // count
-            yield row, values
 
 
 def _documents(
