@@ -20,7 +20,8 @@ from bigtrain.data.assembly import CLAIM, EmptyDataset, Finish, planned, undo
 from bigtrain.data.chat import ChatEncoder
 from bigtrain.data.contents import confirm_sources, untouched
 from bigtrain.data.directories import make_parents, require_free
-from bigtrain.data.encoders import Choice, EncoderError, EncoderQueue, choose_encoder
+from bigtrain.data.encoder_choice import Choice, EncoderQueue, choose_encoder
+from bigtrain.data.encoders import EncoderError
 from bigtrain.data.manifest import (
     DEFAULT_MAX_DOCUMENT_BYTES,
     DEFAULT_SHARD_BYTES,

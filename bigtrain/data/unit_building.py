@@ -19,7 +19,8 @@ from bigtrain.data.bad_documents import BadDocument, Rejects
 from bigtrain.data.chat import ChatEncoder
 from bigtrain.data.directories import sync_to_disk
 from bigtrain.data.documents import batched, part_reader
-from bigtrain.data.encoders import Checks, CheckSampler, Encoder
+from bigtrain.data.encoder_checks import Checks, CheckSampler
+from bigtrain.data.encoders import Encoder
 from bigtrain.data.manifest import ShardRecord, Split
 from bigtrain.data.parts import ReadOptions
 from bigtrain.data.planning import Unit
