@@ -122,7 +122,7 @@ class _Build:
         """Work until the dataset is there, whoever finishes it."""
         try:
             return self._run()
-        except OSError as error:
+        except (OSError, DataError) as error:
             # Another process may have finished the dataset and removed the work folder meanwhile.
             if self.workspace.is_finished():
                 return self._of_others()
@@ -131,6 +131,8 @@ class _Build:
                     f"{self.workspace.directory} was removed meanwhile, by another process that "
                     "gave up or by hand -> start again"
                 ) from error
+            if isinstance(error, DataError):
+                raise
             raise DataError(f"{self.workspace.output} cannot be written: {error}") from error
 
     def _run(self) -> Manifest:

@@ -9,6 +9,8 @@ import lzma
 import os
 import re
 import resource
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -186,6 +188,27 @@ def test_a_disk_without_room(tmp_path: Path) -> None:
         "or decompress it yourself"
     )
     assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_work_folder_that_is_removed_meanwhile(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the first of two files of one unit is read."""
+    path = packed(tmp_path / "in", "parquet", "gz")
+    pipe = tmp_path / "in" / "pipe.txt"
+    os.mkfifo(pipe)
+    output = tmp_path / "d"
+
+    def write() -> None:
+        with pipe.open("w") as file:  # once the other side is open
+            shutil.rmtree(output / ".units")
+            file.write("alpha")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert main(words(tokenizer, pipe, output, "--input", path)) == 2
+    writer.join()
+    assert f"{output}/.units was removed meanwhile, by another" in capsys.readouterr().err
 
 
 def test_a_tokenizer_of_compressed_tables(tmp_path: Path) -> None:
