@@ -36,7 +36,7 @@ import numpy as np
 from bigtrain.data.best_fit import BLOCK_PIECES, best_fit_decreasing
 from bigtrain.data.chat import ChatEncoder
 from bigtrain.data.conversations import conversation_bytes
-from bigtrain.data.encoders import choose_encoder
+from bigtrain.data.encoder_choice import choose_encoder
 from bigtrain.data.tokenization import Tokenizer, train_tokenizer
 
 HEADER = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"

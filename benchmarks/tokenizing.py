@@ -32,7 +32,8 @@ from pathlib import Path
 
 import orjson
 
-from bigtrain.data.encoders import Encoder, choose_encoder
+from bigtrain.data.encoder_choice import choose_encoder
+from bigtrain.data.encoders import Encoder
 from bigtrain.data.tokenization import load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

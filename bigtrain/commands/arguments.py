@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bigtrain.data.documents import ReadOptions
+    from bigtrain.data.parts import ReadOptions
     from bigtrain.data.sources import Selection
 
 
@@ -19,7 +19,10 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="INPUT",
-        help="files, folders, globs, directories of Dataset.save_to_disk, or hub datasets",
+        help="files, folders, globs, directories of Dataset.save_to_disk, or hub datasets. Files: "
+        ".jsonl, .ndjson, .parquet, .arrow, .csv, .json, or else text, each also compressed (.gz, "
+        ".zst, .xz, .bz2). Compressed parquet and arrow is decompressed whole beside the output "
+        "while it is read: room there for the largest, once for each worker",
     )
     parser.add_argument(
         "--text-key",
@@ -91,8 +94,8 @@ def selection_of(args: argparse.Namespace) -> Selection:
 
 def reading_of(args: argparse.Namespace) -> ReadOptions:
     """How parsed arguments want the inputs read."""
-    from bigtrain.data.documents import ReadOptions
     from bigtrain.data.manifest import DEFAULT_MAX_DOCUMENT_BYTES
+    from bigtrain.data.parts import ReadOptions
 
     keys = tuple(dict.fromkeys(key for keys in args.text_key for key in keys)) or ("text",)
     limit = args.max_document_bytes or DEFAULT_MAX_DOCUMENT_BYTES

@@ -84,7 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tokenize and print a summary. Raises DataError; then only finished work is left behind."""
-    from bigtrain.data.building import BuildRequest, build_dataset
+    from bigtrain.data.build_request import BuildRequest
+    from bigtrain.data.building import build_dataset
     from bigtrain.data.manifest import DEFAULT_SHARD_BYTES
     from bigtrain.data.shares import find_share
 

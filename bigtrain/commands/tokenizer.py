@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,13 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, save and print a summary. Raises DataError; then nothing is left behind."""
     from bigtrain.data.bad_documents import BadDocument, Rejects, require_few
-    from bigtrain.data.directories import new_directory, require_free
+    from bigtrain.data.directories import existing_above, new_directory, require_free
     from bigtrain.data.documents import DocumentReader
     from bigtrain.data.sources import find_sources
     from bigtrain.data.tokenization import train_tokenizer
 
     require_free(args.output)
-    reading = reading_of(args)
+    reading = replace(reading_of(args), scratch=existing_above(args.output))
     bad: list[BadDocument] = []
     rejects = Rejects(args.max_bad_fraction > 0, lambda one: bad.append(one) if not bad else None)
     reader = DocumentReader(find_sources(reading.selection), reading, rejects)

@@ -16,7 +16,6 @@ from typing import Any
 
 from bigtrain.data.bad_documents import BadDocument, require_few
 from bigtrain.data.directories import sync_to_disk, sync_tree, write_whole
-from bigtrain.data.documents import TABLES
 from bigtrain.data.manifest import (
     ERRORS_NAME,
     MANIFEST_NAME,
@@ -219,13 +218,9 @@ def _sources_with_parts(
     parts: dict[str, list[PartRecord]] = {source.path: [] for source in sources}
     for unit, record in zip(units, done, strict=True):
         for part, read in zip(unit.parts, record.parts, strict=True):
+            layout = read.layout_xxh3 if part.source.is_hashed_by_documents else None
             parts[part.source.path].append(
-                PartRecord(
-                    begin=part.begin,
-                    end=part.end,
-                    xxh3=read.xxh3,
-                    layout_xxh3=read.layout_xxh3 if part.source.kind in TABLES else None,
-                )
+                PartRecord(begin=part.begin, end=part.end, xxh3=read.xxh3, layout_xxh3=layout)
             )
     return tuple(
         source.record.model_copy(update={"parts": tuple(parts[source.path])}) for source in sources

@@ -8,40 +8,25 @@ process does the same with the same arguments, so any of them may be killed and 
 from __future__ import annotations
 
 import logging
-import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.data.assembly import CLAIM, EmptyDataset, Finish, planned, undo
+from bigtrain.data.build_request import BuildRequest
 from bigtrain.data.chat import ChatEncoder
-from bigtrain.data.contents import confirm_sources, untouched
-from bigtrain.data.directories import make_parents, require_free
-from bigtrain.data.documents import ReadOptions
-from bigtrain.data.encoders import Choice, EncoderError, EncoderQueue, choose_encoder
-from bigtrain.data.manifest import (
-    DEFAULT_MAX_DOCUMENT_BYTES,
-    DEFAULT_SHARD_BYTES,
-    ERRORS_NAME,
-    MANIFEST_NAME,
-    TOKENIZER_DIRECTORY,
-    WORK_DIRECTORY,
-    Manifest,
-    OptionsRecord,
-    read_manifest,
-    write_manifest,
-)
+from bigtrain.data.directories import make_parents
+from bigtrain.data.encoder_choice import EncoderQueue, choose_encoder
+from bigtrain.data.encoders import EncoderError
+from bigtrain.data.existing_output import finished_manifest, inputs_outside, is_own
+from bigtrain.data.manifest import Manifest
 from bigtrain.data.planning import plan_key, plan_units
 from bigtrain.data.progress import Progress
 from bigtrain.data.shards import token_dtype
-from bigtrain.data.shares import Share
-from bigtrain.data.sources import Selection, Source, find_sources
-from bigtrain.data.token_datasets import open_dataset
+from bigtrain.data.sources import Source, find_sources
 from bigtrain.data.tokenization import Tokenizer, load_tokenizer
-from bigtrain.data.tokenizer_files import fingerprint
 from bigtrain.data.unit_building import Job
 from bigtrain.data.workers import Round, new_token, run_round
 from bigtrain.data.workspace import UnitRecord, Workspace
@@ -51,54 +36,6 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 """How often a process looks whether others have finished what they claimed."""
-
-OWN_NAMES = re.compile(
-    rf"(train|held_out)-\d+\.(bin|idx|mask)|{ERRORS_NAME}|{TOKENIZER_DIRECTORY}"
-    rf"|{re.escape(WORK_DIRECTORY)}(\.\w+\.partial)?"
-)
-"""What a dataset that is not finished may consist of."""
-
-
-@dataclass(frozen=True)
-class BuildRequest:
-    """What `bigtrain tokenize` was asked for. `workers` and `share` do not change the result.
-
-    `chat`: the only text key holds conversations, rendered by `chat_template`, a file, or else by
-    the tokenizer's own template.
-    """
-
-    selection: Selection
-    tokenizer: str
-    output: Path
-    text_keys: tuple[str, ...] = ("text",)
-    chat: bool = False
-    chat_template: Path | None = None
-    held_out: float = 0.0
-    shard_bytes: int = DEFAULT_SHARD_BYTES
-    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
-    max_bad_fraction: float = 0.0
-    encoder: Choice = "auto"
-    parse_special_tokens: bool = False
-    workers: int = 1
-    share: Share = field(default_factory=Share)
-
-    def reading(self) -> ReadOptions:
-        """How documents are taken out of the inputs."""
-        return ReadOptions(self.selection, self.text_keys, self.max_document_bytes, self.chat)
-
-    def options(self) -> OptionsRecord:
-        """As the manifest says it."""
-        return OptionsRecord(
-            text_keys=self.text_keys,
-            held_out=self.held_out,
-            shard_bytes=self.shard_bytes,
-            max_document_bytes=self.max_document_bytes,
-            max_bad_fraction=self.max_bad_fraction,
-            parse_special_tokens=self.parse_special_tokens,
-            chat=self.chat,
-            dataset_config=self.selection.dataset_config,
-            dataset_split=self.selection.dataset_split,
-        )
 
 
 @dataclass(frozen=True)
@@ -118,33 +55,16 @@ def build_dataset(request: BuildRequest) -> BuildResult:
     DataError for anything wrong: units that are finished by then are kept, without any nothing is
     left behind.
     """
-    sources = _outside(request.output, find_sources(request.selection))
+    sources = inputs_outside(request.output, find_sources(request.selection))
     if request.chat:
         _refuse_texts(sources)
     workspace = Workspace(request.output, new_token())
-    if workspace.is_finished() or not _is_own(workspace):
-        return BuildResult(_finished(request, sources, workspace), already_finished=True)
+    if workspace.is_finished() or not is_own(workspace):
+        return BuildResult(finished_manifest(request, sources, workspace), already_finished=True)
     build = _Build(request, sources, load_tokenizer(request.tokenizer), workspace)
     with _work_folder(workspace):
         manifest = build.run()
     return BuildResult(manifest, already_finished=False, built_tokens=build.built_tokens)
-
-
-def _outside(output: Path, sources: Sequence[Source]) -> list[Source]:
-    """`sources` without what the command itself writes into a folder that it also reads."""
-    # Not the real path of every source: that looks at every folder above each of many files.
-    targets = (os.path.abspath(output), os.path.realpath(output))
-    folders = tuple(target + os.sep for target in targets)
-    outside = []
-    for source in sources:
-        path = os.path.abspath(source.path)
-        if path in targets:
-            raise DataError(f"--output {output} is one of the inputs")
-        if not path.startswith(folders):
-            outside.append(source)
-    if not outside:
-        raise DataError(f"every input lies in --output {output}")
-    return outside
 
 
 def _refuse_texts(sources: Sequence[Source]) -> None:
@@ -154,104 +74,6 @@ def _refuse_texts(sources: Sequence[Source]) -> None:
                 f"--input {source.path} is text, and --chat-key names a key of it -> conversations "
                 "are read from .jsonl, .parquet, .csv, .json, .arrow and datasets"
             )
-
-
-def _is_own(workspace: Workspace) -> bool:
-    """Whether the output is free or an unfinished dataset; not where that was finished just now.
-
-    Raises DataError where it holds anything else.
-    """
-    try:
-        _require_own(workspace)
-    except DataError:
-        if not workspace.is_finished():
-            raise
-        return False
-    return True
-
-
-def _require_own(workspace: Workspace) -> None:
-    output = workspace.output
-    try:
-        require_free(output)
-        return
-    except DataError:
-        # Looked for only now: another rank may have begun the work just before.
-        if not workspace.directory.is_dir():
-            raise
-    for path in output.iterdir():
-        if not OWN_NAMES.fullmatch(path.name):
-            raise DataError(
-                f"{path} is not part of the unfinished dataset in {output}; nothing was "
-                "written -> name another --output, or remove it first"
-            )
-
-
-def _finished(request: BuildRequest, sources: Sequence[Source], workspace: Workspace) -> Manifest:
-    """The manifest in the output, if it is of this input. Raises DataError saying what differs."""
-    output = request.output
-    manifest = read_manifest(output)
-    current: Manifest | None = manifest
-    # Under other options it is refused anyway, and would not be read in the same way.
-    if manifest.options == request.options() and not untouched(manifest.sources, sources):
-        current = _confirmed(request, sources, manifest)
-    different = [
-        what
-        for what, same in (
-            ("input files", current is not None),
-            ("tokenizer", _is_same_tokenizer(manifest, request.tokenizer)),
-            ("chat template", _is_same_template(manifest, request)),
-            ("options", manifest.options == request.options()),
-        )
-        if not same
-    ]
-    if different:
-        raise DataError(
-            f"{output} holds a dataset of other {' and '.join(different)}; nothing was written -> "
-            "name another --output, or remove it first"
-        )
-    open_dataset(output, check="sizes")
-    if current is not None and current is not manifest:
-        _refresh(workspace, current)
-    workspace.remove()
-    return manifest
-
-
-def _confirmed(
-    request: BuildRequest, sources: Sequence[Source], manifest: Manifest
-) -> Manifest | None:
-    """`manifest` with the times of its touched inputs, if these hold what it was made of."""
-    confirmed = confirm_sources(manifest.sources, sources, request.reading())
-    if confirmed is None:
-        return None
-    logger.warning(
-        "the times of input files changed; all of them hold what %s was made of", request.output
-    )
-    return manifest.model_copy(update={"sources": confirmed})
-
-
-def _refresh(workspace: Workspace, manifest: Manifest) -> None:
-    """Note the new times, so that the next start need not read the inputs."""
-    draft = workspace.output / f"{MANIFEST_NAME}.{workspace.token}.partial"
-    try:
-        write_manifest(workspace.output, manifest, draft)
-    except OSError:  # a dataset that may only be read: the next start looks again
-        draft.unlink(missing_ok=True)
-
-
-def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:
-    """By its files; where these differ it is loaded, which takes seconds."""
-    found = fingerprint(name)
-    if found is not None and found == manifest.tokenizer.files_xxh3:
-        return True
-    return load_tokenizer(name).hash == manifest.tokenizer.hash
-
-
-def _is_same_template(manifest: Manifest, request: BuildRequest) -> bool:
-    if not request.chat:
-        return True
-    template = load_tokenizer(request.tokenizer).chat_template(request.chat_template)
-    return template.hash == manifest.tokenizer.chat_template
 
 
 @contextmanager
@@ -300,7 +122,7 @@ class _Build:
         """Work until the dataset is there, whoever finishes it."""
         try:
             return self._run()
-        except OSError as error:
+        except (OSError, DataError) as error:
             # Another process may have finished the dataset and removed the work folder meanwhile.
             if self.workspace.is_finished():
                 return self._of_others()
@@ -309,6 +131,8 @@ class _Build:
                     f"{self.workspace.directory} was removed meanwhile, by another process that "
                     "gave up or by hand -> start again"
                 ) from error
+            if isinstance(error, DataError):
+                raise
             raise DataError(f"{self.workspace.output} cannot be written: {error}") from error
 
     def _run(self) -> Manifest:
@@ -406,7 +230,7 @@ class _Build:
         return finish.run(records)
 
     def _of_others(self) -> Manifest:
-        return _finished(self.request, self.sources, self.workspace)
+        return finished_manifest(self.request, self.sources, self.workspace)
 
     def _undo_other_assembly(self) -> None:
         """Where one of another plan was cut short. Waits for one that is still going on."""

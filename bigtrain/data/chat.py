@@ -29,7 +29,8 @@ import orjson
 from bigtrain.data.chat_spans import assistant_spans
 from bigtrain.data.control_tokens import ControlTokens
 from bigtrain.data.conversations import ConversationError
-from bigtrain.data.encoders import Checks, Encoder
+from bigtrain.data.encoder_checks import Checks
+from bigtrain.data.encoders import Encoder
 from bigtrain.data.shards import Mask
 from bigtrain.data.tokenization import ChatTemplate
 

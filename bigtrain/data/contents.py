@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bigtrain.data.bad_documents import Rejects
-from bigtrain.data.documents import TABLES, Part, PartReader, ReadOptions
+from bigtrain.data.documents import part_reader
 from bigtrain.data.manifest import SourceRecord, same_times
+from bigtrain.data.parts import Part, ReadOptions
 from bigtrain.data.planning import Unit
 from bigtrain.data.sources import Source
 from bigtrain.data.workspace import Workspace
@@ -76,9 +77,9 @@ def _source_holds(record: SourceRecord, source: Source, options: ReadOptions) ->
 
 def _holds(part: Part, xxh3: str, layout_xxh3: str | None, options: ReadOptions) -> bool:
     """`layout_xxh3` may be missing where all parts of a file are compared, but not of a table."""
-    if part.source.read_once or (layout_xxh3 is None and part.source.kind in TABLES):
+    if part.source.read_once or (layout_xxh3 is None and part.source.is_hashed_by_documents):
         return False
-    reader = PartReader(part, options, Rejects(True, lambda bad: None))
+    reader = part_reader(part, options, Rejects(True, lambda bad: None))
     try:
         reader.skim()
     except DataError:

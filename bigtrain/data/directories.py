@@ -108,6 +108,11 @@ def _clear(directory: Path) -> None:
             entry.unlink()
 
 
+def existing_above(path: Path) -> Path:
+    """The nearest folder above `path` that is there."""
+    return next(parent for parent in path.absolute().parents if parent.is_dir())
+
+
 def sync_tree(directory: Path) -> None:
     """fsync all files and folders of `directory`."""
     for root, _, files in os.walk(directory):

@@ -99,12 +99,12 @@ class PartRecord(Record):
     begin: Count = 0
     end: Count | None = None
     xxh3: Checksum = Field(
-        description="XXH3-64 of the bytes from begin to end, as they lie in the file; of parquet, "
-        "arrow and datasets: of the documents' UTF-8"
+        description="XXH3-64 of the bytes from begin to end, as they lie in the file; of parquet "
+        "and arrow that are not compressed as a file, and of datasets: of the documents' UTF-8"
     )
     layout_xxh3: Checksum | None = Field(
         default=None,
-        description="of parquet, arrow and datasets: XXH3-64 of where each document begins and of "
+        description="where xxh3 is of documents: XXH3-64 of where each document begins and of "
         "the rows that are none",
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from bigtrain.data.documents import Part, ReadOptions, whole
+from bigtrain.data.parts import Part, ReadOptions, whole
 from bigtrain.data.sources import Source
 from bigtrain.data.tables import count_record_batches, count_row_groups, open_hf_dataset
 
@@ -110,6 +110,8 @@ def _cut(source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
     num_bytes = source.record.bytes or 0
     if source.kind == "jsonl" and not source.compressed:
         return _even(source, num_bytes, shard_bytes)
+    if source.is_unpacked:
+        return [whole(source)]
     if source.kind == "parquet":
         return _cut_row_groups(source, shard_bytes)
     if source.kind == "arrow":

@@ -2,7 +2,8 @@
 
 What an input is, by its name without .gz, .zst, .xz or .bz2: ``.jsonl`` and ``.ndjson`` one JSON
 object per line, ``.parquet``, ``.arrow`` and ``.csv`` a column, ``.json`` through `datasets`, any
-other file one document as it stands (bytes decoded as UTF-8, nothing stripped or translated).
+other file one document as it stands (bytes decoded as UTF-8, nothing stripped or translated). Of a
+compressed one the name says with what, not the content.
 `bigtrain.data.documents` reads them.
 """
 
@@ -40,7 +41,6 @@ KINDS: dict[str, Kind] = {
     ".arrow": "arrow",
     ".json": "dataset_file",
 }
-COMPRESSED_INSIDE = ("parquet", "arrow")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,18 @@ class Source:
     @property
     def compressed(self) -> bool:
         return self.path.endswith(COMPRESSION_SUFFIXES)
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether it is decompressed whole before it is read (`bigtrain.data.unpacking`)."""
+        return self.compressed and self.kind in ("parquet", "arrow")
+
+    @property
+    def is_hashed_by_documents(self) -> bool:
+        """Whether its checksum is of documents; of other sources it is of bytes of the file."""
+        if self.is_unpacked:
+            return False
+        return self.kind in ("parquet", "arrow", "dataset_file", "saved_dataset", "hub_dataset")
 
 
 @dataclass(frozen=True)
@@ -164,10 +176,7 @@ def _file_source(path: str | Path) -> Source:
         raise DataError(f"--input {name!r}: the name is not UTF-8 -> rename it") from None
     except OSError as error:
         raise DataError(f"--input {path}: {error.strerror}") from error
-    plain = _without_compression(name)
-    kind = KINDS.get(os.path.splitext(plain)[1], "text")
-    if kind in COMPRESSED_INSIDE and plain != name:
-        raise DataError(f"--input {path}: decompress it first; {kind} compresses inside")
+    kind = KINDS.get(os.path.splitext(_without_compression(name))[1], "text")
     record = SourceRecord(
         path=name,
         bytes=status.st_size,

@@ -1,15 +1,17 @@
 """Rows of parquet, arrow, csv and Hugging Face datasets: the values of some columns, in blocks.
 
-Every function yields lists of rows, a row being the list of its values (None where a column has
-none), and raises DataError for a file that is damaged and for one without any of the columns.
+A row is the list of its values (None where a column has none). Every function raises DataError for
+a file that is damaged and for one without any of the columns.
 """
 
 from __future__ import annotations
 
 import csv
+import mmap
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from bigtrain.data.bad_documents import BadDocument, Rejects
 from bigtrain.data.lines import split_lines
@@ -31,20 +33,36 @@ class Keys:
     argument: str = "--text-key"
 
 
+@dataclass(frozen=True)
+class Block:
+    """Rows that were read together, the first of them number `row` of the source.
+
+    `done`: which share of what is read at once came before, for progress; 0.0 where not known.
+    """
+
+    row: int
+    values: Rows | TextColumn
+    done: float = 0.0
+
+
 def parquet_rows(
-    path: str, keys: Keys, begin: int, end: int | None
-) -> Iterator[tuple[int, Rows | TextColumn]]:
-    """(number of the first row, rows) of row groups [begin, end)."""
+    path: str, keys: Keys, begin: int, end: int | None, unpacked: IO[bytes] | None = None
+) -> Iterator[Block]:
+    """Rows of row groups [begin, end). `unpacked`: what `path` holds, where that is compressed."""
     import pyarrow
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(path) as file:
+        # Buffering before reading holds all row groups in memory until the end.
+        whole = path if unpacked is None else unpacked
+        with parquet.ParquetFile(whole, pre_buffer=False) as file:
             columns = _columns(path, keys, file.schema_arrow.names)
-            groups = range(begin, file.num_row_groups if end is None else end)
-            row = sum(file.metadata.row_group(i).num_rows for i in range(begin))
+            rows = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            row = first = sum(rows[:begin])
+            count = sum(rows[begin:end])
+            groups = range(begin, len(rows) if end is None else end)
             for batch in file.iter_batches(ROWS_PER_READ, row_groups=groups, columns=columns):
-                yield row, _rows_of(batch, columns)
+                yield Block(row, _rows_of(batch, columns), (row - first) / max(1, count))
                 row += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from error
@@ -63,23 +81,23 @@ def count_row_groups(path: str) -> list[int]:
 
 
 def arrow_rows(
-    path: str, keys: Keys, begin: int, end: int | None
-) -> Iterator[tuple[int, Rows | TextColumn]]:
-    """(number of the first row, rows) of record batches [begin, end) of an IPC file or stream.
+    path: str, keys: Keys, begin: int, end: int | None, unpacked: IO[bytes] | None = None
+) -> Iterator[Block]:
+    """Rows of record batches [begin, end) of an IPC file or stream; `unpacked` as for parquet.
 
     A stream can only be read whole: `begin` 0 and no `end`.
     """
     import pyarrow
 
     try:
-        with pyarrow.memory_map(path) as mapped:
+        with _mapped(path, unpacked) as mapped:
             row = 0
-            for number, batch in enumerate(_record_batches(mapped, path)):
-                if begin <= number and (end is None or number < end):
+            for batch, done in _record_batches(mapped, begin, end):
+                if done is not None:
                     columns = _columns(path, keys, batch.schema.names)
                     for first in range(0, batch.num_rows, ROWS_PER_READ):
                         part = batch.slice(first, ROWS_PER_READ)
-                        yield row + first, _rows_of(part, columns)
+                        yield Block(row + first, _rows_of(part, columns), done)
                 row += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from error
@@ -98,15 +116,30 @@ def count_record_batches(path: str) -> int | None:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def _record_batches(mapped: Any, path: str) -> Iterator[Any]:
+def _mapped(path: str, unpacked: IO[bytes] | None) -> Any:
+    import pyarrow
+
+    if unpacked is None:
+        return pyarrow.memory_map(path)
+    # A map of no bytes is an error of its own; arrow's says that they are too few.
+    size = os.fstat(unpacked.fileno()).st_size
+    mapped = mmap.mmap(unpacked.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    return pyarrow.BufferReader(pyarrow.py_buffer(mapped))
+
+
+def _record_batches(mapped: Any, begin: int, end: int | None) -> Iterator[tuple[Any, float | None]]:
+    """Each batch up to `end`, and which share of those from `begin` on is done; None before it."""
     import pyarrow
 
     if not _is_ipc_file(mapped):
-        yield from pyarrow.ipc.open_stream(mapped)
+        for batch in pyarrow.ipc.open_stream(mapped):
+            yield batch, mapped.tell() / mapped.size()
         return
     reader = pyarrow.ipc.open_file(mapped)
-    for number in range(reader.num_record_batches):
-        yield reader.get_batch(number)
+    end = reader.num_record_batches if end is None else end
+    for number in range(end):
+        done = None if number < begin else (number - begin) / (end - begin)
+        yield reader.get_batch(number), done
 
 
 def _is_ipc_file(mapped: Any) -> bool:
@@ -159,17 +192,15 @@ def _csv_lines(path: str, chunks: Iterator[bytes], max_bytes: int) -> Iterator[s
 
 def dataset_rows(
     source: Source, selection: Selection, keys: Keys, begin: int, end: int | None
-) -> Iterator[tuple[int, Rows]]:
-    """(number of the first row, rows) of a dataset.
-
-    Of a saved one rows [begin, end), of a streamed one shards [begin, end).
-    """
+) -> Iterator[Block]:
+    """Of a saved dataset rows [begin, end), of a streamed one shards [begin, end)."""
     dataset = open_hf_dataset(source, selection)
-    row = 0
+    row = count = 0
     if source.kind == "saved_dataset":
         dataset = dataset.with_format(None)
         if end is not None:
             dataset, row = dataset.select(range(begin, end)), begin
+        count = len(dataset)
     elif source.kind == "hub_dataset" and end is not None:
         assert end == begin + 1, "one shard of a streamed dataset at a time"
         dataset = dataset.shard(num_shards=dataset.num_shards, index=begin)
@@ -179,7 +210,7 @@ def dataset_rows(
         for batch in dataset.iter(ROWS_PER_READ):
             columns = _columns(source.path, keys, list(batch))
             rows = [list(values) for values in zip(*(batch[c] for c in columns), strict=True)]
-            yield row, rows
+            yield Block(row, rows, (row - begin) / count if count else 0.0)
             row += len(rows)
     except (DataError, GeneratorExit):
         raise

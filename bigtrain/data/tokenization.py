@@ -77,7 +77,7 @@ class Tokenizer:
         return _load_with_transformers(self.name) if self.loaded is None else self.loaded
 
     def encoder(self, parse_special_tokens: bool = False, ends: bool = True) -> ReferenceEncoder:
-        """The reference encoder; `bigtrain.data.encoders.choose_encoder` finds a faster one.
+        """The reference encoder; `bigtrain.data.encoder_choice` finds a faster one.
 
         `ends`: each document gets the end-of-document token.
         """

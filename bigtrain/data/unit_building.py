@@ -18,9 +18,11 @@ import xxhash
 from bigtrain.data.bad_documents import BadDocument, Rejects
 from bigtrain.data.chat import ChatEncoder
 from bigtrain.data.directories import sync_to_disk
-from bigtrain.data.documents import PartReader, ReadOptions, batched
-from bigtrain.data.encoders import Checks, CheckSampler, Encoder
+from bigtrain.data.documents import batched, part_reader
+from bigtrain.data.encoder_checks import Checks, CheckSampler
+from bigtrain.data.encoders import Encoder
 from bigtrain.data.manifest import ShardRecord, Split
+from bigtrain.data.parts import ReadOptions
 from bigtrain.data.planning import Unit
 from bigtrain.data.shard_writing import ShardWriter
 from bigtrain.data.shards import Mask, Tokens
@@ -198,7 +200,7 @@ class _UnitReader:
         for number, why in batch.problems:
             part_number, place = read[number]
             part = self.unit.parts[part_number]
-            reader = PartReader(part, self.job.reading, self.rejects)
+            reader = part_reader(part, self.job.reading, self.rejects)
             self._part_of_bad = part_number
             reader.reject_at(place, why)
             self._part_of_bad = None
@@ -214,7 +216,7 @@ class _UnitReader:
         counts = self.counts
         before = counts.num_bytes
         for part in self.unit.parts:
-            reader = PartReader(part, self.job.reading, self.rejects)
+            reader = part_reader(part, self.job.reading, self.rejects)
             counts.path, counts.part_bytes = part.source.path, part.num_bytes
             for documents in reader.blocks():
                 counts.part_done = min(reader.bytes_done, part.num_bytes)

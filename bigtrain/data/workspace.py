@@ -9,6 +9,7 @@
       KEY.claim                      who works on it, `bigtrain.data.claims`
       rejected-ENGINE                an encoder found wrong; what it wrote is done again
       assembly.json                  `bigtrain.data.assembly` has begun
+      (a file without a name)        what a unit reads, decompressed, `bigtrain.data.unpacking`
 """
 
 from __future__ import annotations

@@ -13,15 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigtrain.cli import main
+from bigtrain.data.encoder_checks import CheckSampler, require_equal
+from bigtrain.data.encoder_choice import choose_encoder
 from bigtrain.data.encoders import (
     FAST_ENCODERS,
-    CheckSampler,
     Encoded,
     Encoder,
     EncoderError,
     GigatokenEncoder,
-    choose_encoder,
-    require_equal,
 )
 from bigtrain.data.hard_sample import SENTENCES, hard_sample
 from bigtrain.data.manifest import read_manifest

@@ -19,8 +19,9 @@ import zstandard
 from pyarrow import parquet
 
 from bigtrain.data.bad_documents import Rejects
-from bigtrain.data.documents import PartReader, ReadOptions
+from bigtrain.data.documents import part_reader
 from bigtrain.data.manifest import SourceRecord
+from bigtrain.data.parts import ReadOptions
 from bigtrain.data.planning import Unit, plan_key, plan_units
 from bigtrain.data.sources import Selection, Source, find_sources
 from bigtrain.errors import DataError
@@ -98,7 +99,7 @@ def read(units: list[Unit], options: ReadOptions = OPTIONS) -> list[str]:
     found: list[str] = []
     for unit in units:
         for part in unit.parts:
-            reader = PartReader(part, options, Rejects(False))
+            reader = part_reader(part, options, Rejects(False))
             done = [0]
             for block in reader.blocks():
                 found += [content.decode() for content in block]
@@ -211,7 +212,7 @@ def test_checksums_of_ranges_are_those_of_the_file(tmp_path: Path) -> None:
     content = path.read_bytes()
     for unit in plan_units(sources_of(path, "jsonl"), OPTIONS, 5000, []):
         (part,) = unit.parts
-        reader = PartReader(part, OPTIONS, Rejects(False))
+        reader = part_reader(part, OPTIONS, Rejects(False))
         for _ in reader.blocks():
             pass
         assert reader.checksum() == xxhash.xxh3_64_hexdigest(content[part.begin : part.end])

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from bigtrain.data import encoders, known
-from bigtrain.data.encoders import GigatokenEncoder, choose_encoder, prove
+from bigtrain.data import encoder_checks, encoders, known
+from bigtrain.data.encoder_checks import prove
+from bigtrain.data.encoder_choice import choose_encoder
+from bigtrain.data.encoders import GigatokenEncoder
 from bigtrain.data.hard_sample import SENTENCES
 from bigtrain.data.remembered import _changes, _normal, fingerprint, recall_tokenizer
 from bigtrain.data.tokenization import load_tokenizer, train_tokenizer
@@ -212,8 +214,8 @@ class Wrong(GigatokenEncoder):
 def test_the_hard_sample_is_compared_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = load_tokenizer(str(directory)).encoder()
     calls = []
-    original = encoders.hard_sample
-    monkeypatch.setattr(encoders, "hard_sample", lambda t: calls.append(1) or original(t))
+    original = encoder_checks.hard_sample
+    monkeypatch.setattr(encoder_checks, "hard_sample", lambda t: calls.append(1) or original(t))
 
     def fast(kind: type[GigatokenEncoder], parse: bool = False) -> GigatokenEncoder:
         return kind(reference.tokenizer_json, reference.end_of_document_id, parse)

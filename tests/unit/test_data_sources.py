@@ -16,7 +16,8 @@ import zstandard
 from pyarrow import parquet
 
 from bigtrain.data.bad_documents import BadDocument, Rejects
-from bigtrain.data.documents import DocumentReader, Part, PartReader, ReadOptions
+from bigtrain.data.documents import DocumentReader, part_reader
+from bigtrain.data.parts import Part, ReadOptions
 from bigtrain.data.sources import Selection, find_sources
 from bigtrain.errors import DataError
 
@@ -202,7 +203,7 @@ def test_true_lines_in_the_middle_of_a_file(tmp_path: Path) -> None:
     (source,) = find_sources(selection)
     for begin in range(0, len(good) * 7 + 1):
         part = Part(source, begin, size, size - begin)
-        reader = PartReader(part, ReadOptions(selection), Rejects(False))
+        reader = part_reader(part, ReadOptions(selection), Rejects(False))
         with pytest.raises(DataError, match=r"a\.jsonl:8: 'text' is not text but int"):
             list(reader.blocks())
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from bigtrain.data.bad_documents import BadDocument, Rejects
-from bigtrain.data.documents import DocumentReader, ReadOptions
+from bigtrain.data.documents import DocumentReader
+from bigtrain.data.parts import ReadOptions
 from bigtrain.data.sources import Selection, find_sources
 from bigtrain.data.text_columns import text_column
 from bigtrain.errors import DataError

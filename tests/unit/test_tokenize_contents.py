@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -16,7 +17,7 @@ from bigtrain.cli import main
 from bigtrain.data.tokenization import train_tokenizer
 
 WORDS = "alpha beta gamma delta épsilon 東京 return self\n    if for".split(" ")
-KINDS = ("jsonl", "parquet", "csv", "txt")
+KINDS = ("jsonl", "parquet", "csv", "txt", "parquet.gz")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,11 @@ def texts(seed: int) -> list[str]:
 
 
 def write(path: Path, documents: list[str]) -> Path:
-    if path.suffix == ".parquet":
+    if path.suffix == ".gz":
+        plain_file = write(path.with_suffix(""), documents)
+        path.write_bytes(gzip.compress(plain_file.read_bytes(), 0))  # the words stay readable
+        plain_file.unlink()
+    elif path.suffix == ".parquet":
         table = pyarrow.table({"text": documents})
         plain: Any = {"compression": None, "use_dictionary": False, "write_statistics": False}
         parquet.write_table(table, path, row_group_size=20, **plain)
@@ -147,3 +152,26 @@ def test_documents_that_end_elsewhere_are_another_content(tokenizer: Path, tmp_p
     write(folder / "a.parquet", ["alpha", " betagamma", "delta delta"])
     assert (folder / "a.parquet").stat().st_size == size
     assert bigtrain(folder, tokenizer, output) == 2
+
+
+def test_bad_rows_of_csv_are_no_other_content(
+    tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was hashed while rows were left out is found again by reading the bytes alone."""
+    folder, output = tmp_path / "in", tmp_path / "d"
+    folder.mkdir()
+    source = write(folder / "a.csv", texts(1) * 3)
+    source.write_bytes(source.read_bytes() + b"\xff\n")
+    (folder / "b.txt.gz").write_bytes(b"damaged")
+    words = ["tokenize", "--input", folder, "--tokenizer", tokenizer, "--output", output]
+    words += ["--suffix", ".csv", "--suffix", ".txt", "--shard-size", 8000, "--skip-bad"]
+    arguments = [str(word) for word in words]
+    assert main(arguments) == 2
+    (shard,) = output.glob(".units/*.train.bin")
+    inode = shard.stat().st_ino
+    touch(source)
+    write(folder / "b.txt.gz", ["mended"])
+    assert main(arguments) == 0
+    assert "1 finished parts are compared with what these hold now" in caplog.text
+    assert (output / "train-00000.bin").stat().st_ino == inode
+    assert len((output / "errors.jsonl").read_text().splitlines()) == 1
