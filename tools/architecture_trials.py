@@ -340,6 +340,7 @@ def work(tasks: Sequence[Mapping[str, Any]], progress: Path) -> None:
             outcomes = trial.run(columns, begin)
         if is_main:
             keep(task["key"], outcomes)
+    dist.barrier()  # who leaves while the other still talks may abort
     dist.destroy_process_group()
 
 
