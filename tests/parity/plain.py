@@ -281,8 +281,11 @@ def root_mean_square(found: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 
 def orders() -> Iterator[Chunks]:
-    """The same 8 samples in other orders and divisions."""
+    """The same 8 samples in other orders and divisions.
+
+    Of four runs the farthest says too little of the next: of sixteen more one had a norm 2.9 times
+    as far from their mean.
+    """
     yield whole
-    yield permuted(4, 1)
-    yield permuted(2, 2)
-    yield permuted(1, 3)
+    for seed, micro_samples in enumerate((4, 2, 1, 8, 4, 2, 1), 1):
+        yield permuted(micro_samples, seed)
