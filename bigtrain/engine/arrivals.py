@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -41,10 +41,12 @@ def all_arrived(world: World, patience_seconds: float) -> Iterator[None]:
         yield  # torchrun's agents have met already, and started every process themselves
         return
     store = _join(world, time.monotonic() + patience_seconds)
-    # Counted from here, when the main process, which may be a late one itself, is there.
-    end = time.monotonic() + patience_seconds
     store.set(_key(world.rank), socket.gethostname())
-    verdict = _wait_for_all(store, world, end) if world.is_main else _wait_for_main(store, end)
+    # Both count from here, when the main process, which may be a late one itself, is there.
+    if world.is_main:
+        verdict = _wait_for_all(store, world, time.monotonic() + patience_seconds)
+    else:
+        verdict = _wait_for_main(store, patience_seconds)
     if verdict:
         raise LaunchError(verdict)
     yield
@@ -81,7 +83,7 @@ def _looks() -> Iterator[float]:
     while True:
         yield time.monotonic()
         time.sleep(pause)
-        pause = min(2 * pause, 1.0)
+        pause = min(2 * pause, 0.1)
 
 
 def _wait_for_all(store: dist.TCPStore, world: World, end: float) -> str:
@@ -111,16 +113,16 @@ def _wait_for_all(store: dist.TCPStore, world: World, end: float) -> str:
     return verdict
 
 
-def _wait_for_main(store: dist.TCPStore, end: float) -> str:
-    with suppress(dist.DistError):
-        for now in _looks():
-            if store.check([_VERDICT]):
-                verdict = store.get(_VERDICT).decode()
-                store.add(_NUM_TOLD, 1)
-                return verdict
-            if now > end + 2 * _TOLD_WITHIN_SECONDS:
-                break
-    return "the main process ended, or fell silent, before all processes came: see what it says"
+def _wait_for_main(store: dist.TCPStore, patience_seconds: float) -> str:
+    # The main process gives up first, and says why.
+    limit = timedelta(seconds=patience_seconds + 2 * _TOLD_WITHIN_SECONDS)
+    try:
+        store.wait([_VERDICT], limit)
+        verdict = store.get(_VERDICT).decode()
+        store.add(_NUM_TOLD, 1)
+    except dist.DistError:
+        return "the main process ended, or fell silent, before all processes came: see what it says"
+    return verdict
 
 
 def _who_is_missing(store: dist.TCPStore, world: World, missing: list[int]) -> str:

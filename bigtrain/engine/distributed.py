@@ -20,10 +20,10 @@ from bigtrain.engine.device import device_kind
 from bigtrain.errors import LaunchError
 from bigtrain.launch.findings import judge_versions
 from bigtrain.launch.versions import library_versions
+from bigtrain.sections.failures import ARRIVAL_TIMEOUT_SECONDS
 from bigtrain.world import World
 
 PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)
-ARRIVAL_TIMEOUT_SECONDS = 600.0
 DEFAULT_PORT = "29500"  # torch's and DeepSpeed's, where a launcher names none
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from bigtrain.sections.base import NonNegativeInt, PositiveInt, Section
 
 Seconds = Annotated[float, Field(gt=0)]
+ARRIVAL_TIMEOUT_SECONDS = 600.0
 
 
 class WatchdogSection(Section):
@@ -25,7 +26,7 @@ class WatchdogSection(Section):
         "to be written and while it exports, where one operation may take long",
     )
     arrival_timeout_seconds: Seconds = Field(
-        default=600.0,
+        default=ARRIVAL_TIMEOUT_SECONDS,
         description="for all processes to meet at the start, after which those that have not come "
         "are named and the rest end",
     )
