@@ -29,7 +29,15 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.huggingface import build_model
 from bigtrain.topology import derive_topology
 from tests.parity.conftest import SEED, STEPS, VOCAB_SIZE, llama, run_config, train_cases
-from tests.parity.plain import Spread, Training, orders, read_steps, root_mean_square, train
+from tests.parity.plain import (
+    Spread,
+    Training,
+    compute_in_halves,
+    orders,
+    read_steps,
+    root_mean_square,
+    train,
+)
 from tests.support.datasets import write_dataset
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
@@ -383,7 +391,30 @@ def test_halves_differ_by_rounding_alone(matrix: Matrix) -> None:
     )
     assert found.losses == pytest.approx(expected.losses, abs=LOSS)
     assert found.norms == pytest.approx(expected.norms, rel=NORM)
-    assert found.losses != expected.losses
+
+
+def test_halves_are_rounded_before_they_are_added() -> None:
+    # bfloat16 holds 256 and 258, and rounds 257 to 256.
+    columns = torch.tensor([[256.0, 1.0, 1.0, 0.0]], dtype=torch.bfloat16)
+    whole, halves = (
+        torch.nn.ModuleDict(
+            {
+                "o_proj": torch.nn.Linear(4, 1, bias=False),
+                "q_proj": torch.nn.Linear(1, 4, bias=False),
+            }
+        ).to(torch.bfloat16)
+        for _ in range(2)
+    )
+    compute_in_halves(halves)
+    for model, expected in ((whole, 258.0), (halves, 256.0)):
+        with torch.no_grad():
+            model["o_proj"].weight.copy_(columns)
+            model["q_proj"].weight.copy_(columns.T)
+        assert model["o_proj"](torch.ones_like(columns)).item() == expected
+        inputs = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+        model["q_proj"](inputs).sum().backward()
+        assert inputs.grad is not None
+        assert inputs.grad.item() == expected
 
 
 @pytest.mark.parametrize("point", COVERING, ids=lambda point: point.name)
