@@ -11,9 +11,11 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from bigtrain import __version__
 from bigtrain.errors import BigtrainError
+from bigtrain.processes import leave
 
 COMMANDS = {
     "tokenizer": "train a byte-level BPE tokenizer on text",
@@ -60,5 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
+def program() -> NoReturn:
+    """`main` of the words after the command's name, and the end of the process."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -25,6 +25,7 @@ if __name__ == "__main__":
 from bigtrain.engine.accelerate_settings import read_accelerate
 from bigtrain.engine.resolve import ResolvedRun, resolve_run_files
 from bigtrain.errors import EXIT_STOPPED, BigtrainError
+from bigtrain.processes import importing, leave
 from bigtrain.world import World, read_world
 
 # Longer than the processes of a world take to start one after the other.
@@ -84,24 +85,25 @@ def train_run(run: ResolvedRun, world: World) -> int:
     """Train a resolved run; returns the exit code. Collective over all processes of `world`."""
     # Here, so that a configuration that is wrong is refused before torch is imported, and inputs
     # that are wrong before DeepSpeed, which looks for devices and talks while it is.
-    from bigtrain.engine.device import refuse_for_device
-    from bigtrain.run.preflight import inspect_inputs
+    with importing():
+        from bigtrain.engine.device import refuse_for_device
+        from bigtrain.run.preflight import inspect_inputs
 
     refuse_for_device(run.config, world.size)
-    inputs = inspect_inputs(run)
-
-    from bigtrain.data.loader import open_held_out, open_training_data
-    from bigtrain.engine.build import build_engine
-    from bigtrain.engine.mesh import open_mesh
-    from bigtrain.models.plan_check import check_tensor_plan
-    from bigtrain.run.evaluation import Evaluator
-    from bigtrain.run.finish import finish, stop_early
-    from bigtrain.run.initialize import weights_source
-    from bigtrain.run.loop import train
-    from bigtrain.run.resume import restore_or_start
-    from bigtrain.run.saving import Saver
-    from bigtrain.run.session import open_session
-    from bigtrain.run.verification import verify_data
+    with importing():  # the model's libraries
+        inputs = inspect_inputs(run)
+        from bigtrain.data.loader import open_held_out, open_training_data
+        from bigtrain.engine.build import build_engine
+        from bigtrain.engine.mesh import open_mesh
+        from bigtrain.models.plan_check import check_tensor_plan
+        from bigtrain.run.evaluation import Evaluator
+        from bigtrain.run.finish import finish, stop_early
+        from bigtrain.run.initialize import weights_source
+        from bigtrain.run.loop import train
+        from bigtrain.run.resume import restore_or_start
+        from bigtrain.run.saving import Saver
+        from bigtrain.run.session import open_session
+        from bigtrain.run.verification import verify_data
 
     source = weights_source(run.config)
     weights = source.find(run.config, inputs.hf_config)
@@ -154,4 +156,4 @@ def train_run(run: ResolvedRun, world: World) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

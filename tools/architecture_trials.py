@@ -37,6 +37,7 @@ from bigtrain.models.stage_proof import StagePlan, difference, plan_stages, run_
 from bigtrain.models.stages import Stage
 from bigtrain.models.tensor_degree import check_tensor_size
 from bigtrain.models.tensor_parallel import shard_model, tensor_plan
+from bigtrain.processes import leave
 from tools.tiny_models import tiny_config, tiny_model
 
 KIND = "architectures"
@@ -347,3 +348,4 @@ def work(tasks: Sequence[Mapping[str, Any]], progress: Path) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     work(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    leave(0)

@@ -18,6 +18,7 @@ from bigtrain.engine.distributed import process_group
 from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.processes import leave
 from bigtrain.run.parity import layer_outputs, micro_batches
 from bigtrain.world import World, read_world
 
@@ -73,3 +74,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

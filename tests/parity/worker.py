@@ -44,6 +44,7 @@ from bigtrain.models.isolation import Isolation, plan_isolation
 from bigtrain.models.loss_choice import choose_loss
 from bigtrain.models.stage_proof import StagePlan, plan_stages
 from bigtrain.models.weights import find_weights
+from bigtrain.processes import leave
 from bigtrain.run.session import step_seed
 from bigtrain.schedule import learning_rate_at
 from bigtrain.topology import BatchPlan
@@ -273,3 +274,4 @@ def main() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main()
+    leave(0)
