@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -30,70 +29,94 @@ def case(
     return {"config": config, "deepspeed_config": deepspeed_config, **steps}
 
 
-@pytest.fixture(scope="module")
-def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Uninterrupted runs that save at STOP, then every reader on every writer's checkpoint."""
+Point = tuple[int, str, str]  # processes, DeepSpeed JSON, dtype
+ALL: list[tuple[Point, Point]] = [
+    *(
+        ((*wrote, "float32"), (*read, "float32"))
+        for wrote in WRITERS
+        for read in sorted({*READERS, wrote})
+    ),
+    *(((*point, "bfloat16"), (*point, "bfloat16")) for point in BFLOAT16),
+]
+# Each as it was and in two other ways, so that every reader reads a checkpoint of another.
+SOME = [
+    (wrote, read)
+    for wrote, read in ALL
+    if wrote == read
+    or (WRITERS.index(wrote[:2]) - READERS.index(read[:2])) % (len(READERS) // 2) == 0
+]
+OTHERS = [pair for pair in ALL if pair not in SOME]
+
+
+def name_of(point: Point) -> str:
+    return "-".join(map(str, point))
+
+
+def write_and_read(
+    data: Path, pairs: list[tuple[Point, Point]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """Uninterrupted runs that save at STOP, then every reader on its writer's checkpoint."""
     root = tmp_path_factory.mktemp("resume")
     found: dict[str, Any] = {}
-    writers = [(*w, "float32") for w in WRITERS] + [(*w, "bfloat16") for w in BFLOAT16]
     for world_size in (1, 2):
         cases = {
-            f"write-{size}-{name}-{dtype}": case(
-                dataset,
-                size,
-                name,
-                dtype,
-                last_step=END,
-                save_at=STOP,
-                save_to=str(root / f"{size}-{name}-{dtype}"),
+            f"write-{name_of(point)}": case(
+                data, *point, last_step=END, save_at=STOP, save_to=str(root / name_of(point))
             )
-            for size, name, dtype in writers
-            if size == world_size
+            for point in dict.fromkeys(wrote for wrote, _ in pairs)
+            if point[0] == world_size
         }
         found.update(train_cases(world_size, cases, tmp_path_factory.mktemp("write")))
     for world_size in (1, 2):
-        cases = {}
-        for wrote in writers:
-            readers = [(*r, "float32") for r in READERS] if wrote[2] == "float32" else [wrote]
-            for read in {*readers, wrote}:
-                if read[0] != world_size:
-                    continue
-                name = "-".join(map(str, (*wrote, "to", *read)))
-                cases[name] = case(
-                    dataset,
-                    *read,
-                    first_step=STOP,
-                    last_step=END,
-                    restore_from=str(root / "-".join(map(str, wrote))),
-                    save_again_to=str(root / "again" / name),
-                )
+        cases = {
+            f"{name_of(wrote)}-to-{name_of(read)}": case(
+                data,
+                *read,
+                first_step=STOP,
+                last_step=END,
+                restore_from=str(root / name_of(wrote)),
+                save_again_to=str(root / "again" / f"{name_of(wrote)}-to-{name_of(read)}"),
+            )
+            for wrote, read in pairs
+            if read[0] == world_size
+        }
         found.update(train_cases(world_size, cases, tmp_path_factory.mktemp("read")))
-    (root / "results.json").write_text(json.dumps(found))
     return root, found
 
 
-def pairs() -> list[tuple[tuple[int, str, str], tuple[int, str, str]]]:
-    found = []
-    for wrote in WRITERS:
-        for read in sorted({*READERS, wrote}):
-            found.append(((*wrote, "float32"), (*read, "float32")))
-    return found + [((*w, "bfloat16"), (*w, "bfloat16")) for w in BFLOAT16]
+@pytest.fixture(scope="module")
+def some(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return write_and_read(dataset, SOME, tmp_path_factory)
 
 
-@pytest.mark.parametrize(("wrote", "read"), pairs(), ids=str)
-def test_goes_on(
-    wrote: tuple[int, str, str],
-    read: tuple[int, str, str],
-    runs: tuple[Path, dict[str, Any]],
-) -> None:
-    root, found = runs
-    name = "-".join(map(str, (*wrote, "to", *read)))
-    uninterrupted = found["write-" + "-".join(map(str, wrote))]
-    resumed = found[name]
+@pytest.fixture(scope="module")
+def others(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return write_and_read(dataset, OTHERS, tmp_path_factory)
+
+
+def test_the_tiers_are_everything() -> None:
+    assert sorted(SOME + OTHERS) == sorted(ALL)
+    assert {read[:2] for _, read in SOME} == {*READERS, *WRITERS}
+
+
+@pytest.mark.parametrize(("wrote", "read"), SOME, ids=name_of)
+def test_goes_on(wrote: Point, read: Point, some: tuple[Path, dict[str, Any]]) -> None:
+    assert_goes_on(wrote, read, *some)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrote", "read"), OTHERS, ids=name_of)
+def test_others_go_on(wrote: Point, read: Point, others: tuple[Path, dict[str, Any]]) -> None:
+    assert_goes_on(wrote, read, *others)
+
+
+def assert_goes_on(wrote: Point, read: Point, root: Path, found: dict[str, Any]) -> None:
+    name = f"{name_of(wrote)}-to-{name_of(read)}"
+    uninterrupted, resumed = found[f"write-{name_of(wrote)}"], found[name]
     if wrote == read:
         assert resumed["losses"] == uninterrupted["losses"][STOP:]
         assert resumed["norms"] == uninterrupted["norms"][STOP:]
-    saved = read_full(root / "-".join(map(str, wrote)) / "tensors")
+    saved = read_full(root / name_of(wrote) / "tensors")
     again = read_full(root / "again" / name / "tensors")
     assert saved.keys() == again.keys()
     assert any(key.startswith("exp_avg_sq/") for key in saved)

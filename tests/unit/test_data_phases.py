@@ -123,7 +123,7 @@ def go_on(changed: list[Change], tokens: list[int]) -> tuple[Ranges, list[Phase]
     return read, phases
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(changed=changes, tokens=st.lists(st.integers(3 * 60 + 1, 20_000), min_size=4, max_size=4))
 def test_nothing_is_read_twice_in_an_epoch_across_phases(
     changed: list[Change], tokens: list[int]
@@ -134,7 +134,7 @@ def test_nothing_is_read_twice_in_an_epoch_across_phases(
         assert ranges[-1][1] < tokens["abcd".index(hash_[-1])]  # there is a label after it
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.integers(10, 60), min_size=1, max_size=6),
     counts=st.lists(st.integers(1, 100), min_size=6, max_size=6),
