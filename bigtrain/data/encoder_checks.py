@@ -25,6 +25,10 @@ CHECKED_ONE_IN = 1000
 CHECKED_PER_LEAD_BYTE = 8
 PIECE_BYTES = 1 << 12
 """Most of one document that is compared: the reference takes a few milliseconds for it."""
+RARE_PIECE_BYTES = 1 << 10
+"""Of one that is compared for a rare script alone: from a quarter of it before the first letter."""
+FIRST_LEAD_BYTE = 0xC2
+"""Of UTF-8: bytes below are ASCII or continue a character."""
 
 
 def require_equal(fast: Encoder, reference: Encoder, contents: Sequence[bytes]) -> None:
@@ -108,41 +112,51 @@ class Checks:
 
 
 class CheckSampler:
-    """Chooses the documents that are compared: the first 64, then one in 1,000.
+    """Chooses the documents that are compared: the first 64 of an input, then one in 1,000.
 
     And the first 8 of every script, as told by the first bytes of its UTF-8 characters. The
-    choice depends on the documents and their order alone.
+    choice depends on the documents and their order alone. `begins_input`: whether the documents
+    are the first of a source; those of a later range of one are another thousand among many.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, begins_input: bool = True) -> None:
+        self._num_first = FIRST_CHECKED if begins_input else 0
         self._seen = 0
         self._by_lead_byte: Counter[int] = Counter()
-        self._known = bytes(range(0xC2))  # ASCII and continuation bytes
+        self._is_new = np.arange(256) >= FIRST_LEAD_BYTE
 
     def choose(self, contents: Sequence[bytes]) -> Checks:
         """Checks for the next documents of the stream."""
         documents: list[int] = []
         pieces: list[bytes] = []
+        # All at once: of most batches none has a letter of a new script.
+        any_new = self._new_lead_bytes(b"".join(c for c in contents if not c.isascii()))
         for index, content in enumerate(contents):
             number = self._seen + index
-            begin = None
-            if number < FIRST_CHECKED or number % CHECKED_ONE_IN == 0:
-                begin = 0
-            if not content.isascii() and (rare := content.translate(None, self._known)):
-                begin = max(0, content.find(rare[:1]) - 256)
+            begin, size = 0, 0
+            if number < self._num_first or number % CHECKED_ONE_IN == 0:
+                size = PIECE_BYTES
+            if any_new and not content.isascii() and (rare := self._new_lead_bytes(content)):
+                begin = max(0, content.find(rare[:1]) - RARE_PIECE_BYTES // 4)
+                size = size or RARE_PIECE_BYTES
                 self._count(rare)
-            if begin is None:
+            if not size:
                 continue
-            if len(content) <= PIECE_BYTES:
+            if len(content) <= size:
                 documents.append(index)
             else:
-                piece = content[begin : begin + PIECE_BYTES]
-                pieces.append(piece.decode("utf-8", "ignore").encode("utf-8"))
+                pieces.append(content[begin : begin + size].decode("utf-8", "ignore").encode())
         self._seen += len(contents)
         return Checks(tuple(documents), tuple(pieces))
+
+    def _new_lead_bytes(self, content: bytes) -> bytes:
+        """Those in `content` that have not been seen often enough, in its order."""
+        units = np.frombuffer(content, np.uint8)
+        leads = units[units >= FIRST_LEAD_BYTE]
+        return leads[self._is_new[leads]].tobytes()
 
     def _count(self, lead_bytes: bytes) -> None:
         for byte in set(lead_bytes):
             self._by_lead_byte[byte] += 1
             if self._by_lead_byte[byte] == CHECKED_PER_LEAD_BYTE:
-                self._known += bytes([byte])
+                self._is_new[byte] = False

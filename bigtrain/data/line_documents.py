@@ -98,6 +98,7 @@ class JsonLinesReader(PartReader):
         if line is None:
             self.reject_at(number, f"the line {options.too_large}")
             return None
+        line = line.removesuffix(b"\n")
         if number == 1 and self.part.begin == 0:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
