@@ -2,15 +2,19 @@
 
 Not called tokenize.py: a script there would hide the standard library's module of that name.
 
-In MB of text per CPU second (user and system, of all threads and child processes), which other work
-on the machine disturbs least: the whole command in a fresh process, the same without its start-up
-(measured on one document), its own encoder alone on text already in memory, the same encoder with
-orjson parsing each line before (what no reader of this input in Python can be faster than), the
-reference encoder alone, the command with the reference encoder, and Megatron-LM's script where a
-checkout is given. Contenders take turns, the best of the rounds counts. Then the ratios, those to
-Megatron-LM's script also in seconds on the clock, and the peak memory.
+In MB of text per second on the clock, and per CPU second (user and system, of all threads and child
+processes), which other work on the machine disturbs least: the whole command in a fresh process,
+of JSON lines and of parquet, the same without its start-up (measured on one document), its own
+encoder alone in all cores on text already in memory (in batches that stay in a processor's cache,
+and all of it in one call), the same encoder with orjson parsing each line before (what no reader of
+lines in Python can be faster than), the reference encoder alone, the command with the reference
+encoder, and Megatron-LM's script where a checkout is given. Contenders take turns, the best of the
+rounds counts. Then the ratios, and the peak memory.
 
-    python benchmarks/tokenizing.py [--megabytes 200] [--input FILE.jsonl] [--tokenizer DIR]
+The text is this machine's own, each file once: an encoder takes what it has seen before from its
+cache, and is several times as fast on text that repeats.
+
+    python benchmarks/tokenizing.py [--megabytes 500] [--input FILE.jsonl] [--tokenizer DIR]
         [--megatron MEGATRON_LM]   # what it needs to be imported is PYTHONPATH's affair
 """
 
@@ -22,38 +26,27 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import orjson
+import pyarrow
+from pyarrow import parquet
+
+from benchmarks.support.machine_texts import machine_texts
 from bigtrain.data.encoder_choice import choose_encoder
 from bigtrain.data.encoders import Encoder
 from bigtrain.data.tokenization import load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH_BYTES = 1 << 20
-REFERENCE_BYTES = 8_000_000
-
-
-def python_sources(num_bytes: int) -> Iterator[str]:
-    """Source files of this Python and its packages, as often as it takes."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    files = sorted(stdlib.rglob("*.py"))
-    left, turn = num_bytes, 0
-    while left > 0:
-        for file in files:
-            text = f"# {turn}\n" + file.read_bytes().decode("utf-8", "ignore")
-            yield text
-            left -= len(text)
-            if left <= 0:
-                return
-        turn += 1
 
 
 def batches(texts: list[bytes]) -> Iterator[list[bytes]]:
@@ -69,33 +62,43 @@ def batches(texts: list[bytes]) -> Iterator[list[bytes]]:
         yield batch
 
 
-def encode_alone(encoder: Encoder, texts: list[bytes]) -> float:
-    """CPU seconds for `texts` with a new encoder, whose caches are empty."""
-    fresh = type(encoder)(encoder.tokenizer_json, encoder.end_of_document_id)
-    fresh.encode_utf8([b"x"])
-    started_at = time.process_time()
-    for batch in batches(texts):
-        fresh.encode_utf8(batch)
-    return time.process_time() - started_at
-
-
-def parse_and_encode_alone(encoder: Encoder, lines: list[bytes]) -> float:
-    """CPU seconds for the texts in `lines` of JSON in memory: parsed by orjson, and encoded."""
-    fresh = type(encoder)(encoder.tokenizer_json, encoder.end_of_document_id)
-    fresh.encode_utf8([b"x"])
-    started_at = time.process_time()
-    for batch in batches(lines):
-        fresh.encode_utf8([orjson.loads(line)["text"].encode() for line in batch])
-    return time.process_time() - started_at
-
-
 @dataclass(frozen=True)
 class Cost:
-    """Of a command: CPU seconds, seconds on the clock, and peak memory of its largest process."""
+    """CPU seconds, seconds on the clock, and the peak memory of a command's largest process."""
 
     cpu_s: float
     wall_s: float
-    peak_mb: float
+    peak_mb: float = 0.0
+
+
+def encode_at_once(encoder: Encoder, texts: list[bytes]) -> Cost:
+    """`texts` in a single call of a new encoder, which divides them among the cores itself."""
+    fresh = type(encoder)(encoder.tokenizer_json, encoder.end_of_document_id)
+    fresh.encode_utf8([b"x"])
+    cpu_began, began = time.process_time(), time.perf_counter()
+    fresh.encode_utf8(texts)
+    return Cost(time.process_time() - cpu_began, time.perf_counter() - began)
+
+
+def encode_alone(encoder: Encoder, texts: list[bytes], *, parse: bool = False) -> Cost:
+    """`texts` with a new encoder, whose caches are empty, by as many threads as there are cores.
+
+    In batches that stay in a processor's cache, which is quicker than one call.
+    `parse`: they are lines of JSON, parsed by orjson first.
+    """
+    fresh = type(encoder)(encoder.tokenizer_json, encoder.end_of_document_id)
+    fresh.encode_utf8([b"x"])
+
+    def encode(batch: list[bytes]) -> None:
+        if parse:
+            batch = [orjson.loads(line)["text"].encode() for line in batch]
+        fresh.encode_utf8(batch)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        cpu_began, began = time.process_time(), time.perf_counter()
+        for _ in pool.map(encode, batches(texts)):
+            pass
+        return Cost(time.process_time() - cpu_began, time.perf_counter() - began)
 
 
 # The peak of a process counts what the process it was forked from had, which here is all the text.
@@ -154,6 +157,16 @@ def write_lines(path: Path, texts: list[str]) -> Path:
     return path
 
 
+def write_parquet(path: Path, texts: list[str]) -> Path:
+    table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.large_string())})
+    parquet.write_table(table, path, row_group_size=2000, compression="zstd")
+    return path
+
+
+def megabytes_of(texts: Sequence[str]) -> float:
+    return sum(len(text.encode("utf-8")) for text in texts) / 1e6
+
+
 def first_megabytes(texts: list[str], megabytes: float) -> list[str]:
     size, count = 0, 0
     while count < len(texts) and size < megabytes * 1e6:
@@ -162,17 +175,14 @@ def first_megabytes(texts: list[str], megabytes: float) -> list[str]:
     return texts[:count]
 
 
-def megabytes_of(texts: Sequence[str]) -> float:
-    return sum(len(text.encode("utf-8")) for text in texts) / 1e6
-
-
 def measure(args: argparse.Namespace, directory: Path) -> None:
     if args.input:
         with args.input.open(encoding="utf-8") as file:
             texts = first_megabytes([json.loads(line)["text"] for line in file], args.megabytes)
     else:
-        texts = list(python_sources(int(args.megabytes * 1e6)))
+        texts = machine_texts(int(args.megabytes * 1e6))
     source = write_lines(directory / "in.jsonl", texts)
+    table = write_parquet(directory / "in.parquet", texts)
     part = first_megabytes(texts, args.slow_megabytes)
     part_source = write_lines(directory / "part.jsonl", part)
     one = write_lines(directory / "one.jsonl", texts[:1])
@@ -184,84 +194,112 @@ def measure(args: argparse.Namespace, directory: Path) -> None:
     commands = Commands(tokenizer, directory, args.megatron)
     first = commands.bigtrain(one, args.encoder)
     queue = choose_encoder(load_tokenizer(str(tokenizer)).encoder(), args.encoder)
-    costs: dict[str, list[Cost]] = defaultdict(list)
-    alone: dict[str, list[float]] = defaultdict(list)
-    for _ in range(args.rounds):
-        costs["start"].append(commands.bigtrain(one, args.encoder))
-        costs["whole"].append(commands.bigtrain(source, args.encoder))
-        alone["own"].append(encode_alone(queue.current, [text.encode() for text in texts]))
-        lines = source.read_bytes().splitlines()
-        alone["own with parsing"].append(parse_and_encode_alone(queue.current, lines))
-        del lines
-        alone["reference"].append(encode_alone(queue.reference, [text.encode() for text in part]))
-        costs["fallback start"].append(commands.bigtrain(one, "reference"))
-        costs["fallback"].append(commands.bigtrain(part_source, "reference"))
-        if args.megatron:
-            costs["megatron start"].append(commands.megatrons(one))
-            costs["megatron"].append(commands.megatrons(part_source))
     print(f"{megabytes_of(texts):.1f} MB of text, {len(texts)} documents, {queue.current.engine()}")
+    print(f"{megabytes_of(part):.1f} MB of it for the slow contenders")
+    costs = Costs(megabytes_of(texts), megabytes_of(part))
+    for _ in range(args.rounds):
+        costs.add("start-up", commands.bigtrain(one, args.encoder))
+        costs.add("command", commands.bigtrain(source, args.encoder))
+        costs.add("command, parquet", commands.bigtrain(table, args.encoder))
+        contents = [text.encode() for text in texts]
+        costs.add("encoder", encode_alone(queue.current, contents))
+        costs.add("encoder, one call", encode_at_once(queue.current, contents))
+        del contents
+        lines = source.read_bytes().splitlines()
+        costs.add("encoder and JSON", encode_alone(queue.current, lines, parse=True))
+        del lines
+        slow_contents = [text.encode() for text in part]
+        costs.add("reference encoder", encode_alone(queue.reference, slow_contents))
+        costs.add("start-up with reference", commands.bigtrain(one, "reference"))
+        costs.add("command with reference", commands.bigtrain(part_source, "reference"))
+        if args.megatron:
+            costs.add("start-up of Megatron's script", commands.megatrons(one))
+            costs.add("Megatron's script", commands.megatrons(part_source))
     print(f"load of the machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
-    report(costs, alone, megabytes_of(texts), megabytes_of(part), first)
+    print(f"start-up the first time {first.cpu_s:.2f} CPU-s")
+    report(costs)
 
 
-def _more(seconds: dict[str, float], name: str, start: str) -> float:
-    """What grows with the input; of very little text the noise may be larger."""
-    return max(1e-3, seconds[name] - seconds[start])
+class Costs:
+    """The least cost of each contender, of `megabytes` of text or of `part`."""
+
+    def __init__(self, megabytes: float, part: float) -> None:
+        self._megabytes, self._part = megabytes, part
+        self._least: dict[str, Cost] = {}
+
+    def add(self, name: str, cost: Cost) -> None:
+        least = self._least.get(name, cost)
+        self._least[name] = Cost(
+            min(least.cpu_s, cost.cpu_s),
+            min(least.wall_s, cost.wall_s),
+            max(least.peak_mb, cost.peak_mb),
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._least
+
+    def __getitem__(self, name: str) -> Cost:
+        return self._least[name]
+
+    def rates(self, name: str, start: str | None = None) -> tuple[float, float]:
+        """MB of text per second on the clock, and per CPU second; without start-up `start`."""
+        slow = "reference" in name or "Megatron" in name
+        cost = self._least[name]
+        before = Cost(0.0, 0.0) if start is None else self._least[start]
+        # Of very little text the noise of the start-up may be larger than the rest.
+        wall_s, cpu_s = cost.wall_s - before.wall_s, cost.cpu_s - before.cpu_s
+        megabytes = self._part if slow else self._megabytes
+        return megabytes / max(1e-3, wall_s), megabytes / max(1e-3, cpu_s)
 
 
-def report(
-    costs: dict[str, list[Cost]],
-    alone: dict[str, list[float]],
-    megabytes: float,
-    part: float,
-    first: Cost,
-) -> None:
-    cpu_s = {name: min(cost.cpu_s for cost in found) for name, found in costs.items()}
-    cpu_s |= {name: min(found) for name, found in alone.items()}
+def report(costs: Costs) -> None:
     rates = {
-        "whole command": megabytes / cpu_s["whole"],
-        "whole command without start-up": megabytes / _more(cpu_s, "whole", "start"),
-        "its encoder alone, in memory": megabytes / cpu_s["own"],
-        "its encoder and JSON, in memory": megabytes / cpu_s["own with parsing"],
-        "reference encoder alone": part / cpu_s["reference"],
-        "with reference, without start-up": part / _more(cpu_s, "fallback", "fallback start"),
+        "whole command": costs.rates("command"),
+        "command after start-up": costs.rates("command", "start-up"),
+        "the same, parquet": costs.rates("command, parquet", "start-up"),
+        "its encoder alone": costs.rates("encoder"),
+        "its encoder in one call": costs.rates("encoder, one call"),
+        "its encoder and JSON": costs.rates("encoder and JSON"),
+        "reference encoder alone": costs.rates("reference encoder"),
+        "whole command, reference": costs.rates("command with reference"),
+        "reference after start-up": costs.rates(
+            "command with reference", "start-up with reference"
+        ),
     }
-    if "megatron" in cpu_s:
-        rates["Megatron's script, no start-up"] = part / _more(cpu_s, "megatron", "megatron start")
-    wall_s = min(cost.wall_s for cost in costs["whole"])
-    print(f"{'start-up':34} {cpu_s['start']:8.2f} CPU-s, {first.cpu_s:.2f} the first time")
-    print(f"{'whole command':34} {cpu_s['whole']:8.2f} CPU-s, {wall_s:.2f} s")
-    for name, rate in rates.items():
-        print(f"{name:34} {rate:8.1f} MB/CPU-s")
-    whole, streaming, own, parsing, reference, fallback, *megatron = rates.values()
-    ratios = {
-        "whole / encoder alone": whole / own,
-        "without start-up / encoder alone": streaming / own,
-        "encoder and JSON / encoder alone": parsing / own,
-        "whole / encoder and JSON": whole / parsing,
-        "without start-up / encoder and JSON": streaming / parsing,
-        "whole / reference alone": whole / reference,
-        "with reference / reference alone": fallback / reference,
-    }
-    if megatron:
-        ratios["without start-up / Megatron"] = streaming / megatron[0]
-        ratios["whole / Megatron's whole"] = whole / (part / cpu_s["megatron"])
-        ratios["with reference / Megatron"] = fallback / megatron[0]
-        clock_s = {name: min(cost.wall_s for cost in found) for name, found in costs.items()}
-        rate = part / clock_s["megatron"]
-        ratios["on the clock, whole / Megatron"] = megabytes / clock_s["whole"] / rate
-        ratios["on the clock, reference / Megatron"] = part / clock_s["fallback"] / rate
-        ratios["the same without both start-ups"] = _more(
-            clock_s, "megatron", "megatron start"
-        ) / _more(clock_s, "fallback", "fallback start")
-    for name, ratio in ratios.items():
-        print(f"ratio {name:34} {ratio:7.2f}")
-    print(f"peak memory of the command {max(cost.peak_mb for cost in costs['whole']):.0f} MB")
+    compared = [
+        ("command after start-up", "its encoder alone"),
+        ("command after start-up", "its encoder in one call"),
+        ("the same, parquet", "its encoder alone"),
+        ("the same, parquet", "its encoder in one call"),
+        ("its encoder and JSON", "its encoder alone"),
+        ("command after start-up", "its encoder and JSON"),
+        ("whole command", "its encoder alone"),
+        ("reference after start-up", "reference encoder alone"),
+    ]
+    if "Megatron's script" in costs:
+        rates["Megatron's script"] = costs.rates("Megatron's script")
+        rates["Megatron after start-up"] = costs.rates(
+            "Megatron's script", "start-up of Megatron's script"
+        )
+        compared += [
+            ("whole command", "Megatron's script"),
+            ("command after start-up", "Megatron after start-up"),
+            ("whole command, reference", "Megatron's script"),
+            ("reference after start-up", "Megatron after start-up"),
+        ]
+    start = costs["start-up"]
+    print(f"{'start-up':52} {start.wall_s:8.2f} s     {start.cpu_s:8.2f} CPU-s")
+    for name, (on_clock, per_cpu_s) in rates.items():
+        print(f"{name:52} {on_clock:8.1f} MB/s  {per_cpu_s:8.1f} MB/CPU-s")
+    for name, other in compared:
+        on_clock, of_cpu = (a / b for a, b in zip(rates[name], rates[other], strict=True))
+        print(f"ratio {f'{name} / {other}':46} {on_clock:8.2f} clock {of_cpu:8.2f} CPU time")
+    print(f"peak memory of the command {costs['command'].peak_mb:.0f} MB")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=float, default=200.0)
+    parser.add_argument("--megabytes", type=float, default=500.0)
     parser.add_argument("--vocab-size", type=int, default=8000)
     parser.add_argument("--input", type=Path, help="jsonl with the key text")
     parser.add_argument("--tokenizer", type=Path)

@@ -20,5 +20,5 @@ def test_tiny() -> None:
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    for figure in ("ratio whole / encoder alone", "reference encoder alone", "peak memory of"):
+    for figure in ("ratio command after start-up / its encoder alone", "peak memory of"):
         assert figure in result.stdout
