@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,25 +41,12 @@ import pyarrow
 from pyarrow import parquet
 
 from benchmarks.support.machine_texts import machine_texts
+from bigtrain.data.documents import batched
 from bigtrain.data.encoder_choice import choose_encoder
 from bigtrain.data.encoders import Encoder
 from bigtrain.data.tokenization import load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-BATCH_BYTES = 1 << 20
-
-
-def batches(texts: list[bytes]) -> Iterator[list[bytes]]:
-    batch: list[bytes] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 @dataclass(frozen=True)
@@ -71,10 +58,15 @@ class Cost:
     peak_mb: float = 0.0
 
 
-def encode_at_once(encoder: Encoder, texts: list[bytes]) -> Cost:
-    """`texts` in a single call of a new encoder, which divides them among the cores itself."""
+def with_empty_caches(encoder: Encoder) -> Encoder:
     fresh = type(encoder)(encoder.tokenizer_json, encoder.end_of_document_id)
     fresh.encode_utf8([b"x"])
+    return fresh
+
+
+def encode_at_once(encoder: Encoder, texts: list[bytes]) -> Cost:
+    """`texts` in a single call of a new encoder, which divides them among the cores itself."""
+    fresh = with_empty_caches(encoder)
     cpu_began, began = time.process_time(), time.perf_counter()
     fresh.encode_utf8(texts)
     return Cost(time.process_time() - cpu_began, time.perf_counter() - began)
@@ -86,8 +78,7 @@ def encode_alone(encoder: Encoder, texts: list[bytes], *, parse: bool = False) -
     In batches that stay in a processor's cache, which is quicker than one call.
     `parse`: they are lines of JSON, parsed by orjson first.
     """
-    fresh = type(encoder)(encoder.tokenizer_json, encoder.end_of_document_id)
-    fresh.encode_utf8([b"x"])
+    fresh = with_empty_caches(encoder)
 
     def encode(batch: list[bytes]) -> None:
         if parse:
@@ -96,7 +87,7 @@ def encode_alone(encoder: Encoder, texts: list[bytes], *, parse: bool = False) -
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         cpu_began, began = time.process_time(), time.perf_counter()
-        for _ in pool.map(encode, batches(texts)):
+        for _ in pool.map(encode, batched([texts])):
             pass
         return Cost(time.process_time() - cpu_began, time.perf_counter() - began)
 

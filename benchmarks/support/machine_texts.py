@@ -32,19 +32,17 @@ def machine_texts(num_bytes: int) -> list[str]:
     Mixed, by a hash of their paths; each text once, since an encoder that has seen one before
     takes its tokens from a cache.
     """
-    texts: list[str] = []
-    seen: set[bytes] = set()
+    texts: dict[str, None] = {}
     left = num_bytes
     for path in sorted(set(_paths()), key=_scattered):
         text = _text_of(path)
-        if text is None or (digest := hashlib.blake2b(text.encode()).digest()) in seen:
+        if text is None or text in texts:
             continue
-        seen.add(digest)
-        texts.append(text)
+        texts[text] = None
         left -= len(text)
         if left <= 0:
             break
-    return texts
+    return list(texts)
 
 
 def _paths() -> Iterator[str]:

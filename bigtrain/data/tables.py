@@ -187,7 +187,7 @@ def _csv_lines(path: str, chunks: Iterator[bytes], max_bytes: int) -> Iterator[s
                     f"{path}:{number} cannot be read as csv: the line is larger than "
                     f"--max-document-bytes {max_bytes:,}"
                 )
-            yield line.removesuffix(b"\n").decode("utf-8", "surrogateescape") + "\n"
+            yield line.decode("utf-8", "surrogateescape")
 
 
 def dataset_rows(
