@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,10 @@ def test_a_slow_process_is_named(
 ) -> None:
     run = tmp_path / "run"
     words = arguments(run_yaml, run, "watchdog.straggler_seconds=0.2", "--deepspeed_config", engine)
-    codes, text = server.live(words, slow={"rank": 1, "seconds": 0.005})
+    codes, text = server.live(words, slow={"rank": 1, "seconds": 0.01})
     assert codes == [0, 0], text
     found = events(run, "straggler")
-    # Beside other work the other process is slow for a moment, too, and rightly named.
-    named = Counter((event["rank"], event["host"]) for event in found)
-    assert named.most_common(1)[0][0] == (1, socket.gethostname())
+    assert found
+    assert {(event["rank"], event["host"]) for event in found} == {(1, socket.gethostname())}
     assert all(event["work_seconds"] > 1.5 * event["median_seconds"] for event in found)
     assert f"rank 1 on {socket.gethostname()} is slow: " in text
