@@ -25,8 +25,6 @@ CHECKED_ONE_IN = 1000
 CHECKED_PER_LEAD_BYTE = 8
 PIECE_BYTES = 1 << 12
 """Most of one document that is compared: the reference takes a few milliseconds for it."""
-RARE_PIECE_BYTES = 1 << 10
-"""Of one that is compared for a rare script alone: from a quarter of it before the first letter."""
 FIRST_LEAD_BYTE = 0xC2
 """Of UTF-8: bytes below are ASCII or continue a character."""
 
@@ -112,15 +110,13 @@ class Checks:
 
 
 class CheckSampler:
-    """Chooses the documents that are compared: the first 64 of an input, then one in 1,000.
+    """Chooses the documents that are compared: the first 64, then one in 1,000.
 
     And the first 8 of every script, as told by the first bytes of its UTF-8 characters. The
-    choice depends on the documents and their order alone. `begins_input`: whether the documents
-    are the first of a source; those of a later range of one are another thousand among many.
+    choice depends on the documents and their order alone.
     """
 
-    def __init__(self, *, begins_input: bool = True) -> None:
-        self._num_first = FIRST_CHECKED if begins_input else 0
+    def __init__(self) -> None:
         self._seen = 0
         self._by_lead_byte: Counter[int] = Counter()
         self._is_new = np.arange(256) >= FIRST_LEAD_BYTE
@@ -133,19 +129,19 @@ class CheckSampler:
         any_new = self._new_lead_bytes(b"".join(c for c in contents if not c.isascii()))
         for index, content in enumerate(contents):
             number = self._seen + index
-            begin, size = 0, 0
-            if number < self._num_first or number % CHECKED_ONE_IN == 0:
-                size = PIECE_BYTES
+            begin = None
+            if number < FIRST_CHECKED or number % CHECKED_ONE_IN == 0:
+                begin = 0
             if any_new and not content.isascii() and (rare := self._new_lead_bytes(content)):
-                begin = max(0, content.find(rare[:1]) - RARE_PIECE_BYTES // 4)
-                size = size or RARE_PIECE_BYTES
+                begin = max(0, content.find(rare[:1]) - 256)
                 self._count(rare)
-            if not size:
+            if begin is None:
                 continue
-            if len(content) <= size:
+            if len(content) <= PIECE_BYTES:
                 documents.append(index)
             else:
-                pieces.append(content[begin : begin + size].decode("utf-8", "ignore").encode())
+                piece = content[begin : begin + PIECE_BYTES]
+                pieces.append(piece.decode("utf-8", "ignore").encode("utf-8"))
         self._seen += len(contents)
         return Checks(tuple(documents), tuple(pieces))
 

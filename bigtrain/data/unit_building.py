@@ -207,9 +207,8 @@ class _UnitReader:
 
     def batches(self) -> Iterator[tuple[list[bytes], Checks]]:
         """The documents, and which of them are compared with the reference."""
-        sampler = None
-        if self.job.encoder is not self.job.reference:  # of itself nothing needs a comparison
-            sampler = CheckSampler(begins_input=not self.unit.parts[0].begin)
+        # Of the reference itself nothing needs a comparison.
+        sampler = None if self.job.encoder is self.job.reference else CheckSampler()
         for contents in batched(self._blocks()):
             yield contents, sampler.choose(contents) if sampler else Checks()
 

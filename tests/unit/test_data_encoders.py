@@ -165,7 +165,7 @@ def test_a_wrong_encoder_is_found_in_the_middle(
     wrong: type[Encoder], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [f"document {n} of many" for n in range(2500)]
-    texts[2100] = "a zebra, ж"  # the first of its script in the last unit, which is compared
+    texts[2100] = "a zebra"  # among the first 64 of the last unit, which are compared
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     command = ["tokenize", "--input", str(source), "--tokenizer", str(saved)]
@@ -192,10 +192,7 @@ def test_which_documents_are_compared() -> None:
     assert long.documents == ()
     (piece,) = long.pieces
     assert piece.startswith(b"x" * 256 + "ж".encode())
-    assert len(piece) == 1 << 10
-    later_range = CheckSampler(begins_input=False)
-    assert later_range.choose([b"x"] * 1100).documents == (0, 1000)
-    assert later_range.choose(["ж".encode() * 600]).pieces == ("ж".encode() * 512,)
+    assert len(piece) <= 1 << 12
 
 
 def test_documents_without_tokens(tokenizer: Tokenizer) -> None:
