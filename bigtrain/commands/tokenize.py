@@ -52,10 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
         type=positive_int,
-        default=1,
         metavar="N",
-        help="processes that build shards; 1 is this process, which encodes in threads on all "
-        "cores (default: 1)",
+        help="processes that build shards; 1 is this process alone, with threads (default: all "
+        "cores, in as many processes as have 256 MiB of input and 1 GiB of free memory each)",
     )
     parser.add_argument(
         "--rank",

@@ -37,7 +37,7 @@ class BuildRequest:
     max_bad_fraction: float = 0.0
     encoder: Choice = "auto"
     parse_special_tokens: bool = False
-    workers: int = 1
+    workers: int | None = None
     share: Share = field(default_factory=Share)
 
     def reading(self) -> ReadOptions:

@@ -8,6 +8,7 @@ process does the same with the same arguments, so any of them may be killed and 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,15 +23,17 @@ from bigtrain.data.encoder_choice import EncoderQueue, choose_encoder
 from bigtrain.data.encoders import EncoderError
 from bigtrain.data.existing_output import finished_manifest, inputs_outside, is_own
 from bigtrain.data.manifest import Manifest
-from bigtrain.data.planning import plan_key, plan_units
+from bigtrain.data.planning import Unit, plan_key, plan_units
 from bigtrain.data.progress import Progress
 from bigtrain.data.shards import token_dtype
 from bigtrain.data.sources import Source, find_sources
 from bigtrain.data.tokenization import Tokenizer, load_tokenizer
 from bigtrain.data.unit_building import Job
+from bigtrain.data.worker_count import Workers, divide
 from bigtrain.data.workers import Round, new_token, run_round
 from bigtrain.data.workspace import UnitRecord, Workspace
 from bigtrain.errors import DataError
+from bigtrain.machine import this_machine
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +151,7 @@ class _Build:
         done = sum(unit.num_bytes for unit in self.units if unit.key in records)
         sizes = [source.record.bytes for source in self.sources]
         total = 0 if None in sizes else sum(size or 0 for size in sizes)
-        with Progress(total, done, self.request.workers) as progress:
+        with Progress(total, done, self._workers(others).num_processes) as progress:
             while len(records) < len(self.units):
                 if self.workspace.is_finished():
                     return self._of_others()
@@ -161,6 +164,13 @@ class _Build:
                     return self._finish(records)
             time.sleep(POLL_S)
         return self._of_others()
+
+    def _workers(self, units: Sequence[Unit]) -> Workers:
+        """For `units`, of which other commands of known number take their part."""
+        parts = self.request.share.size or 1
+        num_units = -(-len(units) // parts)
+        num_bytes = sum(unit.num_bytes for unit in units) // parts
+        return divide(self.request.workers, num_units, num_bytes, this_machine(os.environ))
 
     def _records(self) -> dict[str, UnitRecord]:
         return self.workspace.records(self.units, moved=planned(self.workspace) == self.plan)
@@ -195,7 +205,7 @@ class _Build:
         )
         work = Round(left, self.request.share, job, self.workspace)
         try:
-            run_round(work, self.request.workers, progress)
+            run_round(work, self._workers(left), progress)
         except EncoderError as error:
             # What it wrote so far may be wrong as well: every unit of it is done again.
             self.workspace.reject(encoders.current.engine(), str(error))

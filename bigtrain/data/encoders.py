@@ -44,6 +44,8 @@ class Encoder(ABC):
     """
 
     library: str
+    uses_all_cores = False
+    """Whether a call does; calls beside it then use what its last documents leave idle."""
 
     def __init__(
         self,
@@ -102,6 +104,7 @@ class ReferenceEncoder(Encoder):
     """What `transformers` itself encodes with."""
 
     library = "tokenizers"
+    uses_all_cores = True
 
     def _load(self) -> Any:
         from tokenizers import Tokenizer

@@ -7,10 +7,14 @@ line belongs to exactly one range, and the ranges can be read in any order by an
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import IO, Any, Protocol
 
 BLOCK_BYTES = 1 << 20
+READ_AHEAD_BYTES = 1 << 25
+"""A disk or a file server is asked for so much before it is needed: 0.2 s of what is tokenized."""
 
 
 class Digest(Protocol):
@@ -20,12 +24,41 @@ class Digest(Protocol):
         """Go on with `data`."""
 
 
+class ReadAhead:
+    """Has what follows in `file` read while what came before is used. Does nothing for pipes.
+
+    From `begin` on, as far as `end`; without, to the end of the file.
+    """
+
+    def __init__(self, file: IO[bytes], begin: int = 0, end: int | None = None) -> None:
+        self._file = file
+        self._position = self._asked = begin
+        self._end = end
+
+    def follow(self, num_bytes: int) -> None:
+        """To be called before each read, of `num_bytes`."""
+        self._position += num_bytes
+        ahead = self._position + READ_AHEAD_BYTES
+        if self._end is not None:
+            ahead = min(ahead, self._end)
+        # Every request costs as much as a small read does.
+        if ahead - self._asked >= BLOCK_BYTES or ahead == self._end:
+            self._ask(self._asked, ahead - self._asked)
+            self._asked = ahead
+
+    def _ask(self, begin: int, num_bytes: int) -> None:
+        if num_bytes > 0:
+            with suppress(OSError, AttributeError):  # a pipe; a system that cannot
+                os.posix_fadvise(self._file.fileno(), begin, num_bytes, os.POSIX_FADV_WILLNEED)
+
+
 class HashingReader(io.RawIOBase):
     """`raw`, whose bytes go into `digest` as they are read."""
 
     def __init__(self, raw: IO[bytes], digest: Digest) -> None:
         self._raw: Any = raw
         self._digest = digest
+        self._ahead = ReadAhead(raw)
 
     def readable(self) -> bool:
         """Always."""
@@ -33,6 +66,7 @@ class HashingReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """As of any raw stream."""
+        self._ahead.follow(len(buffer))
         count = int(self._raw.readinto(buffer))
         self._digest.update(memoryview(buffer)[:count])
         return count
@@ -64,7 +98,9 @@ def range_chunks(
         around.update(b"inside" if inside_line else b"begins")
     file.seek(begin)
     position, unfinished = begin, False
+    ahead = ReadAhead(file, begin, end)
     while position < end:
+        ahead.follow(BLOCK_BYTES)
         chunk = file.read(min(BLOCK_BYTES, end - position))
         if not chunk:
             raise EOFError(f"it ends at byte {position}, before byte {end}")

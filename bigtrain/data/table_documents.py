@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
+import xxhash
+
 from bigtrain.data.bad_documents import BadDocument
 from bigtrain.data.document_content import conversation_of, text_of
 from bigtrain.data.lines import stream_chunks
@@ -68,16 +70,17 @@ class TableReader(PartReader):
         for block in self._rows(file):
             self.bytes_done = int(self.part.num_bytes * block.done)
             self.places = []
-            bad: list[str] = []
+            sizes = array("q")
             joined = None
             if isinstance(block.values, TextColumn) and self._as_it_stands(block.values):
                 contents, joined = block.values.contents, block.values.joined
+                sizes.extend(map(len, contents))
             else:
-                contents = list(self._contents(block, bad))
+                contents = list(self._contents(block, sizes))
             if hashed:
+                # Row by row, so that it does not depend on how many are read together.
                 self._hash.update(b"".join(contents) if joined is None else joined)
-                self._layout.update("".join(bad).encode())
-                self._layout.update(array("q", [block.row, *map(len, contents)]).tobytes())
+                self._layout.update(sizes.tobytes())
             yield contents
 
     def _rows(self, file: IO[bytes] | None) -> Iterator[Block]:
@@ -94,15 +97,17 @@ class TableReader(PartReader):
         limit = self.options.max_document_bytes
         return not self.options.chat and max(map(len, column.contents), default=0) <= limit
 
-    def _contents(self, block: Block, bad: list[str]) -> Iterator[bytes]:
-        """The rows that are documents; where and why others are none goes into `bad`."""
+    def _contents(self, block: Block, sizes: array[int]) -> Iterator[bytes]:
+        """The rows that are documents. Of each its size goes into `sizes`, and of others why they
+        are none, as a number below 0."""
         values = block.values
         rows = values.rows() if isinstance(values, TextColumn) else values
         for row, (content, why) in enumerate(_documents(rows, self.options), block.row):
             if content is None:
-                bad.append(f"{row} {why}")
+                sizes.append(-1 - xxhash.xxh32_intdigest(why.encode()))
                 self.reject_at(row, why)
                 continue
+            sizes.append(len(content))
             self.places.append(row)
             yield content
 

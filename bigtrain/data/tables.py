@@ -16,10 +16,14 @@ from typing import IO, Any
 from bigtrain.data.bad_documents import BadDocument, Rejects
 from bigtrain.data.lines import split_lines
 from bigtrain.data.sources import Selection, Source, first_line
-from bigtrain.data.text_columns import TextColumn, text_column
+from bigtrain.data.text_columns import TextColumn, require_sound, text_column
 from bigtrain.errors import DataError
 
-ROWS_PER_READ = 256
+READ_BYTES = 1 << 21
+"""Of rows are read together, about, whatever their size: a document may have many megabytes."""
+MAX_ROWS_PER_READ = 4096
+STREAMED_ROWS_PER_READ = 32
+"""Of a dataset that does not know its size."""
 
 Rows = list[list[Any]]
 
@@ -61,9 +65,12 @@ def parquet_rows(
             row = first = sum(rows[:begin])
             count = sum(rows[begin:end])
             groups = range(begin, len(rows) if end is None else end)
-            for batch in file.iter_batches(ROWS_PER_READ, row_groups=groups, columns=columns):
-                yield Block(row, _rows_of(batch, columns), (row - first) / max(1, count))
-                row += batch.num_rows
+            for group in groups:
+                num_bytes = _bytes_of(file.metadata.row_group(group), columns)
+                at_once = _rows_per_read(num_bytes, rows[group])
+                for batch in file.iter_batches(at_once, row_groups=[group], columns=columns):
+                    yield Block(row, _rows_of(batch, columns), (row - first) / max(1, count))
+                    row += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from error
 
@@ -95,8 +102,12 @@ def arrow_rows(
             for batch, done in _record_batches(mapped, begin, end):
                 if done is not None:
                     columns = _columns(path, keys, batch.schema.names)
-                    for first in range(0, batch.num_rows, ROWS_PER_READ):
-                        part = batch.slice(first, ROWS_PER_READ)
+                    for column in columns:
+                        require_sound(batch.column(column))
+                    num_bytes = sum(batch.column(column).nbytes for column in columns)
+                    at_once = _rows_per_read(num_bytes, batch.num_rows)
+                    for first in range(0, batch.num_rows, at_once):
+                        part = batch.slice(first, at_once)
                         yield Block(row + first, _rows_of(part, columns), done)
                 row += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
@@ -196,6 +207,7 @@ def dataset_rows(
     """Of a saved dataset rows [begin, end), of a streamed one shards [begin, end)."""
     dataset = open_hf_dataset(source, selection)
     row = count = 0
+    at_once = STREAMED_ROWS_PER_READ
     if source.kind == "saved_dataset":
         dataset = dataset.with_format(None)
         if end is not None:
@@ -206,8 +218,10 @@ def dataset_rows(
         dataset = dataset.shard(num_shards=dataset.num_shards, index=begin)
     if dataset.column_names is not None:
         dataset = dataset.select_columns(_columns(source.path, keys, dataset.column_names))
+    if source.kind == "saved_dataset":
+        at_once = _rows_per_read(dataset.data.nbytes, dataset.data.num_rows)
     try:
-        for batch in dataset.iter(ROWS_PER_READ):
+        for batch in dataset.iter(at_once):
             columns = _columns(source.path, keys, list(batch))
             rows = [list(values) for values in zip(*(batch[c] for c in columns), strict=True)]
             yield Block(row, rows, (row - begin) / count if count else 0.0)
@@ -240,6 +254,22 @@ def open_hf_dataset(source: Source, selection: Selection) -> Any:
         return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
     except Exception as error:  # whatever the builder of a foreign format raises
         raise DataError(f"--input {path} cannot be opened: {first_line(error)}") from error
+
+
+def _rows_per_read(num_bytes: int, num_rows: int) -> int:
+    """How many rows have about `READ_BYTES`, if `num_rows` have `num_bytes`."""
+    return max(1, min(MAX_ROWS_PER_READ, READ_BYTES * num_rows // max(1, num_bytes)))
+
+
+def _bytes_of(row_group: Any, columns: Sequence[str]) -> int:
+    """What the `columns` of a parquet file take in its metadata's `row_group`, decompressed."""
+    chunks = [row_group.column(number) for number in range(row_group.num_columns)]
+    return sum(
+        int(chunk.total_uncompressed_size)
+        for chunk in chunks
+        # A column of structures has several: text, messages.list.element.content, ...
+        if any(f"{chunk.path_in_schema}.".startswith(f"{column}.") for column in columns)
+    )
 
 
 def _rows_of(batch: Any, columns: Sequence[str]) -> Rows | TextColumn:

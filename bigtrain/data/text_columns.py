@@ -21,6 +21,26 @@ class TextColumn:
         return [[content.decode("utf-8")] for content in self.contents]
 
 
+def require_sound(column: Any) -> None:
+    """Raises ArrowInvalid where the arrow array `column` refers to what it does not hold.
+
+    A damaged file can make one, and reading its rows would end the process. Text that is not UTF-8
+    is sound: that is for each row to say.
+    """
+    import pyarrow
+
+    if pyarrow.types.is_string(column.type):
+        column.view(pyarrow.binary()).validate(full=True)
+    elif pyarrow.types.is_large_string(column.type):
+        column.view(pyarrow.large_binary()).validate(full=True)
+    else:
+        try:
+            column.validate(full=True)
+        except pyarrow.ArrowInvalid as error:
+            if "UTF8" not in str(error):
+                raise
+
+
 def text_column(column: Any) -> TextColumn | None:
     """The arrow array `column`; None unless it is text in every row, and valid UTF-8."""
     import pyarrow

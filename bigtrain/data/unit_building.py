@@ -28,8 +28,10 @@ from bigtrain.data.shard_writing import ShardWriter
 from bigtrain.data.shards import Mask, Tokens
 from bigtrain.data.workspace import PartDone, UnitRecord, Workspace, errors_name, shard_name
 
-ENCODING_THREADS = 2
-"""Batches encoded at once in one process: while one is put together the other has the cores."""
+MAX_ENCODING_THREADS = 4
+"""In one process: Python reads and parses as much as three or four threads encode, and no more."""
+PENDING_PER_THREAD = 4
+"""Batches of a megabyte: what is encoded while the disk, or a comparison, keeps one waiting."""
 
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
@@ -39,7 +41,7 @@ class Job:
     """What building needs besides the unit; sent to each worker once.
 
     `encoder_reason`: why it is no faster one. `allow_bad`: list bad documents instead of stopping.
-    `overlap`: encode in threads while reading and writing go on; without, one thread does it all.
+    `num_threads`: encode while reading and writing go on; of 1 thread that one does it all.
     `chat`: what encodes documents that are conversations.
     """
 
@@ -50,7 +52,7 @@ class Job:
     held_out: float
     reading: ReadOptions
     allow_bad: bool
-    overlap: bool = True
+    num_threads: int = 2
     chat: ChatEncoder | None = None
 
     def run(self, contents: list[bytes], checks: Checks) -> Batch:
@@ -255,18 +257,24 @@ class _UnitReader:
 
 
 def _encoded(batches: Iterator[tuple[list[bytes], Checks]], job: Job) -> Iterator[Batch]:
-    """The batches encoded, in order. Never more than two per thread are under way."""
-    if not job.overlap:
+    """The batches encoded, in order. Never more than `PENDING_PER_THREAD` times threads wait."""
+    if job.num_threads == 1:
         for contents, checks in batches:
             yield job.run(contents, checks)
         return
-    job.encoder.encode_utf8([])  # loaded once, not by every thread
+    for encoder in (job.encoder, job.reference):  # loaded once, not by every thread
+        encoder.encode_utf8([])
+    num_threads = MAX_ENCODING_THREADS
+    if not job.encoder.uses_all_cores:
+        num_threads = min(job.num_threads, num_threads)
     pending: deque[Future[Batch]] = deque()
-    with ThreadPoolExecutor(ENCODING_THREADS) as pool:
+    with ThreadPoolExecutor(num_threads) as pool:
         try:
             for contents, checks in batches:
                 pending.append(pool.submit(job.run, contents, checks))
-                if len(pending) >= 2 * ENCODING_THREADS:
+                while pending and (
+                    len(pending) >= PENDING_PER_THREAD * num_threads or pending[0].done()
+                ):
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()

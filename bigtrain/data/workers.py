@@ -24,6 +24,7 @@ from bigtrain.data.encoders import EncoderError
 from bigtrain.data.planning import Unit
 from bigtrain.data.shares import Share
 from bigtrain.data.unit_building import Counts, Job, build_unit
+from bigtrain.data.worker_count import Workers
 from bigtrain.data.workspace import Workspace
 from bigtrain.errors import BigtrainError, DataError
 
@@ -53,19 +54,18 @@ def new_token() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def run_round(work: Round, workers: int, watcher: Watcher) -> None:
+def run_round(work: Round, workers: Workers, watcher: Watcher) -> None:
     """Build what of `work` nobody else has claimed.
 
-    One worker is this process, which encodes in all cores; of several each is a process with one
-    core, or with several where there are fewer units than workers. Raises the first error of any,
-    and then ends the others.
+    Where several are started, the first error of any is raised, and the others are ended.
     """
-    if workers == 1:
-        _take_units(work, lambda counts: watcher.update(0, counts))
+    num_processes, num_threads = workers.num_processes, workers.num_threads
+    if not workers.started:
+        # Even on one core reading and writing wait less beside an encoder.
+        job = replace(work.job, num_threads=max(2, num_threads))
+        _take_units(replace(work, job=job), lambda counts: watcher.update(0, counts))
         return
-    num_processes = min(workers, len(work.units))
-    num_threads = workers // num_processes
-    job = replace(work.job, overlap=num_threads > 1)
+    job = replace(work.job, num_threads=num_threads)
     # Not fork: the threads of a tokenizer that was already used do not survive it.
     context = multiprocessing.get_context("spawn")
     processes: dict[Connection, tuple[int, SpawnProcess]] = {}

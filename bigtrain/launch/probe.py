@@ -23,6 +23,7 @@ import bigtrain
 from bigtrain.launch.findings import SHARED_BUFFERS
 from bigtrain.launch.remote_environment import NAME, inspect_environment_file
 from bigtrain.launch.versions import library_versions
+from bigtrain.machine import available_memory_bytes
 
 MARK = "BIGTRAIN-PROBE "
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -43,7 +44,7 @@ def facts(directory: str) -> dict[str, Any]:
         "bigtrain_at": str(Path(bigtrain.__file__).parent),
         "devices": _num_devices(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_available_gib": _memory_available_gib(),
+        "memory_available_gib": (available_memory_bytes() or 0) / 2**30,
         "disk_free_gib": shutil.disk_usage(existing).free / 2**30,
         "shm_free_gib": shutil.disk_usage(_SHARED_MEMORY).free / 2**30,
         "shm_left_behind_gib": _left_behind_bytes(_SHARED_MEMORY) / 2**30,
@@ -153,13 +154,6 @@ def _num_devices() -> int | None:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return len([d for d in visible.split(",") if d]) if visible else len(list(folder.iterdir()))
-
-
-def _memory_available_gib() -> float:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) / 2**20
-    return 0.0
 
 
 def _left_behind_bytes(folder: Path) -> int:

@@ -26,6 +26,7 @@ PURE = {
     "bigtrain.legality.facts",
     "bigtrain.legality.parallel",
     "bigtrain.legality.speed",
+    "bigtrain.machine",
     "bigtrain.processes",
     "bigtrain.schedule",
     "bigtrain.sections",

@@ -22,7 +22,10 @@ from bigtrain.data.manifest import Manifest
 from bigtrain.data.token_datasets import open_dataset
 from bigtrain.data.tokenization import load_tokenizer
 from bigtrain.data.unit_building import is_held_out
+from bigtrain.data.worker_count import Workers
+from bigtrain.data.workers import Round, Watcher, run_round
 from bigtrain.errors import DataError
+from bigtrain.machine import Machine
 from tests.support.worlds import ROOT
 
 
@@ -110,6 +113,25 @@ def test_workers_do_not_change_a_byte(
     options = ["--held-out", 0.1, "--shard-size", 20000, "--workers", 2]
     assert bigtrain(*command, *options) == 0
     assert files_of(output) == files_of(dataset)
+
+
+def test_processes_are_started_where_there_is_enough_to_do(
+    dataset: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bigtrain.data.worker_count.BYTES_PER_PROCESS", 20000)
+    monkeypatch.setattr("bigtrain.data.building.this_machine", lambda _: Machine(2, 8 << 30))
+    rounds: list[Workers] = []
+
+    def spy(work: Round, workers: Workers, watcher: Watcher) -> None:
+        rounds.append(workers)
+        run_round(work, workers, watcher)
+
+    monkeypatch.setattr("bigtrain.data.building.run_round", spy)
+    output = corpus.parent / "automatic"
+    command = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--output", output]
+    assert bigtrain(*command, "--held-out", 0.1, "--shard-size", 20000) == 0
+    assert files_of(output) == files_of(dataset)
+    assert rounds == [Workers(2, 1)]
 
 
 def test_a_finished_dataset_is_left_alone(

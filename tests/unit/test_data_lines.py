@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -58,3 +59,46 @@ def test_lines_before_a_range(tmp_path: Path) -> None:
 def test_a_file_that_became_shorter() -> None:
     with pytest.raises(EOFError, match="it ends at byte 3, before byte 9"):
         flat(range_chunks(io.BytesIO(b"abc"), 0, 9, xxhash.xxh3_64()))
+
+
+@given(content=CONTENT, cut=st.integers(0, 60), ahead=st.integers(1, 20))
+def test_each_byte_of_a_range_is_asked_for_once_before_it_is_read(
+    content: bytes, cut: int, ahead: int
+) -> None:
+    begin, asked, read = min(cut, len(content)), [], []
+
+    class File(io.BytesIO):
+        def fileno(self) -> int:
+            return 7
+
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell() >= begin:
+                read.append((self.tell(), sum(size for _, size in asked)))
+            return super().read(size)
+
+    def advise(descriptor: int, offset: int, size: int, advice: int) -> None:
+        assert (descriptor, advice) == (7, os.POSIX_FADV_WILLNEED)
+        asked.append((offset, size))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fadvise", advise)
+        patch.setattr(lines, "READ_AHEAD_BYTES", ahead)
+        list(range_chunks(File(content), begin, len(content), xxhash.xxh3_64()))
+    position = begin
+    for offset, size in asked:
+        assert offset == position
+        position += size
+    assert position == (len(content) if begin < len(content) else begin)
+    for at, so_far in read:
+        if at < len(content):
+            assert begin + so_far >= min(len(content), at + min(lines.BLOCK_BYTES, ahead))
+
+
+def test_a_pipe_is_read_without_asking_ahead() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "wb") as file:
+        file.write(b"some\nlines\n")
+    digest = xxhash.xxh3_64()
+    with os.fdopen(reader, "rb", buffering=0) as raw:
+        assert lines.HashingReader(raw, digest).read() == b"some\nlines\n"
+    assert digest.digest() == xxhash.xxh3_64_digest(b"some\nlines\n")

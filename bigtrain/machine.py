@@ -1,0 +1,63 @@
+"""Cores and memory of the machine, as far as this process may use them. Pure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+UNLIMITED_BYTES = 1 << 62
+"""Where nothing is known of memory, nothing limits."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Cores and free memory that this process may use."""
+
+    num_cores: int
+    memory_bytes: int
+
+
+def this_machine(environment: Mapping[str, str], root: Path = ROOT) -> Machine:
+    """What the scheduler and the control groups (version 2) of Linux leave to this process.
+
+    Of several processes that torchrun started here (LOCAL_WORLD_SIZE) each has its part.
+    """
+    num_cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+    memory = available_memory_bytes(root) or UNLIMITED_BYTES
+    for limit in _control_group("cpu.max", root):
+        quota, _, period = limit.partition(" ")
+        if quota != "max":
+            num_cores = min(num_cores, int(quota) // int(period))
+    for limit in _control_group("memory.max", root):
+        if limit != "max":
+            memory = min(memory, int(limit))
+    local = environment.get("LOCAL_WORLD_SIZE", "1")
+    parts = max(1, int(local)) if local.isdecimal() else 1
+    return Machine(max(1, num_cores // parts), memory // parts)
+
+
+def available_memory_bytes(root: Path = ROOT) -> int | None:
+    """MemAvailable of Linux. None where nothing is known, on another system."""
+    with suppress(OSError):
+        for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def _control_group(name: str, root: Path) -> Iterator[str]:
+    """What the file `name` says in this process's control group, and in each above it."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            if not line.startswith("0::"):
+                continue
+            group = Path(line.removeprefix("0::/"))
+            for level in (group, *group.parents):
+                with suppress(OSError):
+                    yield (root / "sys/fs/cgroup" / level / name).read_text().strip()
