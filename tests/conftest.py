@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from tests.support.worlds import ROOT
 from tests.support.worlds import free_port as find_free_port
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
+
+_running: dict[str, float] = {}
+"""Tests that have begun and not ended, and when (s), in the process that prints."""
 
 
 def pytest_configure() -> None:
@@ -38,6 +42,21 @@ def pytest_configure() -> None:
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["BIGTRAIN_CACHE"], ignore_errors=True)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _running[nodeid] = time.monotonic()
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    _running.pop(nodeid, None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What an interruption met: of tests that take too long, this one is to be mended."""
+    for nodeid, began in _running.items():
+        seconds = time.monotonic() - began
+        terminalreporter.write_line(f"NOT ENDED {nodeid} after {seconds:.0f} s", red=True)
 
 
 class _FilesTogether(LoadFileScheduling):  # type: ignore[misc]

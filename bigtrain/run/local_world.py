@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from bigtrain.errors import LaunchError
 
 TIMEOUT_SECONDS = 1800.0
 SHOWN_CHARACTERS = 6000
+_FIRST_PORT = 10000
+_TRIES = 100
 
 
 def free_port() -> int:
-    """A port that nothing listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """A port that nothing listens on just now.
+
+    Below those that the kernel gives to whoever asks for any, where there are some: a world takes
+    seconds from here until it listens, and every process of gloo's asks for some meanwhile.
+    """
+    ports = range(_FIRST_PORT, _first_given_port())
+    candidates = random.SystemRandom().sample(ports, min(_TRIES, len(ports)))
+    for port in (*candidates, 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:  # taken
+                continue
+            return int(probe.getsockname()[1])
+    raise LaunchError("no port of this machine is free")
+
+
+def _first_given_port() -> int:
+    """Linux's net.ipv4.ip_local_port_range; where there is none, what IANA leaves to anybody."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 49152
 
 
 def run_local_world(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -20,22 +23,37 @@ from tests.support.datasets import write_dataset
 from tests.support.worlds import ROOT, free_port
 
 STEPS = 24
+LIMIT_SECONDS = 300.0
+"""For one answer: the first life may compile DeepSpeed's operators, the others take seconds."""
 
 
 class Server:
-    """`fork_server.py`, and what it is asked for."""
+    """`fork_server.py`, and what it is asked for.
+
+    Without an answer within `LIMIT_SECONDS` the test fails with what the processes were doing, and
+    the next one has a new server: it would wait for the answer to this one's request.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.num_lives = 0
-        self.process = subprocess.Popen(
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "chaos" / "fork_server.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            bufsize=0,  # `select` does not see what a buffer holds
             cwd=ROOT,
             env=_environment(),
+            start_new_session=True,
         )
+
+    def close(self) -> None:
+        """End the server and all that it has started."""
+        self._signal(signal.SIGKILL)
+        self.process.communicate()
 
     def live(
         self,
@@ -94,15 +112,35 @@ class Server:
 
     def _write(self, line: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+        self.process.stdin.write(f"{line}\n".encode())
 
     def _codes(self) -> list[int]:
         assert self.process.stdout is not None
+        answers, _, _ = select.select([self.process.stdout], [], [], LIMIT_SECONDS)
+        if not answers:
+            self._give_up()
         answer = self.process.stdout.readline()
         assert answer, "the server is gone"
         codes: list[int] = json.loads(answer)
         return codes
+
+    def _give_up(self) -> NoReturn:
+        # The newest two: a world may have been overtaken by another.
+        outputs = sorted(self.directory.glob("life-*.txt"))[-2:]
+        self._signal(signal.SIGABRT)  # which each process answers by what its threads do
+        self._signal(signal.SIGCONT)
+        psutil.wait_procs(psutil.Process(self.process.pid).children(recursive=True), timeout=10)
+        self.close()
+        self.process = self._start()
+        texts = "".join(f"\n{path.name}:\n{path.read_text()[-20000:]}" for path in outputs)
+        raise AssertionError(f"no answer within {LIMIT_SECONDS} s{texts}")
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the server and all that it has started."""
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            return
 
 
 def _environment() -> dict[str, str]:
@@ -115,8 +153,7 @@ def _environment() -> dict[str, str]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     started = Server(tmp_path_factory.mktemp("lives"))
     yield started
-    started.process.terminate()
-    started.process.communicate()
+    started.close()
 
 
 @pytest.fixture(scope="session")

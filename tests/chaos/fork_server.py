@@ -24,6 +24,7 @@ full_disk: {"rank", "after_saves", "until_saves", "bytes"}: after so many saves,
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import itertools
 import json
 import os
@@ -247,10 +248,13 @@ def overtake(overtaken: dict[str, Any], processes: dict[int, int]) -> None:
         return
     request = overtaken["request"] | {"tell": os.getpid()}
     # A process of its own, so that both worlds can be waited for.
-    if os.fork() == 0:
+    newer = os.fork()
+    if newer == 0:
         answer(serve(request))
         os._exit(0)
-    signal.sigwait({signal.SIGUSR1})
+    while signal.sigwait(_WAITED_FOR) != signal.SIGUSR1:
+        if os.waitpid(newer, os.WNOHANG)[0]:
+            return  # it has ended without a line in the log
 
 
 def _size(path: Path) -> int:
@@ -266,6 +270,7 @@ def main() -> None:
     os.dup2(1, _ANSWERS)
     os.dup2(2, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    faulthandler.enable(2)  # whoever waits too long sends SIGABRT
     import bigtrain.engine.build
     import bigtrain.run.finish
     import bigtrain.run.initialize

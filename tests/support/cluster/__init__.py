@@ -134,7 +134,10 @@ def finish(process: psutil.Popen, timeout: float) -> tuple[int, str]:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         end(process)
-        output, _ = process.communicate()
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:  # somebody else's child holds the pipe
+            output = "(its output cannot be read)"
         raise AssertionError(f"not finished after {timeout} s:\n{output[-6000:]}") from None
     return process.returncode, output
 
