@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from bigtrain.engine.arrivals import all_arrived
 from bigtrain.engine.device import device_kind
+from bigtrain.engine.operator_locks import wait_for_operator_locks
 from bigtrain.errors import LaunchError
 from bigtrain.launch.findings import judge_versions
 from bigtrain.launch.versions import library_versions
@@ -45,10 +46,12 @@ def process_group(
     others: they may be stuck in a collective, and it is the launcher that ends them.
 
     Raises LaunchError where the processes cannot meet, where some have not come within
-    `arrival_timeout_seconds`, and where hosts have different versions.
+    `arrival_timeout_seconds`, where hosts have different versions, and where a process that was
+    killed has left a lock for which all would wait.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     added = _complete_environment(world)
+    wait_for_operator_locks()
     kind = device_kind()
     device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":

@@ -265,6 +265,17 @@ def test_port_that_is_taken(refused: Refused, monkeypatch: pytest.MonkeyPatch) -
     assert "--master_port" in text
 
 
+def test_lock_of_a_compiler_that_was_killed(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "operators" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (0, 0))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "operators"))
+    assert refused().endswith(f"every run would wait for its end -> rm {lock}\n")
+
+
 @pytest.mark.distributed
 def test_two_processes_say_it_once(inputs: Inputs, home: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
