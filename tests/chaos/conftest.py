@@ -127,9 +127,10 @@ class Server:
     def _give_up(self) -> NoReturn:
         # The newest two: a world may have been overtaken by another.
         outputs = sorted(self.directory.glob("life-*.txt"))[-2:]
+        worlds = psutil.Process(self.process.pid).children(recursive=True)
         self._signal(signal.SIGABRT)  # which each process answers by what its threads do
         self._signal(signal.SIGCONT)
-        psutil.wait_procs(psutil.Process(self.process.pid).children(recursive=True), timeout=10)
+        psutil.wait_procs(worlds, timeout=10)
         self.close()
         self.process = self._start()
         texts = "".join(f"\n{path.name}:\n{path.read_text()[-20000:]}" for path in outputs)
