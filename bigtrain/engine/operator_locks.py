@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from glob import iglob
 from pathlib import Path
 
 import torch
@@ -61,11 +62,11 @@ def operators_folder() -> Path:
 def _refuse_abandoned(lock: Path) -> None:
     try:
         changed = max(path.lstat().st_mtime for path in lock.parent.iterdir())
-        owner = lock.lstat()
+        found = lock.lstat()
     except (OSError, ValueError):  # gone meanwhile
         return
     seconds = time.time() - changed
-    if seconds < ABANDONED_AFTER_SECONDS or _is_held(owner):
+    if seconds < ABANDONED_AFTER_SECONDS or _is_held(found):
         return
     raise LaunchError(
         f"{lock}: who made it was killed while it compiled an operator of DeepSpeed's (no process "
@@ -76,11 +77,8 @@ def _refuse_abandoned(lock: Path) -> None:
 
 def _is_held(lock: os.stat_result) -> bool:
     """Whether a process of this host, as far as this one may see, has the file open."""
-    for descriptors in Path("/proc").glob("[0-9]*/fd"):
-        with suppress(OSError):  # somebody else's process, or one that has ended
-            for name in os.listdir(descriptors):
-                with suppress(OSError):
-                    found = os.stat(descriptors / name)
-                    if (found.st_dev, found.st_ino) == (lock.st_dev, lock.st_ino):
-                        return True
+    for descriptor in iglob("/proc/[0-9]*/fd/*"):  # passes over what may not be listed
+        with suppress(OSError):  # closed meanwhile
+            if os.path.samestat(os.stat(descriptor), lock):
+                return True
     return False
