@@ -51,6 +51,7 @@ PURE = {
     "bigtrain.launch.findings",
     "bigtrain.launch.hostfile",
     "bigtrain.launch.kubernetes",
+    "bigtrain.launch.listening",
     "bigtrain.launch.nodes",
     "bigtrain.launch.remote_environment",
     "bigtrain.launch.slurm",
