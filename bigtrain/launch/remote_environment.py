@@ -1,8 +1,8 @@
 """``.deepspeed_env``: what DeepSpeed's launcher gives the hosts of a hostfile beyond PYTHON*.
 
 DeepSpeed (0.19.8, launcher/runner.py:610) reads it from ``~`` and then from the working directory,
-splits every line at its first ``=``, and crashes on a blank or comment line. What it reads stands in
-the command lines of pdsh, ssh or mpirun and of the shells on every host, which ``ps`` shows to
+splits every line at its first ``=``, and crashes on a blank or comment line. What it reads stands
+in the command lines of pdsh, ssh or mpirun and of the shells on every host, which ``ps`` shows to
 everybody, and in its log: so nothing secret may stand in the file, whatever its mode. `accelerate
 launch` with several machines appends its whole environment to it, secrets included, for everybody
 to read. Pure but for the file itself.

@@ -53,6 +53,7 @@ PURE = {
     "bigtrain.launch.kubernetes",
     "bigtrain.launch.listening",
     "bigtrain.launch.nodes",
+    "bigtrain.launch.pods",
     "bigtrain.launch.remote_environment",
     "bigtrain.launch.slurm",
     "bigtrain.launch.torchrun",
