@@ -6,14 +6,18 @@ import dataclasses
 import difflib
 import importlib.util
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.utils import cached_file
 
 from bigtrain.config import ModelSection
 from bigtrain.errors import ModelError
+
+GENERATION_CONFIG = "generation_config.json"
 
 
 def load_hf_config(section: ModelSection) -> PreTrainedConfig:
@@ -39,6 +43,28 @@ def load_hf_config(section: ModelSection) -> PreTrainedConfig:
         _check_keys(type(config), section.overrides, "model.overrides")
         return _build(type(config), values, "model.overrides")
     return config
+
+
+def save_configuration(section: ModelSection, hf_config: PreTrainedConfig, directory: Path) -> None:
+    """Write `hf_config` into `directory`, and beside it the generation settings of the model that
+    `section` names, byte for byte, where it has any.
+
+    Raises OSError.
+    """
+    hf_config.save_pretrained(directory)
+    source = section.path or section.config
+    if not isinstance(source, str):
+        return
+    # None also where the hub cannot be asked: settings that were written before then stay.
+    found = cached_file(
+        source,
+        GENERATION_CONFIG,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    if found is not None:
+        shutil.copyfile(found, directory / GENERATION_CONFIG)
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -73,7 +73,8 @@ def build_model(
     # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
     # zero/partition_parameters.py) loses its decorators' constructor afterwards.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
-    model = _construct(hf_config, section, seed, dtype, partitioning)
+    # The model's own: what is set below, and by transformers, is not the configuration's to keep.
+    model = _construct(copy.deepcopy(hf_config), section, seed, dtype, partitioning)
     # Counts layers, so it comes before any are taken away.
     _set_gradient_checkpointing(model, section)
     freeze(model, section.frozen)
