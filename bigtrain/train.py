@@ -112,8 +112,13 @@ def train_run(run: ResolvedRun, world: World) -> int:
             verify_data(session)
         mesh = open_mesh(run.topology, world.rank)
         if run.topology.tensor_size > 1:
-            attention = run.config.model.attention
-            check_tensor_plan(inputs.hf_config, attention, mesh.tensor, session.device)
+            check_tensor_plan(
+                inputs.hf_config,
+                run.config.model.attention,
+                run.config.batch.sequence_length,
+                mesh.tensor,
+                session.device,
+            )
         engine = build_engine(
             source.building(run.config),
             run.engine,

@@ -145,7 +145,9 @@ class Trial:
 
     def _stages(self, num_stages: int) -> None:
         """In stages and whole, logits to the last bit and every gradient. Not collective."""
-        plan, problems = plan_stages(self.config, self.attention, num_stages)
+        plan, problems = plan_stages(
+            self.config, self.attention, num_stages, self.objective.ids.shape[1]
+        )
         if num_stages == 2:
             self.stages = plan, "; ".join(problem.rule for problem in problems)
         _refuse(problems)
@@ -176,7 +178,13 @@ class Trial:
     def _tensor(self) -> None:
         try:
             _refuse(check_tensor_size(self.config, PROCESSES))
-            check_tensor_plan(self.config, self.attention, self.group, torch.device("cpu"))
+            check_tensor_plan(
+                self.config,
+                self.attention,
+                self.objective.ids.shape[1],
+                self.group,
+                torch.device("cpu"),
+            )
         except (ModelError, _Refused) as error:
             self.tensor_refusal = str(error)
             raise _Refused(str(error)) from error
@@ -215,7 +223,15 @@ class Trial:
         return model
 
     def _sequence_check(self) -> None:
-        _refuse(check_sequence_parallel(self.config, self.attention, 2, isolate=False))
+        _refuse(
+            check_sequence_parallel(
+                self.config,
+                self.attention,
+                2,
+                sequence_length=self.objective.ids.shape[1],
+                isolate=False,
+            )
+        )
 
     def _sequence(self) -> None:
         model = copy.deepcopy(self.pristine)

@@ -61,6 +61,7 @@ def try_model(
 ) -> tuple[list[Problem], StagePlan | None, Isolation]:
     """What the model's own code rules out of `config`, and how it is cut and told of documents."""
     attention, parallel = config.model.attention, config.parallel
+    length = config.batch.sequence_length
     problems: list[Problem] = []
     if config.model.frozen:
         problems += check_frozen(empty_model(hf_config), config.model.frozen)
@@ -71,10 +72,11 @@ def try_model(
             hf_config,
             attention,
             parallel.sequence,
+            sequence_length=length,
             isolate=config.data.isolates,
             tensor_size=parallel.tensor,
         )
     stages = None
     if parallel.pipeline > 1 and not problems:
-        stages, problems = plan_stages(hf_config, attention, parallel.pipeline)
+        stages, problems = plan_stages(hf_config, attention, parallel.pipeline, length)
     return problems, stages, isolation

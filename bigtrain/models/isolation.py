@@ -26,7 +26,8 @@ from bigtrain.models.documents import (
     documents_known,
     lengths_of_documents,
 )
-from bigtrain.models.small_copy import MODEL_FAILURES, VOCABULARY, small_copy, with_heads
+from bigtrain.models.rotary import choose_by_document
+from bigtrain.models.small_copy import MODEL_FAILURES, VOCABULARY, sharpen, small_copy, with_heads
 
 TOLERANCE = 1e-4
 """Of the largest logit: far above float32 rounding, far below what one wrong token does."""
@@ -56,6 +57,8 @@ class Isolation:
 
     def install(self, model: PreTrainedModel) -> None:
         """Make `model` keep documents apart so."""
+        if self.kind != "none":
+            choose_by_document(model)
         if self.kind == "documents":
             attend_by_document(model)
 
@@ -88,7 +91,10 @@ def plan_isolation(
     if not config.data.isolates:
         return _NONE, []
     found, reason = find_isolation(
-        hf_config, config.model.attention, compiled=config.model.compile != "off"
+        hf_config,
+        config.model.attention,
+        config.batch.sequence_length,
+        compiled=config.model.compile != "off",
     )
     if not reason:
         return found, []
@@ -100,16 +106,19 @@ def plan_isolation(
 
 
 def find_isolation(
-    hf_config: PreTrainedConfig, attention: str, *, compiled: bool = False
+    hf_config: PreTrainedConfig, attention: str, sequence_length: int, *, compiled: bool = False
 ) -> tuple[Isolation, str]:
-    """How models of `hf_config` keep documents apart, and why they do not, or nothing.
+    """How models of `hf_config` keep documents apart in samples of `sequence_length`, and why they
+    do not, or nothing.
 
     Builds a few narrow layers with random weights on the CPU and compares the logits of two samples
     of three documents each with those of the six documents alone. Takes a second or so.
     """
     try:
         # Kernels that a CPU does not have get masks and lengths from the same code.
-        model = _small_model(hf_config, attention if attention in ("sdpa", "eager") else "auto")
+        tried = attention if attention in ("sdpa", "eager") else "auto"
+        model = small_copy(hf_config, tried, [with_heads(2)], sequence_length=sequence_length)
+        sharpen(model).eval()
         own = model.config._attn_implementation
         if own not in ("sdpa", "eager"):
             return _MASKS, f"its attention is {own}"
@@ -173,11 +182,11 @@ def _logits(
         ]
     )
     more = isolation.arguments(positions)
-    with isolation.told(positions):
-        packed = model(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
+    undo = choose_by_document(model)
+    try:
+        with isolation.told(positions):
+            packed = model(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
+    finally:
+        undo()
     mixed = model(input_ids=ids, use_cache=False).logits
     return alone, packed, mixed
-
-
-def _small_model(hf_config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    return small_copy(hf_config, attention, [with_heads(2)]).eval()

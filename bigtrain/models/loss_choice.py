@@ -19,6 +19,7 @@ from bigtrain.errors import ModelError, Problem
 from bigtrain.models.chunked_loss import IGNORED_LABEL, ChunkedLoss, Fused
 from bigtrain.models.configuration import text_config, vocabulary_size
 from bigtrain.models.small_copy import MODEL_FAILURES, fewer_experts, small_copy, with_heads
+from bigtrain.models.thresholds import TOKENS
 from bigtrain.topology import BatchPlan
 
 CHUNK_BYTES = 256 * 2**20
@@ -73,7 +74,7 @@ def choose_loss(
     if section.loss == "auto" and num_tokens <= chunk_tokens:
         return plain(size)
     kind: Literal["liger", "chunked"] = "liger" if section.loss == "liger" else "chunked"
-    softcap, reason = _try(hf_config, section.attention, kind)
+    softcap, reason = _try(hf_config, section.attention, kind, plan.sequence_length)
     if reason and section.loss == "auto":
         return plain(f"{size}; chunks cannot be had of {hf_config.model_type}: {reason}")
     text = f"loss: in chunks of {chunk_tokens} tokens ({size})"
@@ -92,13 +93,18 @@ def choose_loss(
 
 
 def _try(
-    hf_config: PreTrainedConfig, attention: str, kind: Literal["liger", "chunked"]
+    hf_config: PreTrainedConfig,
+    attention: str,
+    kind: Literal["liger", "chunked"],
+    sequence_length: int,
 ) -> tuple[float | None, str]:
     """The softcap of the logits, for Liger, and why `kind` is wrong for such models, or nothing."""
     if attention not in ("auto", "sdpa", "eager"):
         attention = "auto"  # other kernels have no float32 on a CPU
     try:
-        model = small_copy(hf_config, attention, [_narrow, with_heads(2)]).eval()
+        model = small_copy(
+            hf_config, attention, [_narrow, with_heads(2)], sequence_length=sequence_length
+        ).eval()
         softcap = getattr(text_config(model.config), "final_logit_softcapping", None)
         if kind == "liger":
             return softcap, _is_linear(model, softcap)
@@ -183,11 +189,11 @@ def _liger_loss(softcap: float | None) -> Fused:
 
 
 def _sample(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, some of them masked: int64 [2, 24]."""
+    """Token ids and labels, some of them masked: int64 [2, TOKENS]."""
     vocabulary = vocabulary_size(model.config)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, vocabulary, (2, 24), generator=generator)
-    labels = torch.randint(3, vocabulary, (2, 24), generator=generator)
+    ids = torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
+    labels = torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
     labels[0, 5:17] = IGNORED_LABEL
     return ids, labels
 

@@ -29,6 +29,7 @@ from bigtrain.models.small_copy import (
     small_copy,
 )
 from bigtrain.models.tensor_parallel import shard_model, tensor_plan
+from bigtrain.models.thresholds import TOKENS
 
 # Of the largest gradient of the parameter, and of the model: rounding of float32 is far below
 # both, a part of a gradient or a wrong factor far above.
@@ -38,12 +39,16 @@ _MAX_PARAMETERS = 50_000_000
 
 
 def check_tensor_plan(
-    hf_config: PreTrainedConfig, attention: str, group: Group, device: torch.device
+    hf_config: PreTrainedConfig,
+    attention: str,
+    sequence_length: int,
+    group: Group,
+    device: torch.device,
 ) -> None:
     """Raise ModelError, on every process, unless a small copy computes cut what it does whole.
 
-    The message names the parameter whose gradient is wrong. Collective over `group`; takes a
-    second or two.
+    `sequence_length`: tokens of the run's samples. The message names the parameter whose gradient
+    is wrong. Collective over `group`; takes a second or two.
     """
     size = dist.get_world_size(group)
     kind = hf_config.model_type
@@ -74,6 +79,7 @@ def check_tensor_plan(
             attention,
             [narrowest, narrower, narrow],
             run_whole,
+            sequence_length=sequence_length,
         )
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
@@ -146,7 +152,7 @@ def _difference(
 def _forward(model: PreTrainedModel) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
-    ids = torch.randint(3, vocabulary, (2, 24), generator=generator)
+    ids = torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
     ids = ids.to(next(model.parameters()).device)
     loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
     return loss

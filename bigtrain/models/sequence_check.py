@@ -19,25 +19,32 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import BigtrainError, Problem
 from bigtrain.legality import Facts, check_model
 from bigtrain.models.configuration import text_config
+from bigtrain.models.rotary import choose_by_document
 from bigtrain.models.router_logits import auxiliary_loss
 from bigtrain.models.sequence_parallel import SequenceParallel
-from bigtrain.models.small_copy import MODEL_FAILURES, VOCABULARY, small_copy, with_heads
+from bigtrain.models.small_copy import MODEL_FAILURES, VOCABULARY, sharpen, small_copy, with_heads
 
 TOLERANCE = 1e-4
 """Of the largest logit: far above float32 rounding, far below what one wrong token does."""
 
-_TOKENS_OF_PART = 6
+_TOKENS_OF_PART = 8
 _DEADLOCK_SECONDS = 60.0
 
 
 def check_sequence_parallel(
-    hf_config: PreTrainedConfig, attention: str, size: int, *, isolate: bool, tensor_size: int = 1
+    hf_config: PreTrainedConfig,
+    attention: str,
+    size: int,
+    *,
+    sequence_length: int,
+    isolate: bool,
+    tensor_size: int = 1,
 ) -> list[Problem]:
     """Problems with samples of a model of `hf_config` split over `size` processes; or none.
 
-    `isolate`: documents in a sample are kept apart. `tensor_size`: processes that the attention
-    heads are divided among already. Builds a few narrow layers of it with random
-    weights on the CPU and compares logits. Takes a second or so.
+    `sequence_length`: tokens of these samples. `isolate`: documents in a sample are kept apart.
+    `tensor_size`: processes that the attention heads are divided among already. Builds a few narrow
+    layers of it with random weights on the CPU and compares logits. Takes a second or so.
     """
     text = text_config(hf_config)
     heads = getattr(text, "num_attention_heads", None)
@@ -51,7 +58,14 @@ def check_sequence_parallel(
     if problems:
         return problems
     try:
-        model = small_copy(hf_config, attention, [with_heads(2 * size)]).eval()
+        model = small_copy(
+            hf_config,
+            attention,
+            [with_heads(2 * size)],
+            sequence_length=sequence_length,
+            tokens=size * _TOKENS_OF_PART,
+        )
+        sharpen(model).eval()
         (whole, loss), parts, lonely = _outputs(model, size, isolate=isolate)
     except BigtrainError as error:
         return [_refusal(size, str(error))]
@@ -104,8 +118,12 @@ def _outputs(
         positions = positions.clone()
         positions[:, 4:] -= 4
         positions[1, length - 3 :] = torch.arange(3)
-    # Without documents to keep apart as it is on its own: some do not count positions from 0.
-    whole = _run(model, {"input_ids": ids, **({"position_ids": positions} if isolate else {})})
+    if isolate:  # what `find_isolation` has found right
+        undo = choose_by_document(model)
+        whole = _run(model, {"input_ids": ids, "position_ids": positions})
+        undo()
+    else:  # as it is on its own: some do not count positions from 0
+        whole = _run(model, {"input_ids": ids})
     lonely = [
         _run(model, {"input_ids": part, "position_ids": place})
         for part, place in zip(

@@ -32,6 +32,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models import router_logits
 from bigtrain.models.document_attention import IMPLEMENTATIONS, attention_of
 from bigtrain.models.documents import document_numbers
+from bigtrain.models.rotary import choose_by_document, document_lengths
 
 IMPLEMENTATION = "bigtrain_ulysses"
 
@@ -91,9 +92,11 @@ class SequenceParallel:
             raise _refusal(model, "its attention cannot be replaced")
         decoder: Module = model.get_decoder()
         self._hook = decoder.register_forward_hook(self._all_router_logits)
+        self._undo_rotary = choose_by_document(model, self._document_lengths)
 
     def close(self) -> None:
-        """Give the model its own attention back."""
+        """Give the model its own attention and rotary embeddings back."""
+        self._undo_rotary()
         self._hook.remove()
         self._model.set_attn_implementation(self._base)
 
@@ -134,6 +137,14 @@ class SequenceParallel:
             yield
         finally:
             self._exchanging = True
+
+    def _document_lengths(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """See `bigtrain.models.rotary`: of whole samples, whose part `position_ids` [B, t] is."""
+        if not self._exchanging:
+            return document_lengths(position_ids)
+        if self._positions is None:
+            return torch.full_like(position_ids, position_ids.shape[1] * self.size)
+        return self.part(document_lengths(self._positions))
 
     def _attention(
         self,

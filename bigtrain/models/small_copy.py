@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bigtrain.models.configuration import text_config
+from bigtrain.models.thresholds import TOKENS, cross_thresholds
 
 VOCABULARY = 64
 _MAX_PARAMETERS = 300_000_000
@@ -45,13 +46,16 @@ def small_copy(
     usable: Callable[[PreTrainedModel], None] = lambda model: None,
     *,
     all_layers: bool = False,
+    sequence_length: int = 0,
+    tokens: int = TOKENS,
 ) -> PreTrainedModel:
     """A float32 model on the CPU, as narrow as its class can be built; the same on every process.
 
     `narrower` are ways to change the widths of a text configuration, the narrowest first. `usable`
     raises for a copy that cannot be used, and the next larger one is tried. It has a few layers, of
-    every kind one, or `all_layers`. Raises ValueError with
-    the first reason where none can.
+    every kind one, or `all_layers`. Samples of `tokens` cross every length that those of
+    `sequence_length` do (`bigtrain.models.thresholds`). Raises ValueError with the first reason
+    where none can.
     """
     failure: Exception | None = None
     shorter: tuple[Change, ...] = () if all_layers else (fewer_layers,)
@@ -67,6 +71,7 @@ def small_copy(
         try:
             for change in shrink:
                 change(text_config(config))
+            cross_thresholds(text_config(config), sequence_length, tokens)
             with torch.device("meta"):
                 size = sum(p.numel() for p in _build(copy.deepcopy(config), attention).parameters())
             if size > _MAX_PARAMETERS:
@@ -87,6 +92,19 @@ def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
         dtype=torch.float32,
         attn_implementation=None if attention == "auto" else attention,
     )
+    return model
+
+
+@torch.no_grad()
+def sharpen(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with matrices that keep the size of what they are given.
+
+    As they are drawn, narrow layers hardly add to what passes by them and their attention is almost
+    the same everywhere: what depends on which token attends to which would not show.
+    """
+    for parameter in model.parameters():
+        if parameter.ndim >= 2 and (spread := float(parameter.std())) > 0:
+            parameter.div_(spread * parameter.shape[-1] ** 0.5)
     return model
 
 

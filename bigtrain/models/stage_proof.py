@@ -29,6 +29,7 @@ from bigtrain.models.small_copy import (
 from bigtrain.models.stage_balance import StageCosts, balanced_cuts
 from bigtrain.models.stage_layout import StageLayout, find_layout
 from bigtrain.models.stages import Payload, Stage
+from bigtrain.models.thresholds import TOKENS
 
 _TOLERANCE = 1e-5
 """Of the largest logit and of the largest gradient; float32 sums in another order make 1e-7."""
@@ -68,9 +69,10 @@ class Difference:
 
 
 def plan_stages(
-    hf_config: PreTrainedConfig, attention: str, num_stages: int
+    hf_config: PreTrainedConfig, attention: str, num_stages: int, sequence_length: int
 ) -> tuple[StagePlan | None, list[Problem]]:
-    """How to cut a model of `hf_config` into `num_stages`, or why it cannot be.
+    """How to cut a model of `hf_config` into `num_stages` for samples of `sequence_length`, or why
+    it cannot be.
 
     Builds a narrow copy with all of its layers on the CPU; takes seconds. Not collective: all
     processes come to the same plan.
@@ -81,7 +83,14 @@ def plan_stages(
 
     without = "parallel.pipeline=1"
     try:
-        model = small_copy(hf_config, attention, _NARROWER, _runs, all_layers=True)
+        model = small_copy(
+            hf_config,
+            attention,
+            _NARROWER,
+            _runs,
+            all_layers=True,
+            sequence_length=sequence_length,
+        )
         ids = _tokens(model)
         layout = find_layout(model, ids)
         facts = Facts(pipeline_size=num_stages, num_layers=layout.num_layers)
@@ -268,4 +277,4 @@ def _runs(model: PreTrainedModel) -> None:
 def _tokens(model: PreTrainedModel) -> torch.Tensor:
     vocabulary = int(model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, vocabulary, (2, 24), generator=generator)
+    return torch.randint(3, vocabulary, (2, TOKENS), generator=generator)

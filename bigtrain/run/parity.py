@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.huggingface import build_model, split_by_decay
 from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
 from bigtrain.models.tensor_degree import check_tensor_size
+from bigtrain.models.thresholds import document_positions
 from bigtrain.run.local_world import run_local_world
 from bigtrain.topology import BatchPlan
 
@@ -52,7 +54,6 @@ WEIGHT_TOLERANCE = 1e-5
 
 _ENGINES = ("zero0", "zero1", "zero2", "zero3", "pipeline_zero1")
 _CLIP_NORM = 0.5
-_DOCUMENT = 5
 _CHUNK_TOKENS = 7
 
 
@@ -161,9 +162,14 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> RunConfig:
     The architecture and its options stay; weights are random, numbers are float32, and the clipping
     norm is one that bites. Raises ModelError where no small copy can be built.
     """
+    tokens = 8 * max(2, world_size)
     try:
         model = small_copy(
-            load_hf_config(config.model), config.model.attention, [with_heads(max(2, world_size))]
+            load_hf_config(config.model),
+            config.model.attention,
+            [with_heads(max(2, world_size))],
+            sequence_length=config.batch.sequence_length,
+            tokens=tokens,
         )
     except ValueError as error:
         raise ModelError(f"no small copy of the model can be built: {error}") from error
@@ -182,7 +188,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> RunConfig:
             loss_chunk_tokens=_CHUNK_TOKENS,
         ),
         data=config.data,
-        batch=BatchSection(sequence_length=8 * world_size, global_samples=2 * world_size),
+        batch=BatchSection(sequence_length=tokens, global_samples=2 * world_size),
         train=TrainSection(steps=STEPS),
         # A larger eps than usual: with Adam's own, a gradient of rounding errors moves a weight
         # as far as any other, and every topology would differ.
@@ -205,9 +211,9 @@ def micro_batches(
     labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORED_LABEL
     parts = [inputs, labels]
     if config.data.isolates:
-        positions = torch.arange(plan.sequence_length).expand_as(inputs) % _DOCUMENT
-        labels[positions == _DOCUMENT - 1] = IGNORED_LABEL
-        parts.append(positions.contiguous())
+        positions = document_positions(plan.global_samples, plan.sequence_length)
+        labels[:, :-1][positions[:, 1:] == 0] = IGNORED_LABEL
+        parts.append(positions)
     rows = torch.arange(plan.global_samples).reshape(
         plan.accumulation, plan.data_size, plan.micro_samples
     )[:, data_rank]
@@ -233,11 +239,11 @@ def train_reference(config: RunConfig) -> Figures:
     with torch.no_grad():
         model.eval()
         (batch,) = micro_batches(config, plan, 0, 0)
-        figures.layers = layer_outputs(model, lambda: model(**_inputs(batch)))
+        figures.layers = layer_outputs(model, lambda: _logits(model, batch))
     model.train()
     for step in range(STEPS):
         (batch,) = micro_batches(config, plan, step, 0)
-        logits = model(**_inputs(batch)).logits
+        logits = _logits(model, batch)
         loss = F.cross_entropy(
             logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=IGNORED_LABEL
         )
@@ -253,11 +259,21 @@ def train_reference(config: RunConfig) -> Figures:
     return figures
 
 
-def _inputs(batch: MicroBatch) -> dict[str, Any]:
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
-    if batch.position_ids is not None:
-        inputs["position_ids"] = batch.position_ids
-    return inputs
+def _logits(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """Logits [B, T, V] of plain transformers, of every document alone where they are kept apart."""
+
+    def of(ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        return logits
+
+    if batch.position_ids is None:
+        return of(batch.input_ids)
+    samples = []
+    for ids, positions in zip(batch.input_ids, batch.position_ids, strict=True):
+        edges = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+        documents = ids.split([stop - start for start, stop in pairwise(edges)])
+        samples.append(torch.cat([of(document[None])[0] for document in documents]))
+    return torch.stack(samples)
 
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

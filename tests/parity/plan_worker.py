@@ -47,7 +47,7 @@ if __name__ == "__main__":
     with process_group(world) as joined:
         for name, config in configs().items():
             try:
-                check_tensor_plan(config, "auto", dist.group.WORLD, joined.device)
+                check_tensor_plan(config, "auto", 32, dist.group.WORLD, joined.device)
                 said[name] = ""
             except ModelError as error:
                 said[name] = str(error)

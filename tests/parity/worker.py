@@ -125,7 +125,7 @@ def approve(_figures: StepFigures) -> bool:
 def choices_of(config: RunConfig, plan: BatchPlan) -> Choices:
     """What a run would choose."""
     model = config.model.model_dump_json()
-    stages = stages_of(model, config.parallel.pipeline)
+    stages = stages_of(model, config.parallel.pipeline, plan.sequence_length)
     isolation = isolation_of(model, config.data.isolates, config)
     loss, problems = choose_loss(config, load_hf_config(config.model), plan)
     assert not problems
@@ -133,12 +133,14 @@ def choices_of(config: RunConfig, plan: BatchPlan) -> Choices:
 
 
 @cache
-def stages_of(model: str, num_stages: int) -> StagePlan | None:
+def stages_of(model: str, num_stages: int, sequence_length: int) -> StagePlan | None:
     """Where a model is cut; found once for all cases, it takes a second."""
     if num_stages == 1:
         return None
     section = ModelSection.model_validate_json(model)
-    plan, problems = plan_stages(load_hf_config(section), section.attention, num_stages)
+    plan, problems = plan_stages(
+        load_hf_config(section), section.attention, num_stages, sequence_length
+    )
     assert not problems
     return plan
 

@@ -35,7 +35,7 @@ from tests.unit.test_chunked_loss import gradients
 
 
 def find(model_type: str, attention: str, **values: Any) -> tuple[str, str]:
-    isolation, reason = find_isolation(CONFIG_MAPPING[model_type](**values), attention)
+    isolation, reason = find_isolation(CONFIG_MAPPING[model_type](**values), attention, 32)
     return isolation.kind, reason
 
 
@@ -62,7 +62,7 @@ def test_architectures_that_isolate(model_type: str, kind: str) -> None:
 
 def test_compiled_layers_get_masks() -> None:
     """Lengths in a graph would be compiled anew for others."""
-    isolation, reason = find_isolation(CONFIG_MAPPING["llama"](), "auto", compiled=True)
+    isolation, reason = find_isolation(CONFIG_MAPPING["llama"](), "auto", 32, compiled=True)
     assert (isolation.kind, reason) == ("masks", "")
 
 
@@ -80,7 +80,7 @@ def test_state_that_runs_through_is_found() -> None:
 def test_the_configuration_stays_as_it_was() -> None:
     config = CONFIG_MAPPING["qwen3"]()
     before = config.to_dict()
-    find_isolation(config, "sdpa")
+    find_isolation(config, "sdpa", 32)
     assert config.to_dict() == before
 
 

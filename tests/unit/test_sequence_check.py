@@ -23,11 +23,22 @@ COMMON = {
 
 
 def problems(
-    model_type: str, size: int = 2, *, isolate: bool = False, tensor_size: int = 1, **changes: Any
+    model_type: str,
+    size: int = 2,
+    *,
+    sequence_length: int = 32,
+    isolate: bool = False,
+    tensor_size: int = 1,
+    **changes: Any,
 ) -> list[Any]:
     hf_config = CONFIG_MAPPING[model_type](**{**COMMON, **changes})
     return check_sequence_parallel(
-        hf_config, "auto", size, isolate=isolate, tensor_size=tensor_size
+        hf_config,
+        "auto",
+        size,
+        sequence_length=sequence_length,
+        isolate=isolate,
+        tensor_size=tensor_size,
     )
 
 

@@ -228,7 +228,7 @@ def test_trained_weights_are_those_of_the_stage(model_type: str, tmp_path: Path)
 
 def test_plan_balances_with_the_head() -> None:
     hf_config = CONFIG_MAPPING["llama"](**{**LLAMA, "vocab_size": 640, "num_hidden_layers": 8})
-    plan, problems = plan_stages(hf_config, "sdpa", 2)
+    plan, problems = plan_stages(hf_config, "sdpa", 2, 32)
     assert not problems
     assert plan is not None
     costs = stage_costs(hf_config, plan.layout)
@@ -240,7 +240,7 @@ def test_plan_balances_with_the_head() -> None:
 def test_more_stages_than_layers_are_refused() -> None:
     for layers in (1, 4):
         hf_config = CONFIG_MAPPING["llama"](**{**LLAMA, "num_hidden_layers": layers})
-        plan, problems = plan_stages(hf_config, "sdpa", 5)
+        plan, problems = plan_stages(hf_config, "sdpa", 5, 32)
         assert plan is None
         assert f"is more than the model's {layers} layers" in str(problems[0])
         assert f"parallel.pipeline={layers}" in str(problems[0])
@@ -253,7 +253,7 @@ def test_the_router_loss_is_that_of_all_stages(monkeypatch: pytest.MonkeyPatch) 
     assert found.logits == found.auxiliary == 0.0
     assert found.gradients < 1e-6
     monkeypatch.setattr("bigtrain.models.stages.recorded", lambda: None)
-    plan, problems = plan_stages(model.config, "sdpa", 2)
+    plan, problems = plan_stages(model.config, "sdpa", 2, 32)
     assert plan is None
     assert "the router's loss by" in str(problems[0])
 

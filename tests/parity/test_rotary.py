@@ -1,0 +1,91 @@
+"""Rotary embeddings that depend on a text's length: of every document alone, however it is cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigtrain.config import ModelSection
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.huggingface import build_model
+from tests.parity.conftest import SEED, llama, train_cases
+from tests.parity.plain import Training, plain_training, read_steps
+from tests.parity.test_isolation import LENGTH, SAMPLES, STEPS, config_for
+from tests.support.longrope import longrope
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+# Of samples that are one text each, the first half is short; of documents, some are long.
+MODELS = {
+    kind: llama(
+        model_type="phi3", pad_token_id=None, initializer_range=0.2, **longrope(4, original)
+    )
+    for kind, original in (("samples", LENGTH // 2 + 4), ("documents", 7))
+}
+CASES: dict[str, dict[str, Any]] = {
+    "samples sequence": {"parallel": {"sequence": 2}},
+    "documents data": {},
+    "documents sequence": {"parallel": {"sequence": 2}},
+    "documents tensor": {"parallel": {"tensor": 2}},
+    "documents pipeline": {"parallel": {"pipeline": 2}},
+    "documents masks recompute": {"gradient_checkpointing": "full", "compile": "layers"},
+}
+
+
+def config_of(data: Path, name: str) -> dict[str, Any]:
+    kind, changes = name.split()[0], dict(CASES[name])
+    parallel = changes.pop("parallel", {})
+    model = {"config": MODELS[kind], **changes}
+    config = config_for(data, model, 1) | {"parallel": parallel}
+    if kind == "samples":
+        config["data"] = {"path": str(data)}
+    return config
+
+
+@pytest.fixture(scope="module")
+def expected(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
+    found = {}
+    for kind, values in MODELS.items():
+        section = ModelSection(config=values)
+        directory = tmp_path_factory.mktemp("hf") / kind
+        build_model(section, load_hf_config(section), seed=SEED).save_pretrained(directory)
+        config = config_of(dataset, "documents data" if kind == "documents" else "samples sequence")
+        found[kind] = plain_training(dataset, directory, config, num_steps=STEPS)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cases = {
+        name: {
+            "config": config_of(dataset, name),
+            "deepspeed_config": "pipeline_zero1" if "pipeline" in name else "zero1",
+            "last_step": STEPS,
+        }
+        for name in CASES
+    }
+    return train_cases(2, cases, tmp_path_factory.mktemp("rotary"))
+
+
+def test_documents_are_on_both_sides(dataset: Path) -> None:
+    steps = read_steps(dataset, config_of(dataset, "documents data"))[:STEPS]
+    lengths = []
+    for step in steps:
+        assert step.positions is not None
+        assert len(step.positions) == SAMPLES
+        for row in step.positions:
+            edges = [*(row == 0).nonzero().flatten().tolist(), LENGTH]
+            lengths += [stop - start for start, stop in pairwise(edges)]
+    assert min(lengths) <= 7 < max(lengths)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_plain_training(
+    name: str, expected: dict[str, Training], trained: dict[str, Any]
+) -> None:
+    reference = expected[name.split()[0]]
+    assert trained[name]["losses"] == pytest.approx(reference.losses, abs=1e-5)
+    assert trained[name]["norms"] == pytest.approx(reference.norms, rel=1e-4)
