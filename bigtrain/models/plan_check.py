@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import ModelError
 from bigtrain.models.collectives import Group
 from bigtrain.models.configuration import text_config
+from bigtrain.models.experts import fit_experts
 from bigtrain.models.sharding import cut_parameter, full_shape, shard_of
 from bigtrain.models.small_copy import (
     MODEL_FAILURES,
@@ -34,6 +35,7 @@ from bigtrain.models.tensor_parallel import shard_model, tensor_plan
 # both, a part of a gradient or a wrong factor far above.
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-6
 _LOSS = 1e-5
+_FAILS = "it fails with"
 _MAX_PARAMETERS = 50_000_000
 
 
@@ -83,10 +85,11 @@ def check_tensor_plan(
         ) from error
     found = compare_with_whole(whole, group)
     if found is not None:
+        verdict = "cannot be carried out" if found.startswith(_FAILS) else "is wrong"
         raise ModelError(
             f"parallel.tensor = {size}: the tensor-parallel plan that transformers has for "
-            f"model_type {kind} is wrong: tried on a small copy, {found} -> parallel.tensor=1, and "
-            "ZeRO 3 for models too large for one device"
+            f"model_type {kind} {verdict}: tried on a small copy, {found} -> parallel.tensor=1, "
+            "and ZeRO 3 for models too large for one device"
         )
 
 
@@ -109,11 +112,12 @@ def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
         shard_model(cut, tensor_plan(cut), group)
         for parameter in cut.parameters():
             cut_parameter(parameter)
+        fit_experts(cut)
         cut_loss = _forward(cut)
         cut_loss.backward()
         failure = _difference(float(loss), float(cut_loss), expected, cut)
     except MODEL_FAILURES as error:
-        failure = f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        failure = f"{_FAILS} {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     found: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, failure, group=group)
     return next((reason for reason in found if reason is not None), None)
