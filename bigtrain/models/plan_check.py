@@ -67,12 +67,12 @@ def check_tensor_plan(
         num_parameters = sum(p.numel() for p in model.parameters())
         if num_parameters > _MAX_PARAMETERS:
             raise ValueError(f"it still has {num_parameters} parameters")
-        _randomize(model)
+        randomize(model)
         _forward(model.to(device)).backward()
 
     try:
         whole = small_copy(
-            _deterministic(hf_config),
+            deterministic(hf_config),
             attention,
             [narrowest, narrower, narrow],
             run_whole,
@@ -165,7 +165,7 @@ def _heads(config: Any, size: int) -> tuple[int, int]:
     return (size, size) if key_heads == heads else (2 * size, size)
 
 
-def _deterministic(hf_config: PreTrainedConfig) -> PreTrainedConfig:
+def deterministic(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration without dropout or noise."""
     config = copy.deepcopy(hf_config)
     for part in {id(c): c for c in (config, text_config(config))}.values():
@@ -176,7 +176,7 @@ def _deterministic(hf_config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 @torch.no_grad()
-def _randomize(model: PreTrainedModel) -> None:
+def randomize(model: PreTrainedModel) -> None:
     """Noise on every parameter: ones and zeros hide what is done with them."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
