@@ -25,6 +25,7 @@ from transformers.initialization import no_init_weights
 
 from bigtrain.config import ModelSection
 from bigtrain.errors import ModelError
+from bigtrain.models.experts import fit_experts
 from bigtrain.models.freezing import freeze
 from bigtrain.models.lazy_tensors import room
 from bigtrain.models.sharding import full_shape
@@ -86,6 +87,7 @@ def build_model(
         _make_room(model, partitioning)
         if weights == "read":
             find_weights(section.path, hf_config).fill_model(model)
+    fit_experts(model)
     model.config.use_cache = False
     return model
 
