@@ -8,6 +8,7 @@ import importlib.util
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def _check_keys(
     config_class: type[PreTrainedConfig], values: Mapping[str, Any], section: str
 ) -> None:
     """Refuse keys that the class does not have: transformers keeps a misspelt key silently."""
-    known = _known_keys(config_class)
+    known = known_keys(config_class)
     for key in values:
         if key not in known and not _model_reads(config_class, key):
             close = difflib.get_close_matches(key, sorted(known), n=1)
@@ -115,10 +116,12 @@ def _check_keys(
             raise ModelError(f"{section}.{key}: {config_class.__name__} has no such key{remedy}")
 
 
-def _known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+def known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+    """Keys that the class declares, sets by itself, or has as an alias."""
     names = {field.name for field in dataclasses.fields(config_class)}
     names.update(config_class.attribute_map)
-    names.update(vars(config_class()))
+    with suppress(Exception):  # some classes refuse their own defaults
+        names.update(vars(config_class()))
     return frozenset(name for name in names if not name.startswith("_"))
 
 

@@ -21,6 +21,7 @@ PURE = {
     "bigtrain.config",
     "bigtrain.config_loading",
     "bigtrain.errors",
+    "bigtrain.field_names",
     "bigtrain.legality",
     "bigtrain.legality.engine",
     "bigtrain.legality.facts",
@@ -45,6 +46,7 @@ PURE = {
     "bigtrain.engine.deepspeed_keys",
     "bigtrain.engine.deepspeed_owners",
     "bigtrain.engine.resolve",
+    "bigtrain.models.hf_config_keys",
     # What of the launch layer only reads and writes text.
     "bigtrain.launch",
     "bigtrain.launch.checkout",
