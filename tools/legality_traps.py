@@ -465,7 +465,7 @@ LAUNCHING = (
     ),
     Trap(
         "launching",
-        "duplicates and unequal slots in a hostfile, a blank line in `.deepspeed_env`, variables "
+        "duplicates in a hostfile, a blank line in `.deepspeed_env`, variables "
         "that pdsh does not pass on",
         "the hostfile is checked, the file written by `bigtrain hostfile`",
         (

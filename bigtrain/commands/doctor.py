@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table and the remedies; 2 if anything failed. Raises LaunchError."""
     from bigtrain.launch.doctor import Examination, examine
     from bigtrain.launch.findings import render
-    from bigtrain.launch.hostfile import Host, hosts_of_slurm, read_hostfile
+    from bigtrain.launch.hostfile import Host, describe_unequal, hosts_of_slurm, read_hostfile
 
     if args.hostfile is not None:
         hosts = read_hostfile(args.hostfile)
@@ -75,5 +75,5 @@ def run(args: argparse.Namespace) -> int:
         compute=not args.quick,
     )
     found, lines = examine(what, say=lambda line: print(line, file=sys.stderr, flush=True))
-    print("\n".join([render(hosts, found), *lines]))
+    print("\n".join([render(hosts, found), *describe_unequal(hosts), *lines]))
     return EXIT_USER_ERROR if any(finding.failed for finding in found) else 0

@@ -11,18 +11,23 @@ import sys
 from pathlib import Path
 
 from bigtrain.commands.arguments import positive_int
-from bigtrain.errors import LaunchError
-from bigtrain.launch.hostfile import Host, hosts_of_slurm, read_hostfile, render_hostfile
+from bigtrain.launch.hostfile import (
+    Host,
+    describe_unequal,
+    hosts_of_slurm,
+    read_hostfile,
+    render_hostfile,
+)
 from bigtrain.launch.remote_environment import (
     KEEP_ALIVE,
     NAME,
     inspect_environment_file,
     instead_of_command_lines,
     quoted_names,
-    render_environment,
     select_environment,
     write_environment,
 )
+from bigtrain.launch.writing import write_new
 
 _RESOLVE_SECONDS = 10
 
@@ -65,8 +70,6 @@ def run(args: argparse.Namespace) -> int:
         return _check(args.check)
     if args.environment:
         return _environment(args.output or Path(NAME), args.include)
-    from bigtrain.commands.launch import write_new
-
     text = render_hostfile(hosts_of_slurm(os.environ, args.slots))
     if args.output is None:
         print(text, end="")
@@ -77,18 +80,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(path: Path) -> int:
-    hosts = read_hostfile(path)
-    unknown = [host for host in hosts if not _resolves(host.name)]
-    if unknown:
-        rule = "neither this machine nor ssh's settings know a host of this name"
-        lines = [f"  line {host.line}: {host.name}: {rule}" for host in unknown]
-        raise LaunchError("\n".join([f"{len(unknown)} unknown in hostfile {path}", *lines]))
-    print(f"{path}: {len(hosts)} hosts x {hosts[0].slots} slots = {_processes(hosts)} processes")
+    hosts = read_hostfile(path, _unknown)
+    processes = sum(host.slots for host in hosts)
+    unequal = describe_unequal(hosts)
+    slots = f"{len(hosts)} hosts" if unequal else f"{len(hosts)} hosts x {hosts[0].slots} slots"
+    print(f"{path}: {slots} = {processes} processes")
+    for line in unequal:
+        print(f"  {line}")
     return 0
 
 
-def _processes(hosts: list[Host]) -> int:
-    return sum(host.slots for host in hosts)
+def _unknown(hosts: list[Host]) -> list[str]:
+    rule = "neither this machine nor ssh's settings know a host of this name"
+    return [
+        f"line {host.line}: {host.name}: {rule} -> correct the name, or take it out"
+        for host in hosts
+        if not _resolves(host.name)
+    ]
 
 
 def _resolves(name: str) -> bool:
@@ -120,9 +128,6 @@ def _environment(path: Path, include: list[str]) -> int:
     for other in {path.absolute(), Path.home() / NAME}:
         for problem in inspect_environment_file(other):
             print(f"warning: {problem}", file=sys.stderr)
-    text = render_environment(chosen.variables)
-    if path.exists() and path.read_text(errors="replace") != text:
-        raise LaunchError(f"{path} exists and differs: delete it, or name another --output")
     write_environment(path, chosen.variables)
     print(f"{path}: {', '.join(chosen.variables) or 'no variables'}")
     if quoted := quoted_names(chosen.variables):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bigtrain.commands.arguments import positive_int
 from bigtrain.errors import LaunchError
+from bigtrain.launch.writing import write_new
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -329,21 +330,3 @@ def absolute(name_or_path: str) -> str:
     """A path made absolute, so that it holds wherever the job starts; a name as it is."""
     path = Path(name_or_path)
     return str(path.resolve()) if path.is_file() else name_or_path
-
-
-def write_new(path: Path, text: str) -> bool:
-    """Write `text` whole; False where it stands there already.
-
-    Raises LaunchError where another text stands there, which somebody may have edited.
-    """
-    try:
-        if path.exists():
-            if path.read_text(encoding="utf-8", errors="replace") == text:
-                return False
-            raise LaunchError(f"{path} exists and differs: delete it, or name another --output")
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.rename(path)
-    except OSError as error:
-        raise LaunchError(f"cannot write {path}: {error.strerror}") from error
-    return True

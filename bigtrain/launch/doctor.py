@@ -62,7 +62,7 @@ def examine(what: Examination, say: Callable[[str], None]) -> tuple[list[Finding
     network = _network(what, there, facts)
     found += network
     lines: list[str] = []
-    if what.compute and len({host.slots for host in there}) == 1:
+    if what.compute:
         if any(f.failed and f.check in ("versions", "devices", "network") for f in found):
             lines.append("no computing: hosts fail what it needs (versions, devices, network)")
         else:
@@ -140,7 +140,7 @@ def _compute(
     what: Examination, hosts: Sequence[Host], facts: dict[str, Any]
 ) -> tuple[list[Finding], list[str]]:
     port = what.port or facts[hosts[0].name]["free_port"]
-    common = ["--nnodes", str(len(hosts)), "--nproc_per_node", str(hosts[0].slots)]
+    common = ["--nnodes", str(len(hosts))]
     main = "127.0.0.1" if len(hosts) == 1 else hosts[0].name
     address = ["--master_addr", main, "--master_port", str(port)]
     commands = {
@@ -155,7 +155,8 @@ def _compute(
                 "-m",
                 "torch.distributed.run",
             ),
-            *(*common, "--node_rank", str(rank), *address),
+            *(*common, "--nproc_per_node", str(host.slots)),
+            *("--node_rank", str(rank), *address),
             *("-m", "bigtrain.launch.probe_compute", str(what.limit_seconds)),
         ]
         for rank, host in enumerate(hosts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -158,9 +159,9 @@ def judge_compute(hosts: Sequence[Host], devices: Sequence[Mapping[str, Any]]) -
     """Devices that are slower than their peers, by host."""
     median = statistics.median(device["matmul_seconds"] for device in devices)
     findings = []
-    for number, host in enumerate(hosts):
-        first = number * host.slots
-        own = devices[first : first + host.slots]
+    of_all = iter(devices)  # in the order of ranks
+    for host in hosts:
+        own = list(itertools.islice(of_all, host.slots))
         slow = [d for d in own if d["matmul_seconds"] > SLOW_DEVICE_FACTOR * median]
         text = f"{statistics.median(d['matmul_seconds'] for d in own) * 1e3:.2f} ms per product"
         if not slow:

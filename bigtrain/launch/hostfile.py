@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.errors import LaunchError
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+_NAME = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+")
 _SLOTS_WORD = re.compile(r"(\S+)(?:\s+(.*))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MOST_HOSTS = 65536  # of one expression: more is a typing error that would fill the memory
@@ -29,8 +30,11 @@ class Host:
     line: int
 
 
-def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of `path`, in order. Raises LaunchError with every line that is wrong."""
+def read_hostfile(path: Path, more: Callable[[list[Host]], list[str]] | None = None) -> list[Host]:
+    """The hosts of `path`, in order; `more` finds further problems of those that can be read.
+
+    Raises LaunchError with everything that is wrong.
+    """
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -38,22 +42,24 @@ def read_hostfile(path: Path) -> list[Host]:
     except UnicodeDecodeError as error:
         raise LaunchError(f"hostfile {path} is no text: {error}") from error
     hosts, problems = parse_hostfile(text)
+    problems += more(hosts) if more is not None else []
     if problems:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in"
-        raise LaunchError("\n".join([f"{count} hostfile {path}", *(f"  {p}" for p in problems)]))
+        found = [*problems, *describe_unequal(hosts)]
+        raise LaunchError("\n".join([f"{count} hostfile {path}", *(f"  {one}" for one in found)]))
     return hosts
 
 
 def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
     """The hosts in `text`, and what is wrong with it: line, value, rule and remedy."""
-    if "\r" in text:
-        line = text[: text.index("\r")].count("\n") + 1
-        return [], [
-            f"line {line}: ends as on Windows (CR LF), and shells and mpirun take the CR for a "
-            "part of the last word -> sed -i 's/\\r$//' FILE"
-        ]
     hosts: list[Host] = []
     problems: list[str] = []
+    if "\r" in text:
+        line = text[: text.index("\r")].count("\n") + 1
+        problems.append(
+            f"line {line}: ends as on Windows (CR LF), and shells and mpirun take the CR for a "
+            "part of the last word -> sed -i 's/\\r$//' FILE"
+        )
     for number, whole in enumerate(text.split("\n"), 1):
         words = whole.partition("#")[0].strip()
         if not words:
@@ -64,9 +70,15 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
         elif int(match[2]) < 1:
             rule = "a host has at least one slot"
             problems.append(f"line {number}: {match[1]} slots={match[2]}: {rule} -> take it out")
+        elif not _NAME.fullmatch(match[1]):
+            rule = "is no name of a host, of letters, digits, dots and hyphens"
+            right = re.sub(r"[^A-Za-z0-9._-]", "", match[1]) or "node-1"
+            problems.append(
+                f"line {number}: {match[1]!r}: {rule} -> write {right} slots={match[2]}"
+            )
         else:
             hosts.append(Host(match[1], int(match[2]), number))
-    problems += _conflicts(hosts)
+    problems += _duplicates(hosts)
     if not hosts and not problems:
         problems.append("no line names a host -> write lines such as  node-1 slots=8")
     return hosts, problems
@@ -83,7 +95,7 @@ def _what_is_wrong(line: str) -> str:
     return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots=8"
 
 
-def _conflicts(hosts: Sequence[Host]) -> list[str]:
+def _duplicates(hosts: Sequence[Host]) -> list[str]:
     problems = []
     first: dict[str, Host] = {}
     for host in hosts:
@@ -93,19 +105,22 @@ def _conflicts(hosts: Sequence[Host]) -> list[str]:
                 f"line {host.line}: {host.name} stands in line {before.line} already -> one line "
                 f"with slots={before.slots + host.slots}, or take one out"
             )
-    if not hosts:
-        return problems
-    counts = Counter(host.slots for host in hosts)
-    usual = max(counts, key=lambda slots: counts[slots])  # the first of equals
-    for host in hosts:
-        if host.slots != usual:
-            others = next(other for other in hosts if other.slots == usual)
-            problems.append(
-                f"line {host.line}: {host.name} has slots={host.slots}, {others.name} (line "
-                f"{others.line}) slots={usual}: groups of processes would cross hosts unevenly -> "
-                f"slots={min(host.slots, usual)} for every host, or leave {host.name} out"
-            )
     return problems
+
+
+def describe_unequal(hosts: Sequence[Host]) -> list[str]:
+    """A line for people on every host with another number of slots than most; none where all are
+    equal. Such hosts train: ranks are counted through, in the order of the file."""
+    counts = Counter(host.slots for host in hosts)
+    usual = max(counts, key=lambda slots: counts[slots], default=0)  # the first of equals
+    different = [host for host in hosts if host.slots != usual]
+    lines = [f"{host.name} has slots={host.slots}, most hosts {usual}" for host in different]
+    if lines:
+        lines.append(
+            "such hosts train, if that is meant; tensor- and sequence-parallel groups, which take "
+            "ranks in this order, may then be on two hosts: the run says so when it starts"
+        )
+    return lines
 
 
 def render_hostfile(hosts: Sequence[Host]) -> str:
@@ -117,7 +132,7 @@ def hosts_of_slurm(environment: Mapping[str, str], slots: int | None = None) -> 
     """The hosts of a Slurm job, from the variables that sbatch and salloc set.
 
     Slots of a host are `slots`, its GPUs, or its tasks, the first that is known. Raises LaunchError
-    outside a job, or where hosts would have unequal slots.
+    outside a job.
     """
     nodelist = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if not nodelist:
@@ -126,11 +141,7 @@ def hosts_of_slurm(environment: Mapping[str, str], slots: int | None = None) -> 
         )
     names = expand_nodelist(nodelist)
     counts = [slots] * len(names) if slots is not None else _slots_of(environment, len(names))
-    hosts = [Host(n, count, i) for i, (n, count) in enumerate(zip(names, counts, strict=True), 1)]
-    problems = _conflicts(hosts)
-    if problems:
-        raise LaunchError("the Slurm job cannot be a hostfile\n  " + "\n  ".join(problems))
-    return hosts
+    return [Host(n, count, i) for i, (n, count) in enumerate(zip(names, counts, strict=True), 1)]
 
 
 def _slots_of(environment: Mapping[str, str], num_hosts: int) -> list[int]:

@@ -127,7 +127,7 @@ def _job(request: KubernetesRequest) -> dict[str, Any]:
         "image": request.image,
         "numNodes": request.nodes,
         "numProcPerNode": request.processes_per_node,
-        "command": ["python", "-m", "bigtrain.launch.agent"],
+        "command": ["python3", "-m", "bigtrain.launch.agent"],
         "args": ["bigtrain/train.py", *_arguments(request)],
     }
     if resources:

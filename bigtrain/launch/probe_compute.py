@@ -34,10 +34,12 @@ def main(seconds: str) -> int:
     timeout = datetime.timedelta(seconds=float(seconds))
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
     world_size, local_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes: list[int] = [0] * world_size
+    dist.all_gather_object(nodes, int(os.environ["GROUP_RANK"]))
     within = None
-    for first in range(0, world_size, local_size):
-        group = dist.new_group(list(range(first, first + local_size)))
-        within = group if first <= dist.get_rank() < first + local_size else within
+    for node in sorted(set(nodes)):
+        group = dist.new_group([rank for rank, its_node in enumerate(nodes) if its_node == node])
+        within = group if node == nodes[dist.get_rank()] else within
     numbers = 2**24 if cuda else 2**18
     mine = {
         "host": socket.gethostname(),

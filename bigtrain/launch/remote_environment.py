@@ -10,7 +10,6 @@ to read. Pure but for the file itself.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.errors import LaunchError
+from bigtrain.launch.writing import write_new
 
 NAME = ".deepspeed_env"
 FORWARDED = (
@@ -145,16 +145,8 @@ def quoted_names(variables: Mapping[str, str]) -> list[str]:
 
 
 def write_environment(path: Path, variables: Mapping[str, str]) -> None:
-    """Write `path` whole, readable by its owner alone. Raises LaunchError where that fails."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(render_environment(variables))
-        temporary.rename(path)
-    except OSError as error:
-        raise LaunchError(f"cannot write {path}: {error.strerror}") from error
+    """Write `path` whole, readable by its owner alone. Raises LaunchError as `write_new` does."""
+    write_new(path, render_environment(variables), 0o600)
 
 
 def inspect_environment_file(path: Path) -> list[str]:

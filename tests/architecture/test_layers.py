@@ -60,6 +60,7 @@ PURE = {
     "bigtrain.launch.slurm",
     "bigtrain.launch.torchrun",
     "bigtrain.launch.versions",
+    "bigtrain.launch.writing",
 }
 LAYERS = {
     "data": 1,

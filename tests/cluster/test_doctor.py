@@ -25,7 +25,7 @@ def cells(output: str) -> dict[str, dict[str, str]]:
 
 
 def test_sound_hosts_compute_and_communicate(lab: Lab) -> None:
-    (lab.folder / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
+    (lab.folder / "hosts").write_text("n1 slots=2\nn2 slots=1\n")
     code, output = lab.run("n1", *DOCTOR, "--hostfile", "hosts", "--seconds", "200")
     table = cells(output)
     assert set(table) == {"n1", "n2"}, output
@@ -36,6 +36,7 @@ def test_sound_hosts_compute_and_communicate(lab: Lab) -> None:
         assert host["interface"].startswith("10.77.0.")
     for where in ("within each host", "over all hosts"):
         assert re.search(rf"(?m)^all-reduce {where}: \d+ us, \d+\.\d+ GB/s$", output), output
+    assert "\nn2 has slots=1, most hosts 2\n" in output
     assert code in (0, 2)
     assert not (lab.folder / "runs").exists()
 

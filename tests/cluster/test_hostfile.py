@@ -44,6 +44,24 @@ def test_pdsh_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
     assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
 
 
+def test_hosts_with_unequal_slots(lab: Lab, alone: dict[int, float]) -> None:
+    """They train as equal ones do, and a tensor-parallel group on two hosts is named."""
+    (lab.folder / "hosts").write_text("n1 slots=1\nn2 slots=2\nn0 slots=1\n")
+    code, output = lab.run("n1", *BIGTRAIN, "hostfile", "--check", "hosts")
+    assert code == 0, output
+    assert output.splitlines()[:2] == [
+        "hosts: 3 hosts = 4 processes",
+        "  n2 has slots=2, most hosts 1",
+    ]
+    code, output = lab.run("n1", *BIGTRAIN, "hostfile", "--environment", GLOO_SOCKET_IFNAME="eth0")
+    assert code == 0, output
+    command = [BINARIES / "deepspeed", "--hostfile", "hosts", TRAIN, *ARGUMENTS]
+    code, output = lab.run("n1", *command, "parallel.tensor=2")
+    assert code == 0, output
+    assert "2 tensor-parallel groups are on several hosts (ranks 0, 1 on n1, n2)" in output
+    assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
+
+
 def test_openmpi_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
     """The main process is on n1, as mpirun is, wherever n1 stands in the file."""
     if shutil.which("mpirun", path=SYSTEM_PATH) is None:
@@ -92,11 +110,11 @@ def test_no_ssh(lab: Lab, alone: dict[int, float]) -> None:
     ("text", "said"),
     [
         ("n1 slots=1\nn9 slots=1\n", "line 2: n9: neither this machine nor ssh's settings know"),
-        ("n1 slots=1\nn2 slots=2\n", "line 2: n2 has slots=2, n1 (line 1) slots=1"),
+        ("n1 slots=1\nn2: slots=1\n", "line 2: 'n2:': is no name of a host"),
         ("n1 slots=1\nn2 slots=1\nn1 slots=1\n", "line 3: n1 stands in line 1 already"),
         ("n1 slots=1\r\nn2 slots=1\r\n", "line 1: ends as on Windows (CR LF)"),
     ],
-    ids=["missing host", "wrong slots", "duplicate", "Windows"],
+    ids=["missing host", "wrong name", "duplicate", "Windows"],
 )
 def test_bad_hostfile_is_named(lab: Lab, text: str, said: str) -> None:
     (lab.folder / "hosts").write_bytes(text.encode())

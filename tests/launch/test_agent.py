@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from bigtrain.errors import EXIT_STOPPED
+from bigtrain.run import checkpoints
+from tests.launch.conftest import TRAIN, Inputs, start, wait
 from tests.support.cluster import wait_until
 from tests.support.worlds import ROOT, free_port
 
@@ -87,6 +89,26 @@ def test_it_ends_as_the_first_of_its_processes_did(pod: Pod) -> None:
 def test_it_ends_well(pod: Pod) -> None:
     pod.go(0)
     assert pod.agent.wait(100) == 0, pod.log.read_text()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_evicted_pod_saves_its_run(inputs: Inputs, home: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["--config", inputs.run_yaml, f"output.directory={run}", "train.steps=1000000"]
+    agent = [*AGENT[1:], "--nproc-per-node=2", "--master-port", str(free_port()), TRAIN]
+    process = start([*agent, *words, "evaluation.every_steps=1000000"], home)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step 3/" in line:
+            process.send_signal(signal.SIGTERM)  # to process 1 alone, as the kubelet does
+            break
+    finished = wait(process)
+    assert finished.code == EXIT_STOPPED, finished.output
+    step = checkpoints.steps(run)[-1]
+    assert f"stopped by SIGTERM after step {step} of 1000000" in finished.output
+    assert checkpoints.damage(checkpoints.checkpoint_path(run, step), "all") is None
 
 
 def test_sigterm_before_there_are_processes() -> None:

@@ -155,7 +155,7 @@ def test_they_hang_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     words = [word.replace("/etc/bigtrain", str(tmp_path)) for word in check["command"]]
     assert bigtrain(words[1:]) == 0
     assert capsys.readouterr().out == "/data/run\n"
-    assert trainer["command"] == ["python", "-m", "bigtrain.launch.agent"]
+    assert trainer["command"] == ["python3", "-m", "bigtrain.launch.agent"]
     assert trainer["args"][0] == "bigtrain/train.py"
     train_parser().parse_intermixed_args(trainer["args"][1:])
 

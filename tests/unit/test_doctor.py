@@ -133,6 +133,15 @@ def test_slow_device_is_named() -> None:
     failed(slow, "device 1 takes 2.00 times the median")
 
 
+def test_slow_device_of_unequal_hosts_is_named() -> None:
+    devices = [{"local_rank": i, "matmul_seconds": 0.01} for i in (0, 0, 1, 0)]
+    devices[2]["matmul_seconds"] = 0.02
+    hosts = [Host("a", 1, 1), Host("b", 2, 2), Host("c", 1, 3)]
+    verdicts = findings.judge_compute(hosts, devices)
+    assert [verdict.failed for verdict in verdicts] == [False, True, False]
+    failed(verdicts[1], "device 1 takes 2.00 times the median")
+
+
 def test_table_shows_every_failure_with_its_remedy() -> None:
     hosts = [Host("node-1", 8, 1), Host("node-2", 8, 2)]
     text = findings.render(

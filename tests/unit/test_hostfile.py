@@ -14,6 +14,7 @@ from deepspeed.launcher.runner import parse_args as deepspeed_arguments
 from bigtrain.cli import main as bigtrain
 from bigtrain.errors import LaunchError
 from bigtrain.launch.hostfile import (
+    describe_unequal,
     expand_nodelist,
     hosts_of_slurm,
     parse_hostfile,
@@ -39,7 +40,7 @@ def problem(text: str) -> str:
     return problems[0]
 
 
-@pytest.mark.parametrize("name", ["one_node", "two_nodes"])
+@pytest.mark.parametrize("name", ["one_node", "two_nodes", "unequal_nodes"])
 def test_examples_are_read_as_deepspeed_reads_them(name: str) -> None:
     text = (EXAMPLES / name).read_text()
     ours = {host.name: host.slots for host in read_hostfile(EXAMPLES / name)}
@@ -47,13 +48,19 @@ def test_examples_are_read_as_deepspeed_reads_them(name: str) -> None:
     assert render_hostfile(read_hostfile(EXAMPLES / name)) in text + "\n"
 
 
-def test_unequal_hosts_are_refused_with_the_reason() -> None:
-    with pytest.raises(LaunchError) as raised:
-        read_hostfile(EXAMPLES / "three_nodes_refused")
-    said = str(raised.value).splitlines()[1].strip()
-    assert said.startswith("line 7: node-3 has slots=4, node-1 (line 5) slots=8: groups of proc")
-    assert said.endswith("-> slots=4 for every host, or leave node-3 out")
-    assert said[:50] in (EXAMPLES / "three_nodes_refused").read_text()
+def test_unequal_hosts_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, rule = describe_unequal(read_hostfile(EXAMPLES / "unequal_nodes"))
+    assert first == "node-3 has slots=4, most hosts 8"
+    assert rule.startswith("such hosts train, if that is meant")
+    assert describe_unequal(read_hostfile(EXAMPLES / "two_nodes")) == []
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2\n127.0.0.1 slots=2\n127.0.0.2 slots=1\n")
+    assert bigtrain(["hostfile", "--check", str(hosts)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [
+        f"{hosts}: 3 hosts = 5 processes",
+        "  127.0.0.2 has slots=1, most hosts 2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +73,7 @@ def test_unequal_hosts_are_refused_with_the_reason() -> None:
         ("a slots=2\nb slots=two\n", "line 2: 'b slots=two': is not NAME slots=NUMBER"),
         ("a slots=2\nb 2\n", "line 2: 'b 2': is not NAME slots=NUMBER -> write b slots=8"),
         ("a slots=2\nb slots=0\n", "line 2: b slots=0: a host has at least one slot"),
+        ("a slots=2\nb: slots=1\n", "line 2: 'b:': is no name of a host, of letters, digits, dots"),
         ("# nothing\n\n", "no line names a host"),
     ],
 )
@@ -74,10 +82,27 @@ def test_wrong_line_is_named(text: str, said: str) -> None:
     assert " -> " in problem(text)
 
 
-def test_every_wrong_line_is_named_at_once(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("a\nb slots=x\nc slots=4  # fine\n")
-    with pytest.raises(LaunchError, match=r"^2 problems in .*hosts\n  line 1: a.*\n  line"):
-        read_hostfile(tmp_path / "hosts")
+def test_everything_wrong_is_named_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also what ends on Windows' way, nobody knows, or may be a slip."""
+    lines = ["localhost", "127.0.0.1 slots=x", "127.0.0.2 slots=4", "127.0.0.3 slots=1\r"]
+    lines += ["127.0.0.4: slots=4", "no.such.host.invalid slots=4", "127.0.0.2 slots=4"]
+    (tmp_path / "hosts").write_text("\n".join(lines) + "\n")
+    assert bigtrain(["hostfile", "--check", str(tmp_path / "hosts")]) == 2
+    said = capsys.readouterr().err
+    assert "6 problems in hostfile" in said
+    for part in (
+        "line 1: localhost: no slots",
+        "line 2: '127.0.0.1 slots=x': is not NAME slots=NUMBER",
+        "line 4: ends as on Windows",
+        "line 5: '127.0.0.4:': is no name of a host, of letters, digits, dots and hyphens -> "
+        "write 127.0.0.4 slots=4",
+        "line 6: no.such.host.invalid: neither this machine nor ssh's settings",
+        "line 7: 127.0.0.2 stands in line 3 already",
+        "127.0.0.3 has slots=1, most hosts 4",
+    ):
+        assert part in said
 
 
 def test_unknown_host_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,8 +144,8 @@ def test_hosts_of_a_slurm_job() -> None:
     assert [host.slots for host in hosts_of_slurm(job, slots=3)] == [3, 3]
     with pytest.raises(LaunchError, match="this is no Slurm job"):
         hosts_of_slurm({})
-    with pytest.raises(LaunchError, match="gpu2 has slots=1"):
-        hosts_of_slurm({**job, "SLURM_TASKS_PER_NODE": "2,1"})
+    unequal = hosts_of_slurm({**job, "SLURM_TASKS_PER_NODE": "2,1"})
+    assert describe_unequal(unequal)[0] == "gpu2 has slots=1, most hosts 2"
 
 
 def test_environment_of_the_hosts(tmp_path: Path) -> None:
