@@ -6,6 +6,7 @@
       manifest.json                     the dataset exists once this does
       train-00000.bin  train-00000.idx  Megatron shards, `bigtrain.data.shards`
       train-00000.mask                  which tokens are targets, of chat data alone
+      train-00000.blocks                checksums of blocks, `bigtrain.data.block_checksums`
       held_out-00000.bin  ...
       tokenizer/                        what made the tokens, loadable by AutoTokenizer
       errors.jsonl                      documents that were left out, if any
@@ -147,7 +148,7 @@ class OptionsRecord(Record):
 
 
 class ShardRecord(Record):
-    """One `.bin` and `.idx` pair, and the `.mask` where not every token is a target."""
+    """One `.bin` and `.idx` pair, its `.blocks`, and a `.mask` where not all tokens are targets."""
 
     name: str = Field(description="file name without .bin", pattern=r"^[A-Za-z0-9_][\w.-]*$")
     documents: Count
@@ -160,12 +161,20 @@ class ShardRecord(Record):
     target_tokens: Count | None = Field(
         default=None, description="tokens with a loss, where there is a .mask"
     )
+    blocks_xxh3: Checksum | None = Field(
+        default=None, description="XXH3-64 of the .blocks, which datasets made before have not"
+    )
 
     @property
     def checksums(self) -> dict[str, str]:
         """XXH3-64 of each of its files, by the suffix of its name."""
-        masks = {} if self.mask_xxh3 is None else {"mask": self.mask_xxh3}
-        return {"bin": self.xxh3, "idx": self.index_xxh3, **masks}
+        found = {
+            "bin": self.xxh3,
+            "idx": self.index_xxh3,
+            "mask": self.mask_xxh3,
+            "blocks": self.blocks_xxh3,
+        }
+        return {suffix: xxh3 for suffix, xxh3 in found.items() if xxh3 is not None}
 
     @model_validator(mode="after")
     def _mask_is_whole(self) -> Self:
@@ -198,6 +207,8 @@ class Manifest(Record):
             raise ValueError("a shard is listed twice")
         if len({shard.mask_xxh3 is None for shard in every}) > 1:
             raise ValueError("some shards have a mask and others none")
+        if len({shard.blocks_xxh3 is None for shard in every}) > 1:
+            raise ValueError("some shards have block checksums and others none")
         size = 2 if self.token_dtype == "uint16" else 4
         for shard in every:
             if shard.bytes != shard.tokens * size:
@@ -211,6 +222,11 @@ class Manifest(Record):
     def is_masked(self) -> bool:
         """Whether a mask says which tokens are targets; without one all of them are."""
         return any(s.mask_xxh3 is not None for shards in self.splits.values() for s in shards)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether what is read of the shards can be verified as it is read."""
+        return all(s.blocks_xxh3 is not None for shards in self.splits.values() for s in shards)
 
     def shards(self, split: Split) -> Sequence[ShardRecord]:
         """The shards of `split`, in stream order; none where the dataset has no such split."""
