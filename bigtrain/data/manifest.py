@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from bigtrain.data.directories import write_whole
 from bigtrain.errors import DataError
@@ -61,6 +62,10 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+COMPACT = ConfigDict(extra="forbid", strict=True)
+"""Of dataclasses of which there may be hundreds of thousands: a model takes a kilobyte each."""
+
+
 class TokenizerRecord(Record):
     """Which tokenizer made the tokens."""
 
@@ -90,7 +95,8 @@ class TokenizerRecord(Record):
         return self
 
 
-class PartRecord(Record):
+@dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
+class PartRecord:
     """What was read of a source for one shard.
 
     `begin` and `end` are bytes of a file of lines, row groups of a parquet file, record batches of
@@ -110,7 +116,8 @@ class PartRecord(Record):
     )
 
 
-class SourceRecord(Record):
+@dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
+class SourceRecord:
     """One input: a file with its size, or a dataset with its revision."""
 
     path: str = Field(description="path of the file, or name of the dataset")
@@ -242,8 +249,7 @@ class Manifest(Record):
 def write_manifest(directory: Path, manifest: Manifest, draft: Path | None = None) -> None:
     """Write `manifest.json`, which makes `directory` a dataset; `draft` as of `write_whole`."""
     # What is not there has no key: a dataset without masks says nothing of them.
-    tree = manifest.model_dump(mode="json", exclude_none=True)
-    content = json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
+    content = manifest.model_dump_json(indent=1, exclude_none=True) + "\n"
     write_whole(directory / MANIFEST_NAME, content.encode("utf-8"), draft)
 
 
@@ -269,19 +275,23 @@ def read_manifest(directory: Path) -> Manifest:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     try:
-        # Before the validation, so that another format version is not reported as damage.
+        return Manifest.model_validate_json(content)
+    except ValidationError as error:
+        raise _why_invalid(path, content, error) from error
+
+
+def _why_invalid(path: Path, content: bytes, error: ValidationError) -> DataError:
+    try:
         tree = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: not JSON: {error}") from error
+    except (ValueError, RecursionError) as not_json:
+        return DataError(f"{path} is damaged: not JSON: {not_json}")
+    # Another format version is not damage.
     if isinstance(tree, dict) and tree.get("format") == FORMAT and tree.get("version") != VERSION:
-        raise DataError(
+        return DataError(
             f"{path} has format version {tree.get('version')!r}; this bigtrain reads {VERSION} -> "
             "tokenize again or use the bigtrain that wrote it"
         )
-    try:
-        return Manifest.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = str(first["msg"]).removeprefix("Value error, ")
-        raise DataError(f"{path} is damaged: {where + ': ' if where else ''}{message}") from error
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return DataError(f"{path} is damaged: {where + ': ' if where else ''}{message}")
