@@ -92,6 +92,7 @@ def train_run(run: ResolvedRun, world: World) -> int:
     refuse_for_device(run.config, world.size)
     with importing():  # the model's libraries
         inputs = inspect_inputs(run)
+        from bigtrain.data.block_checksums import NOT_VERIFIED
         from bigtrain.data.loader import open_held_out, open_training_data
         from bigtrain.engine.build import build_engine
         from bigtrain.engine.mesh import open_mesh
@@ -135,6 +136,9 @@ def train_run(run: ResolvedRun, world: World) -> int:
                 session.say(line)
         for report in inputs.packing:
             session.say(str(report))
+        for dataset in inputs.datasets:
+            if not dataset.manifest.has_blocks:
+                session.say(f"{dataset.path}: {NOT_VERIFIED}")
         pin = session.device.type == "cuda"
         while True:
             state = restore_or_start(session, engine)

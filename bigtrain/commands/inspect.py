@@ -105,8 +105,10 @@ def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
     manifest = inspected.manifest
     if manifest is None:
         lines = [f"{inspected.path}: {tree['token_dtype']} tokens, a shard without a manifest"]
+        lines.append("  checksums: none, so nothing tells whether it is damaged")
     else:
         from bigtrain.commands.tokenize import summary
+        from bigtrain.data.block_checksums import NOT_VERIFIED
 
         lines = [summary(inspected.path, manifest)]
         record = manifest.tokenizer
@@ -115,6 +117,8 @@ def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
         )
         options = ", ".join(f"{key} {value}" for key, value in tree["options"].items())
         lines.append(f"  options:  {options}")
+        verified = "of blocks of 16 KiB, verified as they are read"
+        lines.append(f"  checksums: {verified if manifest.has_blocks else NOT_VERIFIED}")
         lines.append(f"  inputs:   {len(manifest.sources):,}")
         lines += [f"    {source.path}" for source in manifest.sources[:SHOWN]]
         lines += _more(len(manifest.sources))

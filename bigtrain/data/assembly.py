@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,4 @@ def _sources_with_parts(
             parts[part.source.path].append(
                 PartRecord(begin=part.begin, end=part.end, xxh3=read.xxh3, layout_xxh3=layout)
             )
-    return tuple(
-        source.record.model_copy(update={"parts": tuple(parts[source.path])}) for source in sources
-    )
+    return tuple(replace(source.record, parts=tuple(parts.pop(source.path))) for source in sources)

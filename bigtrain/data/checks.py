@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.config import ModelSection, RunConfig
-from bigtrain.data.manifest import Manifest, Split
+from bigtrain.data.manifest import TOKENIZER_DIRECTORY, Manifest, Split
 from bigtrain.data.packed_documents import plan_of
 from bigtrain.data.packing import count_windows
 from bigtrain.data.token_datasets import TokenDataset, open_dataset
+from bigtrain.data.tokenizer_files import foreign_file
 from bigtrain.errors import DataError, Problem
 
 MAX_PADDING_ROWS = 1024
@@ -53,6 +54,7 @@ def check_datasets(
     except DataError as error:  # of an index that packing reads
         return [Problem("data.packing", config.data.packing, str(error))]
     problems += check_same_directory(config)
+    problems += check_tokenizer_files(config)
     problems += check_masks(config, manifests) + check_same_tokenizer(config, manifests)
     if model_vocab_size is None:
         model_vocab_size = known_vocab_size(config.model)
@@ -103,6 +105,17 @@ def check_same_directory(config: RunConfig) -> list[Problem]:
         for number, place in enumerate(places)
         if places.index(place) < number
     ]
+
+
+def check_tokenizer_files(config: RunConfig) -> list[Problem]:
+    """Whether the tokenizer that comes with the data, which a run copies, is files of its own."""
+    found = []
+    for number, source in enumerate(config.data.mixture):
+        why = foreign_file(Path(source.path), TOKENIZER_DIRECTORY)
+        if why is not None:
+            remedy = "look where this dataset comes from, and put files there instead"
+            found.append(Problem(config.data.key_of(number), source.path, why, remedy))
+    return found
 
 
 def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:

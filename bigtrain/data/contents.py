@@ -9,6 +9,7 @@ reading it, a table reading its documents.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from bigtrain.data.bad_documents import Rejects
 from bigtrain.data.documents import part_reader
@@ -38,7 +39,7 @@ def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool
         if not _holds(part, read.xxh3, read.layout_xxh3, options):
             workspace.drop(unit.key)
             return False
-        parts.append(read.model_copy(update={"times": times}))
+        parts.append(replace(read, times=times))
     workspace.write_record(record.model_copy(update={"parts": tuple(parts)}))
     return True
 
@@ -64,7 +65,7 @@ def confirm_sources(
             continue
         if not _source_holds(record, source, options):
             return None
-        confirmed.append(source.record.model_copy(update={"parts": record.parts}))
+        confirmed.append(replace(source.record, parts=record.parts))
     return tuple(confirmed)
 
 

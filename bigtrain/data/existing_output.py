@@ -30,7 +30,7 @@ from bigtrain.errors import DataError
 logger = logging.getLogger(__name__)
 
 OWN_NAMES = re.compile(
-    rf"(train|held_out)-\d+\.(bin|idx|mask)|{ERRORS_NAME}|{TOKENIZER_DIRECTORY}"
+    rf"(train|held_out)-\d+\.(bin|idx|mask|blocks)|{ERRORS_NAME}|{TOKENIZER_DIRECTORY}"
     rf"|{re.escape(WORK_DIRECTORY)}(\.\w+\.partial)?"
 )
 """What a dataset that is not finished may consist of."""

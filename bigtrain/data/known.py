@@ -82,10 +82,16 @@ def _build(library: str) -> str:
     return f"{library} {installed.version} {record}"
 
 
-def _path(kind: str, key: str) -> Path:
+def cache_directory() -> Path:
+    """The user's cache directory, which may not be there. Raises RuntimeError where there is no
+    home, as in some containers."""
     own, base = os.environ.get("BIGTRAIN_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
-        return Path(own) / kind / f"{key}.json"
+        return Path(own)
     # Its specification has a relative XDG_CACHE_HOME ignored.
     root = Path(base) if base and os.path.isabs(base) else Path.home() / ".cache"
-    return root / "bigtrain" / kind / f"{key}.json"
+    return root / "bigtrain"
+
+
+def _path(kind: str, key: str) -> Path:
+    return cache_directory() / kind / f"{key}.json"

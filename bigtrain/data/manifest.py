@@ -6,6 +6,7 @@
       manifest.json                     the dataset exists once this does
       train-00000.bin  train-00000.idx  Megatron shards, `bigtrain.data.shards`
       train-00000.mask                  which tokens are targets, of chat data alone
+      train-00000.blocks                checksums of blocks, `bigtrain.data.block_checksums`
       held_out-00000.bin  ...
       tokenizer/                        what made the tokens, loadable by AutoTokenizer
       errors.jsonl                      documents that were left out, if any
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from bigtrain.data.directories import write_whole
 from bigtrain.errors import DataError
@@ -60,6 +62,10 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+COMPACT = ConfigDict(extra="forbid", strict=True)
+"""Of dataclasses of which there may be hundreds of thousands: a model takes a kilobyte each."""
+
+
 class TokenizerRecord(Record):
     """Which tokenizer made the tokens."""
 
@@ -89,7 +95,8 @@ class TokenizerRecord(Record):
         return self
 
 
-class PartRecord(Record):
+@dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
+class PartRecord:
     """What was read of a source for one shard.
 
     `begin` and `end` are bytes of a file of lines, row groups of a parquet file, record batches of
@@ -109,7 +116,8 @@ class PartRecord(Record):
     )
 
 
-class SourceRecord(Record):
+@dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
+class SourceRecord:
     """One input: a file with its size, or a dataset with its revision."""
 
     path: str = Field(description="path of the file, or name of the dataset")
@@ -147,7 +155,7 @@ class OptionsRecord(Record):
 
 
 class ShardRecord(Record):
-    """One `.bin` and `.idx` pair, and the `.mask` where not every token is a target."""
+    """One `.bin` and `.idx` pair, its `.blocks`, and a `.mask` where not all tokens are targets."""
 
     name: str = Field(description="file name without .bin", pattern=r"^[A-Za-z0-9_][\w.-]*$")
     documents: Count
@@ -160,12 +168,20 @@ class ShardRecord(Record):
     target_tokens: Count | None = Field(
         default=None, description="tokens with a loss, where there is a .mask"
     )
+    blocks_xxh3: Checksum | None = Field(
+        default=None, description="XXH3-64 of the .blocks, which datasets made before have not"
+    )
 
     @property
     def checksums(self) -> dict[str, str]:
         """XXH3-64 of each of its files, by the suffix of its name."""
-        masks = {} if self.mask_xxh3 is None else {"mask": self.mask_xxh3}
-        return {"bin": self.xxh3, "idx": self.index_xxh3, **masks}
+        found = {
+            "bin": self.xxh3,
+            "idx": self.index_xxh3,
+            "mask": self.mask_xxh3,
+            "blocks": self.blocks_xxh3,
+        }
+        return {suffix: xxh3 for suffix, xxh3 in found.items() if xxh3 is not None}
 
     @model_validator(mode="after")
     def _mask_is_whole(self) -> Self:
@@ -198,6 +214,8 @@ class Manifest(Record):
             raise ValueError("a shard is listed twice")
         if len({shard.mask_xxh3 is None for shard in every}) > 1:
             raise ValueError("some shards have a mask and others none")
+        if len({shard.blocks_xxh3 is None for shard in every}) > 1:
+            raise ValueError("some shards have block checksums and others none")
         size = 2 if self.token_dtype == "uint16" else 4
         for shard in every:
             if shard.bytes != shard.tokens * size:
@@ -211,6 +229,11 @@ class Manifest(Record):
     def is_masked(self) -> bool:
         """Whether a mask says which tokens are targets; without one all of them are."""
         return any(s.mask_xxh3 is not None for shards in self.splits.values() for s in shards)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether what is read of the shards can be verified as it is read."""
+        return all(s.blocks_xxh3 is not None for shards in self.splits.values() for s in shards)
 
     def shards(self, split: Split) -> Sequence[ShardRecord]:
         """The shards of `split`, in stream order; none where the dataset has no such split."""
@@ -226,8 +249,7 @@ class Manifest(Record):
 def write_manifest(directory: Path, manifest: Manifest, draft: Path | None = None) -> None:
     """Write `manifest.json`, which makes `directory` a dataset; `draft` as of `write_whole`."""
     # What is not there has no key: a dataset without masks says nothing of them.
-    tree = manifest.model_dump(mode="json", exclude_none=True)
-    content = json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
+    content = manifest.model_dump_json(indent=1, exclude_none=True) + "\n"
     write_whole(directory / MANIFEST_NAME, content.encode("utf-8"), draft)
 
 
@@ -253,19 +275,23 @@ def read_manifest(directory: Path) -> Manifest:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     try:
-        # Before the validation, so that another format version is not reported as damage.
+        return Manifest.model_validate_json(content)
+    except ValidationError as error:
+        raise _why_invalid(path, content, error) from error
+
+
+def _why_invalid(path: Path, content: bytes, error: ValidationError) -> DataError:
+    try:
         tree = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: not JSON: {error}") from error
+    except (ValueError, RecursionError) as not_json:
+        return DataError(f"{path} is damaged: not JSON: {not_json}")
+    # Another format version is not damage.
     if isinstance(tree, dict) and tree.get("format") == FORMAT and tree.get("version") != VERSION:
-        raise DataError(
+        return DataError(
             f"{path} has format version {tree.get('version')!r}; this bigtrain reads {VERSION} -> "
             "tokenize again or use the bigtrain that wrote it"
         )
-    try:
-        return Manifest.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = str(first["msg"]).removeprefix("Value error, ")
-        raise DataError(f"{path} is damaged: {where + ': ' if where else ''}{message}") from error
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return DataError(f"{path} is damaged: {where + ': ' if where else ''}{message}")

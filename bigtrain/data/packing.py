@@ -13,11 +13,13 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from bigtrain.data.block_checksums import BlockVerifier
 from bigtrain.data.manifest import Split
 from bigtrain.data.reading import FileReader
 from bigtrain.data.samples import Indices, TokenRows
@@ -26,6 +28,7 @@ from bigtrain.data.token_datasets import TokenDataset
 from bigtrain.errors import DataError
 
 Tokens = npt.NDArray[Any]
+Sums = npt.NDArray[np.uint64]
 
 MAX_MAPPED_FILES = 4096
 """Of a stream; Linux allows a process 65,530 maps."""
@@ -57,6 +60,14 @@ class TokenStream:
         assert len(masks) in (0, len(self.shards))
         self.is_masked = bool(masks)
         self._mask_reader = FileReader(masks)
+        self._verifier = self._mask_verifier = None
+        if all(shard.has_blocks for shard in self.shards):
+            paths = [shard.bin_path for shard in self.shards]
+            num_bytes = [shard.num_bytes for shard in self.shards]
+            self._verifier = BlockVerifier(paths, num_bytes, self._token_sums)
+        if masks and self._verifier is not None:
+            num_bytes = [-(-shard.num_tokens // 8) for shard in self.shards]
+            self._mask_verifier = BlockVerifier(masks, num_bytes, self._mask_sums)
         sizes = [shard.num_tokens for shard in self.shards]
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self._begins = self._ends - np.array(sizes, np.int64)
@@ -99,12 +110,30 @@ class TokenStream:
                 numbers[own] = -1
             else:
                 places, begins = rows[own], starts[own] - self._begins[number]
+                self._verify_mapped(number, begins, width)
                 # What numpy gathers lies in memory of its own before it is copied.
                 for low in range(0, len(own), step):
                     out[places[low : low + step]] = windows[begins[low : low + step]]
         if _page_faults() - faults > len(starts) * COLD_PAGES_OF_ROW:
             self._reads_to_map = READS_AFTER_COLD_MAP
         return np.flatnonzero(numbers < 0)
+
+    def _verify_mapped(self, number: int, begins: Indices, width: int) -> None:
+        """Windows of one shard, by its map: whoever calls it has seen that the file is as long."""
+        if self._verifier is not None:
+            item, content = self.token_dtype.itemsize, self.shards[number].token_bytes
+            low = begins * item
+            self._verifier.verify(number, low, low + width * item, lambda _, a, b: content[a:b])
+
+    def _token_sums(self, number: int) -> tuple[Path, Sums]:
+        sums = self.shards[number].block_sums
+        assert sums is not None
+        return sums.path, sums.of_bin
+
+    def _mask_sums(self, number: int) -> tuple[Path, Sums]:
+        sums = self.shards[number].block_sums
+        assert sums is not None
+        return sums.path, sums.of_mask
 
     def _mapped_windows(self, number: int, width: int) -> Tokens | None:
         """Every range of `width` tokens of a shard, as a view of its map. None where its file is
@@ -145,6 +174,8 @@ class TokenStream:
         """
         parts = self._cut(starts, lengths, places)
         first, last = parts.offsets // 8, (parts.offsets + parts.lengths + 7) // 8
+        if self._mask_verifier is not None:
+            self._mask_verifier.verify(parts.numbers, first, last, self._mask_reader.read_range)
         ends = np.cumsum(last - first)
         packed = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
         begins = ends - (last - first)
@@ -213,6 +244,9 @@ class TokenStream:
 
     def _read_parts(self, parts: _Parts, out: Tokens) -> None:
         item = self.token_dtype.itemsize
+        if self._verifier is not None:
+            low, high = parts.offsets * item, (parts.offsets + parts.lengths) * item
+            self._verifier.verify(parts.numbers, low, high, self._reader.read_range)
         self._reader.read(
             parts.numbers.tolist(),
             (parts.offsets * item).tolist(),

@@ -41,7 +41,7 @@ class ReadOptions:
         return f"is larger than --max-document-bytes {self.max_document_bytes:,}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """What of a source is read at once: `begin` and `end` as in `PartRecord`.
 

@@ -22,7 +22,7 @@ from bigtrain.data.parts import Part, ReadOptions, whole
 from bigtrain.data.sources import Source
 from bigtrain.data.tables import count_record_batches, count_row_groups, open_hf_dataset
 
-UNIT_FORMAT = 2
+UNIT_FORMAT = 3
 """Part of every key: raise it when the same input gives other bytes than before."""
 
 

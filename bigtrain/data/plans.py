@@ -2,8 +2,8 @@
 
 A plan is a pure function of the dataset, so it is a cache: where it is missing or of another size
 than its header says it is made again, under a temporary name, and two processes that do so at once
-write the same bytes. It lies in ``DATASET/plans/``, or where that cannot be written in
-``$XDG_CACHE_HOME/bigtrain/plans/`` (``~/.cache``), or else in a temporary file of the process.
+write the same bytes. It lies in ``DATASET/plans/``, or where that cannot be written in ``plans/``
+of the user's cache (`bigtrain.data.known`), or else in a temporary file of the process.
 
 A file is, little-endian::
 
@@ -32,6 +32,7 @@ import numpy.typing as npt
 import xxhash
 
 from bigtrain.data.best_fit import Block, LongDocuments, PackingCounts, pack_blocks
+from bigtrain.data.known import cache_directory
 from bigtrain.data.manifest import Split
 from bigtrain.data.token_datasets import TokenDataset
 from bigtrain.errors import DataError
@@ -96,7 +97,7 @@ def open_plan(
     where there is no room for it anywhere.
     """
     name = f"{split}-{_key(dataset, split, sequence_length, long_documents)}.plan"
-    directories = [dataset.path / DIRECTORY, *_cache_directories()]
+    directories = _directories(dataset)
     for directory in directories:
         with suppress(OSError), (directory / name).open("rb") as file:
             plan = _map(file, sequence_length, directory / name)
@@ -143,10 +144,13 @@ def _key(
     return digest.hexdigest()
 
 
-def _cache_directories() -> list[Path]:
-    """The user's cache; none where the user has no home, as in some containers."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [Path(base, "bigtrain", DIRECTORY)] if os.path.isabs(base) else []
+def _directories(dataset: TokenDataset) -> list[Path]:
+    """Where the plan may lie: beside the dataset, for all who read it, or else in the cache."""
+    beside = dataset.path / DIRECTORY
+    try:
+        return [beside, cache_directory() / DIRECTORY]
+    except RuntimeError:
+        return [beside]
 
 
 def _temporary_file(stack: ExitStack) -> IO[bytes]:

@@ -64,6 +64,12 @@ class FileReader:
             except OSError as error:
                 raise DataError(f"{self.paths[number]} cannot be read: {error}") from error
 
+    def read_range(self, number: int, low: int, high: int) -> memoryview:
+        """Bytes `low` to `high` of file `number`. Raises as `read`."""
+        out = memoryview(bytearray(high - low))
+        self.read([number], [low], out, [0], [high - low])
+        return out
+
     def _open(self, number: int) -> _File:
         with self._lock:
             file = self._files.get(number)

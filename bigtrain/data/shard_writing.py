@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from bigtrain.data.block_checksums import SUFFIX, BlockHasher, blocks_content
 from bigtrain.data.manifest import ShardRecord
 from bigtrain.data.shards import DTYPE_CODES, HEADER, INDEX_VERSION, MAGIC, Mask, Tokens
 from bigtrain.errors import DataError
@@ -23,7 +24,7 @@ SYNC_BYTES = 1 << 24
 
 
 class _HashingFile:
-    """A file being written, and the XXH3-64 of what was.
+    """A file being written, and the XXH3-64 of what was, and of each of its blocks.
 
     A thread of its own waits for the disk while more is written: whoever syncs the finished file
     would wait for all of it, half as long as it took to encode.
@@ -32,6 +33,7 @@ class _HashingFile:
     def __init__(self, path: Path) -> None:
         self.file: BinaryIO = path.open("wb", buffering=0)
         self.hash = xxhash.xxh3_64()
+        self.blocks = BlockHasher()
         self._unsynced = 0
         self._pool: ThreadPoolExecutor | None = None
         self._syncing: Future[None] | None = None
@@ -42,6 +44,7 @@ class _HashingFile:
         while len(left):
             left = left[self.file.write(left) :]
         self.hash.update(data)
+        self.blocks.update(memoryview(data))
         self._unsynced += len(data)
         if self._unsynced >= SYNC_BYTES and (self._syncing is None or self._syncing.done()):
             self._check()
@@ -141,7 +144,7 @@ class ShardWriter:
         self.text_bytes += text_bytes
 
     def close(self) -> ShardRecord:
-        """Write the index, give both files their names, and return what the manifest says."""
+        """Write the index, give all files their names, and return what the manifest says."""
         index = _HashingFile(self._partial("idx"))
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         pointers = np.zeros(len(lengths), dtype=np.int64)
@@ -154,9 +157,14 @@ class ShardWriter:
         index.write(pointers.astype("<i8").tobytes())
         index.write(starts.astype("<i8").tobytes())
         parts = [(self._bin, "bin"), (index, "idx")]
+        of_mask = None
         if self._mask is not None:
             self._mask.finish()
             parts.append((self._mask.part, "mask"))
+            of_mask = self._mask.part.blocks.finish()
+        blocks = _HashingFile(self._partial(SUFFIX))
+        blocks.write(blocks_content(self._bin.blocks.finish(), of_mask))
+        parts.append((blocks, SUFFIX))
         for part, suffix in parts:
             part.close()
             self._partial(suffix).rename(self.directory / f"{self.name}.{suffix}")
@@ -170,6 +178,7 @@ class ShardWriter:
             index_xxh3=index.hash.hexdigest(),
             mask_xxh3=self._mask.part.hash.hexdigest() if self._mask else None,
             target_tokens=self._mask.num_targets if self._mask else None,
+            blocks_xxh3=blocks.hash.hexdigest(),
         )
 
     def __enter__(self) -> Self:
@@ -190,7 +199,7 @@ class ShardWriter:
         if self._mask is not None:
             with suppress(OSError):
                 self._mask.part.close()
-        for suffix in ("bin", "idx", "mask"):
+        for suffix in ("bin", "idx", "mask", SUFFIX):
             self._partial(suffix).unlink(missing_ok=True)
 
     def _partial(self, suffix: str) -> Path:

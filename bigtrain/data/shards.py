@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from bigtrain.data.block_checksums import SUFFIX, BlockSums, read_blocks
 from bigtrain.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -72,11 +73,19 @@ class Shard:
     `check_index` reads the whole index. Pages are read when they are touched, so a file must not
     be shortened while it is open.
 
-    `mask_path` is None where every token is a target. Raises DataError where a file is missing or
-    its size is not what the index's header says.
+    `mask_path` is None where every token is a target. `checksums`: XXH3-64 of files by suffix, as a
+    manifest lists them. Of those of `.idx` and `.mask` the whole file is compared when it is first
+    looked at; that of `.blocks` gives `block_sums`. Raises DataError where a file is missing or its
+    size is not what the index's header says.
     """
 
-    def __init__(self, prefix: Path, *, masked: bool = False) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        *,
+        masked: bool = False,
+        checksums: Mapping[str, str] | None = None,
+    ) -> None:
         self.bin_path = prefix.with_name(prefix.name + ".bin")
         self.index_path = prefix.with_name(prefix.name + ".idx")
         index_size, self.num_bytes = _file_size(self.index_path), _file_size(self.bin_path)
@@ -105,6 +114,11 @@ class Shard:
         self.dtype = dtype
         self.num_documents = int(num_starts) - 1
         self.num_sequences = int(num_sequences)
+        self._index_bytes = index_size
+        self._checksums = checksums or {}
+        self._blocks_path = prefix.with_name(f"{prefix.name}.{SUFFIX}")
+        if self.has_blocks:
+            _file_size(self._blocks_path)
         self.mask_path: Path | None = None
         if masked:
             self.mask_path = prefix.with_name(prefix.name + ".mask")
@@ -121,19 +135,61 @@ class Shard:
     @cached_property
     def sequence_lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of each sequence, int32 [num_sequences]."""
-        return _map(self.index_path, "<i4", HEADER.size, self.num_sequences)
+        return self._index(np.dtype("<i4"), HEADER.size, self.num_sequences)
 
     @cached_property
     def sequence_pointers(self) -> npt.NDArray[np.int64]:
         """Byte offset of each sequence in the `.bin`, int64 [num_sequences]."""
         offset = HEADER.size + 4 * self.num_sequences
-        return _map(self.index_path, "<i8", offset, self.num_sequences)
+        return self._index(np.dtype("<i8"), offset, self.num_sequences)
 
     @cached_property
     def document_starts(self) -> npt.NDArray[np.int64]:
         """First sequence of each document, then the number of them, int64 [num_documents + 1]."""
         offset = HEADER.size + 12 * self.num_sequences
-        return _map(self.index_path, "<i8", offset, self.num_documents + 1)
+        return self._index(np.dtype("<i8"), offset, self.num_documents + 1)
+
+    @cached_property
+    def _index_map(self) -> npt.NDArray[np.uint8]:
+        """All of the `.idx`, compared with its checksum: a process that looks up documents comes to
+        most of it, and it is about a hundredth of the tokens."""
+        self._compare(self.index_path, self._index_bytes)
+        return _map(self.index_path, "u1", 0, self._index_bytes)
+
+    def _index(self, dtype: np.dtype[Any], offset: int, count: int) -> npt.NDArray[Any]:
+        return self._index_map[offset : offset + count * dtype.itemsize].view(dtype)
+
+    def _compare(self, path: Path, num_bytes: int) -> None:
+        """Raises DataError where the file is not what its checksum says; reads all of it."""
+        listed = self._checksums.get(path.suffix[1:])
+        if listed is None:
+            return
+        try:
+            found = file_checksum(path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        if found != listed:
+            raise DataError(
+                f"{path} is damaged: the checksum of bytes 0 to {num_bytes} is {found}, the "
+                f"manifest lists {listed} -> restore the file, or tokenize again"
+            )
+
+    @cached_property
+    def block_sums(self) -> BlockSums | None:
+        """Checksums of the blocks of the `.bin` and the `.mask`; None where there are none.
+
+        Raises DataError where their file is not what the manifest says.
+        """
+        if not self.has_blocks:
+            return None
+        mask_bytes = 0 if self.mask_path is None else -(-self.num_tokens // 8)
+        listed = self._checksums[SUFFIX]
+        return read_blocks(self._blocks_path, listed, self.num_bytes, mask_bytes)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether there are block checksums to verify by what is read."""
+        return SUFFIX in self._checksums
 
     @cached_property
     def tokens(self) -> Tokens:
@@ -141,10 +197,17 @@ class Shard:
         return _map(self.bin_path, self.dtype.str, 0, self.num_tokens)
 
     @cached_property
+    def token_bytes(self) -> memoryview:
+        """The whole `.bin` as bytes."""
+        return self.tokens.view(np.uint8).data
+
+    @cached_property
     def mask_bytes(self) -> npt.NDArray[np.uint8]:
         """The whole `.mask`; only where there is one."""
         assert self.mask_path is not None
-        return _map(self.mask_path, "u1", 0, -(-self.num_tokens // 8))
+        num_bytes = -(-self.num_tokens // 8)
+        self._compare(self.mask_path, num_bytes)
+        return _map(self.mask_path, "u1", 0, num_bytes)
 
     @property
     def num_tokens(self) -> int:

@@ -46,7 +46,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """One input that exists: how to read it, and what the manifest says of it.
 

@@ -61,7 +61,11 @@ def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
 
 
 def _open_shard(directory: Path, record: ShardRecord, manifest: Manifest, check: Level) -> Shard:
-    shard = Shard(directory / record.name, masked=record.mask_xxh3 is not None)
+    shard = Shard(
+        directory / record.name,
+        masked=record.mask_xxh3 is not None,
+        checksums=record.checksums,
+    )
     for what, found, expected in (
         ("bytes", shard.num_bytes, record.bytes),
         ("documents", shard.num_documents, record.documents),

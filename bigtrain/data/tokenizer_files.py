@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import xxhash
@@ -35,3 +36,25 @@ def fingerprint(name: str) -> str | None:
             digest.update(content)
             num_files += 1
     return digest.hexdigest() if num_files else None
+
+
+def foreign_file(dataset: Path, folder: str) -> str | None:
+    """What of `folder` of a dataset must not be copied, and why; None where all may be.
+
+    A dataset may come from somebody else: a link in it must not bring a file of this machine into a
+    run directory, from where it is handed on. Links may point into the dataset, and, in a snapshot
+    of the Hugging Face cache, into the blobs that are the files of its repository.
+    """
+    root = os.path.realpath(dataset)
+    allowed = [root]
+    for parent in Path(root).parents:
+        if parent.name == "snapshots":
+            allowed.append(str(parent.with_name("blobs")))
+            break
+    for path in sorted([dataset / folder, *(dataset / folder).rglob("*")]):
+        real = os.path.realpath(path)
+        if not any(real.startswith(place + os.sep) for place in allowed):
+            return f"{path} is a link to {real}, outside of the dataset"
+        if os.path.lexists(path) and not (os.path.isfile(real) or os.path.isdir(real)):
+            return f"{path} is not a file"
+    return None

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from bigtrain.data.claims import Claims
 from bigtrain.data.directories import write_whole
 from bigtrain.data.manifest import (
+    COMPACT,
     MANIFEST_NAME,
     WORK_DIRECTORY,
     Checksum,
@@ -43,7 +45,8 @@ JOURNAL_NAME = "assembly.json"
 RECORD_OR_CLAIM = re.compile(r"[0-9a-f]{32}\.(json|claim)|assembly\.(json|claim)")
 
 
-class PartDone(Record):
+@pydantic_dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
+class PartDone:
     """What reading a part found: its content, and how many lines started in it.
 
     `xxh3` and `layout_xxh3` as of `PartReader`; `times` of the source when it was listed.

@@ -79,7 +79,7 @@ class DataSection(Section):
     verify: Literal["sizes", "contents"] = Field(
         default="sizes",
         description="of the shards before training; contents: also read all of them, divided over "
-        "the processes, and compare their checksums",
+        "the processes, and compare their checksums. What a step reads is verified in any case",
     )
     workers: PositiveInt = Field(
         default=1,

@@ -10,6 +10,7 @@ from bigtrain.data.manifest import (
     Manifest,
     OptionsRecord,
     TokenizerRecord,
+    read_manifest,
     write_manifest,
 )
 from bigtrain.data.shard_writing import ShardWriter
@@ -62,4 +63,17 @@ def write_dataset(
             splits=splits,
         ),
     )
+    return directory
+
+
+def forget_blocks(directory: Path) -> Path:
+    """Make the dataset one of those that were written without checksums of blocks."""
+    manifest = read_manifest(directory)
+    splits = {
+        split: tuple(shard.model_copy(update={"blocks_xxh3": None}) for shard in shards)
+        for split, shards in manifest.splits.items()
+    }
+    write_manifest(directory, manifest.model_copy(update={"splits": splits}))
+    for file in directory.glob("*.blocks"):
+        file.unlink()
     return directory

@@ -216,7 +216,11 @@ def test_damaged_plan_is_made_again(dataset: Path, damage: str) -> None:
     assert file.read_bytes() == content
 
 
-@pytest.mark.parametrize("cache", ["writable", "not writable", "no home"])
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")  # as in some containers
+
+
+@pytest.mark.parametrize("cache", ["named", "writable", "not writable", "no home"])
 def test_read_only_dataset(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
 ) -> None:
@@ -232,11 +236,16 @@ def test_read_only_dataset(
         (tmp_path / "cache").touch()
     elif cache == "no home":
         monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+        monkeypatch.setattr(Path, "home", no_home)
         monkeypatch.chdir(tmp_path)
+    if cache == "named":
+        monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "named"))
+    else:
+        monkeypatch.delenv("BIGTRAIN_CACHE")
     assert content_of(open_plan(opened, "train", 40, "cut")) == expected
     kept = tmp_path / "cache" / "bigtrain" / "plans" / name
     assert kept.exists() == (cache == "writable")
+    assert (tmp_path / "named" / "plans" / name).exists() == (cache == "named")
     assert not (tmp_path / "~").exists()
 
 

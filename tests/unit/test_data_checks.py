@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -141,3 +142,39 @@ def test_one_source_under_two_names(dataset: Path, tmp_path: Path) -> None:
     (problem,) = texts(config_for(dataset, data=mixture(dataset, tmp_path / "link")))
     assert problem.startswith(f"data.sources.1.path = '{tmp_path / 'link'}': is the same directory")
     assert f"as data.sources.0.path = {dataset} -> list it once, with the sum of both" in problem
+
+
+@pytest.mark.parametrize("link", ["file", "folder", "tokenizer itself", "pipe"])
+def test_links_out_of_a_dataset_are_not_followed(tmp_path: Path, link: str) -> None:
+    """A dataset that somebody hands over must not take a file of this machine into the run."""
+    data, secret = write_dataset(tmp_path / "d", vocab_size=50), tmp_path / "secret"
+    (secret / "inner").mkdir(parents=True)
+    (secret / "inner" / "shadow").write_text("root")
+    tokenizer = data / "tokenizer"
+    if link == "tokenizer itself":
+        tokenizer.symlink_to(secret)
+    else:
+        tokenizer.mkdir()
+        (tokenizer / "tokenizer.json").write_text("{}")
+        (tokenizer / "alias.json").symlink_to("tokenizer.json")
+        assert texts(config_for(data)) == []
+        if link == "file":
+            (tokenizer / "merges.txt").symlink_to("../../secret/inner/shadow")
+        elif link == "folder":
+            (tokenizer / "more").symlink_to(secret / "inner")
+        else:
+            os.mkfifo(tokenizer / "merges.txt")
+    (problem,) = texts(config_for(data))
+    assert problem.startswith(f"data.path = '{data}': {tokenizer}")
+    assert ("outside of the dataset" in problem) == (link != "pipe")
+    assert problem.endswith("-> look where this dataset comes from, and put files there instead")
+
+
+def test_snapshots_of_the_hub_are_links_to_their_blobs(tmp_path: Path) -> None:
+    repository = tmp_path / "datasets--a--b"
+    data = write_dataset(repository / "snapshots" / "0123", vocab_size=50)
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "abcd").write_text("{}")
+    (data / "tokenizer").mkdir()
+    (data / "tokenizer" / "tokenizer.json").symlink_to("../../../blobs/abcd")
+    assert texts(config_for(data)) == []

@@ -18,10 +18,11 @@ from bigtrain.data.loader import MicroBatch, open_held_out, open_training_data
 from bigtrain.data.manifest import MANIFEST_NAME, read_manifest
 from bigtrain.data.packed_documents import PackedDocuments, packed_documents, packing_reports
 from bigtrain.data.plans import PackingPlan, open_plan
+from bigtrain.data.shards import file_checksum
 from bigtrain.data.token_datasets import TokenDataset, open_dataset, open_sources
 from bigtrain.errors import DataError, Problem
 from bigtrain.topology import BatchPlan
-from tests.support.datasets import write_dataset
+from tests.support.datasets import forget_blocks, write_dataset
 
 LENGTH = 48
 
@@ -241,7 +242,7 @@ def test_damaged_index(plain: Path, tmp_path: Path) -> None:
     content[-8:] = np.array([10**6], "<i8").tobytes()
     index.write_bytes(content)
     (problem,) = problems_of({"path": str(copy)})
-    assert "train_00000.idx is damaged: documents from 0 on are out of order" in str(problem)
+    assert "train_00000.idx is damaged: the checksum of bytes 0 to " in str(problem)
 
 
 @pytest.fixture
@@ -281,9 +282,14 @@ def test_a_shortened_mask_is_found(opened: TokenDataset) -> None:
 
 
 def test_no_document_with_a_target(opened: TokenDataset) -> None:
-    (opened.path / "train_00000.mask").write_bytes(
-        bytes(-(-opened.manifest.num_tokens("train") // 8))
-    )
+    forget_blocks(opened.path)
+    mask = opened.path / "train_00000.mask"
+    mask.write_bytes(bytes(mask.stat().st_size))
+    manifest = opened.path / "manifest.json"
+    listed = opened.manifest.splits["train"][0].mask_xxh3
+    assert listed is not None
+    manifest.write_text(manifest.read_text().replace(listed, file_checksum(mask)))
+    opened = open_dataset(opened.path)
     with pytest.raises(
         DataError, match=r"no document has a target: .* pieces without a target drop"
     ):

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -225,3 +226,18 @@ def test_a_file_that_changes_before_it_is_read(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes() + b"\n")
         with pytest.raises(DataError, match=r"was changed while it was read -> start again"):
             read(plan)
+
+
+def test_a_small_file_takes_a_few_hundred_bytes(tmp_path: Path) -> None:
+    """Its name, size, times and place in the plan: there may be millions."""
+    count = 2000
+    for number in range(count):
+        (tmp_path / f"{number:06d}.txt").write_text("text")
+    selection = Selection([str(tmp_path)])
+    plan_units(find_sources(selection), ReadOptions(selection), 1 << 20, [])  # what is kept once
+    tracemalloc.start()
+    units = plan_units(find_sources(selection), ReadOptions(selection), 1 << 20, [])
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(len(unit.parts) for unit in units) == count
+    assert held / count < 700

@@ -46,7 +46,9 @@ def write_small(directory: Path, dtype: Any = "uint16") -> Path:
 
 def test_bytes_are_megatrons(tmp_path: Path) -> None:
     write_small(tmp_path)
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["small.bin", "small.idx"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == [
+        "small.bin", "small.blocks", "small.idx"
+    ]  # fmt: skip
     assert (tmp_path / "small.bin").read_bytes() == EXPECTED_BIN
     assert (tmp_path / "small.idx").read_bytes() == EXPECTED_IDX
 

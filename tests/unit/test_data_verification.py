@@ -20,7 +20,7 @@ def test_every_file_of_every_source_is_compared(tmp_path: Path) -> None:
         path / f"{split}_00000.{suffix}"
         for path in paths
         for split in ("train", "held_out")
-        for suffix in ("bin", "idx")
+        for suffix in ("bin", "idx", "blocks")
     }
     assert damage(files) == []
     for file in files:

@@ -265,7 +265,7 @@ def test_a_plan_that_changes_in_the_middle_of_the_assembly(
     moves = [n for n, step in enumerate(steps, 1) if step.endswith("train-00002.idx")]
     other = ["--output", tmp_path / "e"]
     assert commands.run(*words, *other, kill_before_step=moves[0]).code == -9
-    assert len(list((tmp_path / "e").glob("train-*"))) == 5
+    assert len(list((tmp_path / "e").glob("train-*"))) == 7
     (folder / "a.jsonl").unlink()
     assert commands.run(*words, *other).code == 0
     assert commands.run(*words, "--output", tmp_path / "f").code == 0

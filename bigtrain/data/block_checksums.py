@@ -1,0 +1,182 @@
+"""Checksums of the blocks of a shard: what is read of it is verified as it is read. numpy only.
+
+The whole-file checksums of a manifest cost reading the whole file. A `.blocks` file beside a shard
+has one for every 16 KiB of its `.bin` and of its `.mask`; the manifest has that of the `.blocks`
+file, so what vouches for a block is the manifest: a file of the same size from another dataset is
+found as well. The `.idx` needs none: whoever looks into one verifies all of it.
+
+A `.blocks` file is, little-endian::
+
+    8 bytes  b"BTBLCKS1"
+    uint64   bytes of a block
+    uint64   blocks of the .bin, B (the last one may be shorter)
+    uint64   blocks of the .mask, M
+    uint64   [B]  XXH3-64 of each block of the .bin
+    uint64   [M]  XXH3-64 of each block of the .mask
+
+A process verifies each block once. A block is read as a whole for that, so that a cold one costs up
+to 16 KiB more than what was asked for; larger blocks would cost a data-parallel rank, which reads a
+few samples of each, several times its own reading, and smaller ones a call for every few samples.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from bigtrain.errors import DataError
+
+SUFFIX = "blocks"
+MAGIC = b"BTBLCKS1"
+HEADER = struct.Struct("<8sQQQ")
+BLOCK_BYTES = 1 << 14
+NOT_VERIFIED = (
+    "it has no checksums of blocks, so what is read of it is not verified -> tokenize again, or "
+    "set data.verify=contents"
+)
+"""Of a dataset that was made before there were any."""
+
+Indices = npt.NDArray[np.int64]
+Read = Callable[[int, int, int], "memoryview | bytes"]
+"""(file, first byte, end): so many bytes of one of several files."""
+
+
+class BlockHasher:
+    """Checksums of the blocks of a file that is being written."""
+
+    def __init__(self) -> None:
+        self._sums = array("Q")
+        self._hash = xxhash.xxh3_64()
+        self._filled = 0
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes of the file."""
+        position = 0
+        while position < len(data):
+            taken = data[position : position + BLOCK_BYTES - self._filled]
+            self._hash.update(taken)
+            position += len(taken)
+            self._filled += len(taken)
+            if self._filled == BLOCK_BYTES:
+                self._end_block()
+
+    def finish(self) -> npt.NDArray[np.uint64]:
+        """Of all blocks, uint64 [blocks]. Call it once, at the end."""
+        if self._filled:
+            self._end_block()
+        return np.frombuffer(self._sums, np.uint64)
+
+    def _end_block(self) -> None:
+        self._sums.append(self._hash.intdigest())
+        self._hash.reset()
+        self._filled = 0
+
+
+def blocks_content(of_bin: npt.NDArray[np.uint64], of_mask: npt.NDArray[np.uint64] | None) -> bytes:
+    """What a `.blocks` file holds."""
+    sums = [of_bin] if of_mask is None else [of_bin, of_mask]
+    header = HEADER.pack(MAGIC, BLOCK_BYTES, len(of_bin), 0 if of_mask is None else len(of_mask))
+    return b"".join([header, *(part.astype("<u8").tobytes() for part in sums)])
+
+
+def num_blocks(num_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """Of a file of `num_bytes`, the last one maybe shorter."""
+    return -(-num_bytes // block_bytes)
+
+
+@dataclass(frozen=True)
+class BlockSums:
+    """What a `.blocks` file says: checksums of the blocks of one shard, memory maps."""
+
+    path: Path
+    of_bin: npt.NDArray[np.uint64]
+    of_mask: npt.NDArray[np.uint64]
+
+
+def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> BlockSums:
+    """The `.blocks` file at `path`, whose own checksum must be `xxh3`.
+
+    Raises DataError where it is not that file, or not of a shard of these sizes.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    found = xxhash.xxh3_64_hexdigest(content)
+    if found != xxh3:
+        raise DataError(
+            f"{path} is damaged: its checksum is {found}, the manifest lists {xxh3} -> restore it, "
+            "or tokenize again"
+        )
+    magic, block_bytes, of_bin, of_mask = HEADER.unpack(content[: HEADER.size])
+    if (magic, block_bytes) != (MAGIC, BLOCK_BYTES):
+        raise DataError(f"{path} is of another version -> use the bigtrain that wrote it")
+    if (of_bin, of_mask) != (num_blocks(bin_bytes), num_blocks(mask_bytes)):
+        raise DataError(f"{path} is that of another shard -> restore it, or tokenize again")
+    # Mapped, so that what all processes of a host know is in its memory once.
+    sums = np.memmap(path, "<u8", "r", HEADER.size) if of_bin + of_mask else np.empty(0, "<u8")
+    return BlockSums(path, np.asarray(sums[:of_bin]), np.asarray(sums[of_bin:]))
+
+
+class BlockVerifier:
+    """Verifies ranges of several files by the checksums of their blocks, each block once.
+
+    `paths` and `sizes` (bytes) of the files; `sums`: those of a file, asked for when it is first
+    read. For any number of threads: what several of them need at once is verified several times.
+    Takes a byte of memory for each block that was verified.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        sizes: Sequence[int],
+        sums: Callable[[int], tuple[Path, npt.NDArray[np.uint64]]],
+    ) -> None:
+        self._paths = paths
+        self._sizes = np.array(sizes, np.int64)
+        self._sums = sums
+        counts = [num_blocks(size) for size in sizes]
+        ends = np.cumsum(counts, dtype=np.int64)
+        self._firsts = ends - np.array(counts, np.int64)
+        # Zeros that nobody has written take no memory.
+        self._verified = np.zeros(int(ends[-1]) if len(ends) else 0, np.bool_)
+
+    def verify(self, numbers: Any, low: Indices, high: Indices, read: Read) -> None:
+        """Bytes ``low[i]`` to ``high[i]`` of file ``numbers[i]``, or of the one file `numbers`.
+
+        `read` gives what has to be looked at. Raises DataError naming file and bytes.
+        """
+        firsts = self._firsts[numbers]
+        assert not len(low) or (low < high).all()
+        first, last = firsts + low // BLOCK_BYTES, firsts + (high - 1) // BLOCK_BYTES
+        while len(first):
+            new = first[~self._verified[first]]
+            if len(new):
+                self._verify(np.unique(new), read)
+            more = first < last
+            first, last = first[more] + 1, last[more]
+
+    def _verify(self, blocks: Indices, read: Read) -> None:
+        numbers = np.searchsorted(self._firsts, blocks, side="right") - 1
+        low = (blocks - self._firsts[numbers]) * BLOCK_BYTES
+        high = np.minimum(low + BLOCK_BYTES, self._sizes[numbers])
+        known = -1
+        for number, begin, end in zip(numbers.tolist(), low.tolist(), high.tolist(), strict=True):
+            if number != known:
+                known, (path, sums) = number, self._sums(number)
+            listed = sums[begin // BLOCK_BYTES]
+            if xxhash.xxh3_64_intdigest(read(number, begin, end)) != listed:
+                raise DataError(
+                    f"{self._paths[number]} is damaged: bytes {begin} to {end} do not have the "
+                    f"checksum that {path.name} lists -> restore the file, or tokenize again "
+                    "(`bigtrain verify` names every damaged file)"
+                )
+        self._verified[blocks] = True
