@@ -1,19 +1,23 @@
 # make help lists the targets. Everything is installed into .venv, once, by whichever comes first.
 
 PYTHON ?= python3
-BIN := .venv/bin
-STAMP := .venv/.installed
+# `make test-oldest` says others.
+VENV := .venv
+CONSTRAINTS := constraints.txt
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
 
 # DeepSpeed compiles its CPU operators at their first use and looks for ninja on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full check format bench cluster-deps clean
+.PHONY: help install quickstart test test-full test-oldest check format bench cluster-deps clean
 
 help:
 	@echo "make install     create .venv with the exact versions of constraints.txt"
 	@echo "make quickstart  tokenizer, shards, training, export, a sample: the main job on real text"
 	@echo "make test        tests that take seconds;  make test-full: all of them"
+	@echo "make test-oldest the tests that take seconds, with the lowest versions of pyproject.toml (6 GB)"
 	@echo "make check       ruff and mypy;  make format: let ruff rewrite the files"
 	@echo "make cluster-deps  Slurm, sshd, pdsh for tests/cluster (Debian, as root); without it they skip"
 	@echo "make bench       run every benchmark of benchmarks/ but the GPU's"
@@ -24,14 +28,14 @@ install: $(STAMP)
 
 # torch and setuptools come first: DeepSpeed is a source distribution whose build looks at torch,
 # and in pip's isolated build environment that would be another torch than the one pinned.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@command -v "$(PYTHON)" >/dev/null || { echo "PYTHON=$(PYTHON) is not on PATH: call make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"$(PYTHON) is Python {v.major}.{v.minor}; bigtrain needs 3.11 or newer: call make PYTHON=/path/to/python3.11")'
 	@command -v "$${CXX:-c++}" >/dev/null || echo "warning: no C++ compiler on PATH; DeepSpeed needs one to train on CPUs" >&2
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools wheel
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch ninja numpy
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) pip setuptools wheel
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) torch ninja numpy
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
 quickstart: $(STAMP)
@@ -49,6 +53,10 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+# In an environment of its own; torch's own index of CPU builds would spare it the CUDA libraries.
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 check: $(STAMP)
 	$(BIN)/ruff check .

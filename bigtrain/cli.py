@@ -12,7 +12,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from bigtrain import __version__
 from bigtrain.errors import BigtrainError
@@ -37,9 +37,24 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes overrides between options too, as train.py does."""
+
+    _intermixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._intermixing or self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        self._intermixing = True  # what follows comes through here
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._intermixing = False
+
+
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The whole parser; only `command`'s own arguments are loaded (None: of no command)."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="bigtrain",
         description="Train any Hugging Face causal LM under DeepSpeed. "
         "Training itself: deepspeed bigtrain/train.py --config RUN.yaml",
@@ -47,10 +62,14 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"bigtrain {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=summary, description=summary.capitalize())
+        subparser = subparsers.add_parser(name, help=summary, description=_sentence(summary))
         if name == command:
             importlib.import_module(f"bigtrain.commands.{name}").add_arguments(subparser)
     return parser
+
+
+def _sentence(summary: str) -> str:
+    return summary[:1].upper() + summary[1:]  # capitalize() would write hugging face
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from bigtrain.config import RunConfig
 from bigtrain.errors import ConfigError, Problem
+from bigtrain.field_names import field_known_as, why_no_field
 
 RECIPES = Path(__file__).resolve().parent / "recipes"
 
@@ -89,7 +90,8 @@ def parse_yaml(text: str, source: str) -> Any:
     """`text` as YAML 1.2 data. Raises ConfigError with file and line where it is not."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    # ValueError: a date or an integer that Python does not have. TypeError: a list as a key.
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             Problem("YAML", None, " ".join(str(error).split()), "correct the file"), source
         ) from error
@@ -155,19 +157,30 @@ def _problem_of(detail: Any) -> Problem:
     location = _location(detail["loc"])
     key = ".".join(location) or "run"
     if detail["type"] == "extra_forbidden":
-        known = _fields_at(location[:-1])
-        close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        parent = ".".join(location[:-1])
-        better = f"{parent}.{close[0]}" if parent and close else (close[0] if close else "")
-        remedy = f"did you mean {better}? " if better else ""
-        return Problem(
-            key, detail["input"], "unknown key", f"{remedy}known here: {', '.join(known)}"
-        )
+        remedy = f"{_suggestion(location)}known here: {', '.join(_fields_at(location[:-1]))}"
+        return Problem(key, detail["input"], "unknown key", remedy)
     if detail["type"] == "missing":
         return Problem(key, None, "is required", f"add {key} to the file or as {key}=VALUE")
     rule = str(detail["msg"]).removeprefix("Value error, ")
     value = None if isinstance(detail["input"], (dict, BaseModel)) else detail["input"]
     return Problem(key, value, rule[:1].lower() + rule[1:])
+
+
+def _suggestion(location: Sequence[str]) -> str:
+    """What is meant by the unknown key at `location`: its name elsewhere, in another section, or
+    misspelt."""
+    name, parent = location[-1], location[:-1]
+    if instead := why_no_field(name):
+        return f"{instead}; "
+    meant = field_known_as(name)
+    if meant is None:
+        homes = [section for section in _fields_at(()) if name in _fields_at((section,))]
+        close = difflib.get_close_matches(name, _fields_at(parent), n=1, cutoff=0.5)
+        if close:
+            meant = ".".join((*parent, close[0]))
+        elif len(homes) == 1:
+            meant = f"{homes[0]}.{name}"
+    return f"did you mean {meant}? " if meant else ""
 
 
 def _location(parts: Sequence[int | str]) -> list[str]:

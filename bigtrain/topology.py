@@ -8,6 +8,7 @@ from typing import Literal
 
 from bigtrain.config import BatchSection, ParallelSection
 from bigtrain.errors import Problem
+from bigtrain.legality.facts import largest_divisor
 
 Axis = Literal["data", "pipeline", "sequence", "tensor"]
 
@@ -155,7 +156,7 @@ def plan_batch(batch: BatchSection, data_size: int) -> tuple[BatchPlan | None, l
             + (f" samples = {per_pass * unit} tokens" if unit > 1 else "")
         )
         fitting = (
-            _largest_divisor(samples // data_size, batch.micro_samples)
+            largest_divisor(samples // data_size, batch.micro_samples)
             if (samples % data_size == 0)
             else None
         )
@@ -165,7 +166,3 @@ def plan_batch(batch: BatchSection, data_size: int) -> tuple[BatchPlan | None, l
         samples, batch.micro_samples, data_size, samples // per_pass, batch.sequence_length
     )
     return plan, []
-
-
-def _largest_divisor(number: int, at_most: int) -> int:
-    return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)

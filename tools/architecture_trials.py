@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from bigtrain.data.known import recall, remember
 from bigtrain.errors import ModelError, Problem
+from bigtrain.models.experts import fit_experts
 from bigtrain.models.plan_check import check_tensor_plan
 from bigtrain.models.router_logits import auxiliary_loss
 from bigtrain.models.sequence_check import check_sequence_parallel
@@ -220,6 +221,7 @@ class Trial:
         shard_model(model, tensor_plan(model), self.group)
         for parameter in model.parameters():
             cut_parameter(parameter)
+        fit_experts(model)
         return model
 
     def _sequence_check(self) -> None:

@@ -219,7 +219,7 @@ def statuses(text: str) -> dict[str, dict[str, str]]:
 
 def short(reason: str) -> str:
     """Without what every refusal says, and what to do instead."""
-    for prefix in (" is wrong: ", "cannot be had of model_type "):
+    for prefix in (" is wrong: ", " cannot be carried out: ", "cannot be had of model_type "):
         reason = reason.split(prefix)[-1]
     return reason.split(" -> ")[0].replace("|", "/").replace("<", "&lt;")
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 from bigtrain.commands.arguments import positive_int
@@ -15,6 +16,8 @@ from bigtrain.launch.hostfile import Host, hosts_of_slurm, read_hostfile, render
 from bigtrain.launch.remote_environment import (
     KEEP_ALIVE,
     NAME,
+    inspect_environment_file,
+    instead_of_command_lines,
     quoted_names,
     render_environment,
     select_environment,
@@ -46,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="NAME",
-        help="with --environment: further variables, also secret ones",
+        help="with --environment: further variables; secret ones are refused",
     )
     parser.add_argument(
         "--output",
@@ -112,15 +115,27 @@ def _name_for_ssh(name: str) -> str | None:
 
 
 def _environment(path: Path, include: list[str]) -> int:
-    variables, withheld = select_environment(os.environ, include)
-    if path.exists() and path.read_text(errors="replace") != render_environment(variables):
+    chosen = select_environment(os.environ, include)
+    # DeepSpeed reads the one in the home directory too, before that of the working directory.
+    for other in {path.absolute(), Path.home() / NAME}:
+        for problem in inspect_environment_file(other):
+            print(f"warning: {problem}", file=sys.stderr)
+    text = render_environment(chosen.variables)
+    if path.exists() and path.read_text(errors="replace") != text:
         raise LaunchError(f"{path} exists and differs: delete it, or name another --output")
-    write_environment(path, variables)
-    print(f"{path}: {', '.join(variables) or 'no variables'}")
-    if quoted := quoted_names(variables):
+    write_environment(path, chosen.variables)
+    print(f"{path}: {', '.join(chosen.variables) or 'no variables'}")
+    if quoted := quoted_names(chosen.variables):
         print(f"  quoted, which only pdsh takes off again: {', '.join(quoted)}")
-    if withheld:
-        print(f"  left out as secrets (--include NAME takes one along): {', '.join(withheld)}")
+    if chosen.secrets:
+        print("  secrets, not written, for DeepSpeed puts what is written into command lines:")
+        for name in chosen.secrets:
+            print(f"    {name}: instead {instead_of_command_lines(name)}")
+    if chosen.exposed:
+        rule = "DeepSpeed itself puts into command lines on every host: unset these"
+        print(f"  secrets that {rule}: {', '.join(chosen.exposed)}")
+    if chosen.dropped:
+        print(f"  not written (--include NAME takes one along): {', '.join(chosen.dropped)}")
     if path.name != NAME:
         print(f"  DeepSpeed reads it with  DS_ENV_FILE={shlex.quote(path.name)}")
     print("  start with ssh options that let a dead host end the run:")

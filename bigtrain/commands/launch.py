@@ -147,7 +147,42 @@ def _add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
         "than saving and logging.every_steps take (default: 60)",
     )
     parser.add_argument(
-        "--token-secret", metavar="NAME", help="Secret whose key HF_TOKEN the pods are given"
+        "--save-seconds",
+        type=positive_int,
+        default=600,
+        metavar="S",
+        help="seconds that an evicted pod is given to save the run (default: 600)",
+    )
+    for flag, metavar, text in (
+        ("--env", "NAME=VALUE", "variable of every pod"),
+        ("--secret-env", "NAME=SECRET:KEY", "variable from a key of a Secret"),
+        ("--env-from-secret", "SECRET", "every key of a Secret as a variable"),
+        ("--node-selector", "LABEL=VALUE", "label that nodes must have"),
+        ("--toleration", "KEY[=VALUE][:EFFECT]", "taint of nodes that pods tolerate"),
+        ("--image-pull-secret", "SECRET", "Secret that the image's registry asks for"),
+        ("--rdma", "RESOURCE=N", "network cards of each node, such as rdma/hca=8"),
+    ):
+        parser.add_argument(
+            flag, action="append", default=[], metavar=metavar, help=f"{text}; may be repeated"
+        )
+    parser.add_argument(
+        "--token-secret", metavar="NAME", help="short for --secret-env HF_TOKEN=NAME:HF_TOKEN"
+    )
+    parser.add_argument("--queue", metavar="NAME", help="LocalQueue of Kueue")
+    parser.add_argument("--priority-class", metavar="NAME", help="PriorityClass of the pods")
+    parser.add_argument(
+        "--fs-group",
+        type=int,
+        default=1000,
+        metavar="GID",
+        help="group that may write the volume (default: 1000, the image's)",
+    )
+    parser.add_argument(
+        "--patch",
+        type=Path,
+        metavar="FILE",
+        help="YAML with metadata and spec that is merged into the pods' template: what no option "
+        "has; entries of lists that have a name are merged by it, and null takes a field out",
     )
 
 
@@ -171,8 +206,10 @@ def run(args: argparse.Namespace) -> int:
 def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
     """The manifests that `args` ask for. `output` is not read."""
     from bigtrain.launch.kubernetes import KubernetesRequest, render_manifests
+    from bigtrain.launch.pods import PodSettings, pairs, read_patch
 
     gpus, processes = processes_of(args)
+    token = [f"HF_TOKEN={args.token_secret}:HF_TOKEN"] if args.token_secret else []
     return render_manifests(
         KubernetesRequest(
             name=args.name or _name_of(args.config),
@@ -191,7 +228,20 @@ def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
             shared_memory=args.shared_memory,
             restarts=args.restarts,
             hang_minutes=args.hang_minutes,
-            token_secret=args.token_secret,
+            save_seconds=args.save_seconds,
+            rdma=pairs("--rdma", args.rdma),
+            queue=args.queue,
+            pod=PodSettings(
+                variables=pairs("--env", args.env),
+                secrets=pairs("--secret-env", [*args.secret_env, *token]),
+                secrets_whole=tuple(args.env_from_secret),
+                node_selector=pairs("--node-selector", args.node_selector),
+                tolerations=tuple(args.toleration),
+                image_pull_secrets=tuple(args.image_pull_secret),
+                priority_class=args.priority_class,
+                fs_group=args.fs_group,
+                patch=read_patch(args.patch),
+            ),
         )
     )
 

@@ -9,7 +9,8 @@ from bigtrain.commands.arguments import positive_int
 from bigtrain.config_loading import load_run_config
 
 if TYPE_CHECKING:
-    from bigtrain.run.parity import Point, Verdict
+    from bigtrain.parity.comparison import Verdict
+    from bigtrain.parity.topologies import Point
 
 EXIT_DIFFERENT = 1
 
@@ -31,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table. Returns 0 where all topologies agree, or 1."""
+    """Print a table. Returns 0 where all topologies agree, or 1: one differs or crashes."""
     config = load_run_config(args.config, args.overrides)
 
-    from bigtrain.run.parity import run_parity
+    from bigtrain.parity.run import run_parity
 
     refused = 0
-    print(f"{'topology':44} {'loss':>9} {'norm':>9} {'weights':>9}  verdict")
+    print(f"{'topology':44} {'loss':>9} {'norm':>9} {'weights':>9}  verdict", flush=True)
 
     def report(point: Point, verdict: Verdict | None) -> None:
         nonlocal refused
@@ -46,13 +47,16 @@ def run(args: argparse.Namespace) -> int:
             if args.refused:
                 print(f"{point.name:44} refused: {point.refusal}")
             return
+        if verdict.crash:
+            print(f"{point.name:44} {'-':>9} {'-':>9} {'-':>9}  crashed: {verdict.crash}")
+            return
         result = "same" if verdict.passed else f"DIFFERENT: first in {verdict.where}"
         print(
             f"{point.name:44} {verdict.loss:9.1e} {verdict.norm:9.1e} {verdict.weight:9.1e}  "
             f"{result}"
         )
 
-    passed = run_parity(config, args.world_size, report)
+    passed = run_parity(config, args.world_size, lambda note: print(f"note: {note}"), report)
     if refused and not args.refused:
         print(f"{refused} topologies are refused; --refused lists them with the reasons")
     print(

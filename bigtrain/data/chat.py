@@ -7,7 +7,7 @@ reasoning. Its tokens are that function's, with nothing added, and so is the mas
 that of `bigtrain.data.chat_spans`. As there, a block's last character counts by the first token
 that holds a part of it. Where transformers does not find the token at the end of a block it marks
 all that follow, and where it does not find that at the beginning, no more blocks at all: here those
-tokens are marked that hold characters of the block.
+tokens are marked that hold characters of the block. A message of ``weight: 0`` is not marked.
 
 Rendering is done once for each conversation and encoding for many together. Which characters a
 token holds is summed up from the tokens' own bytes; where these are not the text (a normalizer
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from bigtrain.data.chat_spans import assistant_spans
+from bigtrain.data.chat_spans import assistant_spans, learned_blocks
 from bigtrain.data.control_tokens import ControlTokens
 from bigtrain.data.conversations import ConversationError
 from bigtrain.data.encoder_checks import Checks
@@ -129,7 +129,9 @@ class ChatEncoder:
     def _render(self, conversation: dict[str, Any]) -> _Rendered:
         messages, tools = conversation["messages"], conversation.get("tools")
         text, spans = self.template.render(messages, tools)
-        if not self.template.marks_assistant(tools):
+        if self.template.marks_assistant(tools):
+            spans = learned_blocks(self.template, messages, tools, spans)
+        else:
             spans = assistant_spans(self.template, self.control, messages, tools, text)
         control: Spans | None = None
         if not self.trusted and self.control.could_be_from([messages, tools]):

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from bigtrain.data.control_tokens import ControlTokens
-from bigtrain.data.conversations import ConversationError
+from bigtrain.data.conversations import ConversationError, is_learned
 from bigtrain.data.tokenization import ChatTemplate
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
+Spans = Sequence[tuple[int, int]]
 
 OTHER_WORDS = "\U0010fffb"
 REMEDY = (
@@ -28,16 +29,23 @@ REMEDY = (
 )
 
 
+WEIGHT_REMEDY = (
+    "a message has weight 0, and which {{% generation %}} blocks of the chat template are message "
+    "{}'s cannot be told -> one block for each message of the assistant"
+)
+
+
 def assistant_spans(
     template: ChatTemplate, control: ControlTokens, messages: Messages, tools: Tools, text: str
 ) -> list[tuple[int, int]]:
-    """Character ranges of `text`, the rendering of `messages`, that the assistant wrote.
+    """Character ranges of `text`, the rendering of `messages`, that the assistant wrote, but for
+    messages of weight 0.
 
     Raises ConversationError where they cannot be told.
     """
     spans = []
     for number, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if not is_learned(message):
             continue
         begin, end = _span(template, messages, tools, text, number)
         ending = [match.end() for match in control.find(text[begin:end])][-1:]
@@ -45,6 +53,32 @@ def assistant_spans(
             end = begin + ending[0]
         spans.append((begin, end))
     return spans
+
+
+def learned_blocks(
+    template: ChatTemplate, messages: Messages, tools: Tools, blocks: Spans
+) -> list[tuple[int, int]]:
+    """Those of `blocks`, the ``{% generation %}`` blocks of a rendering of `messages`, that are not
+    of a message of weight 0.
+
+    Which message a block is of is told by how many blocks the renderings of prefixes have. Raises
+    ConversationError where that does not tell.
+    """
+    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    if all(is_learned(messages[number]) for number in turns):
+        return list(blocks)
+    learned: list[tuple[int, int]] = []
+    end = 0
+    for number in turns:
+        begin = end
+        end = len(template.render(messages[: number + 1], tools)[1])
+        if end <= begin:
+            raise ConversationError(WEIGHT_REMEDY.format(number + 1))
+        if is_learned(messages[number]):
+            learned += blocks[begin:end]
+    if end != len(blocks):
+        raise ConversationError(WEIGHT_REMEDY.format(turns[-1] + 1))
+    return learned
 
 
 def _span(

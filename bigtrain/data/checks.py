@@ -6,6 +6,7 @@ Each function returns problems instead of raising, so that they can be reported 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def check_datasets(
         problems = check_length(config, datasets)
     except DataError as error:  # of an index that packing reads
         return [Problem("data.packing", config.data.packing, str(error))]
+    problems += check_same_directory(config)
     problems += check_masks(config, manifests) + check_same_tokenizer(config, manifests)
     if model_vocab_size is None:
         model_vocab_size = known_vocab_size(config.model)
@@ -83,6 +85,23 @@ def check_same_tokenizer(config: RunConfig, manifests: Sequence[Manifest]) -> li
         )
         for number, manifest in enumerate(manifests)
         if identity(manifest) != identity(manifests[0])
+    ]
+
+
+def check_same_directory(config: RunConfig) -> list[Problem]:
+    """Whether two sources of the mixture are one, by links or mounts: it would be read twice."""
+    status = [os.stat(source.path) for source in config.data.mixture]
+    places = [(found.st_dev, found.st_ino) for found in status]
+    return [
+        Problem(
+            config.data.key_of(number),
+            config.data.mixture[number].path,
+            f"is the same directory as {config.data.key_of(places.index(place))} = "
+            f"{config.data.mixture[places.index(place)].path}",
+            "list it once, with the sum of both weights",
+        )
+        for number, place in enumerate(places)
+        if places.index(place) < number
     ]
 
 

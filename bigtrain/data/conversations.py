@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import orjson
 
@@ -30,6 +32,7 @@ def conversation_bytes(messages: object, tools: object = None) -> bytes:
         if not isinstance(message.get("role"), str):
             keys = ", ".join(sorted(map(str, message))) or "none"
             raise ConversationError(f"message {number} has no role that is text; keys here: {keys}")
+        _check_weight(number, message)
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
@@ -47,3 +50,22 @@ def conversation_bytes(messages: object, tools: object = None) -> bytes:
         return orjson.dumps(tree)
     except TypeError as error:
         raise ConversationError(f"it cannot be written as JSON: {error}") from error
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message is learned: the assistant's, but for ``weight: 0`` (OpenAI's format)."""
+    return bool(message["role"] == "assistant" and message.get("weight", 1))
+
+
+def _check_weight(number: int, message: Mapping[str, Any]) -> None:
+    weight, role = message.get("weight"), message["role"]
+    if weight not in (None, 0, 1):
+        raise ConversationError(
+            f"message {number} has weight {weight!r}: a message is learned or not -> 0, 1, or no "
+            "weight"
+        )
+    if weight and role != "assistant":
+        raise ConversationError(
+            f"message {number} has weight {weight!r} and role {role}: only messages of the "
+            "assistant are learned -> 0, or no weight"
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import glob
 import json
+import logging
 import os
 import re
 import stat
@@ -24,6 +25,8 @@ from typing import Any, Literal
 
 from bigtrain.data.manifest import SourceRecord
 from bigtrain.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 COMPRESSION_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
@@ -87,19 +90,41 @@ class Selection:
 
 
 def find_sources(selection: Selection) -> list[Source]:
-    """The files and datasets that `selection` means, in its order, each once.
+    """The files and datasets that `selection` means, in its order, each once, also where several
+    inputs mean it, which is logged.
 
     An input is a file, a folder (its files with one of the suffixes, sorted by path), a glob, a
     directory written by ``Dataset.save_to_disk``, or the name of a dataset on the hub. Raises
-    DataError for an input that is none of these and for one that matches nothing.
+    DataError for an input that is none of these, for one that matches nothing, and for one
+    that is named twice.
     """
+    _refuse_twice(selection.inputs)
     found: dict[str, Source] = {}
+    again: list[str] = []
     for name in selection.inputs:
         for source in _find(name, selection):
+            if source.path in found:
+                again.append(source.path)
             found.setdefault(source.path, source)
+    if again:
+        logger.warning(
+            "%d files are meant by several inputs and read once: %s", len(again), again[0]
+        )
     if not found:
         raise DataError("no input is left: --exclude matches every file")
     return list(found.values())
+
+
+def _refuse_twice(inputs: Sequence[str]) -> None:
+    named = [os.path.normpath(name) for name in inputs]
+    for second, name in enumerate(named):
+        first = named.index(name)
+        if first < second:
+            raise DataError(
+                f"--input {inputs[second]} is named twice, as input {first + 1} and {second + 1}, "
+                "and would be read once -> name it once; to train on it more often make a dataset "
+                "of its own of it, and give that its weight in data.sources"
+            )
 
 
 def _find(name: str, selection: Selection) -> list[Source]:

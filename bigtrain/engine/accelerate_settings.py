@@ -25,21 +25,32 @@ _OTHER_ENGINES = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
 }
 
+_DYNAMO = {
+    "BACKEND": "inductor",
+    "MODE": "default",
+    "USE_FULLGRAPH": "false",
+    "USE_DYNAMIC": "false",
+}
+"""What of the answers on torch dynamo `model.compile` does; it always compiles by regions."""
+
 
 @dataclass(frozen=True)
 class AccelerateSettings:
     """What was answered.
 
     tree: the answers as a DeepSpeed JSON would have them. config_file: the DeepSpeed JSON that was
-    named instead; then the tree is empty. mixed_precision: None where nobody said.
+    named instead; then the tree is empty. mixed_precision: None where nobody said. compiles:
+    whether torch dynamo was asked for. on_engine: whether anything was answered on DeepSpeed.
     """
 
     tree: Mapping[str, Any]
     config_file: str | None
     mixed_precision: str | None
+    compiles: bool = False
+    on_engine: bool = True
 
     def fill(self, config: RunConfig) -> RunConfig:
-        """`config` with the answers it is silent on: precision and clipping."""
+        """`config` with the answers it is silent on: precision, clipping, compilation."""
         update: dict[str, Any] = {}
         dtype = _DTYPES.get(self.mixed_precision or "")
         if dtype is not None and "dtype" not in config.precision.model_fields_set:
@@ -47,6 +58,8 @@ class AccelerateSettings:
         clip = self.tree.get("gradient_clipping")
         if isinstance(clip, float) and "clip_norm" not in config.optimizer.model_fields_set:
             update["optimizer"] = config.optimizer.model_copy(update={"clip_norm": clip})
+        if self.compiles and "compile" not in config.model.model_fields_set:
+            update["model"] = config.model.model_copy(update={"compile": "on"})
         return config.model_copy(update=update)
 
     def fill_micro_batch(self, config: RunConfig, data_size: int) -> RunConfig:
@@ -69,6 +82,8 @@ class AccelerateSettings:
             named, key = config.engine.deepspeed_config, "engine.deepspeed_config of the run"
         if named == SOURCE:  # `config` is already resolved
             return None
+        if not self.on_engine:
+            return named or config.engine.deepspeed_config
         if self.config_file is None or named is None:
             return self.config_file or named
         if find_deepspeed_config(self.config_file).samefile(find_deepspeed_config(named)):
@@ -99,6 +114,10 @@ class AccelerateSettings:
                     f"answer {known}, or change precision.dtype in the run",
                 )
             )
+        if self.compiles and config.model.compile == "off":
+            rule = "contradicts model.compile = off of the run, which owns it"
+            remedy = "answer no, or set model.compile=on"
+            problems.append(Problem(f"{SOURCE}: torch dynamo", "yes", rule, remedy))
         if raw is self.tree:  # then rendering it finds the rest
             return problems
         stage = value_at(self.tree, "zero_optimization.stage") or 0
@@ -117,7 +136,7 @@ class AccelerateSettings:
 
 
 def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None:
-    """The answers in `environment`; None where `accelerate launch` was told nothing of DeepSpeed.
+    """The answers in `environment`; None where `accelerate launch` was told nothing that counts.
 
     Raises LaunchError for an engine that is not DeepSpeed, ConfigError for an answer that bigtrain
     cannot honour.
@@ -128,8 +147,9 @@ def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None
                 f"{SOURCE}: {engine} was chosen, and bigtrain runs under DeepSpeed: answer yes to "
                 "DeepSpeed, or no to both"
             )
+    compiles = _compiles(environment)
     if environment.get("ACCELERATE_USE_DEEPSPEED") != "true":
-        return None
+        return AccelerateSettings({}, None, None, compiles, on_engine=False) if compiles else None
     classes = environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
     if classes:
         key = f"{SOURCE}: deepspeed_moe_layer_cls_names"
@@ -143,7 +163,30 @@ def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None
         tree=_tree(environment) if file == "none" else {},
         config_file=None if file == "none" else file,
         mixed_precision=precision if answered else None,
+        compiles=compiles,
     )
+
+
+def _compiles(environment: Mapping[str, str]) -> bool:
+    """Whether torch dynamo was asked for. Raises ConfigError where as something else than
+    `model.compile` is.
+
+    accelerate 1.15 itself forgets these answers where DeepSpeed was chosen as well.
+    """
+    if environment.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() == "NO":
+        return False
+    for name, honoured in _DYNAMO.items():
+        answer = environment.get(f"ACCELERATE_DYNAMO_{name}", honoured)
+        if answer.lower() != honoured:
+            raise ConfigError(
+                Problem(
+                    f"{SOURCE}: dynamo_{name.lower()}",
+                    answer,
+                    "is not how bigtrain compiles layers",
+                    f"answer {honoured}, or no to torch dynamo, and see model.compile",
+                )
+            )
+    return True
 
 
 def _tree(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bigtrain.errors import LaunchError
+from bigtrain.launch.listening import listen_only_at
 from bigtrain.world import World
 
 log = logging.getLogger(__name__)
@@ -32,12 +33,13 @@ def all_arrived(world: World, patience_seconds: float) -> Iterator[None]:
     """Wait until every process of `world` has come to MASTER_ADDR:MASTER_PORT. Collective.
 
     torch's own wait for them only counts who came. Inside the context the main process keeps the
-    server over which torch then makes the process group, at the same port.
+    server over which torch then makes the process group, at the same port. Where MASTER_ADDR is a
+    number, it listens at that address alone.
 
     Raises LaunchError on every process that came if some did not within `patience_seconds`, with
     the ranks of those and the hosts of the others; and where the main process cannot be reached.
     """
-    if world.size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield  # torchrun's agents have met already, and started every process themselves
         return
     store = _join(world, time.monotonic() + patience_seconds)
@@ -58,6 +60,7 @@ def _key(rank: int) -> str:
 
 def _join(world: World, end: float) -> dist.TCPStore:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    bound = listen_only_at(address, port) if world.is_main else None
     while True:
         try:
             return dist.TCPStore(
@@ -67,6 +70,7 @@ def _join(world: World, end: float) -> dist.TCPStore:
                 timeout=min(_CONNECT, timedelta(seconds=max(0.1, end - time.monotonic()))),
                 wait_for_workers=False,
                 multi_tenant=True,
+                master_listen_fd=bound.detach() if bound is not None else None,
             )
         except dist.DistError as error:
             if world.is_main or time.monotonic() > end:

@@ -20,6 +20,7 @@ from bigtrain.engine.device import device_kind
 from bigtrain.engine.operator_locks import wait_for_operator_locks
 from bigtrain.errors import LaunchError
 from bigtrain.launch.findings import judge_versions
+from bigtrain.launch.listening import is_loopback
 from bigtrain.launch.versions import library_versions
 from bigtrain.sections.failures import ARRIVAL_TIMEOUT_SECONDS
 from bigtrain.world import World
@@ -134,6 +135,9 @@ def _complete_environment(world: World) -> list[str]:
     if "MASTER_ADDR" not in os.environ:
         assert world.size == 1
         values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port(0))}
+    address = os.environ.get("MASTER_ADDR", values.get("MASTER_ADDR", ""))
+    if is_loopback(address) and "lo" in (name for _, name in socket.if_nameindex()):
+        values["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens where this host's name points
     added = [name for name in values if name not in os.environ]
     if world.is_main and world.size > 1 and "OMPI_COMM_WORLD_RANK" in os.environ:
         _refuse_other_host(os.environ["MASTER_ADDR"])

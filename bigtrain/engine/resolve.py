@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.config import ModelSection, RunConfig
+from bigtrain.config import RunConfig
 from bigtrain.config_loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.engine.accelerate_settings import SOURCE, AccelerateSettings
 from bigtrain.engine.deepspeed_config import (
@@ -28,7 +28,10 @@ from bigtrain.engine.deepspeed_config import (
 from bigtrain.engine.deepspeed_owners import optimizer_is_torch
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.legality import Device, Facts, check_legality
+from bigtrain.models.hf_config_keys import ModelFigures, inspect_configuration
 from bigtrain.topology import BatchPlan, Topology, derive_topology, plan_batch
+
+_UNKNOWN_MODEL = ModelFigures()
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,9 @@ def resolve_run(
     is wrong: batch arithmetic, unknown keys, contradictions of the files, illegal combinations.
     """
     topology, problems = _topology_of(config, world_size)
+    problems.extend(_check_profile(config, world_size))
+    model, of_model = inspect_configuration(config.model)
+    problems.extend(of_model)
     plan = None
     if accelerate is not None:
         config = accelerate.fill(config)
@@ -78,7 +84,7 @@ def resolve_run(
             problems.extend(accelerate.contradictions(config, plan, raw, source))
         engine, of_engine = render(config, plan, raw, source)
         problems.extend(of_engine)
-        facts = facts_of(config, raw, world_size, device, source, async_io)
+        facts = facts_of(config, raw, world_size, device, source, async_io, model)
         problems.extend(check_legality(facts))
     if problems or topology is None or plan is None or engine is None:
         raise ConfigError(problems, f"the run with {source}")
@@ -120,6 +126,7 @@ def facts_of(
     device: Device | None,
     source: str,
     async_io: bool | None = None,
+    model: ModelFigures = _UNKNOWN_MODEL,
 ) -> Facts:
     """The facts `bigtrain.legality` judges; values of a wrong type count as absent."""
     zero = value_at(raw, "zero_optimization")
@@ -163,21 +170,21 @@ def facts_of(
         activation_offload=config.model.activation_offload,
         device=device,
         async_io=async_io,
-        attention_heads=_of_model(config.model, "num_attention_heads"),
-        num_layers=_of_model(config.model, "num_hidden_layers"),
-        max_positions=_of_model(config.model, "max_position_embeddings"),
+        attention_heads=model.num_attention_heads,
+        num_layers=model.num_hidden_layers,
+        max_positions=model.max_position_embeddings,
         source=source,
     )
 
 
-def _of_model(section: ModelSection, key: str) -> int | None:
-    """A number of the model's configuration as far as the run itself says it.
-
-    Whatever stands in files is read, and judged by the same rules, in `bigtrain.run.preflight`.
-    """
-    written = section.config if isinstance(section.config, dict) else {}
-    value = {**written, **section.overrides}.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:
+    rule = f"the run has {world_size} process{'es' if world_size != 1 else ''}, counted from 0"
+    remedy = f"ranks from 0 to {world_size - 1}" if world_size > 1 else "profile.ranks=[0]"
+    return [
+        Problem("profile.ranks", rank, rule, remedy)
+        for rank in config.profile.ranks
+        if rank >= world_size > 0
+    ]
 
 
 def _pipeline_settings(block: object) -> tuple[str, ...]:

@@ -1,14 +1,16 @@
 """Manifests for Kubeflow Trainer: a ConfigMap with the run, a TrainingRuntime, a TrainJob. Pure.
 
 Written for trainer.kubeflow.org/v1alpha1 (kubeflow/trainer 8c0f505), whose torch policy gives the
-container ``node`` the PET_* variables that torchrun reads.
+container ``node`` the PET_* variables that torchrun reads. Rules go by the messages of failed jobs
+(JobSet 0.10 and newer), for every failure that a podFailurePolicy names has the same reason.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,7 +19,8 @@ import yaml
 from bigtrain.config_loading import find_config
 from bigtrain.engine.deepspeed_config import find_deepspeed_config
 from bigtrain.engine.resolve import ResolvedRun, resolve_run_files
-from bigtrain.errors import EXIT_USER_ERROR, ConfigError, Problem
+from bigtrain.errors import EXIT_STOPPED, EXIT_USER_ERROR, ConfigError, Problem
+from bigtrain.launch.pods import PodSettings, check_pod, environment_of, patched, placed
 
 API = "trainer.kubeflow.org/v1alpha1"
 _SETTINGS = "/etc/bigtrain"
@@ -31,6 +34,8 @@ class KubernetesRequest:
     `claim` is a PersistentVolumeClaim that every node can write, seen at `mount`; `gpus` 0 means
     CPUs with `processes_per_node` processes. A pod that wrote nothing for `hang_minutes` is taken
     for hung and everything starts again, `restarts` times at most, each from the newest checkpoint.
+    `save_seconds` are left to a pod that is evicted. `rdma` are further resources of each node by
+    name. `queue` is Kueue's.
     """
 
     name: str
@@ -49,7 +54,10 @@ class KubernetesRequest:
     shared_memory: str = "16Gi"
     restarts: int = 10
     hang_minutes: int = 60
-    token_secret: str | None = None
+    save_seconds: int = 600
+    rdma: Mapping[str, str] = field(default_factory=dict)
+    queue: str | None = None
+    pod: PodSettings = field(default_factory=PodSettings)
 
 
 def render_manifests(request: KubernetesRequest) -> str:
@@ -62,6 +70,7 @@ def render_manifests(request: KubernetesRequest) -> str:
         "cuda" if request.gpus else "cpu",
     )
     problems = [*_check_request(request), *_check_paths(request, resolved)]
+    problems += check_pod(request.pod)
     if problems:
         raise ConfigError(problems, "the Kubernetes job")
     files = {"run.yaml": find_config(request.config).read_text(encoding="utf-8")}
@@ -92,9 +101,11 @@ _Dumper.add_representer(str, _text)
 
 
 def _head(api: str, kind: str, request: KubernetesRequest, suffix: str) -> dict[str, Any]:
-    metadata = {"name": f"{request.name}{suffix}"}
+    metadata: dict[str, Any] = {"name": f"{request.name}{suffix}"}
     if request.namespace:
         metadata["namespace"] = request.namespace
+    if request.queue and kind == "TrainJob":
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": request.queue}
     return {"apiVersion": api, "kind": kind, "metadata": metadata}
 
 
@@ -111,11 +122,12 @@ def _job(request: KubernetesRequest) -> dict[str, Any]:
         resources["memory"] = request.memory
     if request.gpus:
         resources["nvidia.com/gpu"] = str(request.gpus)
+    resources |= request.rdma
     trainer: dict[str, Any] = {
         "image": request.image,
         "numNodes": request.nodes,
         "numProcPerNode": request.processes_per_node,
-        "command": ["torchrun"],
+        "command": ["python", "-m", "bigtrain.launch.agent"],
         "args": ["bigtrain/train.py", *_arguments(request)],
     }
     if resources:
@@ -126,28 +138,28 @@ def _job(request: KubernetesRequest) -> dict[str, Any]:
 
 def _runtime(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
     """The runtime: what every pod has, and when everything starts again."""
+    # In the order of `why_failed`.
     restart = {
         "maxRestarts": request.restarts,
-        # A run that is wrong stays wrong: `check` below ends it at its first start.
         "rules": [
-            {
-                "name": "wrongrun",
-                "action": "FailJobSet",
-                "onJobFailureReasons": ["PodFailurePolicy"],
-            }
+            # A pod was taken away, or its peers saved and stopped with it: no failure of the run.
+            _rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", "[01]"),
+            # A run that is wrong stays wrong: `check` below ends it at its first start.
+            _rule("wrongrun", "FailJobSet", "2"),
         ],
     }
-    wrong = {
-        "action": "FailJob",
-        "onExitCodes": {"containerName": "check", "operator": "In", "values": [EXIT_USER_ERROR]},
-    }
+    why_failed: list[dict[str, Any]] = [
+        {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        _exit_code("node", EXIT_STOPPED),
+        _exit_code("check", EXIT_USER_ERROR),
+    ]
     labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     job = {
         "metadata": {"labels": labels},
         "spec": {
             "backoffLimit": 0,  # one pod alone cannot rejoin: the whole set starts again
-            "podFailurePolicy": {"rules": [wrong]},
-            "template": {"spec": _pod(request, resolved)},
+            "podFailurePolicy": {"rules": [{"action": "FailJob", **why} for why in why_failed]},
+            "template": patched({"spec": _pod(request, resolved)}, request.pod.patch),
         },
     }
     replicated = [{"name": "node", "template": job}]
@@ -155,6 +167,20 @@ def _runtime(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any
         "mlPolicy": {"numNodes": request.nodes, "torch": {}},
         "template": {"spec": {"failurePolicy": restart, "replicatedJobs": replicated}},
     }
+
+
+def _rule(name: str, action: str, indices: str) -> dict[str, Any]:
+    """Of JobSet, for failures that rules of the pods' policy name (kubernetes 1.26 to 1.34)."""
+    return {
+        "name": name,
+        "action": action,
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [f"matching FailJob rule at index {indices}$"],
+    }
+
+
+def _exit_code(container: str, code: int) -> dict[str, Any]:
+    return {"onExitCodes": {"containerName": container, "operator": "In", "values": [code]}}
 
 
 def _pod(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
@@ -169,21 +195,35 @@ def _pod(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
         {"name": "run", "mountPath": _SETTINGS, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
-    environment: list[dict[str, Any]] = [{"name": "HF_HOME", "value": f"{request.mount}/.hf"}]
-    if request.token_secret:
-        key = {"name": request.token_secret, "key": "HF_TOKEN"}
-        environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": key}})
+    defaults = {"HF_HOME": f"{request.mount}/.hf"}
+    if request.cpus:  # torchrun would say 1
+        defaults["OMP_NUM_THREADS"] = str(max(1, request.cpus // request.processes_per_node))
     world_size = str(request.nodes * request.processes_per_node)
     check = ["bigtrain", "check", "--show", "output.directory", "--world-size", world_size]
     directory = resolved.config.output.directory
-    common = {"image": request.image, "env": environment, "volumeMounts": mounts}
+    common = {
+        "image": request.image,
+        **environment_of(request.pod, defaults),
+        "volumeMounts": mounts,
+    }
+    # RDMA pins the memory that network cards read.
+    pins = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if request.rdma else {}
     return {
         "restartPolicy": "Never",
+        # From SIGTERM on: `bigtrain.launch.agent` hands it on and waits for the save.
+        "terminationGracePeriodSeconds": request.save_seconds,
+        # The image's user is none of the volume's owners, which are root's when they are new.
+        "securityContext": {
+            "fsGroup": request.pod.fs_group,
+            "fsGroupChangePolicy": "OnRootMismatch",
+        },
+        **placed(request.pod),
         "initContainers": [{"name": "check", "command": [*check, *_arguments(request)], **common}],
         "containers": [
             {
                 "name": "node",
                 **common,
+                **pins,
                 "readinessProbe": {
                     "exec": {"command": ["test", "-s", f"{directory}/log.txt"]},
                     "periodSeconds": 30,
@@ -193,6 +233,7 @@ def _pod(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
                     "periodSeconds": 60,
                     "timeoutSeconds": 30,
                     "failureThreshold": 3,
+                    "terminationGracePeriodSeconds": 30,  # what hangs does not save
                 },
             }
         ],

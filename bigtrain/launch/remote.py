@@ -105,7 +105,7 @@ def _lines(file: IO[bytes]) -> list[str]:
 
 def _carried(host: Host, command: Sequence[str], transport: Transport) -> list[str]:
     """`command` as it is started here so that it runs on `host`, in this working directory."""
-    variables, _ = select_environment(os.environ)
+    variables = select_environment(os.environ).variables
     variables["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(checkout()), variables.get("PYTHONPATH")])
     )

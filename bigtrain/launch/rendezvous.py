@@ -1,7 +1,8 @@
 """Serve the rendezvous of an elastic run on a machine that stays, whichever of its nodes die.
 
-    python -m bigtrain.launch.rendezvous PORT
+    python -m bigtrain.launch.rendezvous HOST:PORT [ADDRESS]
 
+It asks nobody for a password, so it listens at one address: ADDRESS, or the one that HOST has here.
 Without it the agent of one of the nodes serves, and the end of that node is the end of the run.
 """
 
@@ -11,25 +12,45 @@ import signal
 import socket
 import sys
 
+from bigtrain.launch.listening import listen_where_reached
 
-def serve(port: int) -> int:
-    """Serve on `port` of all addresses until SIGINT comes; 2 where the port cannot be used."""
+
+def serve(host: str, port: int, address: str | None = None) -> int:
+    """Serve on `port` of `address`, or else of the one that `host` has here, until SIGINT comes.
+
+    Where nodes could not reach that one, a loopback address say, it serves on all of this machine.
+    Returns 2 where the port or `address` cannot be used.
+    """
     import torch.distributed as dist
 
+    here = socket.gethostname()
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
-        # On all addresses of this machine, whatever it is called here.
-        store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        bound = listen_where_reached(address or host, port)
+        if bound is None and address is not None:
+            raise OSError(f"{address} is none of this machine's addresses")
+        at = bound.getsockname()[0] if bound is not None else "every address"
+        store = dist.TCPStore(
+            "localhost" if bound is None else at,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=None if bound is None else bound.detach(),
+        )
     except (OSError, RuntimeError) as error:
         print(
-            f"rendezvous: port {port} of {socket.gethostname()} cannot be used: {error} -> end "
-            "what holds it, or give `bigtrain launch torchrun` another in --rendezvous",
+            f"rendezvous: port {port} of {here} cannot be used: {error} -> end what holds it, or "
+            "give `bigtrain launch torchrun` another in --rendezvous",
             file=sys.stderr,
         )
         return 2
-    print(f"rendezvous: serving on port {store.port} of {socket.gethostname()}", flush=True)
+    print(f"rendezvous: serving on port {store.port} of {here}, {at}", flush=True)
+    if bound is None:
+        rule = f"{host} is here no address that nodes reach, so every address is served"
+        remedy = "let a firewall close those that nodes do not use, or call it with serve ADDRESS"
+        print(f"rendezvous: {rule} -> {remedy}", file=sys.stderr)
     try:
         while True:
             signal.pause()
@@ -38,4 +59,5 @@ def serve(port: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(int(sys.argv[1])))
+    named, _, number = sys.argv[1].rpartition(":")
+    sys.exit(serve(named.strip("[]"), int(number), *sys.argv[2:3]))

@@ -53,9 +53,9 @@ cd {directory} || fail "the folder of this run must be there under the same path
 export PATH="${{python%/*}}:$PATH" PYTHONPATH="$checkout${{PYTHONPATH:+:$PYTHONPATH}}"
 
 if [ "${{1:-}}" = serve ]; then
-  exec "$python" -m bigtrain.launch.rendezvous "${{endpoint##*:}}"
+  exec "$python" -m bigtrain.launch.rendezvous "$endpoint" "${{@:2}}"
 fi
-[ "$#" = 0 ] || fail "no arguments, or: serve"
+[ "$#" = 0 ] || fail "no arguments, or: serve [ADDRESS]"
 command -v setpriv >/dev/null || fail "setpriv is not there: install util-linux"
 directory=$("$python" -m bigtrain.cli check --world-size {most_processes} \\
   --show output.directory --config "${{arguments[@]}}") || exit 2

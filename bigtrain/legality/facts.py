@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 from typing import Literal
 
 from bigtrain.errors import Problem
@@ -114,5 +115,9 @@ def _text(text: str | Callable[[Facts], str]) -> Callable[[Facts], str]:
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-    """The largest number up to `at_most` that divides `number`."""
-    return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
+    """The largest number up to `at_most` that divides `number`.
+
+    Of numbers beyond 1e12, the largest that is found in a moment.
+    """
+    small = [n for n in range(1, min(isqrt(number), 1_000_000) + 1) if number % n == 0]
+    return max(n for d in small for n in (d, number // d) if n <= at_most)

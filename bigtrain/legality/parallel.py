@@ -135,7 +135,9 @@ def _nearest_degrees(f: Facts) -> list[int]:
 def _fitting_sequence_size(f: Facts) -> int:
     assert f.attention_heads is not None
     heads = f.attention_heads
-    return max(n for n in range(1, f.sequence_size) if n == 1 or heads % (n * f.tensor_size) == 0)
+    if heads % f.tensor_size:
+        return 1
+    return largest_divisor(heads // f.tensor_size, f.sequence_size - 1)
 
 
 MODEL_RULES: tuple[Rule, ...] = (

@@ -6,14 +6,19 @@ import dataclasses
 import difflib
 import importlib.util
 import re
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.utils import cached_file
 
 from bigtrain.config import ModelSection
 from bigtrain.errors import ModelError
+
+GENERATION_CONFIG = "generation_config.json"
 
 
 def load_hf_config(section: ModelSection) -> PreTrainedConfig:
@@ -39,6 +44,28 @@ def load_hf_config(section: ModelSection) -> PreTrainedConfig:
         _check_keys(type(config), section.overrides, "model.overrides")
         return _build(type(config), values, "model.overrides")
     return config
+
+
+def save_configuration(section: ModelSection, hf_config: PreTrainedConfig, directory: Path) -> None:
+    """Write `hf_config` into `directory`, and beside it the generation settings of the model that
+    `section` names, byte for byte, where it has any.
+
+    Raises OSError.
+    """
+    hf_config.save_pretrained(directory)
+    source = section.path or section.config
+    if not isinstance(source, str):
+        return
+    # None also where the hub cannot be asked: settings that were written before then stay.
+    found = cached_file(
+        source,
+        GENERATION_CONFIG,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    if found is not None:
+        shutil.copyfile(found, directory / GENERATION_CONFIG)
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -81,7 +108,7 @@ def _check_keys(
     config_class: type[PreTrainedConfig], values: Mapping[str, Any], section: str
 ) -> None:
     """Refuse keys that the class does not have: transformers keeps a misspelt key silently."""
-    known = _known_keys(config_class)
+    known = known_keys(config_class)
     for key in values:
         if key not in known and not _model_reads(config_class, key):
             close = difflib.get_close_matches(key, sorted(known), n=1)
@@ -89,10 +116,12 @@ def _check_keys(
             raise ModelError(f"{section}.{key}: {config_class.__name__} has no such key{remedy}")
 
 
-def _known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+def known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+    """Keys that the class declares, sets by itself, or has as an alias."""
     names = {field.name for field in dataclasses.fields(config_class)}
     names.update(config_class.attribute_map)
-    names.update(vars(config_class()))
+    with suppress(Exception):  # some classes refuse their own defaults
+        names.update(vars(config_class()))
     return frozenset(name for name in names if not name.startswith("_"))
 
 

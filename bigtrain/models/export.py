@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.config import ModelSection
 from bigtrain.errors import ModelError
-from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
 from bigtrain.models.huggingface import build_model, read_in_turn
 from bigtrain.models.lazy_tensors import LazyTensor, forget_computed
 from bigtrain.models.stage_layout import names_of
@@ -78,17 +78,19 @@ def export_model(
     *,
     dtype: str,
     probe: Probe,
+    generation_config: Path | None = None,
     replace: bool = False,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
     """Write `weights` as a Hugging Face directory that answers `probe` as the trained model did.
 
     Parameters: `weights`, full tensors by Hugging Face name, tied ones once; `dtype`, name of the
-    dtype they are stored in; `max_shard_size`, of a file, such as 5GB. One process. Of
-    `LazyTensor`s it holds one file's at a time, and for the comparison one layer's. The directory
-    appears under its name only after it has been reloaded with plain transformers and has answered
-    right. Raises ModelError otherwise, or if `output` exists and is not to be replaced; what is to
-    be replaced stays until then.
+    dtype they are stored in; `generation_config`, a file to take over as it is, where it exists
+    (otherwise transformers makes one of `hf_config`); `max_shard_size`, of a file, such as 5GB.
+    One process. Of `LazyTensor`s it holds one file's at a time, and for the comparison one layer's.
+    The directory appears under its name only after it has been reloaded with plain transformers and
+    has answered right. Raises ModelError otherwise, or if `output` exists and is not to be
+    replaced; what is to be replaced stays until then.
     """
     if output.exists() and not replace:
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
@@ -97,6 +99,8 @@ def export_model(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         is_sharded = _save(weights, hf_config, temporary, dtype, max_shard_size)
+        if generation_config is not None and generation_config.is_file():
+            shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
         _save_tokenizer(tokenizer_directory, temporary, output)
         tolerance = max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype])
         _verify(temporary, probe, output, tolerance, in_turn=is_sharded)

@@ -25,6 +25,7 @@ from transformers.initialization import no_init_weights
 
 from bigtrain.config import ModelSection
 from bigtrain.errors import ModelError
+from bigtrain.models.experts import fit_experts
 from bigtrain.models.freezing import freeze
 from bigtrain.models.lazy_tensors import room
 from bigtrain.models.sharding import full_shape
@@ -73,7 +74,8 @@ def build_model(
     # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
     # zero/partition_parameters.py) loses its decorators' constructor afterwards.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
-    model = _construct(hf_config, section, seed, dtype, partitioning)
+    # The model's own: what is set below, and by transformers, is not the configuration's to keep.
+    model = _construct(copy.deepcopy(hf_config), section, seed, dtype, partitioning)
     # Counts layers, so it comes before any are taken away.
     _set_gradient_checkpointing(model, section)
     freeze(model, section.frozen)
@@ -85,6 +87,7 @@ def build_model(
         _make_room(model, partitioning)
         if weights == "read":
             find_weights(section.path, hf_config).fill_model(model)
+    fit_experts(model)
     model.config.use_cache = False
     return model
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import ModelError
 from bigtrain.models.collectives import Group
 from bigtrain.models.configuration import text_config
+from bigtrain.models.experts import fit_experts
 from bigtrain.models.sharding import cut_parameter, full_shape, shard_of
 from bigtrain.models.small_copy import (
     MODEL_FAILURES,
@@ -35,6 +36,7 @@ from bigtrain.models.thresholds import TOKENS
 # both, a part of a gradient or a wrong factor far above.
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-6
 _LOSS = 1e-5
+_FAILS = "it fails with"
 _MAX_PARAMETERS = 50_000_000
 
 
@@ -70,12 +72,12 @@ def check_tensor_plan(
         num_parameters = sum(p.numel() for p in model.parameters())
         if num_parameters > _MAX_PARAMETERS:
             raise ValueError(f"it still has {num_parameters} parameters")
-        _randomize(model)
+        randomize(model)
         _forward(model.to(device)).backward()
 
     try:
         whole = small_copy(
-            _deterministic(hf_config),
+            deterministic(hf_config),
             attention,
             [narrowest, narrower, narrow],
             run_whole,
@@ -89,10 +91,11 @@ def check_tensor_plan(
         ) from error
     found = compare_with_whole(whole, group)
     if found is not None:
+        verdict = "cannot be carried out" if found.startswith(_FAILS) else "is wrong"
         raise ModelError(
             f"parallel.tensor = {size}: the tensor-parallel plan that transformers has for "
-            f"model_type {kind} is wrong: tried on a small copy, {found} -> parallel.tensor=1, and "
-            "ZeRO 3 for models too large for one device"
+            f"model_type {kind} {verdict}: tried on a small copy, {found} -> parallel.tensor=1, "
+            "and ZeRO 3 for models too large for one device"
         )
 
 
@@ -115,11 +118,12 @@ def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
         shard_model(cut, tensor_plan(cut), group)
         for parameter in cut.parameters():
             cut_parameter(parameter)
+        fit_experts(cut)
         cut_loss = _forward(cut)
         cut_loss.backward()
         failure = _difference(float(loss), float(cut_loss), expected, cut)
     except MODEL_FAILURES as error:
-        failure = f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        failure = f"{_FAILS} {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     found: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, failure, group=group)
     return next((reason for reason in found if reason is not None), None)
@@ -167,7 +171,7 @@ def _heads(config: Any, size: int) -> tuple[int, int]:
     return (size, size) if key_heads == heads else (2 * size, size)
 
 
-def _deterministic(hf_config: PreTrainedConfig) -> PreTrainedConfig:
+def deterministic(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration without dropout or noise."""
     config = copy.deepcopy(hf_config)
     for part in {id(c): c for c in (config, text_config(config))}.values():
@@ -178,7 +182,7 @@ def _deterministic(hf_config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 @torch.no_grad()
-def _randomize(model: PreTrainedModel) -> None:
+def randomize(model: PreTrainedModel) -> None:
     """Noise on every parameter: ones and zeros hide what is done with them."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():

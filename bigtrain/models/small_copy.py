@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bigtrain.models.configuration import text_config
+from bigtrain.models.experts import fit_experts
 from bigtrain.models.thresholds import TOKENS, cross_thresholds
 
 VOCABULARY = 64
@@ -92,6 +93,7 @@ def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
         dtype=torch.float32,
         attn_implementation=None if attention == "auto" else attention,
     )
+    fit_experts(model)
     return model
 
 

@@ -28,6 +28,7 @@ from bigtrain.models.collectives import (
     summed,
 )
 from bigtrain.models.configuration import text_config
+from bigtrain.models.experts import GROUPED_UNIT
 from bigtrain.models.sharding import Shard, even_ranges, padded_range, shard_of, tag_shard
 
 Plan = dict[str, str]
@@ -47,9 +48,6 @@ _WHOLE = {
     "replicate",
 }
 _KEY_VALUE = ("k_proj", "v_proj")
-
-# torch's grouped matrix products want rows of whole 16 bytes: 8 elements of 16 bit.
-_EXPERT_UNIT = 8
 
 
 def tensor_plan(model: PreTrainedModel) -> Plan:
@@ -157,33 +155,45 @@ def _shard_of_style(
     if _is_shared_key_value(model, name, style, size):
         return _key_value_shard(model, shape, dim, rank, size)
     packed = 2 if style.startswith("packed") else 1
-    if shape[dim] // packed % size and _drops_inner(text_config(model.config)):
+    dropout = _inner_dropout(model, name) if shape[dim] // packed % size else None
+    if dropout is not None:
         raise ModelError(
-            f"parallel.tensor: {name} {list(shape)}: with dropout, {size} processes need equally "
-            "wide parts, or their random streams part -> a degree that divides "
-            f"{shape[dim] // packed}, or no dropout"
+            f"parallel.tensor: {name} {list(shape)}: with dropout between its layers ({dropout}), "
+            f"{size} processes need equally wide parts, or their random streams part -> a degree "
+            f"that divides {shape[dim] // packed}, or no dropout"
         )
-    return _unpadded(name, shape, dim, packed, rank, size)
+    matrices = len(shape) + is_bias == 3  # those of experts, stacked
+    return _unpadded(name, shape, dim, packed, rank, size, GROUPED_UNIT if matrices else 1)
 
 
-def _drops_inner(config: Any) -> bool:
-    """Whether there may be dropout elsewhere than on attention, whose heads always divide."""
-    return any(
-        isinstance(value, float) and value > 0 and "drop" in name and "att" not in name
-        for name, value in vars(config).items()
-    )
+def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
+    """The dropout that may act on what the cut parameter `name` puts out, if there is any.
+
+    It is a module or a number of the block that holds the parameter's layer. What lies outside of
+    that block acts on whole hidden states, and attention's on whole heads: all processes draw
+    equally much for those. A configuration may hold numbers that its causal model never reads.
+    """
+    block_name = name.rpartition(".")[0].rpartition(".")[0]
+    for prefix, module in model.get_submodule(block_name).named_modules(prefix=block_name):
+        if isinstance(module, nn.Dropout) and module.p > 0 and "att" not in prefix:
+            return f"{prefix}.p = {module.p}"
+        for key, value in vars(module).items():
+            if isinstance(value, float) and value > 0 and "drop" in key and "att" not in key:
+                return f"{prefix}.{key} = {value}"
+    return None
 
 
 def _unpadded(
-    name: str, shape: tuple[int, ...], dim: int, packed: int, rank: int, size: int
+    name: str, shape: tuple[int, ...], dim: int, packed: int, rank: int, size: int, unit: int
 ) -> Shard:
+    """Parts of whole units where there are enough of them; of any width where there are not."""
     width = shape[dim] // packed
-    unit = _EXPERT_UNIT if len(shape) == 3 and width % _EXPERT_UNIT == 0 else 1
-    if shape[dim] % packed or width // unit < size:
-        most = max(1, width // unit)
+    if width % unit or width // unit < size:
+        unit = 1
+    if shape[dim] % packed or width < size:
         raise ModelError(
             f"parallel.tensor: {name} {list(shape)}: dimension {dim} cannot be cut into {packed} x "
-            f"{size} parts of multiples of {unit} -> parallel.tensor={most} or less"
+            f"{size} parts -> parallel.tensor={max(1, width)} or less"
         )
     start, stop = (edge * unit for edge in even_ranges(width // unit, size, rank))
     ranges = tuple((n * width + start, n * width + stop) for n in range(packed))

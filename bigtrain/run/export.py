@@ -6,12 +6,13 @@ from pathlib import Path
 
 from bigtrain.config import ModelSection, RunConfig
 from bigtrain.engine.checkpoint_lazy import open_weights
-from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
 from bigtrain.models.export import MAX_SHARD_SIZE, Probe, export_model
 from bigtrain.run import checkpoints
 
 MODEL_CONFIG = "model_config"
-"""Folder of a run directory with the model's Hugging Face configuration."""
+"""Folder of a run directory with the model's Hugging Face configuration, as it was loaded, and its
+generation settings."""
 
 
 def export_run(
@@ -33,14 +34,16 @@ def export_run(
     directory = checkpoints.find(run_directory, step)
     state = checkpoints.read_state(directory)
     config = RunConfig.model_validate(state["config"])
+    model_config = run_directory / MODEL_CONFIG
     export_model(
         open_weights(directory / checkpoints.TENSORS),
         # Not from config.model: a directory or hub name may be gone or changed by now.
-        load_hf_config(ModelSection(config=str(run_directory / MODEL_CONFIG))),
+        load_hf_config(ModelSection(config=str(model_config))),
         run_directory / "tokenizer",
         output,
         dtype=dtype or config.precision.dtype,
         probe=Probe.load(directory / checkpoints.PROBE, config.precision.dtype),
+        generation_config=model_config / GENERATION_CONFIG,
         replace=replace,
         max_shard_size=max_shard_size,
     )

@@ -26,6 +26,7 @@ from bigtrain.data.manifest import TOKENIZER_DIRECTORY
 from bigtrain.engine.distributed import process_group
 from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import SupersededError
+from bigtrain.models.configuration import save_configuration
 from bigtrain.models.huggingface import empty_model
 from bigtrain.run import checkpoints, fencing
 from bigtrain.run.export import MODEL_CONFIG
@@ -218,7 +219,7 @@ def _write_run_directory(session: Session) -> None:
     _write_json(directory / "config.json", run.config.model_dump(mode="json"))
     _write_json(directory / "deepspeed.json", run.engine.deepspeed)
     _write_json(directory / "environment.json", describe_environment(session))
-    session.inputs.hf_config.save_pretrained(directory / MODEL_CONFIG)
+    save_configuration(run.config.model, session.inputs.hf_config, directory / MODEL_CONFIG)
     tokens = Path(run.config.data.mixture[0].path)  # all sources have the same tokenizer
     shutil.copytree(tokens / TOKENIZER_DIRECTORY, directory / "tokenizer", dirs_exist_ok=True)
 

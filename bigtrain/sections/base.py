@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -15,3 +15,21 @@ class Section(BaseModel):
     """Base of every section: frozen, no unknown keys, no NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic takes true for 1 and 1, "yes" and "on" for true.
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if annotation is bool:
+            if not isinstance(value, bool):
+                raise ValueError("must be true or false")
+        elif _takes_numbers(annotation):
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            if any(isinstance(item, bool) for item in items):
+                raise ValueError("must be a number, not true or false")
+        return value
+
+
+def _takes_numbers(annotation: Any) -> bool:
+    return annotation in (int, float) or any(map(_takes_numbers, get_args(annotation)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from pathlib import PurePath
 from typing import Annotated, Literal, Self
 
@@ -97,10 +98,14 @@ class DataSection(Section):
             raise ValueError(
                 "data.sources: every source must have a weight, or every one epochs, and none both"
             )
-        paths = [source.path for source in self.sources]
-        twice = next((path for path in paths if paths.count(path) > 1), None)
-        if twice is not None:
-            raise ValueError(f"data.sources: {twice} is listed twice; give it one weight")
+        paths = [os.path.normpath(source.path) for source in self.sources]
+        for second, path in enumerate(paths):
+            first = paths.index(path)
+            if first < second:
+                raise ValueError(
+                    f"data.sources: {path} is listed twice; give it one weight, the sum of those "
+                    f"of data.sources.{first} and data.sources.{second}"
+                )
         if len(set(self.names)) != len(self.names):
             raise ValueError("data.sources: two sources have the same name")
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from bigtrain.sections.base import NonNegativeInt, PositiveInt, Section
 
@@ -105,6 +105,13 @@ class OutputSection(Section):
     export: bool = Field(
         default=True, description="write a verified Hugging Face directory at the end of the run"
     )
+
+    @field_validator("directory")
+    @classmethod
+    def _names_a_directory(cls, directory: str) -> str:
+        if not directory.strip():
+            raise ValueError("must name the directory of the run, such as runs/mine")
+        return directory
 
 
 class EngineSection(Section):

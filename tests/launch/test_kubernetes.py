@@ -7,6 +7,7 @@ What no schema says (the controllers' behaviour, CEL rules) has not been tried o
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,37 @@ import pytest
 import yaml
 
 from bigtrain.cli import main as bigtrain
+from bigtrain.errors import EXIT_STOPPED, EXIT_USER_ERROR
 from bigtrain.launch.kubernetes import liveness_command
 from bigtrain.train import build_parser as train_parser
 from tests.support.worlds import ROOT
 
 SCHEMAS = ROOT.parent / "shared" / "schemas"
 COMMAND = ["launch", "kubernetes", "--config", "quickstart", "--image", "registry/bigtrain:1"]
+EVERYTHING = (
+    "--cpus 16 --memory 64Gi --namespace team --token-secret hub --save-seconds 900 "
+    "--env SITE=here "
+    "--secret-env WANDB_API_KEY=wandb:key --env-from-secret comet --node-selector pool=h100 "
+    "--toleration nvidia.com/gpu:NoSchedule --toleration team=llm --toleration spot "
+    "--image-pull-secret registry --rdma rdma/hca=8 --queue llm --priority-class high "
+    "--fs-group 2000"
+).split()
+PATCH = """
+metadata: {annotations: {site/profile: llm}}
+spec:
+  hostNetwork: true
+  securityContext: {fsGroupChangePolicy: null, supplementalGroups: [7]}
+  containers:
+  - name: node
+    readinessProbe: null
+    env: [{name: HF_HOME, value: /scratch}, {name: MORE, value: "1"}]
+    volumeMounts: [{name: scratch, mountPath: /scratch}]
+  volumes:
+  - name: scratch
+    emptyDir: {}
+  - name: shm
+    emptyDir: {sizeLimit: 64Gi}
+"""
 PATHS = ["output.directory=/data/run", "data.path=/data/shards"]
 
 
@@ -66,11 +92,19 @@ def validator(plural: str) -> jsonschema.Draft202012Validator:
     "words",
     [
         [],
-        ["--cpus", "16", "--memory", "64Gi", "--namespace", "team", "--token-secret", "hub"],
+        EVERYTHING,
+        ["--patch", "patch.yaml"],
     ],
-    ids=["short", "everything"],
+    ids=["short", "everything", "patched"],
 )
-def test_the_schemas_accept_them(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schemas_accept_them(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("patch.yaml").write_text(PATCH)
     found = documents(capsys, *words)
     for kind, plural in (("TrainingRuntime", "trainingruntimes"), ("TrainJob", "trainjobs")):
         errors = [error.message for error in validator(plural).iter_errors(found[kind])]
@@ -121,10 +155,108 @@ def test_they_hang_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     words = [word.replace("/etc/bigtrain", str(tmp_path)) for word in check["command"]]
     assert bigtrain(words[1:]) == 0
     assert capsys.readouterr().out == "/data/run\n"
+    assert trainer["command"] == ["python", "-m", "bigtrain.launch.agent"]
     assert trainer["args"][0] == "bigtrain/train.py"
     train_parser().parse_intermixed_args(trainer["args"][1:])
-    [rule] = template["spec"]["podFailurePolicy"]["rules"]
-    assert (rule["onExitCodes"]["containerName"], rule["onExitCodes"]["values"]) == ("check", [2])
+
+
+def node_pod(found: dict[str, Any]) -> dict[str, Any]:
+    """The pods' template."""
+    [replicated] = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]["template"]
+
+
+def test_what_a_site_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    found = documents(capsys, *EVERYTHING)
+    pod = node_pod(found)["spec"]
+    [check], [node] = pod["initContainers"], pod["containers"]
+    assert node["env"] == check["env"]
+    variables = {entry["name"]: entry for entry in node["env"]}
+    assert variables["SITE"]["value"] == "here"
+    assert variables["OMP_NUM_THREADS"]["value"] == "16"  # one process on 16 cores
+    keys = {
+        name: tuple(entry["valueFrom"]["secretKeyRef"].values())
+        for name, entry in variables.items()
+        if "valueFrom" in entry
+    }
+    assert keys == {"WANDB_API_KEY": ("wandb", "key"), "HF_TOKEN": ("hub", "HF_TOKEN")}
+    assert node["envFrom"] == [{"secretRef": {"name": "comet"}}]
+    assert pod["nodeSelector"] == {"pool": "h100"}
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "team", "operator": "Equal", "value": "llm"},
+        {"key": "spot", "operator": "Exists"},
+    ]
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert pod["priorityClassName"] == "high"
+    assert pod["securityContext"]["fsGroup"] == 2000
+    assert node["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    job = found["TrainJob"]
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "llm"}
+    assert job["spec"]["trainer"]["resourcesPerNode"]["limits"]["rdma/hca"] == "8"
+
+
+def test_the_volume_is_the_images_and_a_save_has_time(capsys: pytest.CaptureFixture[str]) -> None:
+    pod = node_pod(documents(capsys))["spec"]
+    user = re.search(r"^USER (\d+):(\d+)$", (ROOT / "Dockerfile").read_text(), flags=re.M)
+    assert user is not None
+    assert pod["securityContext"]["fsGroup"] == int(user[2])
+    assert pod["terminationGracePeriodSeconds"] == 600
+    [node] = pod["containers"]
+    assert node["livenessProbe"]["terminationGracePeriodSeconds"] == 30  # it hangs: no save
+    cpus = documents(capsys, "batch.micro_samples=1", "--gpus-per-node", "4", "--cpus", "48")
+    [threads] = [e for e in node_pod(cpus)["spec"]["containers"][0]["env"] if "OMP" in e["name"]]
+    assert threads["value"] == "12"
+
+
+def action(found: dict[str, Any], **pod: Any) -> str:
+    """What JobSet does where a `pod` has failed first, by the rules in their order.
+
+    As Kubernetes (pkg/controller/job/pod_failure_policy.go) and JobSet (failure_policy.go) do.
+    """
+    spec = found["TrainingRuntime"]["spec"]["template"]["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    for index, rule in enumerate(job["podFailurePolicy"]["rules"]):
+        codes = rule.get("onExitCodes", {})
+        conditions = [one["type"] for one in rule.get("onPodConditions", ())]
+        exits = pod.get(codes.get("containerName")) in codes.get("values", ())
+        if exits or pod.get("condition") in conditions:
+            reason, message = "PodFailurePolicy", f"... matching FailJob rule at index {index}"
+            break
+    for rule in spec["failurePolicy"]["rules"]:
+        patterns = rule["onJobFailureMessagePatterns"]
+        if reason in rule["onJobFailureReasons"] and any(re.search(p, message) for p in patterns):
+            return str(rule["action"])
+    return "RestartJobSet"
+
+
+def test_preemptions_leave_the_restarts_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    found = documents(capsys)
+    free = "RestartJobSetAndIgnoreMaxRestarts"
+    assert action(found, condition="DisruptionTarget", node=137) == free
+    assert action(found, node=EXIT_STOPPED) == free  # its peers, which saved with it
+    assert action(found, node=1) == "RestartJobSet"
+    assert action(found, check=EXIT_USER_ERROR) == "FailJobSet"
+
+
+def test_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    patch = tmp_path / "patch.yaml"
+    patch.write_text(PATCH)
+    before = node_pod(documents(capsys))
+    found = documents(capsys, "--patch", str(patch))
+    after = node_pod(found)
+    assert after["metadata"] == {"annotations": {"site/profile": "llm"}}
+    spec = after["spec"]
+    assert spec["hostNetwork"] is True
+    assert spec["securityContext"] == {"fsGroup": 1000, "supplementalGroups": [7]}
+    assert spec["initContainers"] == before["spec"]["initContainers"]
+    [node] = spec["containers"]
+    assert "readinessProbe" not in node
+    assert node["env"] == [{"name": "HF_HOME", "value": "/scratch"}, {"name": "MORE", "value": "1"}]
+    assert [m["name"] for m in node["volumeMounts"]] == ["data", "run", "shm", "scratch"]
+    shm = {volume["name"]: volume for volume in spec["volumes"]}["shm"]
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
 
 
 def test_liveness_command(tmp_path: Path) -> None:
@@ -151,6 +283,15 @@ def test_liveness_command(tmp_path: Path) -> None:
         (["--mount", "data"], "--mount = 'data': must be an absolute path"),
         (["--nodes", "3"], "batch.global_samples"),
         (["--restarts", "-1"], "--restarts = -1: must be 0"),
+        (["--env", "HF_TOKEN=geheim"], "--env = 'HF_TOKEN': holds a secret"),
+        (["--env", "https_proxy=http://me:geheim@b"], "--secret-env https_proxy=NAME:KEY"),
+        (["--env", "geheim"], "--env geheim: is not NAME=VALUE"),
+        (["--env", "a-b=1"], "--env = 'a-b': is no name of a variable"),
+        (["--env", "A=1", "--env", "A=2"], "--env A is given twice"),
+        (["--secret-env", "A=b"], "--secret-env = 'A': does not name a Secret and a key"),
+        (["--toleration", "a=b:Never"], "--toleration = 'a=b:Never': is no toleration"),
+        (["--patch", "not.there"], "--patch not.there cannot be read"),
+        (["--patch", str(ROOT / "bigtrain/recipes/quickstart.yaml")], "and spec alone"),
     ],
 )
 def test_what_cannot_work_is_refused(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from bigtrain.cli import main as bigtrain
-from tests.support.worlds import ROOT
+from tests.support.worlds import ROOT, free_port
 
 RUN = ["launch", "torchrun", "--config", "quickstart", "--gpus-per-node", "2"]
 MEET = ["--rendezvous", "login:29400"]
@@ -68,10 +72,55 @@ def test_batch_in_tokens_is_told_in_tokens(capsys: pytest.CaptureFixture[str]) -
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        (["{here}"], "{here}"),
+        (["login.invalid"], None),
+        (["login.invalid", "127.0.0.1"], "127.0.0.1"),
+    ],
+)
+def test_the_rendezvous_listens_at_one_address(words: list[str], address: str | None) -> None:
+    """Of HOST, or the one that is named; on all where nodes could not reach HOST's."""
+    addresses = [a.address for cards in psutil.net_if_addrs().values() for a in cards]
+    here = next((a for a in addresses if re.fullmatch(r"(?!127\.)\d+(\.\d+){3}", a)), None)
+    if here is None:
+        pytest.skip("this machine has no address but the loopback's")
+    port = free_port()
+    host, *rest = (word.format(here=here) for word in words)
+    command = [sys.executable, "-m", "bigtrain.launch.rendezvous", f"{host}:{port}", *rest]
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        said = server.stdout.readline()
+        listening = psutil.Process(server.pid).net_connections(kind="inet")
+        store = TCPStore(rest[0] if rest else here, port, wait_for_workers=False)
+        store.set("a", "b")
+    finally:
+        server.send_signal(signal.SIGINT)
+        warned = server.communicate()[1]
+    at = [one.laddr for one in listening if one.status == psutil.CONN_LISTEN]
+    wanted = address and address.format(here=here)
+    assert {one.port for one in at} == {port}
+    assert {one.ip for one in at} == ({wanted} if wanted else {"::"})
+    assert f"serving on port {port} of " in said
+    assert (f", {wanted}\n" if wanted else ", every address\n") in said
+    assert ("so every address is served -> let a firewall" in warned) == (wanted is None)
+
+
+def test_serving_at_an_address_of_another_machine() -> None:
+    command = [sys.executable, "-m", "bigtrain.launch.rendezvous"]
+    command += [f"login:{free_port()}", "198.51.100.7"]
+    served = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert served.returncode == 2
+    assert "198.51.100.7 is none of this machine's addresses" in served.stderr
+
+
 def test_serving_at_a_port_that_is_taken() -> None:
     with socket.create_server(("", 0)) as holder:
         port = str(holder.getsockname()[1])
-        command = [sys.executable, "-m", "bigtrain.launch.rendezvous", port]
+        command = [sys.executable, "-m", "bigtrain.launch.rendezvous", f"login:{port}"]
         served = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert served.returncode == 2
     assert f"rendezvous: port {port} of {socket.gethostname()} cannot be used" in served.stderr

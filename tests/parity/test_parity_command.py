@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +17,15 @@ import yaml
 
 from bigtrain.cli import main
 from bigtrain.config import RunConfig
-from bigtrain.run.parity import (
-    Figures,
-    Point,
-    compare,
-    micro_batches,
-    points,
-    shrink,
-    train_points,
-    train_reference,
-)
+from bigtrain.errors import ConfigError
+from bigtrain.parity.comparison import compare, mean_of
+from bigtrain.parity.proxy import Proxy, micro_batches, shrink
+from bigtrain.parity.reference import Figures, train_reference
+from bigtrain.parity.run import train_points
+from bigtrain.parity.topologies import Point, points
 from bigtrain.topology import BatchPlan
 from tests.parity.conftest import ARCHITECTURES, llama, run_config
+from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -35,16 +37,17 @@ def config_of(data: Path, **sections: Any) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Proxy:
     return shrink(config_of(Path("unread")), 2, tmp_path_factory.mktemp("small") / "model")
 
 
 @pytest.fixture(scope="module")
-def reference(small: RunConfig) -> Figures:
-    return train_reference(small)
+def reference(small: Proxy) -> Figures:
+    (figures,) = train_reference(small.config)
+    return figures
 
 
-def test_every_topology_is_listed_once(small: RunConfig) -> None:
+def test_every_topology_is_listed_once(small: Proxy) -> None:
     found = points(small, 2)
     assert len({point.name for point in found}) == len(found)
     legal = [point.name for point in found if point.refusal is None]
@@ -60,10 +63,12 @@ def test_an_architecture_without_a_plan_is_refused_at_that_degree_alone(tmp_path
     assert refusals["pipeline_zero1, data 1, pipeline 2"] is None
 
 
-def test_batches_are_the_same_at_every_topology(small: RunConfig) -> None:
-    whole = micro_batches(small, BatchPlan(4, 4, 1, 1, 16), 3, 0)[0]
+def test_batches_are_the_same_at_every_topology(small: Proxy) -> None:
+    whole = micro_batches(small.config, BatchPlan(4, 4, 1, 1, 16), 3, 0)[0]
     plan = BatchPlan(4, 1, 2, 2, 16)
-    rows = [micro_batches(small, plan, 3, rank)[micro] for micro in (0, 1) for rank in (0, 1)]
+    rows = [
+        micro_batches(small.config, plan, 3, rank)[micro] for micro in (0, 1) for rank in (0, 1)
+    ]
     assert torch.equal(torch.cat([row.input_ids for row in rows]), whole.input_ids)
     assert torch.equal(torch.cat([row.labels for row in rows]), whole.labels)
 
@@ -81,32 +86,180 @@ def test_the_command_passes(
     assert "DIFFERENT" not in out
 
 
-def test_another_model_is_found_out(small: RunConfig, reference: Figures, tmp_path: Path) -> None:
+def test_another_model_is_found_out(small: Proxy, reference: Figures, tmp_path: Path) -> None:
     point = next(p for p in points(small, 2) if p.name == "zero1, data 2")
-    other = small.model_copy(update={"seed": small.seed + 1})
-    found = train_points(other, [point], 2, tmp_path)[point.name]
-    verdict = compare(point, reference, found)
+    model = point.config.model.model_copy(update={"overrides": {"rms_norm_eps": 0.1}})
+    changed = replace(point, config=point.config.model_copy(update={"model": model}))
+    ((_, found),) = train_points([changed], 2, tmp_path)
+    assert isinstance(found, Figures)
+    verdict = compare(point, [reference], found)
     assert not verdict.passed
     assert "layers.0, in the forward pass" in verdict.where
 
 
-def test_where_a_difference_arises(small: RunConfig, reference: Figures) -> None:
+def test_where_a_difference_arises(small: Proxy, reference: Figures) -> None:
     point: Point = points(small, 2)[0]
-    assert compare(point, reference, reference).passed
+    assert compare(point, [reference], reference).passed
 
     name = list(reference.first)[4]
     moved = {**reference.first, name: reference.first[name] + 1e-3}
     last = {**reference.last, name: reference.last[name] + 1e-3}
-    verdict = compare(point, reference, replace(reference, first=moved, last=last))
+    verdict = compare(point, [reference], replace(reference, first=moved, last=last))
     assert not verdict.passed
     assert verdict.where == f"the gradient of {name}, in the backward pass of the first step"
 
     losses = [reference.losses[0] + 1e-3, *reference.losses[1:]]
-    verdict = compare(point, reference, replace(reference, losses=losses))
+    verdict = compare(point, [reference], replace(reference, losses=losses))
     assert verdict.where == "after the last layer: norm, head or loss"
 
     norms = [*reference.norms[:-1], float("nan")]
-    assert not compare(point, reference, replace(reference, norms=norms)).passed
+    assert not compare(point, [reference], replace(reference, norms=norms)).passed
 
     missing = {key: value for key, value in reference.last.items() if key != name}
-    assert not compare(point, reference, replace(reference, last=missing)).passed
+    assert not compare(point, [reference], replace(reference, last=missing)).passed
+
+
+def test_the_proxy_is_as_the_run_says(tmp_path: Path) -> None:
+    """Frozen parameters, decay, betas, no clipping, a loss that the run chooses to be in chunks."""
+    run = run_config(
+        Path("unread"),
+        {"config": {**ARCHITECTURES["gpt2"], "vocab_size": 200_000, "n_positions": 2048}},
+        micro_samples=1,
+        optimizer={"lr": 1e-5, "betas": [0.8, 0.9], "weight_decay": 0.3, "clip_norm": 0.0},
+    )
+    run["model"]["frozen"] = ["transformer.wpe.*", "transformer.h.9.*"]
+    run["batch"] = {"sequence_length": 2048, "global_samples": 8}
+    proxy = shrink(RunConfig.model_validate(run), 2, tmp_path / "model")
+    config = proxy.config
+    assert config.model.frozen == ("transformer.wpe.*",)
+    assert any("transformer.h.9.* match nothing" in note for note in proxy.notes)
+    assert config.model.loss == "chunked"
+    optimizer = config.optimizer
+    assert (optimizer.betas, optimizer.weight_decay, optimizer.clip_norm) == ((0.8, 0.9), 0.3, 0.0)
+    run["model"]["frozen"] = ["*"]
+    with pytest.raises(ConfigError, match=r"model\.frozen .*leaves nothing to train"):
+        shrink(RunConfig.model_validate(run), 2, tmp_path / "frozen")
+
+
+def test_the_runs_own_engine_is_compared_too(tmp_path: Path) -> None:
+    """Its numbers are those of another run; what DeepSpeed is told of memory stays."""
+    own = tmp_path / "mine.json"
+    tree = {
+        "train_batch_size": 4096,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+    }
+    own.write_text(json.dumps(tree))
+    config = config_of(Path("unread"), engine={"deepspeed_config": str(own)})
+    proxy = shrink(config, 2, tmp_path / "model")
+    point = next(p for p in points(proxy, 2) if p.name == "mine, data 2")
+    assert point.refusal is None
+    numbers = {"train_batch_size": "auto", "gradient_clipping": "auto"}
+    assert json.loads(Path(point.engine).read_text()) == {**tree, **numbers}
+
+
+def test_16_bit_is_compared_with_runs_that_only_rounding_puts_apart() -> None:
+    runs = [
+        Figures([1.0 + off], [2.0], {"layer": 4.0}, {}, {"w": torch.tensor([off])})
+        for off in (-1e-3, 0.0, 1e-3)
+    ]
+    centre, limits = mean_of(runs)
+    assert centre.losses == pytest.approx([1.0])
+    assert (limits.loss, limits.norm) == (pytest.approx(3e-3), 0.0)
+    assert limits.weight == pytest.approx(3e-3)
+
+
+GPT2 = {key: value for key, value in ARCHITECTURES["gpt2"].items() if not key.endswith("pdrop")}
+"""With the dropout that its configuration has by default."""
+
+
+def parity_of_a_copy(
+    directory: Path, changes: dict[str, tuple[str, str]], **sections: Any
+) -> tuple[int, str]:
+    """Exit code and output of the command with one process, of bigtrain with text replaced."""
+    for folder in ("bigtrain", "ds_configs"):
+        shutil.copytree(ROOT / folder, directory / folder)
+    for name, (old, new) in changes.items():
+        file = directory / "bigtrain" / name
+        text = file.read_text()
+        assert text.count(old) == 1, (name, old)
+        file.write_text(text.replace(old, new))
+    model = {"config": GPT2, "frozen": ["transformer.wpe.*"]}
+    run = run_config(Path("unread"), model, micro_samples=1, **sections)
+    (directory / "run.yaml").write_text(yaml.safe_dump(run))
+    command = "import sys; from bigtrain.cli import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["parity", "--config", "run.yaml", "--world-size", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", command, *arguments],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(directory)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_dropout_frozen_offload_and_16_bit_are_compared(tmp_path: Path) -> None:
+    code, output = parity_of_a_copy(
+        tmp_path,
+        {},
+        precision={"dtype": "bfloat16"},
+        engine={"deepspeed_config": "zero2_offload"},
+    )
+    assert code == 0, output
+    assert "note: dropout is off here (attn_pdrop = 0.1" in output
+    assert output.count("  same") == 6
+    assert "zero2_offload, data 1, bfloat16" in output
+
+
+def test_a_crash_is_a_row(tmp_path: Path) -> None:
+    choose = "choices = choices or require_choices"
+    crash = "if engine_config.zero_stage == 1:\n        raise RuntimeError('no luck\\nat all')\n"
+    change = {"engine/build.py": (choose, f"{crash}    {choose}")}
+    code, output = parity_of_a_copy(tmp_path, change)
+    assert code == 1, output
+    (row,) = [line for line in output.splitlines() if line.startswith("zero1, data 1")]
+    assert row.endswith("crashed: RuntimeError: no luck")
+    assert output.count("  same") == 3
+
+
+MUTATIONS = {
+    "vectors decay": {"models/huggingface.py": ("num_dims >= 2", "num_dims >= 1")},
+    "labels are smoothed": {
+        "engine/build.py": ('reduction="sum",', 'reduction="sum", label_smoothing=0.01,')
+    },
+    "nothing is frozen": {"models/freezing.py": ("requires_grad_(False)", "requires_grad_(True)")},
+    "the norm is clipped to another": {
+        "engine/deepspeed_config.py": (
+            '"gradient_clipping": config.optimizer.clip_norm,',
+            '"gradient_clipping": 1.02 * config.optimizer.clip_norm,',
+        )
+    },
+    "the rate is a step late": {
+        "engine/build.py": (
+            'group["lr"] = lr',
+            'group["lr"], group["next"] = group.get("next", lr), lr',
+        )
+    },
+    "weights are read rounded": {
+        "models/weights.py": (
+            "out.copy_(part[where] if where",
+            "out.copy_(part[where].bfloat16() if where",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["vectors decay"])
+def test_what_is_wrong_is_told(name: str, tmp_path: Path) -> None:
+    """Also where the reference once did as the run does, and would be as wrong."""
+    code, output = parity_of_a_copy(tmp_path, MUTATIONS[name])
+    assert code == 1, output
+    assert output.count("DIFFERENT") == 4, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(MUTATIONS.keys() - {"vectors decay"}))
+def test_all_that_is_wrong_is_told(name: str, tmp_path: Path) -> None:
+    test_what_is_wrong_is_told(name, tmp_path)

@@ -155,3 +155,59 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     assert "offload_optimizer.nvme_path" in refused(run_config(), nvme)
     with pytest.raises(ConfigError, match="GRADIENT_CLIPPING = 'much': is no number"):
         read_accelerate({**ANSWERED, "ACCELERATE_GRADIENT_CLIPPING": "much"})
+
+
+def dynamo_answers(*options: str) -> dict[str, str]:
+    """What `accelerate launch` itself makes of them, without DeepSpeed."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    arguments = launch_command_parser().parse_args(
+        [
+            *options,
+            "--num_machines=1",
+            "--num_processes=1",
+            "--mixed_precision=no",
+            "--cpu",
+            "train.py",
+        ]
+    )
+    _, environment = prepare_simple_launcher_cmd_env(arguments)
+    return {name: text for name, text in environment.items() if name.startswith("ACCELERATE_")}
+
+
+def test_torch_dynamo_compiles_the_layers() -> None:
+    answers = dynamo_answers("--dynamo_backend=inductor")
+    run = resolve(run_config(), answers)
+    assert run.config.model.compile == "on"
+    # The engine and everything else are the run's: nothing was answered on DeepSpeed.
+    assert (run.engine.source, run.config.precision.dtype) == ("zero1.json", "bfloat16")
+    assert resolve(run.config, answers).config == run.config
+    assert resolve(run_config(), answers, "zero2").engine.zero_stage == 2
+    beside = {
+        **ANSWERED,
+        **answers,
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        f"{DEEPSPEED}ZERO_STAGE": "1",
+    }
+    assert resolve(run_config(), beside).config.model.compile == "on"
+    problem = refused(run_config(model={"compile": "off"}), answers)
+    assert problem.startswith("accelerate config: torch dynamo = 'yes': contradicts model.compile")
+    assert (
+        resolve(run_config(), dynamo_answers("--dynamo_backend=no")).config.model.compile == "off"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--dynamo_backend=eager"], "dynamo_backend = 'EAGER'"),
+        (["--dynamo_mode=max-autotune"], "dynamo_mode = 'max-autotune'"),
+        (["--dynamo_use_fullgraph"], "dynamo_use_fullgraph = 'True'"),
+        (["--dynamo_use_dynamic"], "dynamo_use_dynamic = 'True'"),
+    ],
+)
+def test_torch_dynamo_as_layers_are_not_compiled(options: list[str], said: str) -> None:
+    answers = dynamo_answers("--dynamo_backend=inductor", *options)
+    with pytest.raises(ConfigError, match=f"{said}: is not how bigtrain compiles layers -> answer"):
+        read_accelerate(answers)

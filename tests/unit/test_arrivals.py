@@ -7,12 +7,14 @@ import socket
 import threading
 from collections.abc import Iterable
 
+import psutil
 import pytest
 
 from bigtrain.engine.arrivals import all_arrived
 from bigtrain.errors import LaunchError
+from bigtrain.launch.listening import listen_only_at
 from bigtrain.world import World
-from tests.support.worlds import free_port
+from tests.support.worlds import free_port, run_world
 
 HOST = socket.gethostname()
 
@@ -67,3 +69,59 @@ def test_the_main_process_does_not_come(address: str) -> None:
 def test_nobody_is_waited_for_under_torchruns_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TORCHELASTIC_USE_AGENT_STORE", "True")
     assert meet((1,), 2, patience_seconds=0.5) == {1: ""}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_store_listens_at_the_address_alone_that_all_know(size: int) -> None:
+    port = int(os.environ["MASTER_PORT"])
+    found: list[set[str]] = []
+    barrier = threading.Barrier(size)
+
+    def come(rank: int) -> None:
+        with all_arrived(World(rank, size, rank), 60):
+            barrier.wait(timeout=30)
+            sockets = psutil.Process().net_connections(kind="inet")
+            places = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
+            found.append({place.ip for place in places if place.port == port})
+            barrier.wait(timeout=30)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found == [{"127.0.0.1"}] * size
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        HOST,  # by a name, other hosts may know another address of this machine
+        "198.51.100.7",  # behind a translating router, it is none of this machine's
+    ],
+)
+def test_where_others_may_know_another_address_every_one_is_listened_at(address: str) -> None:
+    assert listen_only_at(address, 0) is None
+
+
+WORLD = """
+import os, psutil
+from bigtrain.engine.distributed import process_group
+from bigtrain.run.board import open_board
+from bigtrain.world import read_world
+
+world = read_world(os.environ)
+with process_group(world):
+    assert open_board(world) is not None
+    sockets = psutil.Process().net_connections(kind="inet")
+    print("LISTENING", *(s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN))
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_world_on_this_machine_is_reached_from_this_machine_alone() -> None:
+    lines = run_world(2, ["-c", WORLD]).splitlines()
+    places = [place for line in lines if line.startswith("LISTENING") for place in line.split()[1:]]
+    assert len(places) >= 3  # the store, and gloo in both processes
+    assert set(places) == {"127.0.0.1"}

@@ -197,7 +197,13 @@ def test_values_that_do_not_fit(tmp_path: Path, overrides: list[str], message: s
         ),
         (
             {"sources": [{"path": "a", "weight": 1}, {"path": "a", "weight": 1}]},
-            "data: data.sources: a is listed twice; give it one weight",
+            "data: data.sources: a is listed twice; give it one weight, the sum of those of "
+            "data.sources.0 and data.sources.1",
+        ),
+        (
+            {"sources": [{"path": path, "weight": 1} for path in ("b", "a", "./a/")]},
+            "data: data.sources: a is listed twice; give it one weight, the sum of those of "
+            "data.sources.1 and data.sources.2",
         ),
         ({"sources": [{"path": "a", "weight": 0}]}, "data.sources.0.weight = 0: input should be"),
         (

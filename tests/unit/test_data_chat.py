@@ -483,3 +483,57 @@ def test_one_template_for_tools_and_one_for_none() -> None:
     assert encode(encoder, messages) == expected(tokenizer, messages)
     assert encode(encoder, CALLS, TOOLS) == expected(tokenizer, CALLS, TOOLS)
     assert isinstance(encoder.template, ChatTemplate)
+
+
+# Messages of weight 0, as OpenAI's fine-tuning format and axolotl have them.
+
+
+def weighted(messages: list[dict[str, Any]], *weights: int | float | None) -> list[dict[str, Any]]:
+    """`messages`, those of the assistant with `weights` in order."""
+    left = iter(weights)
+    return [{**m, "weight": next(left)} if m["role"] == "assistant" else m for m in messages]
+
+
+@pytest.mark.parametrize("template", [CHATML, unmarked(CHATML), LLAMA3, unmarked(LLAMA3)])
+@pytest.mark.parametrize("weights", [(0, 1), (1, 0), (0.0, None)])
+def test_messages_of_weight_0_are_not_learned(template: str, weights: tuple[float, float]) -> None:
+    messages = turns("a", "b", "c", "d")
+    tokens, mask = encode(encoder_of(template), weighted(messages, *weights))
+    plain, of_both = encode(encoder_of(template), messages)
+    assert tokens == plain
+    edges = np.flatnonzero(np.diff([0, *of_both, 0])).reshape(2, 2)
+    wanted = np.zeros(len(tokens), int)
+    for (begin, end), weight in zip(edges, weights, strict=True):
+        wanted[begin:end] = weight in (1, None)
+    assert mask == wanted.tolist()
+
+
+def test_a_conversation_of_weight_0_has_nothing_to_learn() -> None:
+    with pytest.raises(ConversationError, match="there is no token of an assistant to learn from"):
+        encode(encoder_of(CHATML), weighted(turns("a", "b"), 0))
+
+
+ONE_BLOCK = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% generation %}{{ messages[-1].content }}{% endgeneration %}"
+)
+
+
+def test_blocks_that_are_no_message_s_are_refused() -> None:
+    encode(encoder_of(ONE_BLOCK), turns("a", "b", "c", "d"))
+    with pytest.raises(ConversationError, match="are message 4's cannot be told -> one block for"):
+        encode(encoder_of(ONE_BLOCK), weighted(turns("a", "b", "c", "d"), 0, 1))
+
+
+@pytest.mark.parametrize("weight", [2, -1, 0.5, "0", [0]])
+def test_other_weights_are_refused(weight: Any) -> None:
+    messages = turns("a", "b")
+    with pytest.raises(ConversationError, match=r"message 2 has weight .* -> 0, 1, or no weight"):
+        conversation_bytes([messages[0], {**messages[1], "weight": weight}])
+
+
+def test_weight_of_others_than_the_assistant() -> None:
+    user, answer = turns("a", "b")
+    conversation_bytes([{**user, "weight": 0}, answer])
+    with pytest.raises(ConversationError, match="message 1 has weight 1 and role user: only"):
+        conversation_bytes([{**user, "weight": 1}, answer])

@@ -134,3 +134,10 @@ def test_a_source_shorter_than_one_sample(dataset: Path, tmp_path: Path) -> None
     assert first.startswith("data.sources.1.path = ")
     assert "training tokens, too few for one sample of 100 + 1" in first
     assert "the held-out split has" in second
+
+
+def test_one_source_under_two_names(dataset: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(dataset)
+    (problem,) = texts(config_for(dataset, data=mixture(dataset, tmp_path / "link")))
+    assert problem.startswith(f"data.sources.1.path = '{tmp_path / 'link'}': is the same directory")
+    assert f"as data.sources.0.path = {dataset} -> list it once, with the sum of both" in problem

@@ -283,3 +283,16 @@ def test_csv_that_is_wrong(
         read(path, limit=50)
     if documents is not None:
         assert read(path, limit=50, skip=True) == documents
+
+
+def test_an_input_named_twice_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.txt", b"a")
+    with pytest.raises(DataError, match="is named twice, as input 1 and 3, and would be read once"):
+        find_sources(Selection([str(file), str(tmp_path), f"{tmp_path}/./a.txt"]))
+
+
+def test_what_several_inputs_mean_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write(tmp_path / "a.txt", b"a")
+    write(tmp_path / "b.txt", b"b")
+    assert read(file, tmp_path) == ["a", "b"]
+    assert caplog.messages == [f"1 files are meant by several inputs and read once: {file}"]

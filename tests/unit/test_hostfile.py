@@ -7,7 +7,9 @@ import stat
 from pathlib import Path
 
 import pytest
+from deepspeed.launcher.multinode_runner import PDSHRunner
 from deepspeed.launcher.runner import _parse_hostfile
+from deepspeed.launcher.runner import parse_args as deepspeed_arguments
 
 from bigtrain.cli import main as bigtrain
 from bigtrain.errors import LaunchError
@@ -122,40 +124,86 @@ def test_hosts_of_a_slurm_job() -> None:
 
 
 def test_environment_of_the_hosts(tmp_path: Path) -> None:
-    here = {
-        "HF_HOME": "/data/hf",
-        "HF_TOKEN": "hf_secret",
-        "NCCL_DEBUG": "INFO",
+    forwarded = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "COMET_WORKSPACE": "team",
+        "FI_PROVIDER": "efa",
         "GLOO_SOCKET_IFNAME": "eth0",
+        "HF_HOME": "/data/hf",
+        "HF_TOKEN_PATH": "/data/token",
+        "NCCL_DEBUG": "INFO",
         "OMP_NUM_THREADS": "4",
-        "TORCH_CUDA_ARCH_LIST": "8.0 9.0",
         "PYTHONPATH": "/work",
-        "WANDB_API_KEY": "secret",
-        "HOME": "/root",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_CUDA_ARCH_LIST": "8.0 9.0",
+        "TRITON_CACHE_DIR": "/tmp/triton",
+        "WANDB_MODE": "offline",
+        "XDG_CACHE_HOME": "/tmp/cache",
+        "https_proxy": "http://proxy:3128",
+        "no_proxy": "localhost",
     }
-    variables, withheld = select_environment(here)
-    assert withheld == ["HF_TOKEN"]
-    assert set(variables) == set(here) - {"HF_TOKEN", "WANDB_API_KEY", "HOME"}
+    secret = {
+        "COMET_API_KEY": "geheim",
+        "HF_TOKEN": "geheim",
+        "HTTP_PROXY": "http://me:geheim@proxy:3128",
+        "PGPASSWORD": "geheim",
+        "WANDB_API_KEY": "geheim",
+    }
+    dropped = {"CUDA_VISIBLE_DEVICES": "0", "HOME": "/root", "SITE": "here"}
+    # UCX_* and MLFLOW_* DeepSpeed hands on by itself.
+    of_deepspeed = {"UCX_TLS": "tcp", "MLFLOW_TRACKING_PASSWORD": "geheim"}
+    here = {**forwarded, **secret, **dropped, **of_deepspeed}
+    chosen = select_environment(here)
+    assert chosen.variables == forwarded
+    assert chosen.secrets == sorted(secret)
+    assert chosen.dropped == sorted(dropped)
+    assert chosen.exposed == ["MLFLOW_TRACKING_PASSWORD"]
     path = tmp_path / ".deepspeed_env"
-    write_environment(path, variables)
+    write_environment(path, chosen.variables)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     lines = io.StringIO(path.read_text()).readlines()
     # As deepspeed/launcher/runner.py reads it.
     read = dict(line.split("=", maxsplit=1) for line in lines)
     assert read["TORCH_CUDA_ARCH_LIST"].strip() == "'8.0 9.0'"
-    assert set(read) == set(variables)
+    assert set(read) == set(forwarded)
     assert inspect_environment_file(path) == []
-    assert "HF_TOKEN" in select_environment(here, ["HF_TOKEN"])[0]
+    assert select_environment(here, ["SITE"]).variables == {**forwarded, "SITE": "here"}
     with pytest.raises(LaunchError, match="MISSING is not set here"):
         select_environment(here, ["MISSING"])
     with pytest.raises(LaunchError, match="HF_HOME: cannot stand in"):
         select_environment({"HF_HOME": "a\nb"})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("HF_TOKEN", "geheim", "`hf auth login` with HF_HOME on a file system"),
+        ("WANDB_API_KEY", "geheim", "`wandb login`, which writes ~/.netrc"),
+        ("https_proxy", "http://me:geheim@proxy:3128", "a file of mode 600 that each host reads"),
+        ("SITE_PASSWORD", "geheim", "a file of mode 600 that each host reads"),
+    ],
+)
+def test_a_secret_is_never_taken_along(name: str, value: str, instead: str) -> None:
+    """DeepSpeed's command line holds whatever the file does."""
+    arguments = deepspeed_arguments(["--hostfile", "hosts", "train.py"])
+    runner = PDSHRunner(arguments, world_info_base64="")
+    runner.add_export(name, value)
+    command, _, _ = runner.get_cmd({}, {"n1": [0], "n2": [0]})
+    assert "geheim" in " ".join(command)
+    with pytest.raises(LaunchError, match=f"{name}: holds a secret") as raised:
+        select_environment({name: value}, [name])
+    assert str(raised.value).count(" -> ") == 1
+    assert instead in str(raised.value)
+    assert "geheim" not in str(raised.value)
+
+
 def test_secrets_are_told_by_their_names() -> None:
     secret = ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "DB_PASSWORD", "GITHUB_TOKEN"]
-    assert all(map(is_secret, secret))
-    assert not any(map(is_secret, ["TOKENIZERS_PARALLELISM", "KEYBOARD", "HF_HOME", "PATH"]))
+    secret += ["PGPASSWORD", "HFTOKEN", "OPENAI_APIKEY", "DB_CREDENTIALS", "SSH_AUTH_SOCK"]
+    assert [name for name in secret if not is_secret(name)] == []
+    harmless = ["TOKENIZERS_PARALLELISM", "KEYBOARD", "HF_HOME", "PATH", "HF_TOKEN_PATH"]
+    harmless += ["AWS_WEB_IDENTITY_TOKEN_FILE", "OMPI_MCA_x", "PASSENGERS", "MONKEY"]
+    assert [name for name in harmless if is_secret(name)] == []
 
 
 def test_bad_environment_file_is_reported(tmp_path: Path) -> None:
@@ -168,23 +216,41 @@ def test_bad_environment_file_is_reported(tmp_path: Path) -> None:
     assert "line 3: is blank" in blank
     assert "mode 644 lets others read HF_TOKEN" in readable
     assert "hf_geheim" not in readable
-    path.write_text(render_environment({"HF_TOKEN": "x"}))
+    path.write_text(render_environment({"HF_TOKEN": "x", "https_proxy": "http://a:geheim@b"}))
     path.chmod(0o600)
-    assert inspect_environment_file(path) == []
+    [exposed] = inspect_environment_file(path)
+    assert "holds HF_TOKEN, https_proxy, which DeepSpeed puts into its log and into" in exposed
+    assert "geheim" not in exposed
 
 
 def test_environment_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_TOKEN", "hf_geheim")
+    monkeypatch.setenv("SITE", "here")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "geheim")
     assert bigtrain(["hostfile", "--environment"]) == 0
-    said = capsys.readouterr().out
-    assert "left out as secrets (--include NAME takes one along): HF_TOKEN" in said
+    said, warned = capsys.readouterr()
+    assert "HF_TOKEN: instead `hf auth login`" in said
+    assert "DeepSpeed itself puts into command lines on every host: unset these: MLFLOW_TR" in said
+    [dropped] = [line for line in said.splitlines() if "not written (--include NAME" in line]
+    assert "SITE" in dropped
+    assert warned == ""
     assert "ServerAliveInterval" in said
-    assert "hf_geheim" not in (tmp_path / ".deepspeed_env").read_text() + said
-    assert bigtrain(["hostfile", "--environment", "--include", "HF_TOKEN"]) == 2
-    assert "exists and differs" in capsys.readouterr().err
+    assert "geheim" not in (tmp_path / ".deepspeed_env").read_text() + said
     (tmp_path / ".deepspeed_env").unlink()
-    assert bigtrain(["hostfile", "--environment", "--include", "HF_TOKEN"]) == 0
-    assert "HF_TOKEN=hf_geheim\n" in (tmp_path / ".deepspeed_env").read_text()
+    assert bigtrain(["hostfile", "--environment", "--include", "SITE", "HF_TOKEN"]) == 2
+    assert "HF_TOKEN: holds a secret" in capsys.readouterr().err
+    assert not (tmp_path / ".deepspeed_env").exists()
+    # As accelerate's launchers leave it.
+    (tmp_path / ".deepspeed_env").write_text("HF_TOKEN=hf_geheim\n")
+    assert bigtrain(["hostfile", "--environment", "--include", "SITE"]) == 2
+    warned = capsys.readouterr().err
+    assert "lets others read HF_TOKEN, which DeepSpeed puts into its log" in warned
+    assert "exists and differs" in warned
+    assert "geheim" not in warned
+    (tmp_path / ".deepspeed_env").unlink()
+    assert bigtrain(["hostfile", "--environment", "--include", "SITE"]) == 0
+    assert "SITE=here\n" in (tmp_path / ".deepspeed_env").read_text()

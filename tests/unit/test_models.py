@@ -19,7 +19,12 @@ from bigtrain.config import ModelSection
 from bigtrain.data.tokenization import train_tokenizer
 from bigtrain.errors import ModelError
 from bigtrain.models import huggingface
-from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
+from bigtrain.models.configuration import (
+    load_hf_config,
+    save_configuration,
+    text_config,
+    vocabulary_size,
+)
 from bigtrain.models.export import Probe, export_model, relative_difference
 from bigtrain.models.freezing import check_frozen
 from bigtrain.models.generation import generate
@@ -448,9 +453,10 @@ def run_export(tokenizer: Path, tmp_path: Path) -> Iterator[Callable[..., Path]]
             "tokenizer_directory": tokenizer,
             "dtype": "float32",
             "probe": probe_of(model),
+            "hf_config": model.config,
             **changes,
         }
-        export_model(weights, model.config, output=output, **arguments)
+        export_model(weights, output=output, **arguments)
         return output
 
     yield run
@@ -485,6 +491,56 @@ def test_tokenizer_that_would_be_read_as_another_is_not_written(
     model = build("qwen2")
     with pytest.raises(ModelError, match="not written: transformers reads the run's tokenizer"):
         run_export(model, weights_of(model), tokenizer_directory=directory)
+
+
+MAY_DIFFER = {"dtype", "transformers_version", "architectures"}
+"""Of `config.json`: how it is stored, who wrote it, and the class, which a base may not name."""
+
+GENERATION = {
+    "bos_token_id": 1,
+    "eos_token_id": [2, 5],
+    "do_sample": False,
+    "temperature": 0.6,  # transformers would not write it without do_sample
+    "max_new_tokens": 99,
+    "transformers_version": "4.40.0",
+}
+
+
+@pytest.mark.parametrize("key", ["path", "config", "inline"])
+def test_export_keeps_the_settings_of_the_base(
+    key: str, run_export: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As a run does it: found, built and trained, written down, and exported from there."""
+    base, kept = tmp_path / "base", tmp_path / "run" / "model_config"
+    section = ModelSection(config={"model_type": "llama", **ARCHITECTURES["llama"]})
+    build_model(section, load_hf_config(section), seed=0).save_pretrained(base)
+    tree = json.loads((base / "config.json").read_text()) | {"use_cache": True}
+    (base / "config.json").write_text(json.dumps(tree))
+    (base / "generation_config.json").write_text(json.dumps(GENERATION))
+    if key != "inline":
+        section = ModelSection(**{key: str(base)})
+    section = section.model_copy(update={"gradient_checkpointing": "full"})
+    hf_config = load_hf_config(section)
+    model = build_model(section, hf_config, seed=1)
+    assert model.config.use_cache is False  # training needs none
+    save_configuration(section, hf_config, kept)
+    output = run_export(
+        model,
+        weights_of(model),
+        hf_config=load_hf_config(ModelSection(config=str(kept))),
+        generation_config=kept / "generation_config.json",
+        dtype="bfloat16",
+    )
+    written = json.loads((output / "config.json").read_text())
+    assert written["use_cache"] is True
+    assert written["dtype"] == "bfloat16"
+    differ = {name for name in tree.keys() | written.keys() if tree.get(name) != written.get(name)}
+    assert differ <= MAY_DIFFER
+    settings = json.loads((output / "generation_config.json").read_text())
+    if key == "inline":
+        assert settings.get("use_cache", True) is True
+    else:
+        assert settings == GENERATION
 
 
 def test_export_in_bfloat16(run_export: Callable[..., Path]) -> None:

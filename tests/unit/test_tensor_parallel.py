@@ -11,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from bigtrain.config import ModelSection
 from bigtrain.engine.fragments import MASTER, Fragment
 from bigtrain.errors import ModelError
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.huggingface import build_model
 from bigtrain.models.sharding import Shard, even_ranges, padded_range
 from bigtrain.models.tensor_degree import check_tensor_size
-from bigtrain.models.tensor_parallel import check_shards, tensor_plan
+from bigtrain.models.tensor_parallel import _shard_of_style, check_shards, tensor_plan
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 97,
@@ -119,10 +122,65 @@ def test_width_smaller_than_the_degree_is_refused_by_name() -> None:
 
 def test_uneven_parts_with_dropout_are_refused() -> None:
     """Processes would draw different amounts of randomness, and then different masks."""
-    uneven = config("phi", num_key_value_heads=8, resid_pdrop=0.1)
-    with pytest.raises(ModelError, match=r"mlp\.fc1\.weight .* with dropout, 2 processes need"):
+    uneven = config("starcoder2", residual_dropout=0.1)
+    refusal = (
+        r"mlp\.c_fc\.weight .* with dropout between its layers \(.*mlp\.residual_dropout = 0\.1"
+    )
+    with pytest.raises(ModelError, match=refusal):
         check_tensor_size(uneven, 2)
-    assert check_tensor_size(config("phi", num_key_value_heads=8, resid_pdrop=0.0), 2) == []
+    assert check_tensor_size(config("starcoder2", residual_dropout=0.0), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        # Of the class for classification: no causal model of this architecture reads it.
+        ("gpt_neox", {"classifier_dropout": 0.1}),
+        # On hidden states, of which every process has the same.
+        ("gpt_neox", {"hidden_dropout": 0.1}),
+        ("phi", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "num_key_value_heads": 8}),
+    ],
+)
+def test_dropout_elsewhere_does_not_matter(model_type: str, changes: dict[str, Any]) -> None:
+    """Only what is drawn for the uneven part itself counts."""
+    assert check_tensor_size(config(model_type, **changes), 2) == []
+
+
+@pytest.mark.parametrize(("width", "parts"), [(24, [16, 8]), (20, [10, 10]), (8, [4, 4])])
+def test_experts_are_cut_in_whole_units_where_there_are_enough(
+    width: int, parts: list[int]
+) -> None:
+    """Of others, no grouped matrix product takes the parts."""
+    uneven = config("qwen3_moe", num_experts=2, moe_intermediate_size=width)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(uneven)
+    plan, group = tensor_plan(model), "model.layers.0.mlp.experts"
+    for rank, part in enumerate(parts):
+        up = _shard_of_style(
+            model, f"{group}.gate_up_proj", "packed_colwise", (2, 2 * width, 32), rank, 2
+        )
+        bias = _shard_of_style(
+            model, f"{group}.gate_up_proj_bias", "packed_colwise", (2, 2 * width), rank, 2
+        )
+        assert plan[f"{group}.gate_up_proj"] == "packed_colwise"
+        assert up.local_shape == (2, 2 * part, 32)
+        assert bias.local_shape == (2, 2 * part)
+
+
+@pytest.mark.parametrize(("width", "kind"), [(24, "grouped_mm"), (20, "eager"), (7, "eager")])
+def test_experts_that_no_grouped_product_takes_run_in_turn(width: int, kind: str) -> None:
+    section = ModelSection(
+        config={
+            "model_type": "qwen3_moe",
+            **LLAMA,
+            "num_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": width,
+        }
+    )
+    model: Any = build_model(section, load_hf_config(section), seed=0)
+    assert model.config._experts_implementation == kind
+    assert model.bfloat16()(input_ids=torch.arange(6)[None]).logits.isfinite().all()
 
 
 def test_unknown_style_is_refused_by_name() -> None:

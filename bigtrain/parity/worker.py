@@ -1,10 +1,11 @@
-"""One process of the world that `bigtrain.run.parity` starts: trains every case after the other."""
+"""One process of the world that `bigtrain.parity.run` starts: trains every case after the other."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +14,39 @@ import torch.distributed as dist
 
 from bigtrain.config import RunConfig
 from bigtrain.engine.build import build_engine
-from bigtrain.engine.checkpoint import save_engine
+from bigtrain.engine.checkpoint import read_weights, save_engine
 from bigtrain.engine.distributed import process_group
 from bigtrain.engine.mesh import open_mesh
 from bigtrain.engine.resolve import resolve_run
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.weights import find_weights
+from bigtrain.parity.proxy import RATES, micro_batches
+from bigtrain.parity.reference import layer_outputs
 from bigtrain.processes import leave
-from bigtrain.run.parity import layer_outputs, micro_batches
 from bigtrain.world import World, read_world
 
 
 def train_case(case: dict[str, Any], world: World, device: torch.device) -> None:
     """Train one case; rank 0 writes its figures, all write the weights. Collective."""
-    config = RunConfig.model_validate(case["config"])
-    run = resolve_run(config, world.size, case["engine"], "cpu")
-    mesh = open_mesh(run.topology, world.rank)
-    place = mesh.coordinates
     directory = Path(case["directory"])
     if world.is_main:
         directory.mkdir()
     dist.barrier()
+    config = RunConfig.model_validate(case["config"])
+    run = resolve_run(config, world.size, case["engine"], "cpu")
+    mesh = open_mesh(run.topology, world.rank)
+    place = mesh.coordinates
     hf_config = load_hf_config(config.model)
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh)
+    assert config.model.path is not None
+    read_weights(engine, find_weights(config.model.path, hf_config))
     first = micro_batches(config, run.plan, 0, place.data_rank)
     outputs = layer_outputs(engine.module, lambda: engine.evaluate(first))
     layers = _sum_over_processes(outputs if place.tensor_rank == 0 else {})
     losses, norms = [], []
     for step in range(config.train.steps):
         batches = micro_batches(config, run.plan, step, place.data_rank)
-        result = engine.train_step(batches, config.optimizer.lr)
+        result = engine.train_step(batches, RATES[step])
         losses.append(engine.step_loss(result))
         norms.append(engine.gradient_norm())
         if step == 0:
@@ -69,7 +74,17 @@ def main() -> None:
     world = read_world(os.environ)
     with process_group(world) as joined:
         for case in json.loads(Path(sys.argv[1]).read_text()):
-            train_case(case, world, joined.device)
+            try:
+                train_case(case, world, joined.device)
+            except Exception as error:
+                _write_reason(error, Path(case["directory"]) / f"error{world.rank}")
+                traceback.print_exc()
+                leave(1)  # the others would wait for this process while it unloads
+
+
+def _write_reason(error: Exception, file: Path) -> None:
+    line = next(iter(str(error).strip().splitlines()), "")
+    file.write_text(f"{type(error).__name__}: {line}"[:300])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,69 @@
+"""What settings of the run YAML are called elsewhere: by the Trainer of Hugging Face, Megatron,
+DeepSpeed, torchtitan and Lightning. Pure."""
+
+from __future__ import annotations
+
+_ELSEWHERE = {
+    "model.path": "model_name model_name_or_path pretrained_model_name_or_path",
+    "model.attention": "attn_implementation",
+    "model.gradient_checkpointing": "activation_checkpointing recompute recompute_granularity",
+    "model.compile": "torch_compile",
+    "data.path": "dataset dataset_path data_path train_data train_data_path",
+    "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
+    "data.workers": "num_workers dataloader_num_workers",
+    "batch.sequence_length": "seq_length seq_len max_seq_length max_seq_len max_length block_size "
+    "context_length max_sequence_length",
+    "batch.global_samples": "batch_size global_batch_size train_batch_size total_batch_size",
+    "batch.micro_samples": "micro_batch_size per_device_train_batch_size per_device_batch_size "
+    "train_micro_batch_size_per_gpu local_batch_size",
+    "train.steps": "max_steps num_steps total_steps train_iters max_iters num_train_steps "
+    "training_steps",
+    "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
+    "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2 adam_betas",
+    "optimizer.eps": "epsilon adam_epsilon adam_eps",
+    "optimizer.weight_decay": "wd",
+    "optimizer.clip_norm": "max_grad_norm max_norm grad_clip clip_grad gradient_clipping "
+    "gradient_clip_val grad_clip_norm",
+    "schedule.type": "lr_scheduler_type lr_decay_style lr_scheduler scheduler",
+    "schedule.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_iters",
+    "schedule.decay_steps": "lr_decay_iters",
+    "schedule.min_lr_ratio": "min_lr",
+    "precision.dtype": "torch_dtype mixed_precision bf16 fp16",
+    "parallel.tensor": "tp tp_size tensor_parallel tensor_parallel_size "
+    "tensor_model_parallel_size tensor_parallel_degree",
+    "parallel.pipeline": "pp pp_size pipeline_parallel pipeline_parallel_size "
+    "pipeline_model_parallel_size pipeline_parallel_degree",
+    "parallel.sequence": "sp sp_size sequence_parallel sequence_parallel_size "
+    "context_parallel context_parallel_size ulysses",
+    "checkpoint.every_steps": "save_steps save_interval save_every checkpoint_interval",
+    "checkpoint.keep_last": "save_total_limit",
+    "logging.every_steps": "logging_steps log_interval log_every log_every_n_steps",
+    "logging.trackers": "report_to loggers",
+    "evaluation.every_steps": "eval_steps eval_interval",
+    "evaluation.samples": "eval_iters max_eval_samples",
+    "output.directory": "output_dir out_dir save_dir",
+    "engine.deepspeed_config": "deepspeed zero_stage",
+    "seed": "random_seed manual_seed",
+}
+_NO_FIELD = {
+    "gradient_accumulation_steps accumulation accumulation_steps grad_accum grad_accum_steps": (
+        "accumulation is derived from batch.global_samples, batch.micro_samples and the number of "
+        "processes"
+    ),
+    "epochs num_epochs num_train_epochs max_epochs": (
+        "a run has train.steps; data.sources can weigh its datasets by epochs"
+    ),
+    "resume resume_from_checkpoint": (
+        "a command that is started again goes on where its output.directory stands"
+    ),
+}
+
+
+def field_known_as(name: str) -> str | None:
+    """The field that other programs call `name`, as section.key; None where there is none."""
+    return next((field for field, names in _ELSEWHERE.items() if name in names.split()), None)
+
+
+def why_no_field(name: str) -> str | None:
+    """What a run has instead of a setting that others call `name`; None where it is no such."""
+    return next((text for names, text in _NO_FIELD.items() if name in names.split()), None)

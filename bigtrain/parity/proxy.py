@@ -1,0 +1,243 @@
+"""The run that is trained at every topology: the user's, with a small copy of its model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from bigtrain.config import (
+    BatchSection,
+    ModelSection,
+    OptimizerSection,
+    OutputSection,
+    PrecisionSection,
+    RunConfig,
+    ScheduleSection,
+    TrainSection,
+)
+from bigtrain.data.loader import IGNORED_LABEL, MicroBatch
+from bigtrain.engine.deepspeed_config import (
+    find_deepspeed_config,
+    label_of,
+    read_deepspeed_config,
+    zero_stage_of,
+)
+from bigtrain.engine.deepspeed_keys import AUTO
+from bigtrain.engine.deepspeed_owners import owned_values
+from bigtrain.errors import ConfigError, ModelError, Problem
+from bigtrain.models.configuration import load_hf_config, text_config
+from bigtrain.models.freezing import KEY as FROZEN
+from bigtrain.models.loss_choice import choose_loss
+from bigtrain.models.plan_check import deterministic, randomize
+from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
+from bigtrain.models.thresholds import document_positions
+from bigtrain.topology import BatchPlan
+
+STEPS = 5
+RATES = tuple(1e-2 * (0.5 + 0.25 * step) for step in range(STEPS))
+"""The learning rate of every step: another one each time, so that a late one shows."""
+
+SHIPPED = ("zero0", "zero1", "zero2", "zero3", "pipeline_zero1")
+_CLIP_NORM = 0.5
+_SMALLEST_EPS = 1e-3
+_CHUNK_TOKENS = 7
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What configures DeepSpeed: how it is shown, the name or path of its JSON, and whether it is
+    the run's own."""
+
+    label: str
+    config: str
+    is_own: bool
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A run that can be trained here, in float32.
+
+    precision: the run's, which its own engine is compared in too; None where that is float32.
+    notes: what people are to know of how it differs from their run.
+    """
+
+    config: RunConfig
+    engines: tuple[Engine, ...]
+    precision: PrecisionSection | None
+    notes: tuple[str, ...]
+
+
+def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
+    """`config` with a small copy of its model (written to `directory`) and a batch for all points.
+
+    The architecture and its options stay, and so does what the run says of frozen parameters, its
+    loss, decay and Adam's betas. The weights are transformers' own initial ones with noise on
+    them (ones and zeros hide what is done with them), and clipping, where it is on, bites. Dropout
+    is off. Raises ModelError where no small copy can be built, ConfigError for what the run's
+    model or DeepSpeed JSON rules out.
+    """
+    section, notes = config.model, []
+    hf_config = load_hf_config(section)
+    if dropout := _dropout(hf_config):
+        notes.append(
+            f"dropout is off here ({dropout}): its masks depend on how the work is divided, so "
+            "that training with it cannot be compared step by step"
+        )
+    attention = section.attention
+    if attention not in ("auto", "sdpa", "eager"):
+        notes.append(f"model.attention = {attention} needs CUDA: sdpa is compared")
+        attention = "sdpa"
+    tokens = 8 * max(2, world_size)
+    try:
+        model = small_copy(
+            deterministic(hf_config),
+            attention,
+            [with_heads(max(2, world_size))],
+            sequence_length=config.batch.sequence_length,
+            tokens=tokens,
+        )
+    except ValueError as error:
+        raise ModelError(f"no small copy of the model can be built: {error}") from error
+    if getattr(model.config, "output_router_logits", False):
+        # The router's loss is a micro-batch's, and the points cut the batch differently.
+        model.config.output_router_logits = False
+        notes.append("the router's auxiliary loss is off here: it depends on the micro-batch")
+    randomize(model)
+    model.save_pretrained(directory)
+    small = RunConfig(
+        model=ModelSection(
+            path=str(directory),
+            attention=attention,
+            gradient_checkpointing=section.gradient_checkpointing,
+            frozen=_frozen(config, model, notes),
+            # Several chunks in a micro-batch; Liger's kernel does not run on a CPU.
+            loss=_loss(config, hf_config, notes),
+            loss_chunk_tokens=_CHUNK_TOKENS,
+        ),
+        data=config.data,
+        batch=BatchSection(sequence_length=tokens, global_samples=2 * world_size),
+        train=TrainSection(steps=STEPS),
+        optimizer=_optimizer(config.optimizer),
+        schedule=ScheduleSection(type="constant"),
+        precision=PrecisionSection(dtype="float32"),
+        output=OutputSection(directory=str(directory)),
+        seed=config.seed,
+    )
+    notes += [
+        f"model.{name} = {value} needs CUDA or time: not compared"
+        for name, value, off in (
+            ("kernels", section.kernels, "none"),
+            ("compile", section.compile, "off"),
+            ("activation_offload", section.activation_offload, False),
+        )
+        if value not in (off, "auto")
+    ]
+    if config.precision.dtype == "float16":
+        notes.append("float16 skips steps until its loss scale fits: float32 alone is compared")
+    precision = config.precision if config.precision.dtype == "bfloat16" else None
+    return Proxy(small, _engines(config, directory), precision, tuple(notes))
+
+
+def _dropout(hf_config: Any) -> str:
+    """The configuration's probabilities that are not zero, by name."""
+    off = deterministic(hf_config)
+    found = {
+        f"{key} = {value}"
+        for part, other in ((hf_config, off), (text_config(hf_config), text_config(off)))
+        for key, value in vars(part).items()
+        if value != vars(other).get(key)
+    }
+    return ", ".join(sorted(found))
+
+
+def _optimizer(section: OptimizerSection) -> OptimizerSection:
+    """The run's but for what would hide differences, or make some of rounding errors.
+
+    With Adam's own eps a gradient of rounding errors moves a weight as far as any other, and every
+    topology would differ; at a small learning rate no weight would show anything.
+    """
+    return section.model_copy(
+        update={
+            "lr": max(RATES),
+            "eps": max(section.eps, _SMALLEST_EPS),
+            "clip_norm": _CLIP_NORM if section.clip_norm else 0.0,
+        }
+    )
+
+
+def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tuple[str, ...]:
+    """The run's patterns that match something in the small copy, which has fewer layers."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    patterns = config.model.frozen
+    kept = tuple(p for p in patterns if any(fnmatchcase(name, p) for name in names))
+    left_out = [pattern for pattern in patterns if pattern not in kept]
+    if left_out:
+        notes.append(f"{FROZEN}: {', '.join(left_out)} match nothing in the small copy")
+    if all(any(fnmatchcase(name, p) for p in kept) for name in names):
+        rule = "leaves nothing to train in the small copy, which has fewer layers"
+        raise ConfigError(Problem(FROZEN, list(patterns), rule, "match fewer parameters"))
+    return kept
+
+
+def _loss(config: RunConfig, hf_config: Any, notes: list[str]) -> Literal["plain", "chunked"]:
+    """How the run computes its loss, as it would choose for its own micro-batches."""
+    batch = config.batch
+    plan = BatchPlan(batch.samples_per_step, batch.micro_samples, 1, 1, batch.sequence_length)
+    chosen, _ = choose_loss(config, hf_config, plan)
+    if chosen.kind == "liger":
+        notes.append("model.loss = liger needs CUDA: the loss in chunks is compared")
+    return "plain" if chosen.kind == "plain" else "chunked"
+
+
+def _engines(config: RunConfig, directory: Path) -> tuple[Engine, ...]:
+    """One for each ZeRO stage, and the run's own JSON where it is none of those."""
+    shipped = [Engine(name, name, False) for name in SHIPPED]
+    path = find_deepspeed_config(config.engine.deepspeed_config)
+    label = Path(label_of(path)).name.removesuffix(".json")
+    if path.name == label_of(path) and label in SHIPPED:
+        return tuple(Engine(e.label, e.config, e.label == label) for e in shipped)
+    raw = read_deepspeed_config(path)
+    plan = BatchPlan(1, 1, 1, 1, config.batch.sequence_length)
+    for owned in owned_values(config, plan, raw, zero_stage_of(raw)):
+        # The run's numbers are others here. What contradicts them already is left to be refused.
+        if owned.key.startswith("train_") or owned.contradiction(raw, label) is None:
+            _give_back(raw, owned.key)
+    _give_back(raw, "gradient_accumulation_steps")
+    own = directory / f"{label}.json"
+    own.write_text(json.dumps(raw))
+    return (*shipped, Engine(label, str(own), True))
+
+
+def _give_back(tree: dict[str, Any], key: str) -> None:
+    """Leave the value at a dotted path to the run, where there is one."""
+    *parents, leaf = key.split(".")
+    node: Any = tree
+    for name in parents:
+        node = node.get(name) if isinstance(node, dict) else None
+    if isinstance(node, dict) and leaf in node:
+        node[leaf] = AUTO
+
+
+def micro_batches(
+    config: RunConfig, plan: BatchPlan, step: int, data_rank: int
+) -> list[MicroBatch]:
+    """The batches of a step for `data_rank`: random tokens, the same samples at every topology."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    shape = (plan.global_samples, plan.sequence_length + 1)
+    tokens = torch.randint(1, VOCABULARY, shape, generator=generator)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORED_LABEL
+    parts = [inputs, labels]
+    if config.data.isolates:
+        positions = document_positions(plan.global_samples, plan.sequence_length)
+        labels[:, :-1][positions[:, 1:] == 0] = IGNORED_LABEL
+        parts.append(positions)
+    rows = torch.arange(plan.global_samples).reshape(
+        plan.accumulation, plan.data_size, plan.micro_samples
+    )[:, data_rank]
+    return [MicroBatch(*(part[row] for part in parts)) for row in rows]

@@ -1,0 +1,248 @@
+"""Plain transformers and torch.optim.AdamW in one process: what every topology is compared with.
+
+Nothing here is bigtrain's but the tokens: the model comes from `from_pretrained`, and what the run
+YAML promises of the loss, decay, frozen parameters and clipping is written out again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
+from bigtrain.config import OptimizerSection, RunConfig
+from bigtrain.data.loader import MicroBatch
+from bigtrain.parity.proxy import RATES, STEPS, micro_batches
+from bigtrain.topology import BatchPlan
+
+_IGNORED = -100
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DIVISIONS = 8
+"""Of four runs in 16 bit the farthest says too little of the next (tests/parity/plain.py)."""
+
+
+@dataclass
+class Figures:
+    """What a training run of `STEPS` steps looks like.
+
+    layers: sums of squares of each layer's output before the first step, in model order. first and
+    last: the weights after the first and the last step, by name.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    layers: dict[str, float]
+    first: dict[str, torch.Tensor] = field(default_factory=dict)
+    last: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def without_progress() -> Iterator[None]:
+    """Let transformers show no progress of what takes no time."""
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        enable_progress_bar()
+
+
+def train_reference(config: RunConfig, sum_dtype: torch.dtype | None = None) -> list[Figures]:
+    """Train plain transformers with torch's AdamW in this process.
+
+    In float32 once, whole batches at a time. In 16 bit, with float32 masters, several times, with
+    samples in other orders and divisions: rounding alone puts these runs apart. sum_dtype: in which
+    gradients of micro-batches are added up; not given: that of the parameters.
+    """
+    if config.precision.dtype == "float32":
+        return [_train(config, [_whole(config)] * STEPS, torch.float32)]
+    runs = []
+    for number in range(_DIVISIONS):
+        generator = torch.Generator().manual_seed(number)
+        order = torch.randperm(config.batch.samples_per_step, generator=generator)
+        size = max(1, len(order) >> (number % 4))
+        chunks = list(order.split(size))
+        runs.append(_train(config, [chunks] * STEPS, sum_dtype))
+    return runs
+
+
+def _whole(config: RunConfig) -> list[torch.Tensor]:
+    return [torch.arange(config.batch.samples_per_step)]
+
+
+def _train(
+    config: RunConfig, chunks: Sequence[Sequence[torch.Tensor]], sum_dtype: torch.dtype | None
+) -> Figures:
+    """chunks: the samples of each micro-batch of each step."""
+    section, dtype = config.model, _DTYPES[config.precision.dtype]
+    assert section.path is not None
+    attention = None if section.attention == "auto" else section.attention
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        section.path, dtype=dtype, attn_implementation=attention
+    )
+    parameters = _trained(model, section.frozen)
+    # Masters are what the files hold, rounded nowhere.
+    full = AutoModelForCausalLM.from_pretrained(section.path, dtype=torch.float32)
+    values = dict(full.named_parameters())
+    masters = {name: values[name].detach().clone() for name in parameters}
+    optimizer = _adamw(model, parameters, masters, config.optimizer)
+    samples = config.batch.samples_per_step
+    plan = BatchPlan(samples, samples, 1, 1, config.batch.sequence_length)
+    figures = Figures([], [], {})
+    with torch.no_grad():
+        model.eval()
+        (batch,) = micro_batches(config, plan, 0, 0)
+        figures.layers = layer_outputs(model, lambda: _logits(model, batch))
+    model.train()
+    for step in range(STEPS):
+        (batch,) = micro_batches(config, plan, step, 0)
+        loss = _backward(model, parameters, masters, batch, chunks[step], sum_dtype or dtype)
+        norm = torch.nn.utils.clip_grad_norm_(
+            masters.values(), config.optimizer.clip_norm or math.inf
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = RATES[step]
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(masters[name])
+        figures.losses.append(loss)
+        figures.norms.append(float(norm))
+        if step == 0:
+            figures.first = _weights(model, masters)
+    figures.last = _weights(model, masters)
+    return figures
+
+
+def _trained(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Parameters by name, but for those of which a name (tied ones have several) is `frozen`."""
+    is_frozen = {
+        id(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if any(fnmatchcase(name, pattern) for pattern in frozen)
+    }
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) not in is_frozen)
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _adamw(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    masters: dict[str, torch.Tensor],
+    section: OptimizerSection,
+) -> torch.optim.AdamW:
+    """Matrices decay, and embeddings where the run says so; vectors and single numbers do not."""
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    decay, no_decay = [], []
+    for name, parameter in parameters.items():
+        is_matrix = parameter.ndim >= 2
+        if is_matrix and (section.decay_embeddings or id(parameter) not in embeddings):
+            decay.append(masters[name])
+        else:
+            no_decay.append(masters[name])
+    groups = [
+        {"params": decay, "weight_decay": section.weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=section.betas, eps=section.eps)
+
+
+def _backward(
+    model: Any,
+    parameters: dict[str, nn.Parameter],
+    masters: dict[str, torch.Tensor],
+    batch: MicroBatch,
+    chunks: Sequence[torch.Tensor],
+    sum_dtype: torch.dtype,
+) -> float:
+    """Give `masters` the gradient of the mean loss over a step's targets; returns the loss."""
+    num_targets = int((batch.labels != _IGNORED).sum())
+    sums = {name: torch.zeros_like(p, dtype=sum_dtype) for name, p in parameters.items()}
+    total = 0.0
+    for rows in chunks:
+        part = MicroBatch(
+            batch.input_ids[rows],
+            batch.labels[rows],
+            None if batch.position_ids is None else batch.position_ids[rows],
+        )
+        logits = _logits(model, part).flatten(0, 1).float()
+        loss = F.cross_entropy(
+            logits, part.labels.flatten(), ignore_index=_IGNORED, reduction="sum"
+        )
+        (loss / num_targets).backward()
+        total += float(loss.detach())
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                sums[name] += parameter.grad.to(sum_dtype)
+            parameter.grad = None
+    for name, master in masters.items():
+        master.grad = sums[name].float()
+    return total / num_targets
+
+
+def _logits(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """Logits [B, T, V] of plain transformers, of every document alone where they are kept apart."""
+
+    def of(ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        return logits
+
+    if batch.position_ids is None:
+        return of(batch.input_ids)
+    samples = []
+    for ids, positions in zip(batch.input_ids, batch.position_ids, strict=True):
+        edges = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+        documents = ids.split([stop - start for start, stop in pairwise(edges)])
+        samples.append(torch.cat([of(document[None])[0] for document in documents]))
+    return torch.stack(samples)
+
+
+def _weights(model: nn.Module, masters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Masters, and frozen parameters as they are."""
+    return {
+        name: masters.get(name, parameter).detach().float().clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict[str, float]:
+    """Sums of squares of what every layer of `model` puts out during `forward`, by name.
+
+    Layers are what module lists hold, as far as they have parameters (those of other pipeline
+    stages have none here). Sums over tokens, so those of disjoint batches or parts add up.
+    """
+    sums: dict[str, float] = {}
+    handles = []
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
+    outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
+    for prefix in outer:
+        for index, layer in enumerate(lists[prefix]):
+            if not any(True for _ in layer.parameters()):
+                continue
+
+            def record(
+                _module: object, _inputs: object, output: Any, name: str = f"{prefix}.{index}"
+            ) -> None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                if isinstance(hidden, torch.Tensor):
+                    sums[name] = sums.get(name, 0.0) + float(hidden.double().square().sum())
+
+            handles.append(layer.register_forward_hook(record))
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sums

@@ -1,0 +1,137 @@
+"""Every point trained in worlds of real processes on CPUs, and compared with the reference."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from bigtrain.config import RunConfig
+from bigtrain.engine.checkpoint_io import read_full_masters
+from bigtrain.engine.deepspeed_config import gradient_dtype_of
+from bigtrain.engine.resolve import resolve_run
+from bigtrain.errors import BigtrainError, LaunchError, ModelError
+from bigtrain.parity.comparison import Verdict, compare
+from bigtrain.parity.proxy import shrink
+from bigtrain.parity.reference import Figures, train_reference, without_progress
+from bigtrain.parity.topologies import Point, points
+from bigtrain.run.local_world import run_local_world
+
+
+def run_parity(
+    config: RunConfig,
+    world_size: int,
+    say: Callable[[str], None],
+    report: Callable[[Point, Verdict | None], None],
+) -> bool:
+    """Compare every legal topology of `world_size` processes; calls `report` for every point, with
+    None for a refused one, and `say` with what people are to know beforehand.
+
+    Returns whether all passed; one that crashes has not, and the others go on. Raises ModelError
+    where the model cannot be made small or plain transformers fails, ConfigError as `shrink`,
+    LaunchError where no process begins.
+    """
+    with tempfile.TemporaryDirectory(prefix="bigtrain-parity-") as name:
+        directory = Path(name)
+        with without_progress():
+            proxy = shrink(config, world_size, directory / "model")
+        for note in proxy.notes:
+            say(note)
+        all_points = points(proxy, world_size)
+        for point in all_points:
+            if point.refusal is not None:
+                report(point, None)
+        legal = [point for point in all_points if point.refusal is None]
+        if not legal:
+            raise BigtrainError(f"no topology of {world_size} processes is legal")
+        with without_progress():
+            references = {point.name: reference_of(point, world_size) for point in legal}
+        passed = True
+        for point, found in train_points(legal, world_size, directory):
+            if isinstance(found, str):
+                verdict = Verdict(point, crash=found)
+            else:
+                verdict = compare(point, references[point.name], found)
+            report(point, verdict)
+            passed = passed and verdict.passed
+        return passed
+
+
+def reference_of(point: Point, world_size: int) -> Sequence[Figures]:
+    """What plain transformers computes for `point`. Raises ModelError where it fails."""
+    stage = resolve_run(point.config, world_size, point.engine, "cpu").engine.zero_stage
+    in_float32 = gradient_dtype_of(point.config, stage) == "fp32"
+    # The same for all points but for the dtype.
+    key = point.config.model_copy(update={"parallel": RunConfig.model_fields["parallel"].default})
+    try:
+        return _reference(key.model_dump_json(), torch.float32 if in_float32 else None)
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"plain transformers cannot train the small copy: {reason}") from error
+
+
+@cache
+def _reference(config: str, sum_dtype: torch.dtype | None) -> Sequence[Figures]:
+    return train_reference(RunConfig.model_validate_json(config), sum_dtype)
+
+
+def train_points(
+    legal: Sequence[Point], world_size: int, directory: Path
+) -> list[tuple[Point, Figures | str]]:
+    """Train every legal point in a world of `world_size` processes; the first line of the error
+    for one that crashes.
+
+    Those after it train in another world. Raises LaunchError with the end of their output where
+    processes fail before the first point.
+    """
+    places = [directory / f"point{number}" for number in range(len(legal))]
+    cases = [
+        {
+            "config": point.config.model_dump(mode="json"),
+            "engine": point.engine,
+            "directory": str(place),
+        }
+        for point, place in zip(legal, places, strict=True)
+    ]
+    crashes: dict[int, str] = {}
+    begin = 0
+    while begin < len(cases):
+        (directory / "cases.json").write_text(json.dumps(cases[begin:]))
+        try:
+            run_local_world(
+                world_size,
+                ["-m", "bigtrain.parity.worker", str(directory / "cases.json")],
+                {"CUDA_VISIBLE_DEVICES": ""},
+            )
+            break
+        except LaunchError as error:
+            begun = [n for n in range(begin, len(cases)) if places[n].exists()]
+            if not begun:
+                raise
+            crashes[begun[-1]] = _reason(places[begun[-1]], error)
+            begin = begun[-1] + 1
+    return [
+        (point, crashes[number] if number in crashes else _figures(place))
+        for number, (point, place) in enumerate(zip(legal, places, strict=True))
+    ]
+
+
+def _figures(place: Path) -> Figures:
+    scalars = json.loads((place / "figures.json").read_text())
+    return Figures(
+        scalars["losses"],
+        scalars["norms"],
+        scalars["layers"],
+        read_full_masters(place / "first"),
+        read_full_masters(place / "last"),
+    )
+
+
+def _reason(place: Path, error: LaunchError) -> str:
+    """What the process said that failed first; the others lose their connection to it."""
+    said = sorted(place.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
+    return said[0].read_text() if said else str(error).splitlines()[0].rstrip(":")

@@ -1,0 +1,92 @@
+"""The topologies of a number of processes, and which of them are legal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+
+from bigtrain.config import ParallelSection, RunConfig
+from bigtrain.engine.resolve import resolve_run
+from bigtrain.errors import ConfigError, ModelError
+from bigtrain.models.choices import try_model
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.tensor_degree import check_tensor_size
+from bigtrain.parity.proxy import SHIPPED, Engine, Proxy
+
+
+@dataclass(frozen=True)
+class Point:
+    """A topology, and why it is refused; None where it is legal. engine: a name or a path."""
+
+    name: str
+    engine: str
+    config: RunConfig
+    refusal: str | None = None
+
+
+def points(proxy: Proxy, world_size: int) -> list[Point]:
+    """Every topology of `world_size` processes for `proxy`, legal or not; in float32.
+
+    With another dtype, the first legal one of the run's own engine is there in that as well: how
+    parts fit together shows in float32, where rounding hides nothing. Parts of tensors are left
+    out of that: partial sums in 16 bit are another computation.
+    """
+    config, found = proxy.config, []
+    refused_by_model = cache(partial(_model_refusal, config))  # a second or so each
+    for parallel in _degrees(world_size):
+        for engine in proxy.engines:
+            unfit = (engine.config == "pipeline_zero1") != (parallel.pipeline > 1)
+            if unfit and engine.config in SHIPPED and engine.config != "zero0":
+                continue
+            at = config.model_copy(update={"parallel": parallel})
+            refusal = _rule_refusal(at, engine.config, world_size) or refused_by_model(parallel)
+            found.append(Point(_name(at, engine, world_size), engine.config, at, refusal))
+    if proxy.precision is not None:
+        own = [engine.config for engine in proxy.engines if engine.is_own]
+        legal = [p for p in found if p.refusal is None and p.engine in own]
+        for point in [p for p in legal if p.config.parallel.tensor == 1][:1]:
+            at = point.config.model_copy(update={"precision": proxy.precision})
+            refusal = _rule_refusal(at, point.engine, world_size)
+            name = f"{point.name}, {proxy.precision.dtype}"
+            found.append(Point(name, point.engine, at, refusal))
+    return found
+
+
+def _degrees(world_size: int) -> Iterator[ParallelSection]:
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    for tensor in divisors:
+        for pipeline in divisors:
+            for sequence in divisors:
+                if world_size % (tensor * pipeline * sequence) == 0:
+                    yield ParallelSection(tensor=tensor, pipeline=pipeline, sequence=sequence)
+
+
+def _name(config: RunConfig, engine: Engine, world_size: int) -> str:
+    parallel = config.parallel
+    degrees = [
+        f"{name} {getattr(parallel, name)}"
+        for name in ("tensor", "pipeline", "sequence")
+        if getattr(parallel, name) > 1
+    ]
+    data_size = world_size // (parallel.tensor * parallel.pipeline * parallel.sequence)
+    return ", ".join([engine.label, f"data {data_size}", *degrees])
+
+
+def _rule_refusal(config: RunConfig, engine: str, world_size: int) -> str | None:
+    try:
+        resolve_run(config, world_size, engine, "cpu")
+    except ConfigError as error:
+        return "; ".join(problem.rule for problem in error.problems)
+    return None
+
+
+def _model_refusal(config: RunConfig, parallel: ParallelSection) -> str | None:
+    hf_config = load_hf_config(config.model)
+    try:
+        problems = check_tensor_size(hf_config, parallel.tensor)
+    except ModelError as error:
+        return str(error)
+    at = config.model_copy(update={"parallel": parallel})
+    problems = problems or try_model(at, hf_config)[0]
+    return "; ".join(problem.rule for problem in problems) or None

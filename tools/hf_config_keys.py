@@ -1,0 +1,129 @@
+"""Write bigtrain/models/hf_config_keys.json: what a causal LM's configuration may hold.
+
+    python tools/hf_config_keys.py            # write the file for the installed transformers
+    python tools/hf_config_keys.py --check    # exit 1 where the file differs
+
+Of every model type that transformers has a causal LM for: keys, the JSON types of their values by
+transformers' own validation, aliases, and the defaults that rules of bigtrain need. With it
+`bigtrain check` refuses what the model would refuse, without the seconds that its import takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+TARGET = Path(__file__).resolve().parents[1] / "bigtrain" / "models" / "hf_config_keys.json"
+FIGURES = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+EXAMPLES: dict[str, tuple[Any, ...]] = {
+    "boolean": (True,),
+    "integer": (1,),
+    "number": (1.5,),
+    "string": ("x",),
+    "array": ([], [1], [1.5], ["x"]),
+    "object": ({}, {"x": 1}),
+}
+
+
+def build_table() -> dict[str, Any]:
+    """The table of the installed transformers, ready for JSON."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    classes = {name: CONFIG_MAPPING[name] for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
+    return {
+        "transformers_version": transformers.__version__,
+        "model_types": {
+            name: {
+                "module": config_class.__module__.removeprefix("transformers."),
+                "keys": _kinds(config_class),
+                "aliases": dict(sorted(config_class.attribute_map.items())),
+                "defaults": _figures(config_class),
+            }
+            for name, config_class in classes.items()
+        },
+    }
+
+
+def as_text(table: dict[str, Any]) -> str:
+    """The table as JSON, a line for each model type."""
+    types = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in table["model_types"].items())
+    version = json.dumps(table["transformers_version"])
+    return f'{{"transformers_version": {version},\n"model_types": {{\n{types}\n}}}}\n'
+
+
+def _kinds(config_class: Any) -> dict[str, str]:
+    """JSON types of every key, joined by ``|``; empty where any value may be taken."""
+    from bigtrain.models.configuration import known_keys
+
+    annotations = {field.name: field.type for field in dataclasses.fields(config_class)}
+    own = {key: config_class.attribute_map.get(key, key) for key in known_keys(config_class)}
+    return {
+        key: _kind(config_class, key, annotations[own[key]]) if own[key] in annotations else ""
+        for key in sorted(own)
+    }
+
+
+def _kind(config_class: Any, key: str, annotation: Any) -> str:
+    from huggingface_hub.dataclasses import type_validator
+
+    def takes(value: Any) -> bool:
+        try:
+            type_validator(key, value, annotation)
+        except TypeError:
+            return False
+        return True
+
+    kinds = [kind for kind, values in EXAMPLES.items() if any(map(takes, values))]
+    if len(kinds) in (0, len(EXAMPLES)):  # one of some words, say, or not looked at
+        return ""
+    try:
+        config_class(**{key: None})
+        kinds.append("null")
+    except Exception:  # whatever the class raises, the value is refused
+        pass
+    return "|".join(kinds)
+
+
+def _figures(config_class: Any) -> dict[str, int | None]:
+    """Null: the class computes it, so that what is written does not tell."""
+    found: dict[str, int | None] = {}
+    for key in FIGURES:
+        try:
+            config = config_class().get_text_config()
+            value = getattr(config, key, None)
+        except Exception:  # it refuses its own defaults, or layers differ
+            found[key] = None
+            continue
+        name = config.attribute_map.get(key, key)
+        if isinstance(inspect.getattr_static(type(config), name, None), property):
+            found[key] = None
+        elif type(value) is int:
+            found[key] = value
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare only; exit 1 on a difference")
+    args = parser.parse_args()
+    text = as_text(build_table())
+    if args.check:
+        same = TARGET.is_file() and TARGET.read_text(encoding="utf-8") == text
+        print(f"{TARGET}: {'up to date' if same else 'differs; run tools/hf_config_keys.py'}")
+        return 0 if same else 1
+    temporary = TARGET.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(TARGET)
+    print(f"wrote {TARGET}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
