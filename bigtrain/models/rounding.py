@@ -52,8 +52,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         states, weight = ctx.saved_tensors
         (gradient,) = gradients
-        rows = gradient.flatten(0, -2).t()
-        of_weight = _product(rows, states.flatten(0, -2), ctx.num_parts)
+        outputs, inputs = (x.reshape(-1, x.shape[-1]) for x in (gradient, states))
+        of_weight = _product(outputs.t(), inputs, ctx.num_parts)
         return _product(gradient, weight, ctx.num_parts), of_weight, None
 
 
