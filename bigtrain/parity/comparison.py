@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-4
 """Of the gradient norm, at every step."""
 WEIGHT_TOLERANCE = 1e-5
-"""Of any weight, at the end."""
+"""Of any weight, at the end, where rounding takes it less far."""
+ROUNDING = 4.0
+"""How many times as far as plain PyTorch's own runs are apart that add up in another order."""
 
 _SPREADS = 3.0
 """16 bit: how many times as far from the mean of the plain runs as the farthest of them."""
@@ -60,14 +62,23 @@ class Verdict:
         )
 
 
-def compare(point: Point, references: Sequence[Figures], found: Figures) -> Verdict:
+def compare(
+    point: Point, references: Sequence[Figures], found: Figures, reordered: Sequence[Figures] = ()
+) -> Verdict:
     """The worst differences of `found`, and where the first arises if they are too large.
 
     Of several references, which only rounding puts apart, the mean is compared with, and how far
-    they are from it is what may be rounding.
+    they are from it is what may be rounding. reordered: of one reference, the same run with sums in
+    other orders: a weight may be as far off as rounding alone takes that very parameter. The
+    verdict's weight is then the one nearest to its limit, or farthest beyond it.
     """
     reference, limits = mean_of(references)
     loss, norm, weight = _distances(reference, found)
+    if reordered:
+        distances = _weight_distance(reference.last, found.last)
+        allowed = _rounding(reference, reordered)
+        name = max(distances, key=lambda key: distances[key] / allowed[key])
+        weight, limits = distances[name], replace(limits, weight=allowed[name])
     verdict = Verdict(point, loss, norm, weight, limits)
     if verdict.passed:
         return verdict
@@ -95,6 +106,15 @@ def mean_of(references: Sequence[Figures]) -> tuple[Figures, Limits]:
     distances = [_distances(centre, reference) for reference in references]
     loss, norm, weight = (_SPREADS * max(kind) for kind in zip(*distances, strict=True))
     return centre, Limits(loss, norm, weight, layer=2e-2)
+
+
+def _rounding(reference: Figures, reordered: Sequence[Figures]) -> dict[str, float]:
+    """How far each parameter may be off."""
+    floors = [_weight_distance(reference.last, other.last) for other in reordered]
+    return {
+        name: max(WEIGHT_TOLERANCE, ROUNDING * max(floor[name] for floor in floors))
+        for name in reference.last
+    }
 
 
 def _mean(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

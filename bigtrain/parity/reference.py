@@ -22,11 +22,13 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.config import OptimizerSection, RunConfig
 from bigtrain.data.loader import MicroBatch
+from bigtrain.models.rounding import SumsInParts
 from bigtrain.parity.proxy import RATES, STEPS, micro_batches
 from bigtrain.topology import BatchPlan
 
 _IGNORED = -100
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PARTS = (2, 3, 4)
 _DIVISIONS = 8
 """Of four runs in 16 bit the farthest says too little of the next (tests/parity/plain.py)."""
 
@@ -72,6 +74,18 @@ def train_reference(config: RunConfig, sum_dtype: torch.dtype | None = None) -> 
         size = max(1, len(order) >> (number % 4))
         chunks = list(order.split(size))
         runs.append(_train(config, [chunks] * STEPS, sum_dtype))
+    return runs
+
+
+def train_reordered(config: RunConfig) -> list[Figures]:
+    """As in float32 `train_reference`, with the sums of linear layers in other orders.
+
+    What a division of the work does to sums, and nothing else: these runs differ by rounding.
+    """
+    runs = []
+    for num_parts in _PARTS:
+        with SumsInParts(num_parts):
+            runs += train_reference(config)
     return runs
 
 
