@@ -83,7 +83,7 @@ def test_runs_of_the_job_are_nobody_elses() -> None:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reader's own: a hundred files of the standard library."""
+    """The reader's own: files of the standard library."""
     directory = tmp_path_factory.mktemp("reader") / "texts"
     directory.mkdir()
     stdlib = Path(sysconfig.get_path("stdlib"))
