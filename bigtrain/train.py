@@ -98,7 +98,7 @@ def train_run(run: ResolvedRun, world: World) -> int:
         from bigtrain.engine.mesh import open_mesh
         from bigtrain.models.plan_check import check_tensor_plan
         from bigtrain.run.evaluation import Evaluator
-        from bigtrain.run.finish import finish, stop_early
+        from bigtrain.run.finish import finish, is_complete, stop_early
         from bigtrain.run.initialize import weights_source
         from bigtrain.run.loop import train
         from bigtrain.run.resume import restore_or_start
@@ -142,6 +142,9 @@ def train_run(run: ResolvedRun, world: World) -> int:
         pin = session.device.type == "cuda"
         while True:
             state = restore_or_start(session, engine)
+            if is_complete(session, state):
+                engine.close()
+                return 0
             if state.step == 0:
                 source.fill(session, engine, weights)
             data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]

@@ -16,7 +16,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.config import ModelSection
@@ -141,6 +141,8 @@ def _save(
     for file_name, names in split.filename_to_tensors.items():
         held = {name: _materialized(stored[name]) for name in names}
         save_file(held, output / file_name, metadata={"format": "pt"})
+        # It writes for the owner alone, whatever the umask is.
+        shutil.copymode(output / CONFIG_NAME, output / file_name)
         del held
     forget_computed()
     if split.is_sharded:

@@ -121,7 +121,7 @@ def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
         fit_experts(cut)
         cut_loss = _forward(cut)
         cut_loss.backward()
-        failure = _difference(float(loss), float(cut_loss), expected, cut)
+        failure = _difference(loss.item(), cut_loss.item(), expected, cut)
     except MODEL_FAILURES as error:
         failure = f"{_FAILS} {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     found: list[str | None] = [None] * dist.get_world_size(group)

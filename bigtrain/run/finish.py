@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from signal import Signals
 
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from bigtrain.run.state import TrainState
 from bigtrain.run.stopping import leave_marker
 
 EXPORT = "hf"
+EXPORTED = "exported.json"
+"""File of a run directory: of which step its ``hf/`` is. Absent: of none, or it is not known."""
 
 
 def stop_early(session: Session, engine: TrainEngine, state: TrainState, received: Signals) -> None:
@@ -26,6 +30,35 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
         f"stopped by {received.name} after step {state.step} of {session.run.config.train.steps}; "
         "the same command goes on from there"
     )
+
+
+def is_complete(session: Session, state: TrainState) -> bool:
+    """Whether `state` is the end of the run, and all is written that an end writes. Collective.
+
+    It then says so.
+    """
+    steps = session.run.config.train.steps
+    if state.step < steps:
+        return False
+    found = [False]
+    if session.world.is_main:
+        directory = session.directory
+        found = [
+            not session.run.config.output.export
+            or ((directory / EXPORT).is_dir() and _exported_step(directory) == state.step)
+        ]
+    dist.broadcast_object_list(found, src=0)
+    if found[0]:
+        session.say(f"complete: the run stands at step {state.step} of {steps}; nothing to do")
+    return found[0]
+
+
+def _exported_step(directory: Path) -> object:
+    try:
+        record = json.loads((directory / EXPORTED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a run of before there were records, or killed
+        return None
+    return record.get("step") if isinstance(record, dict) else None
 
 
 def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
@@ -43,7 +76,10 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
         session.check_hold()
         if session.world.is_main and session.run.config.output.export:
             output = session.directory / EXPORT
+            record = session.directory / EXPORTED
+            record.unlink(missing_ok=True)
             export_run(session.directory, output, step=state.step, replace=True)
+            record.write_text(json.dumps({"step": state.step}) + "\n")
             summary.append(f"exported to {output}, reloaded and compared: same logits")
     except SupersededError as error:
         failure = [error]

@@ -8,8 +8,9 @@ from signal import Signals
 from typing import Protocol
 
 from bigtrain.data.loader import MicroBatch
-from bigtrain.engine.build import StepResult, TrainEngine
+from bigtrain.engine.build import TrainEngine
 from bigtrain.engine.distributed import cpu_group
+from bigtrain.engine.loss_window import LossWindow
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.guard import Guard, go_back
 from bigtrain.run.metrics import StepMetrics, memory_gib
@@ -40,7 +41,7 @@ def train(
     """Train until ``train.steps`` or a signal; returns the final state, which has been saved, and
     the signal. Collective."""
     config, plan = session.run.config, session.run.plan
-    clock = _Clock()
+    clock, losses = _Clock(), LossWindow(engine)
     profiler = Profiler(session)
     group = cpu_group() if session.world.size > 1 else None
     stop = StopAgreement(session.signals, group, session.hold)
@@ -62,10 +63,12 @@ def train(
             result = engine.train_step(micro_batches, lr, guard.judge)
         state = guard.end(state, state.after_step(plan))
         clock.count_step()
+        losses.add(result, updated=state.guard.streak == 0)
         if guard.goes_back(state):
             beat.at("going back", slow=True)
             saver.wait()
             state = go_back(session, engine, state)
+            losses.empty()
             continue
         last = state.step == config.train.steps
         profiler.after(state.step, last=last)
@@ -74,7 +77,7 @@ def train(
         received = None if last else stop.agreed()
         if last or state.step % config.logging.every_steps == 0:
             beat.at("logging")
-            num_steps, step_seconds = _log(session, engine, result, state, lr, clock)
+            num_steps, step_seconds = _log(session, engine, losses, state, lr, clock)
             stragglers.gather(state, num_steps, step_seconds)
         held_out_loss = None
         if last or _due(state.step, config.evaluation.every_steps):
@@ -104,14 +107,14 @@ def _save(session: Session, saver: Saver, state: TrainState, held_out_loss: floa
 def _log(
     session: Session,
     engine: TrainEngine,
-    result: StepResult,
+    losses: LossWindow,
     state: TrainState,
     lr: float,
     clock: _Clock,
 ) -> tuple[int, float]:
     """Returns the steps since the last time, and seconds of each."""
     # With the guard's, the only places of the loop that wait for the device.
-    loss, norm = engine.step_loss(result), engine.gradient_norm()
+    loss, norm = losses.read(), engine.gradient_norm()
     num_steps, step_seconds = clock.read()
     if session.metrics is None:
         return num_steps, step_seconds

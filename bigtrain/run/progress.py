@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import sys
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self, TextIO
@@ -14,8 +15,8 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Text of one run on standard error and in ``log.txt``, which is continued in a new file: an
-    earlier start that still lives has the old one open.
+    """Text of one run on standard error and, with the time of each line, in ``log.txt``, which is
+    continued in a new file: an earlier start that still lives has the old one open.
 
     Parameters: `log_path`; `total_steps` of the run; `first_step`, from which it goes on;
     `terminal`: a bar (True) or plain lines (False); None asks standard error what it is.
@@ -44,7 +45,7 @@ class Progress:
 
     def step(self, step: int, line: str, figures: str) -> None:
         """Show that `step` is done: `figures` beside the bar, or else the whole `line`."""
-        self._log.write(line + "\n")
+        self._write(line)
         if self._bar is None:
             print(line, file=self._stream, flush=True)
         else:
@@ -54,11 +55,15 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Show any other line or lines."""
-        self._log.write(text + "\n")
+        self._write(text)
         if self._bar is None:
             print(text, file=self._stream, flush=True)
         else:
             self._bar.write(text, file=self._stream)
+
+    def _write(self, text: str) -> None:
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        self._log.write("".join(f"{now} {line}\n" for line in text.splitlines()))
 
     def close(self) -> None:
         """Leave the bar as it stands and close log.txt. May be called again."""

@@ -144,7 +144,8 @@ def resumed_phases(
     following = next_phase(phases[-1], config, inputs.sources, document["samples"])
     named = {key for key, _ in changes}
     changes += [change for change in differences(phases[-1], following) if change[0] not in named]
-    _refuse(changes, config.checkpoint.allow_changes, directory)
+    is_over = config.train.steps <= document["step"]
+    _refuse(changes, config.checkpoint.allow_changes, directory, is_over=is_over)
     return phases if following is phases[-1] else (*phases, following)
 
 
@@ -168,7 +169,13 @@ def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[st
     ]
 
 
-def _refuse(changes: Sequence[tuple[str, str]], allowed: Sequence[str], directory: Path) -> None:
+def _refuse(
+    changes: Sequence[tuple[str, str]],
+    allowed: Sequence[str],
+    directory: Path,
+    *,
+    is_over: bool = False,
+) -> None:
     # A section that is allowed stands for its keys.
     refused = [
         (key, text)
@@ -177,10 +184,14 @@ def _refuse(changes: Sequence[tuple[str, str]], allowed: Sequence[str], director
     ]
     if refused:
         keys = ",".join(sorted({key for key, _ in refused}))
+        remedy = (
+            "or restore the settings (with these train.steps nothing would be left to do)"
+            if is_over
+            else f"restore the settings, or go on with these by checkpoint.allow_changes=[{keys}]"
+        )
         raise CheckpointError(
             f"{directory} belongs to a run with other settings; use another output.directory, "
-            f"restore the settings, or go on with these by checkpoint.allow_changes=[{keys}]:\n"
-            + "\n".join(f"  {key}: {text}" for key, text in refused)
+            f"{remedy}:\n" + "\n".join(f"  {key}: {text}" for key, text in refused)
         )
 
 

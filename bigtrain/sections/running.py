@@ -59,7 +59,9 @@ class LoggingSection(Section):
     """What is written down while training."""
 
     every_steps: PositiveInt = Field(
-        default=10, description="optimizer steps between lines of metrics.jsonl and the log"
+        default=10,
+        description="optimizer steps between lines of metrics.jsonl and the log; the loss in a "
+        "line is the mean over them",
     )
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "comet_ml"], ...] = Field(
         default=(), description="trackers of accelerate.tracking that get the same metrics"

@@ -144,6 +144,13 @@ def test_every_command_has_a_module_and_help(
     assert " ".join(COMMANDS[command].split()[:3]).lower() in shown.lower()
 
 
+def test_help_keeps_names_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    shown = capsys.readouterr().out
+    assert "\nWrite a run's weights as a verified Hugging Face directory\n" in shown
+
+
 def test_every_module_that_runs_is_a_command() -> None:
     """Beside them commands/ holds only what several commands share."""
     runnable = {

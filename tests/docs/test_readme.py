@@ -15,8 +15,10 @@ import yaml
 
 from bigtrain.cli import COMMANDS, build_parser
 from bigtrain.config import RunConfig
+from bigtrain.config_loading import load_run_config
 from bigtrain.train import build_parser as train_parser
 from tests.support.worlds import ROOT
+from tools.quickstart import train_command
 
 README = (ROOT / "README.md").read_text()
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "python")
@@ -61,26 +63,68 @@ def test_every_command_is_mentioned() -> None:
         assert f"bigtrain {name}" in README, name
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_the_job_as_it_stands(tmp_path: Path) -> None:
-    texts = tmp_path / "texts"
-    texts.mkdir()
+def overrides(words: list[str]) -> dict[str, str]:
+    """Settings that a training command changes."""
+    arguments = words[words.index("bigtrain/train.py") + 1 :]
+    parsed = train_parser().parse_intermixed_args(arguments).overrides
+    return dict(override.split("=", 1) for override in parsed)
+
+
+def test_runs_of_the_job_are_nobody_elses() -> None:
+    """A line would be refused where the quickstart, or the line before it, has run."""
+    used = [load_run_config("quickstart").output.directory]
+    used += [overrides(w)["output.directory"] for w in commands() if "bigtrain/train.py" in w]
+    assert len(used) == 4
+    assert len(set(used)) == 4, used
+    for words in commands():
+        if "--run" in words:
+            assert words[words.index("--run") + 1] in used[1:]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reader's own: files of the standard library."""
+    directory = tmp_path_factory.mktemp("reader") / "texts"
+    directory.mkdir()
     stdlib = Path(sysconfig.get_path("stdlib"))
     for number, source in enumerate(sorted(stdlib.glob("*.py"))):
-        (texts / f"{number}.txt").write_bytes(source.read_bytes())
-    for name in ("bigtrain", "ds_configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "runs/quickstart").mkdir(parents=True)
-    (tmp_path / "runs/quickstart/shards").symlink_to(tmp_path / "shards")
+        (directory / f"{number}.txt").write_bytes(source.read_bytes())
+    return directory
+
+
+def type_in(folder: Path, words: list[str]) -> str:
+    """Run a command as a reader of the page does; returns what it said."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
-    for words in filter(None, commands()):
-        result = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout}\n{result.stderr}"
+    result = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout}\n{result.stderr}"
+    return result.stdout + result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_page_from_the_top(tmp_path: Path, texts: Path) -> None:
+    """In the reader's order: the quickstart's run stands when the lines of the job are typed.
+
+    The quickstart is run with its own command, in its own directories, for 40 steps instead of
+    500 and on the reader's texts instead of the whole standard library.
+    """
+    for name in ("bigtrain", "ds_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "texts").symlink_to(texts)
+    lines = list(filter(None, commands()))
+    tokenizer, tokenize, *rest = lines
+    home = Path("runs/quickstart")
+    type_in(tmp_path, [*tokenizer[:-1], str(home / "tokenizer")])
+    of_quickstart = {"tokenizer/": f"{home}/tokenizer", "shards/": f"{home}/shards"}
+    type_in(tmp_path, [of_quickstart.get(word, word) for word in tokenize])
+    few = ["train.steps=40", "checkpoint.every_steps=20", "evaluation.every_steps=20"]
+    type_in(tmp_path, train_command(home / "shards", home / "run", few))
+    said = [type_in(tmp_path, words) for words in (tokenizer, tokenize, *rest)]
+    assert sum("resumed at step" in text for text in said) == 0
+    assert sum("exported to" in text for text in said) == 3
+    for run in ("one", "two", "three", "quickstart/run"):
+        assert (tmp_path / "runs" / run / "hf/config.json").is_file()
     assert (tmp_path / "exported/model.safetensors").is_file()
-    assert (tmp_path / "runs/quickstart/run/hf/config.json").is_file()

@@ -48,7 +48,7 @@ def step(file: str, directory: Path) -> dict[str, Any]:
     engine = trainer.model_wrapped
     weight = model.lm_head.weight
     with torch.no_grad():
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([weight], enabled=hasattr(weight, "ds_id")):
             first = weight.flatten()[:4].tolist()

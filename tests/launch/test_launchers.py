@@ -25,6 +25,7 @@ from tests.launch.conftest import (
     launch,
     launcher,
     metrics,
+    snapshot,
     start,
     wait,
 )
@@ -101,6 +102,7 @@ def test_run_directory_is_whole(
         "config.json",
         "deepspeed.json",
         "environment.json",
+        "exported.json",
         "generations",
         "hf",
         "log.txt",
@@ -242,15 +244,55 @@ def test_finished_run_started_again_stays_as_it_is(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
+    exported = (run / "hf/config.json").stat().st_ino
+    # The second asks for fewer steps, which only a word of the user's allows.
+    fewer = ["train.steps=6", "checkpoint.allow_changes=[train.steps]"]
+    for changes, steps in (([], STEPS), (fewer, 6)):
+        again = ["--config", inputs.run_yaml, f"output.directory={run}", *changes]
+        finished = launch([*launcher("python"), *again], home)
+        assert finished.code == 0, finished.output
+        assert f"complete: the run stands at step {STEPS} of {steps}; nothing to do" in (
+            finished.output
+        )
+        assert "no step after" not in finished.output
+        assert snapshot(run) == snapshot(finished_run)
+        assert (run / "hf/config.json").stat().st_ino == exported  # not written once more
+
+
+def test_logged_loss_is_the_mean_since_the_last_line(
+    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+) -> None:
+    """After a resume between two lines, since the resume."""
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    shutil.rmtree(run / "checkpoints/step-00000012")
+    again = ["--config", inputs.run_yaml, f"output.directory={run}", "logging.every_steps=5"]
+    finished = launch([*launcher("python"), *again], home)
+    assert finished.code == 0, finished.output
+    each, logged = metrics(finished_run), metrics(run)
+    assert sorted(logged) == [*range(1, 9), 10, 12]
+    # All steps have as many target tokens; losses are summed in float64.
+    assert logged[10] == pytest.approx((each[9] + each[10]) / 2, rel=1e-12)
+    assert logged[12] == pytest.approx((each[11] + each[12]) / 2, rel=1e-12)
+
+
+def test_export_that_was_cut_off_is_made_good(
+    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    (run / "exported.json").unlink()
+    (run / "hf/model.safetensors").write_bytes(b"of an earlier step")
     again = ["--config", inputs.run_yaml, f"output.directory={run}"]
     finished = launch([*launcher("python"), *again], home)
     assert finished.code == 0, finished.output
-    assert f"resumed at step {STEPS} " in finished.output
-    assert (run / "metrics.jsonl").read_bytes() == (finished_run / "metrics.jsonl").read_bytes()
-    for name in ("hf", "checkpoints/step-00000008", "checkpoints/step-00000012"):
-        for file in (path for path in (finished_run / name).rglob("*") if path.is_file()):
-            path = run / file.relative_to(finished_run)
-            assert path.read_bytes() == file.read_bytes(), path
+    assert "exported to" in finished.output
+    for name in ("hf/model.safetensors", "metrics.jsonl", "exported.json"):
+        assert (run / name).read_bytes() == (finished_run / name).read_bytes()
+
+
+def test_files_of_the_export_have_one_mode(finished_run: Path) -> None:
+    assert len({path.stat().st_mode for path in (finished_run / "hf").iterdir()}) == 1
 
 
 def test_damaged_newest_checkpoint_is_passed_over(

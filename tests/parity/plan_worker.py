@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,13 @@ if __name__ == "__main__":
     said = {}
     with process_group(world) as joined:
         for name, config in configs().items():
-            try:
-                check_tensor_plan(config, "auto", 32, dist.group.WORLD, joined.device)
-                said[name] = ""
-            except ModelError as error:
-                said[name] = str(error)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always", UserWarning)
+                try:
+                    check_tensor_plan(config, "auto", 32, dist.group.WORLD, joined.device)
+                    said[name] = ""
+                except ModelError as error:
+                    said[name] = str(error)
+            # Every process of a run would say it.
+            assert not [w for w in warned if "requires_grad" in str(w.message)], name
     Path(f"{sys.argv[1]}.{world.rank}").write_text(json.dumps(said))

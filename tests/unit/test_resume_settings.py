@@ -44,7 +44,7 @@ def inputs(*sources: SourceIdentity, data_hash: str = "h") -> Inputs:
 def stored(config: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint from before there were phases."""
     run = RunConfig.model_validate(config)
-    return {"config": run.model_dump(mode="json"), "data_hash": "h", "samples": 12}
+    return {"config": run.model_dump(mode="json"), "data_hash": "h", "samples": 12, "step": 1}
 
 
 def with_phases(config: dict[str, Any], *sources: SourceIdentity) -> dict[str, Any]:
@@ -113,6 +113,18 @@ def test_changes_are_refused_with_what_differs_and_followed_where_they_are_allow
     partly = {**changed, "checkpoint": {"allow_changes": ["batch", "optimizer"]}}
     with pytest.raises(CheckpointError, match=r"allow_changes=\[data.sources\]:\n  data.sources:"):
         resume(document, partly, now)
+
+
+def test_fewer_steps_than_are_done_are_not_advised() -> None:
+    """With them allowed, the run would be at its end, and nothing would be trained."""
+    document = {**with_phases({**tree(), "train": {"steps": 500}}), "step": 500}
+    with pytest.raises(CheckpointError) as caught:
+        resume(document, {**tree(), "train": {"steps": 20}})
+    assert str(caught.value).splitlines() == [
+        "checkpoint belongs to a run with other settings; use another output.directory, or restore "
+        "the settings (with these train.steps nothing would be left to do):",
+        "  train.steps: 500 there, 20 now",
+    ]
 
 
 def test_the_phases_of_a_run_add_up() -> None:
