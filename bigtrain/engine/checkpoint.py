@@ -6,6 +6,7 @@ of `bigtrain.run.checkpoints`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,14 +61,21 @@ def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:
     return snapshot.scalars
 
 
-def restore_engine(engine: TrainEngine, directory: Path, scalars: dict[str, Any]) -> None:
+def restore_engine(
+    engine: TrainEngine,
+    directory: Path,
+    scalars: dict[str, Any],
+    headers: Mapping[str, str] | None = None,
+) -> None:
     """Fill the engine from `directory`, written at any topology, and from `save_engine`'s dict.
 
-    Collective over all processes. Raises CheckpointError for tensors missing or of other shapes,
+    `headers`: checksums of the headers of its files by name, which the manifest has. Collective
+    over all processes. Raises CheckpointError for tensors missing or of other shapes,
     DamagedCheckpointError for files that cannot be read; another checkpoint may be restored then.
     """
     ensure_optimizer_states(engine.engine)
-    read_tensors(directory, owned_fragments(engine.engine, engine.module), _buffers(engine))
+    fragments = owned_fragments(engine.engine, engine.module)
+    read_tensors(directory, fragments, _buffers(engine), headers)
     set_optimizer_step_count(engine.engine, int(scalars["optimizer_steps"]))
     scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
     for name, value in scalars.get("loss_scaler", {}).items():
@@ -76,7 +84,9 @@ def restore_engine(engine: TrainEngine, directory: Path, scalars: dict[str, Any]
     refresh_parameters(engine.engine)
 
 
-def restore_weights(engine: TrainEngine, directory: Path) -> None:
+def restore_weights(
+    engine: TrainEngine, directory: Path, headers: Mapping[str, str] | None = None
+) -> None:
     """Fill masters and buffers alone from `directory`; the optimizer stays as new. Collective.
 
     Raises as `restore_engine`.
@@ -85,7 +95,7 @@ def restore_weights(engine: TrainEngine, directory: Path) -> None:
         replace(fragment, tensors={MASTER: fragment.tensors[MASTER]})
         for fragment in owned_fragments(engine.engine, engine.module)
     ]
-    read_tensors(directory, masters, _buffers(engine))
+    read_tensors(directory, masters, _buffers(engine), headers)
     refresh_parameters(engine.engine)
 
 

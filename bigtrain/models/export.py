@@ -190,13 +190,13 @@ def _materialized(tensor: torch.Tensor) -> torch.Tensor:
 
 def _save_tokenizer(source: Path, directory: Path, output: Path) -> None:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         what = "no such directory" if not source.is_dir() else " ".join(str(error).split())
         raise ModelError(f"tokenizer {source}: cannot be loaded: {what}") from error
     tokenizer.save_pretrained(directory)
     # Beside a config.json, transformers may take the model type's own tokenizer class instead.
-    again = AutoTokenizer.from_pretrained(directory)
+    again = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     if again(_TEXT).input_ids != tokenizer(_TEXT).input_ids:
         raise ModelError(
             f"{output}: not written: transformers reads the run's tokenizer ({source}) as a "

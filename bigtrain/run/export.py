@@ -34,7 +34,7 @@ def export_run(
     state = checkpoints.read_state(directory)
     config = RunConfig.model_validate(state["config"])
     export_model(
-        open_weights(directory / checkpoints.TENSORS),
+        open_weights(directory / checkpoints.TENSORS, checkpoints.read_manifest(directory).headers),
         # Not from config.model: a directory or hub name may be gone or changed by now.
         load_hf_config(ModelSection(config=str(run_directory / MODEL_CONFIG))),
         run_directory / "tokenizer",

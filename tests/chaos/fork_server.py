@@ -36,7 +36,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-_WORDS = ("step-", "checkpoints", "distcp", "metadata", "state.json", "manifest.json", "tensors")
+_WORDS = ("step-", "checkpoints", "rank-", "state.json", "manifest.json", "tensors")
 _EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir"}
 # What survivors of a kill are given to do harm in; they notice within a second or hang.
 _GRACE_SECONDS = 1.0
@@ -61,7 +61,7 @@ def fill_disk(rank: int, after_saves: int, until_saves: int, num_bytes: int) -> 
     counter = itertools.count(1)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and str(arguments[0]).endswith(f"__{rank}_0.distcp"):
+        if event == "open" and str(arguments[0]).endswith(f"rank-{rank:05d}.safetensors"):
             is_full = after_saves < next(counter) <= until_saves
             limit = num_bytes if is_full else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

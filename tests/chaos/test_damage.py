@@ -21,9 +21,8 @@ FILES = [
     "manifest.json",
     "state.json",
     "probe.safetensors",
-    "tensors/.metadata",
-    "tensors/__0_0.distcp",
-    "tensors/__1_0.distcp",
+    "tensors/rank-00000.safetensors",
+    "tensors/rank-00001.safetensors",
 ]
 NEWEST, BEFORE = 22, 16
 
@@ -66,7 +65,7 @@ def test_damage_is_named(run: Path, name: str, kind: str) -> None:
     directory = checkpoints.checkpoint_path(run, NEWEST)
     DAMAGES[kind](directory / name)
     reason = checkpoints.damage(directory)
-    if name.endswith(".distcp") and kind == "flip":
+    if name.startswith("tensors/") and kind == "flip":
         assert reason is None  # found when a resume reads it, and by `bigtrain verify`
         with pytest.raises(DamagedCheckpointError, match=rf"{name}: contents do not match"):
             read_full(directory / checkpoints.TENSORS)
@@ -115,7 +114,7 @@ def fall_back(server: Server, run_yaml: Path, run: Path, uninterrupted: Path, na
 def test_damage_found_while_reading_falls_back(
     server: Server, run_yaml: Path, run: Path, uninterrupted: Path
 ) -> None:
-    name = "tensors/__1_0.distcp"
+    name = "tensors/rank-00001.safetensors"
     DAMAGES["flip"](checkpoints.checkpoint_path(run, NEWEST) / name)
     fall_back(server, run_yaml, run, uninterrupted, name)
 
@@ -133,21 +132,23 @@ def test_damage_falls_back(
 def test_a_run_with_nothing_whole_is_refused(server: Server, run_yaml: Path, run: Path) -> None:
     for step in (8, 16):
         (checkpoints.checkpoint_path(run, step) / "state.json").unlink()
-    DAMAGES["flip"](checkpoints.checkpoint_path(run, NEWEST) / "tensors/__0_0.distcp")
+    DAMAGES["flip"](checkpoints.checkpoint_path(run, NEWEST) / "tensors/rank-00000.safetensors")
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     codes, text = server.live(arguments(run_yaml, run))
     assert 2 in codes, text
     assert "Traceback" not in text
     assert f"{run}: every checkpoint is damaged, so the run cannot go on" in text
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
-    assert "step-00000022/tensors/__0_0.distcp: contents do not match their checksum" in text
+    assert (
+        "step-00000022/tensors/rank-00000.safetensors: contents do not match their checksum" in text
+    )
 
 
 def test_contents_are_verified_on_request(
     server: Server, run_yaml: Path, run: Path, uninterrupted: Path
 ) -> None:
     """What no resume reads, the whole file's checksum covers."""
-    path = checkpoints.checkpoint_path(run, NEWEST) / "tensors/__0_0.distcp"
+    path = checkpoints.checkpoint_path(run, NEWEST) / "tensors/rank-00000.safetensors"
     contents = path.read_bytes()
     path.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
     codes, text = server.live(arguments(run_yaml, run, "checkpoint.verify=contents"))

@@ -399,7 +399,7 @@ def test_export_of_damaged_weights(
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
     for step in ("step-00000008", "step-00000012"):
-        [file] = (run / "checkpoints" / step / "tensors").glob("*.distcp")
+        [file] = (run / "checkpoints" / step / "tensors").glob("*.safetensors")
         contents = bytearray(file.read_bytes())
         if damage == "cut":
             del contents[-10:]
@@ -407,7 +407,7 @@ def test_export_of_damaged_weights(
             contents[len(contents) // 2] ^= 0xFF
         file.write_bytes(contents)
     said = refused_command("export", "--run", run, "--output", tmp_path / "hf")
-    assert "__0_0.distcp: " in said
+    assert "rank-00000.safetensors: " in said
 
 
 def test_generate_with_a_missing_model(refused_command: Refused, tmp_path: Path) -> None:
