@@ -6,6 +6,7 @@ of `bigtrain.run.checkpoints`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +26,10 @@ from bigtrain.engine.fragments import (
     set_optimizer_step_count,
 )
 from bigtrain.errors import ModelError
+from bigtrain.models.sharding import full_shape
 from bigtrain.models.weights import Weights
 
+_TRAINED_BYTES = 12
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -49,6 +52,19 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
         "loss_scaler": _scaler_state(engine),
     }
     return EngineSnapshot(tensors, scalars)
+
+
+def checkpoint_bytes(engine: TrainEngine) -> int:
+    """Of the tensors that a checkpoint holds of this process's pipeline stage, all ranks together.
+
+    Masters and AdamW's two states in float32, frozen parameters and buffers as they are.
+    """
+    parameters = sum(
+        math.prod(full_shape(parameter))
+        * (_TRAINED_BYTES if parameter.requires_grad else parameter.element_size())
+        for parameter in engine.module.parameters()
+    )
+    return parameters + sum(b.numel() * b.itemsize for b in _buffers(engine).values())
 
 
 def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:

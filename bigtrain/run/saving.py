@@ -12,11 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from bigtrain.config import RunConfig
 from bigtrain.engine.build import TrainEngine
-from bigtrain.engine.checkpoint import EngineSnapshot, snapshot_engine
+from bigtrain.engine.checkpoint import EngineSnapshot, checkpoint_bytes, snapshot_engine
 from bigtrain.engine.checkpoint_io import Staging
 from bigtrain.engine.distributed import cpu_group
 from bigtrain.engine.tensor_files import Identity
@@ -256,13 +257,40 @@ class Saver:
             write.notes.append(f"an older checkpoint could not be removed: {error}")
 
 
+def refuse_small_disk(session: Session, engine: TrainEngine) -> None:
+    """Raises CheckpointError on every process where there is no room for a checkpoint. Collective.
+
+    Writes nothing; comes before the first step, which would be lost.
+    """
+    place = session.run.topology.coordinates(session.world.rank)
+    is_first = not (place.data_rank or place.tensor_rank or place.sequence_rank)
+    own = checkpoint_bytes(engine) if is_first else 0
+    total = torch.tensor(own, dtype=torch.int64, device=session.device)
+    dist.all_reduce(total)
+    failure: list[CheckpointError | None] = [None]
+    if session.world.is_main:
+        try:
+            _require_room(session.directory / "checkpoints", int(total))
+        except CheckpointError as error:
+            remedy = "make room, or choose another output.directory"
+            failure = [CheckpointError(f"the run could not save a checkpoint: {error} -> {remedy}")]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]
+
+
 def _prepare(partial: Path, num_bytes: int) -> None:
     checkpoints.prepare(partial)
     # Before it is full: then the run's log and figures could not be written either.
-    free = shutil.disk_usage(partial).free
+    _require_room(partial.parent, num_bytes)
+
+
+def _require_room(directory: Path, num_bytes: int) -> None:
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
     if free < num_bytes + _SPARE_BYTES:
         raise CheckpointError(
-            f"no space left for it: {partial.parent} has {free / MIB:,.1f} MiB free, and "
+            f"no space left for it: {directory} has {free / MIB:,.1f} MiB free, and "
             f"{num_bytes / MIB:,.1f} MiB are needed, besides {_SPARE_BYTES // MIB} to spare"
         )
 
