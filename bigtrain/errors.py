@@ -8,6 +8,7 @@
     ├── ModelError       model names, configurations, weights, exports
     ├── CheckpointError  checkpoints that are missing, damaged or do not belong to this run
     │   └── DamagedCheckpointError   found while reading it; an older one may do
+    ├── OutputError      files that cannot be written, directories that are gone
     ├── TrainingError    loss or gradients that nothing helps against
     ├── LaunchError      this machine or launcher cannot run what was asked for
     └── SupersededError  a later start of the run holds its directory (exit code 77)
@@ -80,6 +81,10 @@ class CheckpointError(BigtrainError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint whose files are not as they were written."""
+
+
+class OutputError(BigtrainError):
+    """A place that cannot be written: no room, no permission, or removed meanwhile."""
 
 
 class TrainingError(BigtrainError):

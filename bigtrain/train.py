@@ -102,7 +102,7 @@ def train_run(run: ResolvedRun, world: World) -> int:
         from bigtrain.run.initialize import weights_source
         from bigtrain.run.loop import train
         from bigtrain.run.resume import restore_or_start
-        from bigtrain.run.saving import Saver
+        from bigtrain.run.saving import Saver, refuse_small_disk
         from bigtrain.run.session import open_session
         from bigtrain.run.verification import verify_data
 
@@ -151,6 +151,8 @@ def train_run(run: ResolvedRun, world: World) -> int:
             batches = open_training_data(*data, datasets=inputs.datasets, device_pin=pin)
             held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)
             evaluator = Evaluator(session, engine, held_out)
+            if state.step < run.config.train.steps:
+                refuse_small_disk(session, engine)
             # Before any process writes; what is asked for until the loop, it does after a step.
             session.signals.listen()
             if session.hold_directory(state):

@@ -9,7 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bigtrain.errors import DataError
+from bigtrain.errors import DataError, OutputError
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Raises OutputError, which names `path` and `remedy`, for an OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(cannot_be_written(path, error, remedy)) from error
+
+
+def cannot_be_written(path: Path, error: Exception, remedy: str) -> str:
+    """The text of an OutputError."""
+    return f"{path}: cannot be written: {' '.join(str(error).split())} -> {remedy}"
 
 
 @contextmanager

@@ -300,7 +300,7 @@ def _load_with_transformers(name: str) -> Any:
     from transformers.utils import logging as transformers_logging
 
     directory = Path(name)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"trust_remote_code": False}
     if directory.exists():
         if (
             not (directory / "tokenizer_config.json").is_file()

@@ -6,6 +6,8 @@ of `bigtrain.run.checkpoints`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ from bigtrain.engine.fragments import (
     set_optimizer_step_count,
 )
 from bigtrain.errors import ModelError
+from bigtrain.models.sharding import full_shape
 from bigtrain.models.weights import Weights
 
+_TRAINED_BYTES = 12
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -50,6 +54,19 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
     return EngineSnapshot(tensors, scalars)
 
 
+def checkpoint_bytes(engine: TrainEngine) -> int:
+    """Of the tensors that a checkpoint holds of this process's pipeline stage, all ranks together.
+
+    Masters and AdamW's two states in float32, frozen parameters and buffers as they are.
+    """
+    parameters = sum(
+        math.prod(full_shape(parameter))
+        * (_TRAINED_BYTES if parameter.requires_grad else parameter.element_size())
+        for parameter in engine.module.parameters()
+    )
+    return parameters + sum(b.numel() * b.itemsize for b in _buffers(engine).values())
+
+
 def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:
     """Write masters, optimizer states and buffers below `directory`; returns what goes to JSON.
 
@@ -60,14 +77,21 @@ def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:
     return snapshot.scalars
 
 
-def restore_engine(engine: TrainEngine, directory: Path, scalars: dict[str, Any]) -> None:
+def restore_engine(
+    engine: TrainEngine,
+    directory: Path,
+    scalars: dict[str, Any],
+    headers: Mapping[str, str] | None = None,
+) -> None:
     """Fill the engine from `directory`, written at any topology, and from `save_engine`'s dict.
 
-    Collective over all processes. Raises CheckpointError for tensors missing or of other shapes,
+    `headers`: checksums of the headers of its files by name, which the manifest has. Collective
+    over all processes. Raises CheckpointError for tensors missing or of other shapes,
     DamagedCheckpointError for files that cannot be read; another checkpoint may be restored then.
     """
     ensure_optimizer_states(engine.engine)
-    read_tensors(directory, owned_fragments(engine.engine, engine.module), _buffers(engine))
+    fragments = owned_fragments(engine.engine, engine.module)
+    read_tensors(directory, fragments, _buffers(engine), headers)
     set_optimizer_step_count(engine.engine, int(scalars["optimizer_steps"]))
     scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
     for name, value in scalars.get("loss_scaler", {}).items():
@@ -76,7 +100,9 @@ def restore_engine(engine: TrainEngine, directory: Path, scalars: dict[str, Any]
     refresh_parameters(engine.engine)
 
 
-def restore_weights(engine: TrainEngine, directory: Path) -> None:
+def restore_weights(
+    engine: TrainEngine, directory: Path, headers: Mapping[str, str] | None = None
+) -> None:
     """Fill masters and buffers alone from `directory`; the optimizer stays as new. Collective.
 
     Raises as `restore_engine`.
@@ -85,7 +111,7 @@ def restore_weights(engine: TrainEngine, directory: Path) -> None:
         replace(fragment, tensors={MASTER: fragment.tensors[MASTER]})
         for fragment in owned_fragments(engine.engine, engine.module)
     ]
-    read_tensors(directory, masters, _buffers(engine))
+    read_tensors(directory, masters, _buffers(engine), headers)
     refresh_parameters(engine.engine)
 
 

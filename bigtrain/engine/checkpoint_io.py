@@ -1,47 +1,27 @@
-"""Fragments to and from disk through torch.distributed.checkpoint (DCP).
+"""Fragments to and from the tensor files of a checkpoint (`bigtrain.engine.tensor_files`).
 
-DCP stores each tensor as chunks of its full shape, drops copies that several processes hold, and
-reads any other chunking back. Its planners are the documented place to say which chunks a process
-has (pytorch.org/docs/stable/distributed.checkpoint.html): the two below turn fragments into chunks.
-Keys are ``KIND/PARAMETER`` (`master/...`, `exp_avg/...`) and ``buffer/NAME``.
+Each rank writes the parts that fall to it to a file of its own, and reads what it owns from the
+files of all. Keys are ``KIND/PARAMETER`` (`master/...`, `exp_avg/...`) and ``buffer/NAME``.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from bigtrain.engine.checkpoint_streams import CheckedReader, CheckedWriter
-from bigtrain.engine.fragments import MASTER, Fragment
+from bigtrain.engine.checkpoint_lazy import BUFFER, DTYPES, memory_of, open_tensors, open_weights
+from bigtrain.engine.fragments import Fragment
+from bigtrain.engine.tensor_files import Identity, NewPart, file_name, write_parts
 from bigtrain.errors import CheckpointError, DamagedCheckpointError
 
-BUFFER = "buffer"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_Index = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -52,17 +32,23 @@ class _Chunk:
     view: torch.Tensor
 
     @property
-    def index(self) -> MetadataIndex:
-        return MetadataIndex(self.key, torch.Size(self.offsets))
+    def index(self) -> _Index:
+        return self.key, self.offsets
 
-    @property
-    def storage(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(self.offsets), self.view.shape)
+    def part(self) -> NewPart:
+        if self.view.dtype not in _NAMES:
+            raise CheckpointError(f"{self.key}: {self.view.dtype} cannot be saved")
+        name = _NAMES[self.view.dtype]
+        sizes = tuple(self.view.shape)
+        return NewPart(self.key, self.shape, self.offsets, sizes, name, self._memory)
+
+    def _memory(self) -> memoryview:
+        return memory_of(self.view.detach().cpu().contiguous())
 
 
 def _chunks(
     fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]
-) -> dict[MetadataIndex, _Chunk]:
+) -> dict[_Index, _Chunk]:
     found = []
     for fragment in fragments:
         for kind in fragment.tensors:
@@ -72,65 +58,6 @@ def _chunks(
         view = buffer if buffer.ndim else buffer.view(1)
         found.append(_Chunk(f"{BUFFER}/{name}", tuple(view.shape), (0,) * view.ndim, view))
     return {chunk.index: chunk for chunk in found}
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, chunks: dict[MetadataIndex, _Chunk]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._chunks = chunks
-
-    def create_local_plan(self) -> SavePlan:
-        items = [
-            WriteItem(
-                index=index,
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk.storage,
-                    properties=TensorProperties(dtype=chunk.view.dtype),
-                    size=torch.Size(chunk.shape),
-                ),
-            )
-            for index, chunk in self._chunks.items()
-        ]
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        return self._chunks[write_item.index].view.detach().contiguous()
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, chunks: dict[MetadataIndex, _Chunk], directory: Path) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._chunks = chunks
-        self._directory = directory
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        by_key: dict[str, list[_Chunk]] = {}
-        for chunk in self._chunks.values():
-            by_key.setdefault(chunk.key, []).append(chunk)
-        items: list[ReadItem] = []
-        for key, chunks in by_key.items():
-            stored = self.metadata.state_dict_metadata.get(key)
-            if stored is None or isinstance(stored, BytesStorageMetadata):
-                raise CheckpointError(f"{self._directory}: holds no tensor {key}")
-            if tuple(stored.size) != chunks[0].shape:
-                raise CheckpointError(
-                    f"{self._directory}: {key} has shape {list(stored.size)} there and "
-                    f"{list(chunks[0].shape)} in this run's model"
-                )
-            items += create_read_items_for_chunk_list(key, stored, [c.storage for c in chunks])
-        return LoadPlan(items)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        index = MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)
-        view = self._chunks[index].view.detach()
-        for axis, (offset, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            view = view.narrow(axis, offset, length)
-        return view
 
 
 class Staging:
@@ -144,9 +71,9 @@ class Staging:
         self._group = group
         self._copies = copies
         self._arenas: dict[torch.dtype, torch.Tensor] = {}
-        self._written_here: frozenset[MetadataIndex] | None = None
+        self._written_here: frozenset[_Index] | None = None
 
-    def take(self, chunks: dict[MetadataIndex, _Chunk]) -> dict[MetadataIndex, _Chunk]:
+    def take(self, chunks: dict[_Index, _Chunk]) -> dict[_Index, _Chunk]:
         """Those chunks that this process is to write; their copies are valid until the next call.
 
         Collective at the first call, which divides what several processes hold among them.
@@ -177,16 +104,14 @@ class Staging:
         return copies
 
 
-def _divide(
-    chunks: dict[MetadataIndex, _Chunk], group: dist.ProcessGroup | None
-) -> frozenset[MetadataIndex]:
+def _divide(chunks: dict[_Index, _Chunk], group: dist.ProcessGroup | None) -> frozenset[_Index]:
     """What this process writes: each chunk is written once, by the holder with the least to do."""
     if dist.get_world_size(group) == 1:
         return frozenset(chunks)
     own = {index: chunk.view.numel() * chunk.view.itemsize for index, chunk in chunks.items()}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
-    holders: dict[MetadataIndex, list[int]] = {}
+    holders: dict[_Index, list[int]] = {}
     for rank, held in enumerate(everyone):
         for index in held:
             holders.setdefault(index, []).append(rank)
@@ -222,63 +147,86 @@ class TensorSnapshot:
         return int(total)
 
     def write(
-        self, directory: Path, group: dist.ProcessGroup | None = None
+        self,
+        directory: Path,
+        group: dist.ProcessGroup | None = None,
+        identity: Identity | None = None,
     ) -> dict[str, tuple[int, str]]:
-        """Write and fsync every process's part; bytes and XXH3-64 of all tensor files by name.
+        """Write and fsync the file of every rank; bytes and checksum of the header by file name.
 
         Collective over `group`, a CPU group of all processes, and in a thread of its own if that
         group is used by nothing else meanwhile. Raises CheckpointError on all processes where one
         of them cannot write.
         """
-        writer = CheckedWriter(directory)
-        try:
-            dcp_save(
-                {},
-                storage_writer=writer,
-                planner=_SavePlanner(self._chunks),
-                process_group=group,
-            )
-        except CheckpointException as error:
-            raise CheckpointError(_causes(error)) from error
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, writer.written, group=group)
-        return {name: entry for written in everyone for name, entry in written.items()}
+        written: dict[str, tuple[int, str]] = {}
+
+        def write() -> None:
+            rank = dist.get_rank()
+            directory.mkdir(exist_ok=True)
+            name, parts = file_name(rank), [chunk.part() for chunk in self._chunks.values()]
+            written[name] = write_parts(directory / name, identity or Identity(), rank, parts)
+
+        everyone = _together(write, lambda: written, group)
+        return {name: entry for files in everyone for name, entry in files.items()}
 
 
 def read_tensors(
-    directory: Path, fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]
+    directory: Path,
+    fragments: Iterable[Fragment],
+    buffers: Mapping[str, torch.Tensor],
+    headers: Mapping[str, str] | None = None,
 ) -> None:
     """Fill every process's fragments and buffers in place, whatever topology wrote them.
 
-    Collective. Raises CheckpointError when a tensor is missing or has another shape, and
-    DamagedCheckpointError when a file is not as it was written, on all processes.
+    Collective. `headers`: checksums by file name, as the manifest has them. Raises CheckpointError
+    when a tensor is missing or has another shape, and DamagedCheckpointError when a file is not as
+    it was written, on all processes.
     """
-    chunks = _chunks(fragments, buffers)
+
+    def read() -> None:
+        chunks = _chunks(fragments, buffers).values()
+        stored = open_tensors(directory, headers)
+        for chunk in chunks:
+            tensor = stored.get(chunk.key)
+            if tensor is None:
+                raise CheckpointError(f"{directory}: holds no tensor {chunk.key}")
+            if tuple(tensor.shape) != chunk.shape:
+                raise CheckpointError(
+                    f"{directory}: {chunk.key} has shape {list(tensor.shape)} there and "
+                    f"{list(chunk.shape)} in this run's model"
+                )
+        for chunk in chunks:
+            stored[chunk.key].fill(chunk.offsets, chunk.view.detach())
+
+    _together(read, lambda: None, None)
+
+
+def _together(
+    action: Callable[[], None], result: Callable[[], Any], group: dist.ProcessGroup | None
+) -> list[Any]:
+    """Let every rank do `action`; the `result` of each. Collective over `group`.
+
+    Raises on all of them if one has failed: DamagedCheckpointError if that is all that is wrong,
+    or else CheckpointError, since another model's checkpoint is no damage.
+    """
+    failure: tuple[bool, str] | None = None
     try:
-        dcp_load(
-            {},
-            storage_reader=CheckedReader(directory),
-            planner=_LoadPlanner(chunks, directory),
-        )
-    except CheckpointException as error:
-        raise _kind(error)(_causes(error)) from error
-
-
-def _causes(error: CheckpointException) -> str:
-    causes = {str(cause[0]) or type(cause[0]).__name__ for cause in error.failures.values()}
-    return "; ".join(sorted(causes))
-
-
-def _kind(error: CheckpointException) -> type[CheckpointError]:
-    """Another model's checkpoint is no damage; whatever else stops reading is."""
-    fits = all(type(cause[0]) is not CheckpointError for cause in error.failures.values())
-    return DamagedCheckpointError if fits else CheckpointError
+        action()
+    except Exception as error:
+        is_damage = isinstance(error, DamagedCheckpointError)
+        failure = (is_damage, str(error) or type(error).__name__)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (failure, result()), group=group)
+    failures = {found for found, _ in everyone if found is not None}
+    if failures:
+        kind = DamagedCheckpointError if all(d for d, _ in failures) else CheckpointError
+        raise kind("; ".join(sorted({text for _, text in failures})))
+    return [value for _, value in everyone]
 
 
 def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:
     """All fp32 masters and buffers as full CPU tensors by Hugging Face name; see `read_full`."""
-    found = read_full(directory, kinds=(MASTER, BUFFER))
-    return {key.split("/", 1)[1]: tensor for key, tensor in found.items()}
+    return {name: tensor.read() for name, tensor in open_weights(directory).items()}
 
 
 def read_full(directory: Path, kinds: Collection[str] | None = None) -> dict[str, torch.Tensor]:
@@ -286,19 +234,4 @@ def read_full(directory: Path, kinds: Collection[str] | None = None) -> dict[str
 
     Takes as much memory as they do. Raises DamagedCheckpointError.
     """
-    reader = CheckedReader(directory)
-    stored: dict[str, Any] = {
-        key: value
-        for key, value in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(value, TensorStorageMetadata)
-        and (kinds is None or key.split("/", 1)[0] in kinds)
-    }
-    tensors = {key: torch.empty(v.size, dtype=v.properties.dtype) for key, v in stored.items()}
-    with warnings.catch_warnings():
-        # That it runs without a process group is what is wanted here.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        try:
-            dcp_load(tensors, storage_reader=reader, no_dist=True)
-        except CheckpointException as error:
-            raise DamagedCheckpointError(_causes(error)) from error
-    return tensors
+    return {key: tensor.read() for key, tensor in open_tensors(directory, kinds=kinds).items()}

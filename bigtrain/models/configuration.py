@@ -12,7 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+)
 from transformers.utils import cached_file
 
 from bigtrain.config import ModelSection
@@ -35,9 +40,15 @@ def load_hf_config(section: ModelSection) -> PreTrainedConfig:
     assert source is not None
     key = "model.path" if section.path is not None else "model.config"
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source)
+        # Said, or transformers asks at the terminal whether to run the code that comes with it.
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{key} = {source!r}: {_why_not_found(source, error)}") from error
+    if hasattr(config, "auto_map") and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{key} = {source!r}: is a causal language model only by code of its own (auto_map), "
+            "which is not run -> take one that transformers itself has"
+        )
     if section.overrides:
         values = {**config.to_diff_dict(), **section.overrides}
         values.pop("model_type", None)

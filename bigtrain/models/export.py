@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
@@ -20,7 +21,8 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.config import ModelSection
-from bigtrain.errors import ModelError
+from bigtrain.data.directories import cannot_be_written
+from bigtrain.errors import ModelError, OutputError
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
 from bigtrain.models.huggingface import build_model, read_in_turn
 from bigtrain.models.lazy_tensors import LazyTensor, forget_computed
@@ -90,7 +92,7 @@ def export_model(
     One process. Of `LazyTensor`s it holds one file's at a time, and for the comparison one layer's.
     The directory appears under its name only after it has been reloaded with plain transformers and
     has answered right. Raises ModelError otherwise, or if `output` exists and is not to be
-    replaced; what is to be replaced stays until then.
+    replaced; OutputError where it cannot be written. What is to be replaced stays until then.
     """
     if output.exists() and not replace:
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
@@ -107,6 +109,9 @@ def export_model(
         if replace:
             shutil.rmtree(output, ignore_errors=True)
         temporary.rename(output)
+    except (OSError, SafetensorError) as error:
+        remedy = "make room, or export the checkpoint to another place: bigtrain export --output"
+        raise OutputError(cannot_be_written(output, error, remedy)) from error
     finally:
         enable_progress_bar()
         shutil.rmtree(temporary, ignore_errors=True)
@@ -196,13 +201,13 @@ def _materialized(tensor: torch.Tensor) -> torch.Tensor:
 
 def _save_tokenizer(source: Path, directory: Path, output: Path) -> None:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         what = "no such directory" if not source.is_dir() else " ".join(str(error).split())
         raise ModelError(f"tokenizer {source}: cannot be loaded: {what}") from error
     tokenizer.save_pretrained(directory)
     # Beside a config.json, transformers may take the model type's own tokenizer class instead.
-    again = AutoTokenizer.from_pretrained(directory)
+    again = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     if again(_TEXT).input_ids != tokenizer(_TEXT).input_ids:
         raise ModelError(
             f"{output}: not written: transformers reads the run's tokenizer ({source}) as a "

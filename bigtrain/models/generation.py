@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError
+from bigtrain.models.weights import refuse_pickles
 
 
 @torch.no_grad()
@@ -32,7 +33,7 @@ def generate(
     if inputs.input_ids.numel() == 0:
         raise ModelError("--prompt: is empty; give at least one token to continue")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    network = _load(AutoModelForCausalLM, model, dtype="auto").to(device)
+    network = _load_network(model).to(device)
     inputs = inputs.to(device)
     torch.manual_seed(seed)
     sampling = (
@@ -50,10 +51,18 @@ def generate(
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
+def _load_network(model: str) -> Any:
+    try:
+        refuse_pickles(model)
+    except ValueError as error:
+        raise ModelError(f"--model = {model!r}: {error}") from error
+    return _load(AutoModelForCausalLM, model, dtype="auto", use_safetensors=True)
+
+
 def _load(factory: Any, model: str, **options: Any) -> Any:
     disable_progress_bar()
     try:
-        return factory.from_pretrained(model, **options)
+        return factory.from_pretrained(model, trust_remote_code=False, **options)
     except (OSError, ValueError, SafetensorError) as error:
         what = " ".join(str(error).split()) if Path(model).is_dir() else _not_found(model)
         raise ModelError(f"--model = {model!r}: cannot be loaded: {what}") from error

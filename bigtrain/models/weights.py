@@ -197,14 +197,13 @@ class _Unreadable(Exception):
 def _files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
     """The files with weights, in the order transformers looks for them."""
     named = getattr(hf_config, "transformers_weights", None)
-    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-    for name in (named,) if named else names:
-        path = _find(source, name)
-        if path is not None:
-            break
-    else:
-        raise ValueError(f"holds none of {', '.join((named,) if named else names)}")
+    names = (named,) if named else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    path = next(filter(None, (_find(source, name) for name in names)), None)
+    if path is None:
+        refuse_pickles(source)
+        raise ValueError(f"holds none of {', '.join(names)}")
     if not path.name.endswith(".index.json"):
+        _refuse_pickle(source, path)
         return [path]
     shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
     paths = []
@@ -213,7 +212,27 @@ def _files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
         if shard is None:
             raise ValueError(f"{path}: names the file {name}, which is missing")
         paths.append(shard)
+    for path in paths:
+        _refuse_pickle(source, path)
     return paths
+
+
+def refuse_pickles(directory: str) -> None:
+    """Raises ValueError for a directory with weights that only a pickle gives."""
+    files = {path.name for path in Path(directory).glob("*")}
+    if not files & {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}:
+        for name in files & {WEIGHTS_NAME, WEIGHTS_INDEX_NAME}:
+            _refuse_pickle(directory, Path(directory, name))
+
+
+def _refuse_pickle(source: str, path: Path | None) -> None:
+    """Raises ValueError for weights that only a pickle gives, which may run code as it is read."""
+    if path is not None and path.suffix != ".safetensors":
+        raise ValueError(
+            f"{path} is a pickle, which can run code when it is read -> convert it, if you trust "
+            'where it comes from: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained({source!r}, dtype='auto').save_pretrained('converted')\""
+        )
 
 
 def _find(source: str, name: str) -> Path | None:
@@ -226,16 +245,10 @@ def _find(source: str, name: str) -> Path | None:
 
 def _leaves(path: Path) -> Iterator[tuple[str, _Leaf]]:
     try:
-        if path.suffix == ".safetensors":
-            file = _Safetensors(path)
-            with safe_open(path, framework="pt") as opened:
-                for name in opened.keys():
-                    yield name, _Leaf(file, name, *_header(opened.get_slice(name)))
-        else:
-            # Mapped, so that of it too only what is asked for is read.
-            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            for name, tensor in held.items():
-                yield name, _Leaf(_Pickled(tensor), name, tuple(tensor.shape), tensor.dtype, path)
+        file = _Safetensors(path)
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():
+                yield name, _Leaf(file, name, *_header(opened.get_slice(name)))
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{path}: cannot be read: {_sentence(error)}") from error
 
@@ -270,32 +283,20 @@ class _Safetensors:
 
 
 @dataclass(frozen=True)
-class _Pickled:
-    """A tensor of a file that torch has mapped."""
-
-    tensor: torch.Tensor
-
-    def read(self, _: str, offsets: Offsets, out: torch.Tensor, num_bytes: int) -> None:
-        out.copy_(narrowed(self.tensor, offsets, tuple(out.shape)))
-
-
-@dataclass(frozen=True)
 class _Leaf:
     """One tensor of a file."""
 
-    file: _Safetensors | _Pickled
+    file: _Safetensors
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    path: Path | None = None
 
     @property
     def is_plain(self) -> bool:
         return self.dtype.is_floating_point and self.dtype.itemsize > 1
 
     def __str__(self) -> str:
-        path = self.path or getattr(self.file, "path", None)
-        return f"{path}: {self.name}"
+        return f"{self.file.path}: {self.name}"
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
         sizes = tuple(out.shape)

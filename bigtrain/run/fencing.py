@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bigtrain.data.directories import sync_to_disk
-from bigtrain.errors import SupersededError
+from bigtrain.errors import OutputError, SupersededError
 
 DIRECTORY = "generations"
 _NAME = re.compile(r"(\d{8,})\.json")
@@ -74,7 +74,13 @@ class Hold:
         return self.holder.attempt
 
     def check(self) -> None:
-        """Raises SupersededError where a later start has taken the directory."""
+        """Raises SupersededError where a later start has taken the directory, OutputError where it
+        is gone."""
+        if self._is_removed():
+            raise OutputError(
+                f"{self.run_directory} was removed while the run wrote to it, with its checkpoints "
+                "-> restore them, or start the run again to begin anew"
+            )
         later = self.superseded_by()
         if later is not None:
             raise SupersededError(
@@ -83,12 +89,16 @@ class Hold:
             )
 
     def lost(self) -> bool:
-        """Whether a later start has taken the directory; looks twice a second at most."""
+        """Whether `check` would raise; looks twice a second at most."""
         now = time.monotonic()
         if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return False
         self._looked_at = now
-        return self.superseded_by() is not None
+        return self._is_removed() or self.superseded_by() is not None
+
+    def _is_removed(self) -> bool:
+        """Neither the records nor what every start writes first: a save may make the rest anew."""
+        return not any(_may_exist(self.run_directory / name) for name in (DIRECTORY, "config.json"))
 
     def superseded_by(self) -> str | None:
         """The later start that has taken the directory, in words; or None."""
@@ -211,6 +221,17 @@ def _create(path: Path, holder: Holder) -> bool:
     finally:
         draft.unlink(missing_ok=True)
     sync_to_disk(path.parent)
+    return True
+
+
+def _may_exist(path: Path) -> bool:
+    """False only if the file system says so: one that does not answer may come back."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
     return True
 
 

@@ -8,9 +8,11 @@ from signal import Signals
 
 import torch.distributed as dist
 
+from bigtrain.data.directories import writing
 from bigtrain.engine.build import TrainEngine
 from bigtrain.errors import BigtrainError, ModelError, SupersededError
 from bigtrain.run.export import export_run
+from bigtrain.run.progress import OUTPUT_REMEDY
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 from bigtrain.run.stopping import leave_marker
@@ -25,7 +27,8 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
     engine.close()
     if session.world.is_main:
         session.check_hold()
-        leave_marker(session.directory, received, state)
+        with writing(session.directory, OUTPUT_REMEDY):
+            leave_marker(session.directory, received, state)
     session.say(
         f"stopped by {received.name} after step {state.step} of {session.run.config.train.steps}; "
         "the same command goes on from there"
@@ -74,6 +77,8 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
     summary = session.metrics.summary() if session.metrics is not None else []
     try:
         session.check_hold()
+        if session.metrics is not None and session.metrics.failure is not None:
+            raise session.metrics.failure
         if session.world.is_main and session.run.config.output.export:
             output = session.directory / EXPORT
             record = session.directory / EXPORTED
@@ -85,7 +90,7 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
         failure = [error]
         raise
     except Exception as error:
-        failure = [ModelError(str(error))]
+        failure = [error if isinstance(error, BigtrainError) else ModelError(str(error))]
         raise
     finally:
         # The others wait here while the main process exports, and learn how it went.
@@ -94,3 +99,5 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
         raise failure[0]
     if session.metrics is not None:
         session.metrics.close(summary)
+        if session.metrics.failure is not None:
+            raise session.metrics.failure

@@ -139,9 +139,11 @@ def go_back(session: Session, engine: TrainEngine, state: TrainState) -> TrainSt
     section = session.run.config.guard
     good = _good_checkpoints(session, state)
     while (found := _from_main(session, good)) is not None:
-        directory, document = found
+        directory, document = Path(found[0]), found[1]
+        headers = checkpoints.read_manifest(directory).headers
+        tensors = directory / checkpoints.TENSORS
         try:
-            restore_engine(engine, Path(directory) / checkpoints.TENSORS, document["engine"])
+            restore_engine(engine, tensors, document["engine"], headers)
         except DamagedCheckpointError as error:
             session.say(checkpoints.passed_over(document["step"], str(error)))
             continue

@@ -79,7 +79,8 @@ class WeightsSource:
         if not isinstance(directory, Path):
             raise CheckpointError(f"{KEY}: {directory}")
         try:
-            restore_weights(engine, directory / checkpoints.TENSORS)
+            headers = checkpoints.read_manifest(directory).headers
+            restore_weights(engine, directory / checkpoints.TENSORS, headers)
         except CheckpointError as error:
             raise CheckpointError(f"{KEY}: {error}") from error
         session.say(f"weights initialized from {directory}")

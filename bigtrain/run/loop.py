@@ -44,7 +44,7 @@ def train(
     clock, losses = _Clock(), LossWindow(engine)
     profiler = Profiler(session)
     group = cpu_group() if session.world.size > 1 else None
-    stop = StopAgreement(session.signals, group, session.hold)
+    stop = StopAgreement(session.signals, group, session.trouble)
     stragglers = StragglerWatch(session, engine, group, state)
     guard = Guard(session)
     received: Signals | None = None

@@ -39,7 +39,17 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-from bigtrain.run.progress import Progress, format_duration, format_lr, format_rate
+from bigtrain.data.directories import writing
+from bigtrain.errors import OutputError
+from bigtrain.run.progress import (
+    OUTPUT_REMEDY,
+    Progress,
+    close_written,
+    format_duration,
+    format_lr,
+    format_rate,
+    write_line,
+)
 from bigtrain.run.trackers import Trackers, check_trackers
 
 __all__ = ["HeldOutLoss", "MetricsWriter", "StepMetrics", "check_trackers", "memory_gib"]
@@ -113,6 +123,7 @@ class MetricsWriter:
         terminal: bool | None = None,
     ) -> None:
         self._total_steps = total_steps
+        self._failure: OutputError | None = None
         self._progress = Progress(
             directory / "log.txt",
             total_steps=total_steps,
@@ -194,10 +205,16 @@ class MetricsWriter:
     def go_back(self, step: int, samples: int) -> None:
         """The run goes on from `step`, with `samples` read: what was written of later steps goes,
         but not events. Trackers see those steps twice."""
-        self._file.close()
-        _cut(self._path, step, samples)
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._failure = close_written(self._file, self._path, self._failure)
+        with writing(self._path, OUTPUT_REMEDY):
+            _cut(self._path, step, samples)
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
         self._tally.go_back(step)
+
+    @property
+    def failure(self) -> OutputError | None:
+        """Why figures or log cannot be written any more; None while they can."""
+        return self._failure or self._progress.failure
 
     def info(self, text: str) -> None:
         """Show `text` and append it to log.txt."""
@@ -211,7 +228,7 @@ class MetricsWriter:
         """Show `lines`, then close files and trackers. Does nothing when called again."""
         if self._file.closed:
             return
-        self._file.close()
+        self._failure = close_written(self._file, self._path, self._failure)
         for line in lines:
             self.info(line)
         self._trackers.finish()
@@ -229,7 +246,8 @@ class MetricsWriter:
         self.close()
 
     def _write(self, figures: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(_finite(figures), allow_nan=False) + "\n")
+        line = json.dumps(_finite(figures), allow_nan=False)
+        self._failure = self._failure or write_line(self._file, self._path, line)
 
 
 class _Tally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bigtrain.config import RunConfig
@@ -49,6 +51,7 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
     hf_config = load_hf_config(config.model)
     datasets, not_opened = open_checked(config)
     problems: list[Problem] = [
+        *_check_output(Path(config.output.directory)),
         *check_trackers(config.logging.trackers),
         *_check_positions(config.batch.sequence_length, hf_config),
         *not_opened,
@@ -71,6 +74,18 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         packing_reports(config, datasets),
         choices,
     )
+
+
+def _check_output(directory: Path) -> Sequence[Problem]:
+    """What this host can tell without writing: the directory, or what it would be made in."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        rule = f"{there} is no directory"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        rule = f"{there} cannot be written by this user"
+    else:
+        return []
+    return [Problem("output.directory", str(directory), rule, "choose another one")]
 
 
 def _check_best(config: RunConfig, datasets: Sequence[TokenDataset]) -> Sequence[Problem]:

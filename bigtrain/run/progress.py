@@ -13,6 +13,14 @@ from typing import NoReturn, Self, TextIO
 
 from tqdm import tqdm
 
+from bigtrain.data.directories import cannot_be_written
+from bigtrain.errors import OutputError
+
+OUTPUT_REMEDY = (
+    "make room, or choose another output.directory; started again, the run goes on from its newest "
+    "checkpoint"
+)
+
 
 class Progress:
     """Text of one run on standard error and, with the time of each line, in ``log.txt``, which is
@@ -20,6 +28,9 @@ class Progress:
 
     Parameters: `log_path`; `total_steps` of the run; `first_step`, from which it goes on;
     `terminal`: a bar (True) or plain lines (False); None asks standard error what it is.
+
+    What cannot be written to the log ends nothing by itself: `failure` says why, for whoever may
+    end the run on all processes.
     """
 
     def __init__(
@@ -30,6 +41,8 @@ class Progress:
             temporary = log_path.with_name(f".{log_path.name}.tmp")
             shutil.copyfile(log_path, temporary)
             temporary.replace(log_path)
+        self.failure: OutputError | None = None
+        self._path = log_path
         self._log = log_path.open("a", encoding="utf-8", buffering=1)
         self._bar: tqdm[NoReturn] | None = None
         if self._stream.isatty() if terminal is None else terminal:
@@ -61,16 +74,18 @@ class Progress:
         else:
             self._bar.write(text, file=self._stream)
 
-    def _write(self, text: str) -> None:
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        self._log.write("".join(f"{now} {line}\n" for line in text.splitlines()))
-
     def close(self) -> None:
         """Leave the bar as it stands and close log.txt. May be called again."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        self._log.close()
+        self.failure = close_written(self._log, self._path, self.failure)
+
+    def _write(self, text: str) -> None:
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        if self.failure is None:
+            lines = "\n".join(f"{now} {line}" for line in text.splitlines())
+            self.failure = write_line(self._log, self._path, lines)
 
     def __enter__(self) -> Self:
         return self
@@ -82,6 +97,26 @@ class Progress:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def write_line(file: TextIO, path: Path, text: str) -> OutputError | None:
+    """Write a line to a file that is open; why that cannot be, or None."""
+    try:
+        file.write(text + "\n")
+    except OSError as error:
+        return OutputError(cannot_be_written(path, error, OUTPUT_REMEDY))
+    return None
+
+
+def close_written(
+    file: TextIO, path: Path, failure: OutputError | None = None
+) -> OutputError | None:
+    """Close it; `failure`, or else why what was left in its buffer cannot be written."""
+    try:
+        file.close()
+    except OSError as error:
+        return failure or OutputError(cannot_be_written(path, error, OUTPUT_REMEDY))
+    return failure
 
 
 def format_duration(seconds: float) -> str:

@@ -7,18 +7,20 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from bigtrain.config import RunConfig
 from bigtrain.engine.build import TrainEngine
-from bigtrain.engine.checkpoint import EngineSnapshot, snapshot_engine
+from bigtrain.engine.checkpoint import EngineSnapshot, checkpoint_bytes, snapshot_engine
 from bigtrain.engine.checkpoint_io import Staging
 from bigtrain.engine.distributed import cpu_group
+from bigtrain.engine.tensor_files import Identity
 from bigtrain.errors import BigtrainError, CheckpointError, SupersededError
 from bigtrain.models.export import Probe
 from bigtrain.run import checkpoints
@@ -74,19 +76,26 @@ class Saver:
         self._staging = Staging(self._group, copies=self._section.asynchronous)
         self._pending: _Write | None = None
         self._num_failures = 0
-        attempt = [session.hold.attempt if session.hold is not None else ""]
-        dist.broadcast_object_list(attempt, src=0, group=self._group)
-        self._attempt = attempt[0]
         self._run_document: dict[str, Any] = {}
-        if session.world.is_main:
-            self._run_document = {
-                "format": checkpoints.FORMAT,
-                "data_hash": data_hash,
-                "config": session.run.config.model_dump(mode="json"),
-                "deepspeed": session.run.engine.deepspeed,
-                "environment": describe_environment(session),
-            }
-            checkpoints.clear_garbage(session.directory)
+        self._identity = Identity()
+        self._on_main(lambda: self._begin(data_hash))
+        identity = [self._identity]
+        dist.broadcast_object_list(identity, src=0, group=self._group)
+        self._identity = identity[0]
+
+    def _begin(self, data_hash: str) -> None:
+        session = self._session
+        attempt = session.hold.attempt if session.hold is not None else ""
+        self._identity = Identity(checkpoints.make_run_id(session.directory), 0, attempt)
+        self._run_document = {
+            "format": checkpoints.FORMAT,
+            "run": self._identity.run,
+            "data_hash": data_hash,
+            "config": session.run.config.model_dump(mode="json"),
+            "deepspeed": session.run.engine.deepspeed,
+            "environment": describe_environment(session),
+        }
+        checkpoints.clear_garbage(session.directory)
 
     def save(self, state: TrainState, held_out_loss: float | None) -> None:
         """Save `state`, once the save before is finished. `held_out_loss`: at it, if measured.
@@ -177,12 +186,14 @@ class Saver:
 
     def _write(self, write: _Write) -> None:
         directory = self._session.directory
-        partial = checkpoints.partial_path(directory, write.step, self._attempt)
+        identity = replace(self._identity, step=write.step)
+        partial = checkpoints.partial_path(directory, write.step, identity.attempt)
         try:
             num_bytes = write.snapshot.tensors.num_bytes(self._group)
             self._on_main(lambda: self._prepare(partial, num_bytes))
-            checksums = write.snapshot.tensors.write(partial / checkpoints.TENSORS, self._group)
-            self._on_main(lambda: self._finish(write, partial, checksums))
+            tensors = partial / checkpoints.TENSORS
+            written = write.snapshot.tensors.write(tensors, self._group, identity)
+            self._on_main(lambda: self._finish(write, partial, written, identity))
         except Exception as error:
             # Whatever it is, training does not end for it here, and every process knows.
             later = self._superseded(error)
@@ -221,10 +232,16 @@ class Saver:
         self._session.check_hold()
         _prepare(partial, num_bytes)
 
-    def _finish(self, write: _Write, partial: Path, checksums: dict[str, tuple[int, str]]) -> None:
+    def _finish(
+        self,
+        write: _Write,
+        partial: Path,
+        written: dict[str, tuple[int, str]],
+        identity: Identity,
+    ) -> None:
         (partial / checkpoints.STATE).write_text(json.dumps(write.document, indent=1))
         write.probe.save(partial / checkpoints.PROBE)
-        final = checkpoints.commit(partial, checksums, self._session.check_hold)
+        final = checkpoints.commit(partial, written, identity, self._session.check_hold)
         seconds = time.perf_counter() - write.begun_at
         write.notes.append(
             f"checkpoint of step {write.step}: {final} (written in {seconds:.1f} s"
@@ -240,13 +257,40 @@ class Saver:
             write.notes.append(f"an older checkpoint could not be removed: {error}")
 
 
+def refuse_small_disk(session: Session, engine: TrainEngine) -> None:
+    """Raises CheckpointError on every process where there is no room for a checkpoint. Collective.
+
+    Writes nothing; comes before the first step, which would be lost.
+    """
+    place = session.run.topology.coordinates(session.world.rank)
+    is_first = not (place.data_rank or place.tensor_rank or place.sequence_rank)
+    own = checkpoint_bytes(engine) if is_first else 0
+    total = torch.tensor(own, dtype=torch.int64, device=session.device)
+    dist.all_reduce(total)
+    failure: list[CheckpointError | None] = [None]
+    if session.world.is_main:
+        try:
+            _require_room(session.directory / "checkpoints", int(total))
+        except CheckpointError as error:
+            remedy = "make room, or choose another output.directory"
+            failure = [CheckpointError(f"the run could not save a checkpoint: {error} -> {remedy}")]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]
+
+
 def _prepare(partial: Path, num_bytes: int) -> None:
     checkpoints.prepare(partial)
     # Before it is full: then the run's log and figures could not be written either.
-    free = shutil.disk_usage(partial).free
+    _require_room(partial.parent, num_bytes)
+
+
+def _require_room(directory: Path, num_bytes: int) -> None:
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
     if free < num_bytes + _SPARE_BYTES:
         raise CheckpointError(
-            f"no space left for it: {partial.parent} has {free / MIB:,.1f} MiB free, and "
+            f"no space left for it: {directory} has {free / MIB:,.1f} MiB free, and "
             f"{num_bytes / MIB:,.1f} MiB are needed, besides {_SPARE_BYTES // MIB} to spare"
         )
 

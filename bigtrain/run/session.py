@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 
 import bigtrain
+from bigtrain.data.directories import writing
 from bigtrain.data.manifest import TOKENIZER_DIRECTORY
 from bigtrain.engine.distributed import process_group
 from bigtrain.engine.resolve import ResolvedRun
-from bigtrain.errors import SupersededError
+from bigtrain.errors import BigtrainError
 from bigtrain.models.configuration import save_configuration
 from bigtrain.models.huggingface import empty_model
 from bigtrain.run import checkpoints, fencing
@@ -40,6 +41,7 @@ from bigtrain.run.flops import (
 from bigtrain.run.heartbeat import Heartbeat
 from bigtrain.run.metrics import MetricsWriter
 from bigtrain.run.preflight import Inputs
+from bigtrain.run.progress import OUTPUT_REMEDY
 from bigtrain.run.state import TrainState
 from bigtrain.run.stopping import REQUEUE, StopSignals
 from bigtrain.run.watchdog import Watchdog
@@ -75,31 +77,44 @@ class Session:
 
         Comes after everything that can refuse the run: a refused run takes it from nobody. False:
         an earlier start has saved until then, since `state` was read; read it again, and call this
-        again. Raises SupersededError on every process (`bigtrain.run.fencing.take`).
+        again. Raises SupersededError on every process (`bigtrain.run.fencing.take`), OutputError
+        where the directory cannot be written.
         """
         outcome: list[Any] = [True, None]
         if self.world.is_main and self.hold is None:
             try:
-                self.hold = fencing.take(self.directory, os.environ)
+                with writing(self.directory, OUTPUT_REMEDY):
+                    self.hold = fencing.take(self.directory, os.environ)
                 # A newer one that was passed over as damaged is so once more.
                 outcome[0] = max(checkpoints.steps(self.directory), default=0) <= state.step
-            except SupersededError as error:
+            except BigtrainError as error:
                 outcome[0] = error
         if self.hold is not None:
             outcome[1] = self.hold.holder.generation
         dist.broadcast_object_list(outcome, src=0)
-        if isinstance(outcome[0], SupersededError):
+        if isinstance(outcome[0], BigtrainError):
             raise outcome[0]
         self._generation = outcome[1]
         return bool(outcome[0])
 
     def check_hold(self) -> None:
-        """Raises SupersededError on the main process where a later start holds the directory.
+        """Raises on the main process where a later start holds the directory, or it is gone.
 
         Not collective; the other processes have no hold.
         """
         if self.hold is not None:
             self.hold.check()
+
+    def trouble(self) -> BigtrainError | None:
+        """Why the main process can write no more, or None; looks twice a second at most."""
+        if self.metrics is not None and self.metrics.failure is not None:
+            return self.metrics.failure
+        if self.hold is not None and self.hold.lost():
+            try:
+                self.hold.check()
+            except BigtrainError as error:
+                return error
+        return None
 
     def superseded(self) -> bool:
         """Whether a later start holds the run directory, as far as this process sees."""
@@ -111,24 +126,36 @@ class Session:
     def begin_writing(self, state: TrainState) -> None:
         """Write down what the run is, and open metrics and log where it stands.
 
-        On the main process; not collective. Comes after `hold_directory`, so that a refused run
-        creates nothing, and overwrites nothing of the run it was not.
+        On the main process. Comes after `hold_directory`, so that a refused run creates nothing,
+        and overwrites nothing of the run it was not. Collective; raises on every process,
+        OutputError where the directory cannot be written.
         """
+        failure: list[BigtrainError | None] = [None]
         if self.world.is_main:
-            config = self.run.config
-            _write_run_directory(self)
-            (self.directory / REQUEUE).unlink(missing_ok=True)
-            self.metrics = MetricsWriter(
-                self.directory,
-                total_steps=config.train.steps,
-                trackers=config.logging.trackers,
-                project=config.logging.project,
-                run_config=config.model_dump(mode="json"),
-                resume_step=state.step,
-                resume_samples=state.samples,
-            )
-            while self._said_early:
-                self.metrics.info(self._said_early.pop(0))
+            try:
+                with writing(self.directory, OUTPUT_REMEDY):
+                    self._begin_writing(state)
+            except BigtrainError as error:
+                failure = [error]
+        dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            raise failure[0]
+
+    def _begin_writing(self, state: TrainState) -> None:
+        config = self.run.config
+        _write_run_directory(self)
+        (self.directory / REQUEUE).unlink(missing_ok=True)
+        self.metrics = MetricsWriter(
+            self.directory,
+            total_steps=config.train.steps,
+            trackers=config.logging.trackers,
+            project=config.logging.project,
+            run_config=config.model_dump(mode="json"),
+            resume_step=state.step,
+            resume_samples=state.samples,
+        )
+        while self._said_early:
+            self.metrics.info(self._said_early.pop(0))
 
     def say(self, text: str) -> None:
         """A line for people, from the main process; log.txt gets it as soon as there is one."""

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -20,8 +21,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from bigtrain.errors import SupersededError
-from bigtrain.run.fencing import Hold
+from bigtrain.errors import BigtrainError
 from bigtrain.run.state import TrainState
 
 REQUEUE = "requeue"
@@ -37,7 +37,7 @@ _PATIENCE = 3
 # one machine and grows with the number of processes.
 _SECONDS_BETWEEN = 0.5
 
-_SUPERSEDED = 1 << 16  # above all signals
+_TROUBLE = 1 << 16  # above all signals
 
 
 class StopSignals:
@@ -79,25 +79,29 @@ class StopSignals:
 
 class StopAgreement:
     """Makes all processes stop after the same step, whichever of them got a signal, and when the
-    main one finds that a later start holds the run directory.
+    main one finds that nothing can be written any more.
 
     Parameters: `group`, of all processes on the CPU, for in the training group this would wait for
-    a GPU at every step; None for one process. `hold`, of the main process.
+    a GPU at every step; None for one process. `trouble`: of the main process, why it must end.
     """
 
     def __init__(
-        self, signals: StopSignals, group: dist.ProcessGroup | None, hold: Hold | None = None
+        self,
+        signals: StopSignals,
+        group: dist.ProcessGroup | None,
+        trouble: Callable[[], BigtrainError | None] = lambda: None,
     ) -> None:
         self._signals = signals
-        self._hold = hold
+        self._trouble = trouble
         self._group = group
+        self._error: BigtrainError | None = None
         self._steps_between = self._steps_left = 1
         self._since = time.perf_counter()
 
     def agreed(self) -> signal.Signals | None:
         """Between two steps: the signal to stop for. Collective, and the same on all processes.
 
-        Raises SupersededError on all of them where nothing may be written any more.
+        Raises the main process's trouble on all of them.
         """
         if self._group is None:
             return self._verdict(self._own())
@@ -115,15 +119,17 @@ class StopAgreement:
         return self._verdict(int(worst[0]))
 
     def _own(self) -> int:
-        lost = self._hold is not None and self._hold.lost()
-        return _SUPERSEDED if lost else self._signals.received
+        self._error = self._trouble()
+        return _TROUBLE if self._error is not None else self._signals.received
 
     def _verdict(self, number: int) -> signal.Signals | None:
-        if number != _SUPERSEDED:
+        if number != _TROUBLE:
             return signal.Signals(number) if number else None
-        if self._hold is not None:
-            self._hold.check()
-        raise SupersededError("a later start of the run holds its directory")
+        error = [self._error]
+        if self._group is not None:
+            dist.broadcast_object_list(error, src=0, group=self._group)
+        assert error[0] is not None
+        raise error[0]
 
 
 def leave_marker(run_directory: Path, received: signal.Signals, state: TrainState) -> None:

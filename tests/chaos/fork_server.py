@@ -19,16 +19,20 @@ slow: {"rank", "seconds"}: that process takes so much longer for every linear la
 grace_seconds: what survivors of a failure are given before they are killed.
 full_disk: {"rank", "after_saves", "until_saves", "bytes"}: after so many saves, and until so many,
     that process can write no more than so many bytes to a file.
+at_save: {"number", "do": "fill" or "remove", "directory"}: as the main process begins its so
+    many-th tensor file, that directory is filled until its disk is full, or removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -36,7 +40,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-_WORDS = ("step-", "checkpoints", "distcp", "metadata", "state.json", "manifest.json", "tensors")
+_WORDS = ("step-", "checkpoints", "rank-", "state.json", "manifest.json", "tensors")
 _EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir"}
 # What survivors of a kill are given to do harm in; they notice within a second or hang.
 _GRACE_SECONDS = 1.0
@@ -61,10 +65,28 @@ def fill_disk(rank: int, after_saves: int, until_saves: int, num_bytes: int) -> 
     counter = itertools.count(1)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and str(arguments[0]).endswith(f"__{rank}_0.distcp"):
+        if event == "open" and str(arguments[0]).endswith(f"rank-{rank:05d}.safetensors"):
             is_full = after_saves < next(counter) <= until_saves
             limit = num_bytes if is_full else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    sys.addaudithook(hook)
+
+
+def at_save(number: int, do: str, directory: str) -> None:
+    """Fill or remove a directory as the main process begins one of its tensor files."""
+    counter = itertools.count(1)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith("rank-00000.safetensors"):
+            if next(counter) != number:
+                return
+            if do == "remove":
+                shutil.rmtree(directory)
+                return
+            with contextlib.suppress(OSError), open(f"{directory}/filler", "wb", 0) as file:
+                while file.write(bytes(512)):
+                    pass
 
     sys.addaudithook(hook)
 
@@ -167,6 +189,8 @@ def child(rank: int, request: dict[str, Any]) -> None:
     if full_disk is not None and full_disk["rank"] == rank:
         until = full_disk.get("until_saves", 1000)
         fill_disk(rank, full_disk["after_saves"], until, full_disk["bytes"])
+    if request.get("at_save") is not None and rank == 0:
+        at_save(**request["at_save"])
     hanging = request.get("hang")
     if hanging is not None and hanging["rank"] == rank:
         hang(hanging["layer"], hanging["call"], hanging["how"])

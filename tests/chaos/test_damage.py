@@ -21,9 +21,8 @@ FILES = [
     "manifest.json",
     "state.json",
     "probe.safetensors",
-    "tensors/.metadata",
-    "tensors/__0_0.distcp",
-    "tensors/__1_0.distcp",
+    "tensors/rank-00000.safetensors",
+    "tensors/rank-00001.safetensors",
 ]
 NEWEST, BEFORE = 22, 16
 
@@ -66,7 +65,7 @@ def test_damage_is_named(run: Path, name: str, kind: str) -> None:
     directory = checkpoints.checkpoint_path(run, NEWEST)
     DAMAGES[kind](directory / name)
     reason = checkpoints.damage(directory)
-    if name.endswith(".distcp") and kind == "flip":
+    if name.startswith("tensors/") and kind == "flip":
         assert reason is None  # found when a resume reads it, and by `bigtrain verify`
         with pytest.raises(DamagedCheckpointError, match=rf"{name}: contents do not match"):
             read_full(directory / checkpoints.TENSORS)
@@ -98,8 +97,7 @@ def test_no_flipped_byte_changes_what_is_read(run: Path, name: str) -> None:
                 assert checkpoints.read_state(directory) == state
                 assert all(torch.equal(again[key], tensors[key]) for key in tensors)
         path.write_bytes(contents)
-    # In the manifest a checksum of a tensor file is not compared at a resume, and matters to none.
-    assert num_refused == 60 or (name == "manifest.json" and num_refused > 30)
+    assert num_refused == 60
 
 
 def fall_back(server: Server, run_yaml: Path, run: Path, uninterrupted: Path, name: str) -> None:
@@ -115,7 +113,7 @@ def fall_back(server: Server, run_yaml: Path, run: Path, uninterrupted: Path, na
 def test_damage_found_while_reading_falls_back(
     server: Server, run_yaml: Path, run: Path, uninterrupted: Path
 ) -> None:
-    name = "tensors/__1_0.distcp"
+    name = "tensors/rank-00001.safetensors"
     DAMAGES["flip"](checkpoints.checkpoint_path(run, NEWEST) / name)
     fall_back(server, run_yaml, run, uninterrupted, name)
 
@@ -130,24 +128,54 @@ def test_damage_falls_back(
     fall_back(server, run_yaml, run, uninterrupted, name)
 
 
+@pytest.mark.parametrize("what", ["tensor file", "directory"])
+def test_another_steps_content_falls_back(
+    server: Server, run_yaml: Path, run: Path, uninterrupted: Path, what: str
+) -> None:
+    """Each of its own makes sense: the size is the same, and its checksums are right."""
+    newest, before = (checkpoints.checkpoint_path(run, step) for step in (NEWEST, BEFORE))
+    name = "tensors/rank-00001.safetensors" if what == "tensor file" else "manifest.json"
+    if what == "tensor file":
+        assert (newest / name).stat().st_size == (before / name).stat().st_size
+        shutil.copyfile(before / name, newest / name)
+    else:
+        shutil.rmtree(newest)
+        shutil.copytree(before, newest)
+    fall_back(server, run_yaml, run, uninterrupted, name)
+
+
+def test_another_runs_checkpoint_falls_back(
+    server: Server, run_yaml: Path, run: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    codes, text = server.live(arguments(run_yaml, other, f"train.steps={NEWEST}"))
+    assert codes == [0, 0], text
+    newest = checkpoints.checkpoint_path(run, NEWEST)
+    shutil.rmtree(newest)
+    shutil.copytree(checkpoints.checkpoint_path(other, NEWEST), newest)
+    fall_back(server, run_yaml, run, uninterrupted, "manifest.json")
+
+
 def test_a_run_with_nothing_whole_is_refused(server: Server, run_yaml: Path, run: Path) -> None:
     for step in (8, 16):
         (checkpoints.checkpoint_path(run, step) / "state.json").unlink()
-    DAMAGES["flip"](checkpoints.checkpoint_path(run, NEWEST) / "tensors/__0_0.distcp")
+    DAMAGES["flip"](checkpoints.checkpoint_path(run, NEWEST) / "tensors/rank-00000.safetensors")
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     codes, text = server.live(arguments(run_yaml, run))
     assert 2 in codes, text
     assert "Traceback" not in text
     assert f"{run}: every checkpoint is damaged, so the run cannot go on" in text
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
-    assert "step-00000022/tensors/__0_0.distcp: contents do not match their checksum" in text
+    assert (
+        "step-00000022/tensors/rank-00000.safetensors: contents do not match their checksum" in text
+    )
 
 
 def test_contents_are_verified_on_request(
     server: Server, run_yaml: Path, run: Path, uninterrupted: Path
 ) -> None:
     """What no resume reads, the whole file's checksum covers."""
-    path = checkpoints.checkpoint_path(run, NEWEST) / "tensors/__0_0.distcp"
+    path = checkpoints.checkpoint_path(run, NEWEST) / "tensors/rank-00000.safetensors"
     contents = path.read_bytes()
     path.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
     codes, text = server.live(arguments(run_yaml, run, "checkpoint.verify=contents"))

@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from bigtrain.run import checkpoints
-from tests.chaos.conftest import Server, arguments, assert_same_run
+from tests.chaos.conftest import (
+    STEPS,
+    Server,
+    arguments,
+    assert_same_run,
+    final_tensors,
+    losses,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -47,36 +56,85 @@ def test_full_disk_is_survived_until_it_is_too_much(
     assert_same_run(run, uninterrupted)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A run directory whose checkpoints lie on a disk of 32 MiB."""
-    run = tmp_path / "run"
-    disk = run / "checkpoints"
-    disk.mkdir(parents=True)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", disk], capture_output=True, check=False
-    )
-    if mounted.returncode:
+@contextmanager
+def disk(place: Path, size: str) -> Iterator[Path]:
+    """A disk of its own, which only root may mount."""
+    place.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("only root may mount a disk")
-    yield run
-    subprocess.run(["umount", disk], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
 
 
-def test_a_save_that_would_fill_the_disk_is_not_begun(
-    server: Server, run_yaml: Path, uninterrupted: Path, small_disk: Path
+def test_a_disk_too_small_for_a_checkpoint_is_known_before_the_first_step(
+    server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    words = arguments(run_yaml, small_disk, "checkpoint.max_failures=2")
-    codes, text = server.live(words)
+    run = tmp_path / "run"
+    with disk(run / "checkpoints", "32m") as place:
+        codes, text = server.live(arguments(run_yaml, run))
+        assert 2 in codes, text
+        assert "Traceback" not in text
+        assert "the run could not save a checkpoint: no space left for it: " in text
+        assert "has 32.0 MiB free, and 0.1 MiB are needed, besides 64 to spare" in text
+        assert list(run.iterdir()) == [place]
+        assert list(place.iterdir()) == []
+        subprocess.run(["mount", "-o", "remount,size=256m", place], check=True)
+        codes, text = server.live(arguments(run_yaml, run))
+        assert codes == [0, 0], text
+        assert_same_run(run, uninterrupted)
+
+
+def test_a_disk_that_fills_later_ends_the_run_with_one_text(
+    server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """Figures and log cannot be written any more; checkpoints, on another disk, can."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with disk(run, "1m"):
+        (run / "checkpoints").symlink_to(elsewhere)
+        full = {"number": 2, "do": "fill", "directory": str(run)}
+        codes, text = server.live(arguments(run_yaml, run), at_save=full)
+        assert 2 in codes, text
+        assert "Traceback" not in text
+        assert text.count("No space left on device") == 1
+        assert ": cannot be written: [Errno 28] No space left on device -> make room" in text
+        saved = checkpoints.steps(run)[-1]
+        assert 4 <= saved < STEPS
+        (run / "filler").unlink()
+        codes, text = server.live(arguments(run_yaml, run))
+        assert codes == [0, 0], text
+        assert f"resumed at step {saved} " in text
+        ours, theirs = final_tensors(run), final_tensors(uninterrupted)
+        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+        # What there was no room for before the last save is not trained again.
+        assert losses(run).items() <= losses(uninterrupted).items()
+        assert losses(run).keys() >= {*range(1, 4), *range(saved + 1, STEPS + 1)}
+
+
+def test_a_run_directory_that_is_removed_is_noticed_at_once(
+    server: Server, run_yaml: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    gone = {"number": 2, "do": "remove", "directory": str(run)}
+    # So many that it could not end by itself before the test's limit.
+    codes, text = server.live(arguments(run_yaml, run, "train.steps=100000"), at_save=gone)
     assert 2 in codes, text
     assert "Traceback" not in text
-    assert "no space left for it: " in text
-    assert "has 32.0 MiB free, and 0.1 MiB are needed, besides 64 to spare" in text
-    disk = small_disk / "checkpoints"
-    assert list(disk.iterdir()) == []
-    subprocess.run(["mount", "-o", "remount,size=256m", disk], check=True)
-    codes, text = server.live(words)
-    assert codes == [0, 0], text
-    assert_same_run(small_disk, uninterrupted)
+    assert f"train.py: {run} was removed while the run wrote to it, with its checkpoints" in text
+    assert not (run / "generations").exists()
+
+
+def test_an_output_directory_that_cannot_be_made(
+    server: Server, run_yaml: Path, tmp_path: Path
+) -> None:
+    """Nobody can tell without trying: /proc says that root may write there."""
+    codes, text = server.live(arguments(run_yaml, Path("/proc/bigtrain/run")))
+    assert 2 in codes, text
+    assert "Traceback" not in text
+    assert "train.py: /proc/bigtrain/run: cannot be written: [Errno 2] No such file" in text
 
 
 def test_a_failed_save_in_between_costs_that_save_alone(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.engine.checkpoint_io import read_full
-from bigtrain.engine.checkpoint_streams import CheckedReader
+from bigtrain.engine.tensor_files import find_parts
 from bigtrain.run import checkpoints
 from tests.chaos.conftest import Server, arguments, losses
 
@@ -24,8 +24,9 @@ def test_replicas_are_divided(
     codes, text = server.live(words)
     assert codes == [0, 0], text
     tensors = checkpoints.find(run, 4) / checkpoints.TENSORS
-    parts = CheckedReader(tensors).read_metadata().storage_data
-    assert len(parts) == len(read_full(tensors))  # whole tensors, each of them once
-    sizes = [path.stat().st_size for path in tensors.glob("*.distcp")]
+    parts = find_parts(tensors)
+    assert parts.keys() == read_full(tensors).keys()
+    assert all(len(found) == 1 for found in parts.values())  # whole tensors, each of them once
+    sizes = [path.stat().st_size for path in tensors.iterdir()]
     assert max(sizes) < 0.6 * sum(sizes)
     assert sorted(losses(run)) == [1, 2, 3, 4]

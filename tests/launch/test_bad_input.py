@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,16 @@ def only(text: str, *parts: str) -> None:
     assert len(text.splitlines()) == 2, text
     for part in parts:
         assert part in text, (part, text)
+
+
+def test_an_output_directory_that_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    output = tmp_path / "file" / "run"
+    text = refused(f"output.directory={output}")
+    only(
+        text,
+        f"output.directory = '{output}': {tmp_path / 'file'} is no directory -> choose another",
+    )
 
 
 # -- the run YAML -----------------------------------------------------------------------------
@@ -382,6 +393,32 @@ def test_export_onto_something(
     assert f"{tmp_path / 'hf'}: exists already" in said
 
 
+def test_export_to_a_place_that_cannot_be_written(
+    refused_command: Refused, finished_run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    output = tmp_path / "file" / "hf"
+    said = refused_command("export", "--run", finished_run, "--output", output)
+    assert f"{output}: cannot be written: [Errno 20] Not a directory" in said
+
+
+def test_export_to_a_disk_that_fills(
+    refused_command: Refused, finished_run: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a disk")
+    try:
+        said = refused_command("export", "--run", finished_run, "--output", disk / "hf")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert f"{disk / 'hf'}: cannot be written: " in said
+    assert "No space left on device" in said
+    assert "-> make room, or export the checkpoint to another place" in said
+
+
 def test_export_of_a_run_without_its_tokenizer(
     refused_command: Refused, finished_run: Path, tmp_path: Path
 ) -> None:
@@ -399,7 +436,7 @@ def test_export_of_damaged_weights(
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
     for step in ("step-00000008", "step-00000012"):
-        [file] = (run / "checkpoints" / step / "tensors").glob("*.distcp")
+        [file] = (run / "checkpoints" / step / "tensors").glob("*.safetensors")
         contents = bytearray(file.read_bytes())
         if damage == "cut":
             del contents[-10:]
@@ -407,7 +444,7 @@ def test_export_of_damaged_weights(
             contents[len(contents) // 2] ^= 0xFF
         file.write_bytes(contents)
     said = refused_command("export", "--run", run, "--output", tmp_path / "hf")
-    assert "__0_0.distcp: " in said
+    assert "rank-00000.safetensors: " in said
 
 
 def test_generate_with_a_missing_model(refused_command: Refused, tmp_path: Path) -> None:

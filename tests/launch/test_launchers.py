@@ -224,7 +224,7 @@ def test_killed_run_goes_on_bit_for_bit(
     # What a kill in the middle of a save leaves behind.
     half = checkpoints.checkpoint_path(run, STEPS)
     (half / "tensors").mkdir(parents=True, exist_ok=True)
-    (half / "tensors" / "__0_0.distcp").write_bytes(b"half of it")
+    (half / "tensors" / "rank-00000.safetensors").write_bytes(b"half of it")
     (half / "state.json").write_text('{"step": 12')
 
     finished = launch([*launcher("deepspeed"), *arguments(inputs, run)], home)
@@ -300,7 +300,7 @@ def test_damaged_newest_checkpoint_is_passed_over(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
-    [tensors] = (run / "checkpoints" / "step-00000012" / "tensors").glob("*.distcp")
+    [tensors] = (run / "checkpoints" / "step-00000012" / "tensors").glob("*.safetensors")
     os.truncate(tensors, tensors.stat().st_size - 1)
     again = ["--config", inputs.run_yaml, f"output.directory={run}"]
     finished = launch([*launcher("python"), *again], home)

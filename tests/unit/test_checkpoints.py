@@ -8,13 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from bigtrain.config import CheckpointSection
+from bigtrain.engine.tensor_files import Identity, NewPart, write_parts
 from bigtrain.errors import CheckpointError
 from bigtrain.run import checkpoints
 from bigtrain.run.retention import reasons_to_keep, retain
 
 PAYLOAD = bytes(range(256)) * 40
+SHAPE = (len(PAYLOAD),)
+RUN, OTHER_RUN = "0123456789abcdef", "fedcba9876543210"
+FILE = "rank-00000.safetensors"
 
 
 def write_checkpoint(
@@ -22,12 +27,30 @@ def write_checkpoint(
 ) -> Path:
     directory = checkpoints.partial_path(run, step, "0123abcd")
     checkpoints.prepare(directory)
-    (directory / checkpoints.TENSORS / "__0_0.distcp").write_bytes(PAYLOAD)
-    (directory / checkpoints.TENSORS / ".metadata").write_bytes(b"which tensor is where")
-    (directory / checkpoints.STATE).write_text(
-        json.dumps({"step": step, "held_out_loss": held_out_loss})
-    )
-    return checkpoints.commit(directory) if finished else directory
+    write_state(directory, step, held_out_loss=held_out_loss)
+    return commit(directory, step) if finished else directory
+
+
+def write_state(directory: Path, step: int, **more: object) -> None:
+    state = {"run": RUN, "step": step, **more}
+    (directory / checkpoints.STATE).write_text(json.dumps(state))
+
+
+def commit(partial: Path, step: int) -> Path:
+    """With one file of one tensor, of `PAYLOAD`."""
+    identity = Identity(RUN, step, "0123abcd")
+    part = NewPart("m/a", SHAPE, (0,), SHAPE, "U8", lambda: memoryview(PAYLOAD))
+    written = {FILE: write_parts(partial / checkpoints.TENSORS / FILE, identity, 0, [part])}
+    return checkpoints.commit(partial, written, identity)
+
+
+def rewrite(manifest: Path, **changes: object) -> None:
+    """Change the manifest as someone who knows its checksum."""
+    document = {**json.loads(manifest.read_text()), **changes}
+    del document["xxh3"]
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    checksum = xxhash.xxh3_64_hexdigest(text.encode())
+    manifest.write_text(json.dumps({**document, "xxh3": checksum}))
 
 
 def newest(run: Path, warn: Callable[[str], None]) -> Path | None:
@@ -49,10 +72,10 @@ def test_committed_checkpoint_is_whole(tmp_path: Path) -> None:
     assert checkpoints.damage(directory, "all") is None
     assert checkpoints.steps(tmp_path) == [200]
     assert newest(tmp_path, pytest.fail) == directory
-    assert checkpoints.read_state(directory) == {"step": 200, "held_out_loss": None}
+    assert checkpoints.read_state(directory) == {"run": RUN, "step": 200, "held_out_loss": None}
     listed = json.loads((directory / checkpoints.MANIFEST).read_text())["files"]
-    assert listed.keys() == {"tensors/__0_0.distcp", "tensors/.metadata", "state.json"}
-    assert listed["tensors/__0_0.distcp"]["bytes"] == len(PAYLOAD)
+    assert listed.keys() == {f"tensors/{FILE}", "state.json"}
+    assert listed[f"tensors/{FILE}"]["bytes"] > len(PAYLOAD)
     assert {path.name for path in directory.iterdir()} == {"tensors", "state.json", "manifest.json"}
 
 
@@ -67,24 +90,25 @@ def test_unfinished_checkpoint_does_not_exist(tmp_path: Path) -> None:
 
 def test_truncated_file_is_damage(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 1)
-    file = directory / "tensors" / "__0_0.distcp"
-    file.write_bytes(PAYLOAD[:-1])
-    expected = f"{file}: {len(PAYLOAD) - 1} bytes, should be {len(PAYLOAD)}"
+    file = directory / "tensors" / FILE
+    contents = file.read_bytes()
+    file.write_bytes(contents[:-1])
+    expected = f"{file}: {len(contents) - 1} bytes, should be {len(contents)}"
     assert checkpoints.damage(directory) == expected
 
 
 def test_flipped_byte_is_found_by_checksum_only(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 1)
-    file = directory / "tensors" / "__0_0.distcp"
-    flipped = bytearray(PAYLOAD)
-    flipped[5000] ^= 1
+    file = directory / "tensors" / FILE
+    flipped = bytearray(file.read_bytes())
+    flipped[-5000] ^= 1
     file.write_bytes(flipped)
     assert checkpoints.damage(directory) is None
     expected = f"{file}: contents do not match their checksum"
     assert checkpoints.damage(directory, "all") == expected
 
 
-@pytest.mark.parametrize("name", ["tensors/__0_0.distcp", "tensors/.metadata", "state.json"])
+@pytest.mark.parametrize("name", [f"tensors/{FILE}", "state.json"])
 def test_missing_file_is_damage(tmp_path: Path, name: str) -> None:
     directory = write_checkpoint(tmp_path, 1)
     (directory / name).unlink()
@@ -98,10 +122,8 @@ def test_missing_file_is_damage(tmp_path: Path, name: str) -> None:
         "not json",
         "[1, 2]",
         "3",
-        '{"format": 1}',
-        '{"format": 1, "files": 7}',
-        '{"format": 1, "files": {"state.json": 3, "tensors/.metadata": 3}}',
-        '{"format": 1, "files": {"state.json": {}, "tensors/.metadata": {}}}',
+        '{"format": 2}',
+        "[" * 100_000,
         "\udcff",
     ],
 )
@@ -115,9 +137,93 @@ def test_manifest_of_garbage_is_damage(tmp_path: Path, text: str) -> None:
 def test_manifest_of_a_later_format_is_refused(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 1)
     manifest = directory / checkpoints.MANIFEST
-    document = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**document, "format": 2}))
-    assert checkpoints.damage(directory) == f"{manifest}: format 2, this is format 1"
+    rewrite(manifest, format=3)
+    assert checkpoints.damage(directory) == f"{manifest}: format 3, this is format 2"
+
+
+def test_a_checkpoint_with_an_index_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    manifest = directory / checkpoints.MANIFEST
+    manifest.write_text('{"format": 1, "files": {"tensors/.metadata": {"bytes": 1, "xxh3": "0"}}}')
+    assert checkpoints.damage(directory) == (
+        f"{manifest}: format 1, whose index is a pickle and is not read any more, this is format 2 "
+        "-> export it with the version of bigtrain that wrote it, and begin a new run from that by "
+        "checkpoint.initialize_from"
+    )
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"state.json": 3},
+        {"state.json": {"bytes": 1, "xxh3": "0"}, f"tensors/{FILE}": {"bytes": 1, "xxh3": "0"}},
+        {"state.json": {"bytes": "one", "xxh3": "0"}},
+        {"../state.json": {"bytes": 1, "xxh3": "0"}},
+        {"/etc/shadow": {"bytes": 1, "xxh3": "0"}},
+        [],
+        7,
+    ],
+)
+def test_manifest_of_other_things_is_damage(tmp_path: Path, files: object) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    manifest = directory / checkpoints.MANIFEST
+    rewrite(manifest, files=files)
+    assert shown(checkpoints.damage(directory)).startswith(f"{manifest}: unreadable (")
+
+
+def test_any_other_manifest_does_not_match_its_checksum(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    manifest = directory / checkpoints.MANIFEST
+    manifest.write_text(manifest.read_text().replace("0123abcd", "0123abce"))
+    expected = f"{manifest}: contents do not match their checksum"
+    assert checkpoints.damage(directory) == expected
+
+
+def test_an_older_checkpoint_under_a_newer_name_is_damage(tmp_path: Path) -> None:
+    older = write_checkpoint(tmp_path, 10)
+    newer = checkpoints.checkpoint_path(tmp_path, 20)
+    shutil.copytree(older, newer)
+    expected = f"{newer / 'manifest.json'}: is of step 10, step-00000020 is not"
+    assert checkpoints.damage(newer, "none") == expected
+    rewrite(newer / "manifest.json", step=20)
+    expected = (
+        f"{newer / 'state.json'}: is of run {RUN}, step 10, the manifest of run {RUN}, step 20"
+    )
+    assert checkpoints.damage(newer) == expected
+    said: list[str] = []
+    assert newest(tmp_path, said.append) == older
+    assert len(said) == 1
+
+
+def test_a_tensor_file_of_another_step_is_damage(tmp_path: Path) -> None:
+    older, newer = write_checkpoint(tmp_path, 10), write_checkpoint(tmp_path, 20)
+    file = newer / "tensors" / FILE
+    shutil.copyfile(older / "tensors" / FILE, file)
+    assert file.stat().st_size == (older / "tensors" / FILE).stat().st_size
+    assert checkpoints.damage(newer) == f"{file}: contents do not match their checksum"
+    files = json.loads((older / "manifest.json").read_text())["files"]
+    state = json.loads((newer / "manifest.json").read_text())["files"]["state.json"]
+    rewrite(newer / "manifest.json", files={**files, "state.json": state})
+    expected = f"{file}: is of run {RUN}, step 10, and not of run {RUN}, step 20"
+    assert checkpoints.damage(newer) == expected
+
+
+def test_a_checkpoint_of_another_run_is_damage(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "run", 10)
+    assert checkpoints.damage(directory) is None
+    assert checkpoints.make_run_id(tmp_path / "run") == RUN  # as its checkpoints say
+    assert checkpoints.make_run_id(tmp_path / "run") == RUN
+    assert checkpoints.damage(directory) is None
+    own = checkpoints.make_run_id(tmp_path / "other")
+    assert own != RUN
+    copy = checkpoints.checkpoint_path(tmp_path / "other", 10)
+    shutil.copytree(directory, copy)
+    said = shown(checkpoints.damage(copy))
+    assert (
+        f"{copy / 'manifest.json'}: is of run {RUN}, and {tmp_path}/other/run_id says {own}" in said
+    )
+    (tmp_path / "other" / "run_id").unlink()
+    assert checkpoints.damage(copy) is None
 
 
 def test_newest_valid_passes_over_damage_and_says_so(tmp_path: Path) -> None:
@@ -203,10 +309,11 @@ def test_commit_replaces_a_damaged_checkpoint_of_the_step(tmp_path: Path) -> Non
 
 def test_commit_refuses_files_that_are_not_what_was_written(tmp_path: Path) -> None:
     partial = write_checkpoint(tmp_path, 10, finished=False)
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: 10240 bytes on .* 99 bytes"):
-        checkpoints.commit(partial, {"__0_0.distcp": (99, "0" * 16)})
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: missing on the main .* share"):
-        checkpoints.commit(partial, {"__1_0.distcp": (99, "0" * 16)})
+    (partial / "tensors" / FILE).write_bytes(PAYLOAD)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.\w+: 10240 bytes on .* 99 bytes"):
+        checkpoints.commit(partial, {FILE: (99, "0" * 16)}, Identity())
+    with pytest.raises(CheckpointError, match=r"rank-00001\.\w+: missing on the main .* share"):
+        checkpoints.commit(partial, {"rank-00001.safetensors": (99, "0" * 16)}, Identity())
     assert checkpoints.steps(tmp_path) == []
 
 
@@ -223,7 +330,7 @@ def test_removal_renames_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         checkpoints.remove(directory)
     assert checkpoints.steps(tmp_path) == []
     [left] = directory.parent.iterdir()
-    assert (left / "tensors" / "__0_0.distcp").exists()
+    assert (left / "tensors" / FILE).exists()
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     checkpoints.clear_garbage(tmp_path)
     assert list(directory.parent.iterdir()) == []
@@ -251,9 +358,9 @@ def test_retain_keeps_the_best_and_what_stays_for_good(tmp_path: Path) -> None:
 
 def test_retain_keeps_what_a_run_may_go_back_to(tmp_path: Path) -> None:
     for step, streak in ((10, 0), (20, 0), (30, 3), (40, 13)):
-        state = write_checkpoint(tmp_path, step, finished=False) / checkpoints.STATE
-        state.write_text(json.dumps({"step": step, "guard": {"streak": streak}}))
-        checkpoints.commit(state.parent)
+        partial = write_checkpoint(tmp_path, step, finished=False)
+        write_state(partial, step, guard={"streak": streak})
+        commit(partial, step)
     retain(tmp_path, 40, keep(1))
     assert checkpoints.steps(tmp_path) == [20, 40]
     reasons = reasons_to_keep({20: None, 40: None}, keep(1), 20)
@@ -269,13 +376,15 @@ def test_retain_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     assert checkpoints.steps(tmp_path) == [10, 20, 40]
 
 
-@pytest.mark.parametrize("missing", ["state.json", "tensors/.metadata"])
+@pytest.mark.parametrize("missing", ["state.json", f"tensors/{FILE}"])
 def test_manifest_that_lists_too_little_is_damage(tmp_path: Path, missing: str) -> None:
     manifest = write_checkpoint(tmp_path, 1) / checkpoints.MANIFEST
-    document = json.loads(manifest.read_text())
-    del document["files"][missing]
-    manifest.write_text(json.dumps(document))
-    assert checkpoints.damage(manifest.parent) == f"{manifest}: does not list {missing}"
+    files = json.loads(manifest.read_text())["files"]
+    del files[missing]
+    rewrite(manifest, files=files)
+    assert checkpoints.damage(manifest.parent) == (
+        f"{manifest}: does not list {missing.removesuffix(FILE)}"
+    )
 
 
 def test_steps_of_more_digits_are_in_order(tmp_path: Path) -> None:

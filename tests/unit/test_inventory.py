@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from bigtrain.cli import main
+from bigtrain.engine.tensor_files import Identity, NewPart, write_parts
 from bigtrain.run import checkpoints
 from tests.support.worlds import ROOT
+
+FILE = "rank-00000.safetensors"
 
 
 @pytest.fixture
@@ -20,21 +23,23 @@ def run(tmp_path: Path) -> Path:
     for step, loss in ((10, 2.25), (20, 3.0), (30, 2.5), (40, None)):
         partial = checkpoints.partial_path(tmp_path, step, "0123abcd")
         checkpoints.prepare(partial)
-        (partial / "tensors" / "__0_0.distcp").write_bytes(bytes(3000))
-        (partial / "tensors" / ".metadata").write_bytes(b"what is where")
         topology = {"world_size": 4, "data_size": 2, "tensor_size": 2}
         topology |= {"pipeline_size": 1, "sequence_size": 1}
         state = {
+            "run": "0123456789abcdef",
             "step": step,
             "held_out_loss": loss,
             "environment": {"topology": topology},
             "deepspeed": {"zero_optimization": {"stage": 3}},
         }
         (partial / "state.json").write_text(json.dumps(state))
-        checkpoints.commit(partial)
-    tensors = [tmp_path / f"checkpoints/step-000000{n}/tensors/__0_0.distcp" for n in (20, 30)]
-    tensors[0].write_bytes(bytes(2999))
-    tensors[1].write_bytes(b"\1" + bytes(2999))
+        identity = Identity("0123456789abcdef", step, "0123abcd")
+        part = NewPart("m/a", (3000,), (0,), (3000,), "U8", lambda: memoryview(bytes(3000)))
+        written = {FILE: write_parts(partial / "tensors" / FILE, identity, 0, [part])}
+        checkpoints.commit(partial, written, identity)
+    tensors = [tmp_path / f"checkpoints/step-000000{n}/tensors/{FILE}" for n in (20, 30)]
+    tensors[0].write_bytes(tensors[0].read_bytes()[:-1])
+    tensors[1].write_bytes(tensors[1].read_bytes()[:-1] + b"\1")
     section = {"keep_last": 1, "keep_best": 1}
     (tmp_path / "config.json").write_text(json.dumps({"checkpoint": section}))
     return tmp_path
@@ -42,6 +47,8 @@ def run(tmp_path: Path) -> Path:
 
 def test_checkpoints_lists_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", "--run", str(run)]) == 0
+    path = checkpoints.checkpoint_path(run, 20) / "tensors" / FILE
+    num_bytes = path.stat().st_size + 1
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == "step size state held-out loss written by kept".split()
     rows = [[cell for cell in line.split("  ") if cell] for line in lines]
@@ -52,7 +59,7 @@ def test_checkpoints_lists_them(run: Path, capsys: pytest.CaptureFixture[str]) -
             "damaged",
             "3.0000",
             "4 processes, ZeRO 3, tensor 2",
-            f"{run}/checkpoints/step-00000020/tensors/__0_0.distcp: 2999 bytes, should be 3000",
+            f"{path}: {num_bytes - 1} bytes, should be {num_bytes}",
         ],
         ["30", "whole", "2.5000", "4 processes, ZeRO 3, tensor 2", "until the next save"],
         ["40", "whole", "-", "4 processes, ZeRO 3, tensor 2", "newest"],
@@ -70,7 +77,7 @@ def test_verify_reads_every_byte(run: Path, capsys: pytest.CaptureFixture[str]) 
         ["step 40", lines[3].split(":")[1]],
     ]
     assert lines[0].startswith("step 10: whole, ")
-    assert lines[2].endswith("__0_0.distcp: contents do not match their checksum")
+    assert lines[2].endswith(f"{FILE}: contents do not match their checksum")
     assert main(["verify", "--run", str(run), "--step", "40"]) == 0
     assert capsys.readouterr().out.startswith("step 40: whole, ")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -87,12 +88,46 @@ def test_tied_weights_are_found_under_either_name(kept: str, tmp_path: Path) -> 
     assert_equal_to_transformers(str(tmp_path), plain)
 
 
-def test_pickled_weights_are_found(tmp_path: Path) -> None:
-    plain = save("qwen3_moe", tmp_path)
+def test_pickled_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = save("llama", tmp_path)
     file = tmp_path / "model.safetensors"
-    torch.save(load_file(file), tmp_path / "pytorch_model.bin")
+    pickled = tmp_path / "pytorch_model.bin"
+    torch.save(load_file(file), pickled)
+    section = ModelSection(path=str(tmp_path))
+    find_weights(str(tmp_path), load_hf_config(section))  # the safetensors beside it
     file.unlink()
-    assert_equal_to_transformers(str(tmp_path), plain)
+    text = refusal(tmp_path)
+    assert f"{pickled} is a pickle, which can run code when it is read -> convert it" in text
+    # The command, as a user types it.
+    [command] = [word for word in shlex.split(text) if word.startswith("from transformers ")]
+    monkeypatch.chdir(tmp_path)
+    exec(command)
+    again = find_weights(str(tmp_path / "converted"), load_hf_config(section))
+    assert_equal_to_transformers(str(tmp_path / "converted"), plain)
+    assert again.tensors.keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt"])
+def test_an_index_that_names_a_pickle_is_refused(name: str, tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    torch.save({}, tmp_path / name)
+    index = {"weight_map": {"lm_head.weight": name}}
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"{tmp_path / name} is a pickle" in refusal(tmp_path)
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\n"
+    (tmp_path / "mine.py").write_text(code)
+    tree: dict[str, Any] = {
+        "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "m.M"}
+    }
+    for model_type in ("mine", "vit"):
+        (tmp_path / "config.json").write_text(json.dumps({**tree, "model_type": model_type}))
+        with pytest.raises(ModelError, match=r"custom code|code of its own"):
+            load_hf_config(ModelSection(path=str(tmp_path)))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_name_is_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
