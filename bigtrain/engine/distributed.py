@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from bigtrain.engine.arrivals import all_arrived
 from bigtrain.engine.device import device_kind
-from bigtrain.engine.operator_locks import wait_for_operator_locks
+from bigtrain.engine.operators import operators_without_locks
 from bigtrain.errors import LaunchError
 from bigtrain.launch.findings import judge_versions
 from bigtrain.launch.versions import library_versions
@@ -46,33 +46,32 @@ def process_group(
     others: they may be stuck in a collective, and it is the launcher that ends them.
 
     Raises LaunchError where the processes cannot meet, where some have not come within
-    `arrival_timeout_seconds`, where hosts have different versions, and where a process that was
-    killed has left a lock for which all would wait.
+    `arrival_timeout_seconds`, and where hosts have different versions.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     added = _complete_environment(world)
-    wait_for_operator_locks()
     kind = device_kind()
     device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    with all_arrived(world, arrival_timeout_seconds), _no_shared_buffers():
-        deepspeed.init_distributed(
-            dist_backend="nccl" if kind == "cuda" else "gloo",
-            auto_mpi_discovery=False,
-            timeout=PROCESS_GROUP_TIMEOUT,
-            verbose=False,
-        )
-    try:
-        yield Joined(device, _gather_hosts(world))
-        # Who leaves while a peer still talks may abort at exit: without this 7 of 37 runs that had
-        # succeeded did, with it none.
-        dist.barrier()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        for name in added:
-            os.environ.pop(name, None)
+    with operators_without_locks():
+        with all_arrived(world, arrival_timeout_seconds):
+            deepspeed.init_distributed(
+                dist_backend="nccl" if kind == "cuda" else "gloo",
+                auto_mpi_discovery=False,
+                timeout=PROCESS_GROUP_TIMEOUT,
+                verbose=False,
+            )
+        try:
+            yield Joined(device, _gather_hosts(world))
+            # Who leaves while a peer still talks may abort at exit: without this 7 of 37 runs that
+            # had succeeded did, with it none.
+            dist.barrier()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            for name in added:
+                os.environ.pop(name, None)
 
 
 def cpu_group() -> dist.ProcessGroup:
@@ -83,21 +82,6 @@ def cpu_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=PROCESS_GROUP_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-@contextmanager
-def _no_shared_buffers() -> Iterator[None]:
-    """Hide LOCAL_SIZE, by which DeepSpeed's launcher says that all processes are on this host.
-
-    On CPUs each would fill 69 MB of /dev/shm for a collective of inference that nothing here calls,
-    and nobody removes the files, however the run ends (deepspeed 0.19.8, csrc/cpu/comm/shm.cpp).
-    """
-    local_size = os.environ.pop("LOCAL_SIZE", None)
-    try:
-        yield
-    finally:
-        if local_size is not None:
-            os.environ["LOCAL_SIZE"] = local_size
 
 
 def _gather_hosts(world: World) -> tuple[str, ...]:
