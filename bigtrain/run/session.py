@@ -79,10 +79,11 @@ class Session:
         """
 
         def take() -> tuple[bool, int]:
+            is_newest = True
             if self.hold is None:
                 self.hold = fencing.take(self.directory, os.environ)
-            # A newer one that was passed over as damaged is so once more.
-            is_newest = max(checkpoints.steps(self.directory), default=0) <= state.step
+                # A newer one that was passed over as damaged is so once more.
+                is_newest = max(checkpoints.steps(self.directory), default=0) <= state.step
             return is_newest, self.hold.holder.generation
 
         is_newest, self._generation = self.long_work.on_main_rank(take)
