@@ -31,7 +31,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@command -v "$(PYTHON)" >/dev/null || { echo "PYTHON=$(PYTHON) is not on PATH: call make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"$(PYTHON) is Python {v.major}.{v.minor}; bigtrain needs 3.11 or newer: call make PYTHON=/path/to/python3.11")'
-	@command -v "$${CXX:-c++}" >/dev/null || echo "warning: no C++ compiler on PATH; DeepSpeed needs one to train on CPUs" >&2
+	@command -v "$${CXX:-c++}" >/dev/null || echo "warning: no C++ compiler on PATH; DeepSpeed compiles its own CPU optimizers, where a JSON asks for them" >&2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) pip setuptools wheel
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) torch ninja numpy

@@ -455,13 +455,18 @@ CHECKPOINTS = (
 LAUNCHING = (
     Trap(
         "launching",
-        "`DeepSpeedCPUAdam` and communication in shared memory are compiled at first use, and fail "
-        "without ninja",
-        "torch's fused AdamW is the default; `bigtrain doctor` says what a host lacks",
+        "`DeepSpeedCPUAdam` and communication in shared memory are compiled at first use, and "
+        "loaded under a lock that outlives a process that is killed",
+        "torch's fused AdamW is the default, shared memory is not used, and other operators are "
+        "loaded without that lock",
         (
             "tests/unit/test_deepspeed_config.py::test_torch_adam_is_the_default_and_can_be_declined",
+            "tests/unit/test_operators.py::test_a_start_outlives_those_that_were_killed",
         ),
-        code=("bigtrain/engine/deepspeed_owners.py::optimizer_is_torch",),
+        code=(
+            "bigtrain/engine/deepspeed_owners.py::optimizer_is_torch",
+            "bigtrain/engine/operators.py::operators_without_locks",
+        ),
     ),
     Trap(
         "launching",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +18,8 @@ import torch.distributed as dist
 
 from bigtrain.engine.arrivals import all_arrived
 from bigtrain.engine.device import device_kind
-from bigtrain.engine.operator_locks import wait_for_operator_locks
+from bigtrain.engine.long_work import LongWork
+from bigtrain.engine.operators import operators_without_locks
 from bigtrain.errors import LaunchError
 from bigtrain.launch.findings import judge_versions
 from bigtrain.launch.listening import is_loopback
@@ -31,10 +33,11 @@ DEFAULT_PORT = "29500"  # torch's and DeepSpeed's, where a launcher names none
 
 @dataclass(frozen=True)
 class Joined:
-    """This process's device, and the host of every rank."""
+    """This process's device, the host of every rank, and how they wait for each other's work."""
 
     device: torch.device
     hosts: tuple[str, ...]
+    long_work: LongWork
 
 
 @contextmanager
@@ -47,33 +50,33 @@ def process_group(
     others: they may be stuck in a collective, and it is the launcher that ends them.
 
     Raises LaunchError where the processes cannot meet, where some have not come within
-    `arrival_timeout_seconds`, where hosts have different versions, and where a process that was
-    killed has left a lock for which all would wait.
+    `arrival_timeout_seconds`, and where hosts have different versions.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     added = _complete_environment(world)
-    wait_for_operator_locks()
     kind = device_kind()
     device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    with all_arrived(world, arrival_timeout_seconds), _no_shared_buffers():
-        deepspeed.init_distributed(
-            dist_backend="nccl" if kind == "cuda" else "gloo",
-            auto_mpi_discovery=False,
-            timeout=PROCESS_GROUP_TIMEOUT,
-            verbose=False,
-        )
-    try:
-        yield Joined(device, _gather_hosts(world))
-        # Who leaves while a peer still talks may abort at exit: without this 7 of 37 runs that had
-        # succeeded did, with it none.
-        dist.barrier()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        for name in added:
-            os.environ.pop(name, None)
+    with operators_without_locks():
+        with all_arrived(world, arrival_timeout_seconds):
+            deepspeed.init_distributed(
+                dist_backend="nccl" if kind == "cuda" else "gloo",
+                auto_mpi_discovery=False,
+                timeout=PROCESS_GROUP_TIMEOUT,
+                verbose=False,
+            )
+        try:
+            hosts, token = _gather_hosts(world)
+            yield Joined(device, hosts, LongWork(world, token))
+            # Who leaves while a peer still talks may abort at exit: without this 7 of 37 runs that
+            # had succeeded did, with it none.
+            dist.barrier()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            for name in added:
+                os.environ.pop(name, None)
 
 
 def cpu_group() -> dist.ProcessGroup:
@@ -86,37 +89,22 @@ def cpu_group() -> dist.ProcessGroup:
     return group
 
 
-@contextmanager
-def _no_shared_buffers() -> Iterator[None]:
-    """Hide LOCAL_SIZE, by which DeepSpeed's launcher says that all processes are on this host.
-
-    On CPUs each would fill 69 MB of /dev/shm for a collective of inference that nothing here calls,
-    and nobody removes the files, however the run ends (deepspeed 0.19.8, csrc/cpu/comm/shm.cpp).
-    """
-    local_size = os.environ.pop("LOCAL_SIZE", None)
-    try:
-        yield
-    finally:
-        if local_size is not None:
-            os.environ["LOCAL_SIZE"] = local_size
-
-
-def _gather_hosts(world: World) -> tuple[str, ...]:
-    """The host of every rank. Collective.
+def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
+    """The host of every rank, and a word for this start of the processes. Collective.
 
     Raises LaunchError on all processes where a host has other versions than the rest.
     """
     if world.size == 1:
-        return (socket.gethostname(),)
+        return (socket.gethostname(),), ""
     facts: list[Any] = [None] * world.size
-    dist.all_gather_object(facts, (socket.gethostname(), library_versions()))
-    by_host = {host: {"versions": versions} for host, versions in facts}
+    dist.all_gather_object(facts, (socket.gethostname(), library_versions(), secrets.token_hex(8)))
+    by_host = {host: {"versions": versions} for host, versions, _ in facts}
     different = [finding for finding in judge_versions(by_host) if finding.failed]
     if different:
         lines = [f"  {finding.host}: {finding.text}" for finding in different]
         rule = f"hosts have other versions than the rest -> {different[0].remedy}"
         raise LaunchError("\n".join([rule, *lines]))
-    return tuple(host for host, _ in facts)
+    return tuple(host for host, _, _ in facts), facts[0][2]
 
 
 def _complete_environment(world: World) -> list[str]:

@@ -1,9 +1,11 @@
-"""torchrun as process 1 of a pod: it hands SIGTERM on, waits for the save, and ends as it did.
+"""torchrun, which says in plain words how a launch ended, and ends with its processes' exit code.
 
-    python -m bigtrain.launch.agent [OPTIONS OF TORCHRUN] bigtrain/train.py --config RUN.yaml
+    python -m bigtrain.launch.agent TORCHRUN-ARGUMENTS
 
-torchrun itself (2.13) kills its processes 30 seconds after SIGTERM, whatever they are saving, and
-ends with 1 whatever they end with, so that nobody can tell a preempted run from one that failed.
+torchrun itself (2.13) ends by a traceback and exit code 1, whatever its processes end with, so that
+nobody can tell a preempted run from one that failed; and it kills them 30 seconds after SIGTERM,
+whatever they are saving. Where it starts nothing again (``--max-restarts=0``, its default) SIGTERM
+is handed on to the processes instead, and their end waited for.
 """
 
 from __future__ import annotations
@@ -18,17 +20,37 @@ from types import FrameType
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun with `arguments`; returns the exit code of the first process that failed."""
+    """Launch, and return the exit code: that of the process that failed first, or 2."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
-    signal.signal(signal.SIGTERM, _hand_on)
+    options = run.parse_args(list(arguments))
+    if options.max_restarts == 0:  # else it would start processes that have saved and ended again
+        options.signals_to_handle = "SIGINT"
+        signal.signal(signal.SIGTERM, _hand_on)
     try:
-        torchrun(["--signals-to-handle=SIGINT", *arguments])
+        run.run(options)
     except ChildFailedError as error:
-        print(error, file=sys.stderr, flush=True)
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        rank, failure = error.get_first_failure()
+        code = int(failure.exitcode)
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        _say(f"process {rank} ended first, with {how}; what it said stands above")
+        return code if code >= 0 else 128 - code
+    except SignalException as error:
+        _say(f"ended by {error.sigval.name}, which its processes got too: they say what they did")
+        return 128 + int(error.sigval)
+    except RendezvousClosedError:
+        _say(
+            f"the launch {options.rdzv_id} that met at {options.rdzv_endpoint} has ended, so this "
+            "node cannot join it -> if the run is not complete, end whatever serves there, and "
+            "start it and all nodes anew"
+        )
+        return 2
+    except RendezvousError as error:
+        _say(f"no meeting at {options.rdzv_endpoint}: {error} -> is it served there?")
+        return 2
     return 0
 
 
@@ -53,6 +75,10 @@ def _ranks() -> list[int]:
         except (OSError, ValueError):  # it ended meanwhile
             continue
     return found
+
+
+def _say(text: str) -> None:
+    print(f"torchrun: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 from signal import Signals
 
-import torch.distributed as dist
-
 from bigtrain.data.directories import writing
 from bigtrain.engine.build import TrainEngine
-from bigtrain.errors import BigtrainError, ModelError, SupersededError
 from bigtrain.run.export import export_run
 from bigtrain.run.progress import OUTPUT_REMEDY
 from bigtrain.run.session import Session
@@ -43,17 +40,17 @@ def is_complete(session: Session, state: TrainState) -> bool:
     steps = session.run.config.train.steps
     if state.step < steps:
         return False
-    found = [False]
-    if session.world.is_main:
+
+    def all_is_written() -> bool:
         directory = session.directory
-        found = [
-            not session.run.config.output.export
-            or ((directory / EXPORT).is_dir() and _exported_step(directory) == state.step)
-        ]
-    dist.broadcast_object_list(found, src=0)
-    if found[0]:
+        return not session.run.config.output.export or (
+            (directory / EXPORT).is_dir() and _exported_step(directory) == state.step
+        )
+
+    complete = session.long_work.on_main_rank(all_is_written)
+    if complete:
         session.say(f"complete: the run stands at step {state.step} of {steps}; nothing to do")
-    return found[0]
+    return complete
 
 
 def _exported_step(directory: Path) -> object:
@@ -70,34 +67,37 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
     Raises ModelError on every process if the exported model does not answer as the trained one,
     SupersededError if a later start of the run holds its directory.
     """
-    # All is saved, and the export appears whole or not at all: whoever wants this to end, may.
-    session.signals.restore()
-    engine.close()
-    failure: list[BigtrainError | None] = [None]
-    summary = session.metrics.summary() if session.metrics is not None else []
-    try:
+
+    def export() -> list[str]:
         session.check_hold()
         if session.metrics is not None and session.metrics.failure is not None:
             raise session.metrics.failure
-        if session.world.is_main and session.run.config.output.export:
+        summary = session.metrics.summary() if session.metrics is not None else []
+        if session.run.config.output.export:
             output = session.directory / EXPORT
             record = session.directory / EXPORTED
             record.unlink(missing_ok=True)
             export_run(session.directory, output, step=state.step, replace=True)
             record.write_text(json.dumps({"step": state.step}) + "\n")
             summary.append(f"exported to {output}, reloaded and compared: same logits")
-    except SupersededError as error:
-        failure = [error]
-        raise
-    except Exception as error:
-        failure = [error if isinstance(error, BigtrainError) else ModelError(str(error))]
-        raise
+        return summary
+
+    # All is saved, and the export appears whole or not at all: whoever wants this to end, may.
+    session.signals.leave_by(lambda received: _leave_unexported(session, state, received))
+    engine.close()
+    try:
+        summary = session.long_work.on_main_rank(export)
     finally:
-        # The others wait here while the main process exports, and learn how it went.
-        dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise failure[0]
+        session.signals.listen()
     if session.metrics is not None:
         session.metrics.close(summary)
         if session.metrics.failure is not None:
             raise session.metrics.failure
+
+
+def _leave_unexported(session: Session, state: TrainState, received: Signals) -> None:
+    if not session.superseded():
+        leave_marker(session.directory, received, state)
+        session.say(
+            f"stopped by {received.name} after the last step, saved; the same command exports it"
+        )

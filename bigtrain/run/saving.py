@@ -267,16 +267,16 @@ def refuse_small_disk(session: Session, engine: TrainEngine) -> None:
     own = checkpoint_bytes(engine) if is_first else 0
     total = torch.tensor(own, dtype=torch.int64, device=session.device)
     dist.all_reduce(total)
-    failure: list[CheckpointError | None] = [None]
-    if session.world.is_main:
+
+    def look() -> None:
         try:
             _require_room(session.directory / "checkpoints", int(total))
         except CheckpointError as error:
             remedy = "make room, or choose another output.directory"
-            failure = [CheckpointError(f"the run could not save a checkpoint: {error} -> {remedy}")]
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise failure[0]
+            text = f"the run could not save a checkpoint: {error} -> {remedy}"
+            raise CheckpointError(text) from error
+
+    session.long_work.on_main_rank(look)
 
 
 def _prepare(partial: Path, num_bytes: int) -> None:

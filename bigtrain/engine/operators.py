@@ -1,0 +1,169 @@
+"""DeepSpeed's compiled operators: built once, and no start waits for a build whose owner is gone.
+
+torch 2.13 takes a lock at every load of an operator, also when nothing is to be compiled: a file,
+which outlives a process that is killed, and for which every later load on the same home directory
+then waits for ever (utils/file_baton.py). So its lock is never shared here. An operator is compiled
+in a private folder and its library renamed into place, from where it is loaded without a lock. The
+place is named by what the library is made of (sources, flags, versions, CPU), so that two paths to
+one environment share it, and two environments do not undo each other's.
+
+That is right without any lock. The one that there is, flock, only keeps processes from compiling
+the same at once, and the kernel frees it with its holder. NFS has it since Linux 2.6.12; a file
+system without it costs needless compiling and nothing else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib
+import importlib.util
+import os
+import shutil
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.ops.op_builder.builder import OpBuilder
+
+_PACKAGE = Path(deepspeed.__file__).resolve().parent
+_PARTIAL = ".partial-"
+# A host that is gone may keep a lock on a file server (NFS 3) until it comes back.
+_PATIENCE_SECONDS = 600.0
+
+
+@contextmanager
+def operators_without_locks() -> Iterator[None]:
+    """Inside, what DeepSpeed compiles comes from `load_operator`.
+
+    All but communication in shared memory: on CPUs DeepSpeed would load that at every start, for a
+    collective of inference that training never calls (0.19.8, comm/torch.py, `build_shm_op`). It
+    would also fill 69 MB of /dev/shm per process, which nobody removes (csrc/cpu/comm/shm.cpp).
+    """
+    jit_load = OpBuilder.jit_load
+    # By name: as an attribute of deepspeed.comm it is PyTorch.
+    backend = importlib.import_module("deepspeed.comm.torch")
+
+    def load_jit(builder: OpBuilder, verbose: bool = True) -> ModuleType:
+        from torch.utils import cpp_extension
+
+        load = partial(load_operator, cpp_extension.load)
+        with _replaced(cpp_extension, "load", load):
+            module: ModuleType = jit_load(builder, verbose)
+            return module
+
+    with (
+        _replaced(OpBuilder, "jit_load", load_jit),
+        _replaced(backend, "build_shm_op", lambda: None),
+    ):
+        yield
+
+
+def load_operator(
+    load: Callable[..., ModuleType], name: str, sources: Sequence[str], **build: Any
+) -> ModuleType:
+    """What `load` (`torch.utils.cpp_extension.load`) returns for the other arguments.
+
+    Compiled where nobody has done so. Raises what `load` raises where it cannot be compiled.
+    """
+    folder = operators_folder() / f"{name}-{_identity(name, sources, build)}"
+    library = folder / f"{name}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(library):
+            if not library.exists():
+                return _compile(partial(load, name, list(sources), **build), library)
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def operators_folder() -> Path:
+    """A folder of ours beside those that torch makes for whoever else compiles."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if root is None:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        root = str(Path(cache) / "torch_extensions")
+    return Path(root) / "bigtrain"
+
+
+def _identity(name: str, sources: Sequence[str], build: dict[str, Any]) -> str:
+    """Of all that a library depends on, but for the compiler: what one has made stays good."""
+    include = [Path(path).resolve() for path in build.get("extra_include_paths") or ()]
+    ours = [path for path in include if path.is_relative_to(_PACKAGE)]
+    headers = sorted(file for path in ours for file in path.rglob("*.h*") if file.is_file())
+    flags = [
+        build.get(key) for key in sorted(build) if key not in ("extra_include_paths", "verbose")
+    ]
+    versions = (torch.__version__, torch.version.git_version, deepspeed.__version__)
+    system = (sysconfig.get_config_var("SOABI"), os.confstr("CS_GNU_LIBC_VERSION"))
+    digest = hashlib.sha256(repr((name, flags, versions, system, _cpu_features())).encode())
+    for file in (*map(Path, sources), *headers):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def _cpu_features() -> str:
+    """What ``-march=native`` goes by; hosts with one home directory may have different CPUs."""
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith(("flags", "Features")):
+                return line
+    return ""
+
+
+@contextmanager
+def _one_at_a_time(library: Path) -> Iterator[None]:
+    """Until `library` is there or nobody else makes it; goes on without that after a time."""
+    descriptor = os.open(library.parent / "flock", os.O_RDWR | os.O_CREAT, 0o644)
+    until = time.monotonic() + _PATIENCE_SECONDS
+    try:
+        while not library.exists() and time.monotonic() < until:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)
+                continue
+            except OSError:  # a file system without
+                break
+            # Nobody else compiles now: these are of processes that were killed.
+            for abandoned in library.parent.glob(f"{_PARTIAL}*"):
+                shutil.rmtree(abandoned, ignore_errors=True)
+            break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compile(load: Callable[..., ModuleType], library: Path) -> ModuleType:
+    folder = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=library.parent))
+    try:
+        module = load(build_directory=str(folder))
+        built = folder / library.name
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
+        built.rename(library)
+        return module
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
