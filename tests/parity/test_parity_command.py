@@ -25,6 +25,7 @@ from bigtrain.parity.run import train_points
 from bigtrain.parity.topologies import Point, points
 from bigtrain.topology import BatchPlan
 from tests.parity.conftest import ARCHITECTURES, llama, run_config
+from tests.support.longrope import longrope
 from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -288,3 +289,37 @@ def test_rounding_is_what_plain_training_shows_of_it(small: Proxy, reference: Fi
     assert not verdict.passed
     assert verdict.weight > 4e-4 > 0.9 * verdict.limits.weight
     assert not compare(point, [reference], moved(second, 3e-4), rough).passed
+
+
+@pytest.mark.parametrize("isolates", [False, True])
+@pytest.mark.parametrize(
+    ("model", "ignored"),
+    [
+        (llama(model_type="mistral", sliding_window=4096), {"sliding_window": None}),
+        (
+            llama(model_type="phi3", pad_token_id=None, **longrope(4, 4096)),
+            {"original_max_position_embeddings": 4096},
+        ),
+    ],
+    ids=["window", "longrope"],
+)
+def test_lengths_that_the_run_passes_show(
+    model: dict[str, Any], ignored: dict[str, Any], isolates: bool, tmp_path: Path
+) -> None:
+    """A window or long rotary embeddings that a topology would ignore: 16 tokens come to them."""
+    values = {**model, "max_position_embeddings": 8192}
+    run = run_config(Path("unread"), {"config": values}, micro_samples=1)
+    run["batch"]["sequence_length"] = 8192
+    if isolates:
+        run["data"]["document_boundaries"] = "isolate"
+    config = shrink(RunConfig.model_validate(run), 2, tmp_path / "model").config
+    (expected,), reordered = train_reference(config), train_reordered(config)
+    assert config.model.path is not None
+    file = Path(config.model.path) / "config.json"
+    values = json.loads(file.read_text()) | ignored
+    if "original_max_position_embeddings" in ignored:
+        values["rope_parameters"] |= ignored
+    file.write_text(json.dumps(values))
+    (other,) = train_reference(config)
+    point = Point("other", "zero0", config)
+    assert not compare(point, [expected], other, reordered).passed
