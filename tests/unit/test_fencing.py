@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
-from bigtrain.errors import EXIT_SUPERSEDED, SupersededError
+from bigtrain.errors import EXIT_SUPERSEDED, OutputError, SupersededError
 from bigtrain.run import fencing
 
 
@@ -73,6 +74,19 @@ def test_records_removed_by_hand_end_nobody(tmp_path: Path) -> None:
     hold = fencing.take(tmp_path, {})
     (tmp_path / fencing.DIRECTORY / "00000001.json").unlink()
     hold.check()
+
+
+def test_a_run_directory_that_was_removed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    hold = fencing.take(run, {})
+    (run / "config.json").write_text("{}")
+    shutil.rmtree(run / fencing.DIRECTORY)
+    hold.check()  # the records alone: as above
+    shutil.rmtree(run)
+    (run / "checkpoints").mkdir(parents=True)  # as a save under way makes it anew
+    assert hold.lost()
+    with pytest.raises(OutputError, match="was removed while the run wrote to it"):
+        hold.check()
 
 
 def test_an_elastic_launcher_does_not_take_it_back(tmp_path: Path) -> None:
