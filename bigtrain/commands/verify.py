@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigtrain.errors import EXIT_USER_ERROR, ConfigError, DataError, Problem
+from bigtrain.errors import EXIT_USER_ERROR, ConfigError, DataError, ModelError, Problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", type=Path, metavar="DIR", help="run directory whose checkpoints are read"
     )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="written by `bigtrain export`: its weights"
+    )
     parser.add_argument("--step", type=int, help="of one checkpoint (default: all of them)")
 
 
@@ -25,10 +28,13 @@ def run(args: argparse.Namespace) -> int:
 
     Raises DataError naming every file of a dataset that is damaged.
     """
-    if not args.datasets and args.run is None:
-        problem = Problem("arguments", None, "nothing to verify", "name a DATASET, or --run DIR")
+    if not args.datasets and args.run is None and args.model is None:
+        remedy = "name a DATASET, --run DIR or --model DIR"
+        problem = Problem("arguments", None, "nothing to verify", remedy)
         raise ConfigError(problem)
     _verify_datasets(args.datasets)
+    if args.model is not None:
+        _verify_model(args.model)
     return 0 if args.run is None else _verify_run(args.run, args.step)
 
 
@@ -44,6 +50,15 @@ def _verify_datasets(datasets: Sequence[Path]) -> None:
         shards = [shard for shards in manifest.splits.values() for shard in shards]
         tokens = sum(shard.tokens for shard in shards)
         print(f"{path}: {len(shards)} shards, {tokens:,} tokens, every checksum is right")
+
+
+def _verify_model(directory: Path) -> None:
+    from bigtrain.models.weight_files import damaged_weights
+
+    num_files, damaged = damaged_weights(directory)
+    if damaged:
+        raise ModelError("\n".join(f"{directory} is damaged: {text}" for text in damaged))
+    print(f"{directory}: {num_files} files of weights, every checksum is right")
 
 
 def _verify_run(directory: Path, step: int | None) -> int:

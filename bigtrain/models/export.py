@@ -27,6 +27,7 @@ from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
 from bigtrain.models.huggingface import build_model, read_in_turn
 from bigtrain.models.lazy_tensors import LazyTensor, forget_computed
 from bigtrain.models.stage_layout import names_of
+from bigtrain.models.weight_files import write_checksums
 from bigtrain.models.weights import find_weights
 
 MAX_SHARD_SIZE = "5GB"
@@ -106,6 +107,7 @@ def export_model(
         _save_tokenizer(tokenizer_directory, temporary, output)
         tolerance = max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype])
         _verify(temporary, probe, output, tolerance, in_turn=is_sharded)
+        write_checksums(temporary)
         if replace:
             shutil.rmtree(output, ignore_errors=True)
         temporary.rename(output)

@@ -50,11 +50,12 @@ class Weights:
     """What a model's files hold.
 
     tensors: by every name that the model has for them; tied ones are the same tensor. setting: the
-    key and value that named them, for errors.
+    key and value that named them, for errors. files: that hold them.
     """
 
     setting: str
     tensors: dict[str, LazyTensor]
+    files: tuple[Path, ...]
 
     def fill(self, name: str, offsets: Offsets, out: torch.Tensor) -> None:
         """Read a rectangle of a parameter or buffer into `out`, any dtype, device and strides.
@@ -89,7 +90,8 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
     """
     setting = f"{key} = {source!r}"
     try:
-        found = {name: leaf for path in _files(source, hf_config) for name, leaf in _leaves(path)}
+        files = tuple(_files(source, hf_config))
+        found = {name: leaf for path in files for name, leaf in _leaves(path)}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{setting}: {_sentence(error)}") from error
     with torch.device("meta"):
@@ -111,7 +113,8 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
     for target, origin in model.all_tied_weights_keys.items():
         both = [tensors[name] for name in (target, origin) if isinstance(tensors[name], LazyTensor)]
         tensors[target] = tensors[origin] = both[-1]
-    return Weights(setting, {n: t for n, t in tensors.items() if isinstance(t, LazyTensor)})
+    lazies = {n: t for n, t in tensors.items() if isinstance(t, LazyTensor)}
+    return Weights(setting, lazies, files)
 
 
 def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> list[str]:

@@ -12,9 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.config import ModelSection, RunConfig
+from bigtrain.data.verification import ListedFile, share_of
 from bigtrain.engine.build import TrainEngine
 from bigtrain.engine.checkpoint import read_weights, restore_weights
-from bigtrain.errors import CheckpointError, ConfigError, Problem
+from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
+from bigtrain.models.weight_files import (
+    BASE_MODEL,
+    CHECKSUMS,
+    FileSum,
+    Sums,
+    differences,
+    read_sums,
+    sum_of,
+)
 from bigtrain.models.weights import Weights, find_weights
 from bigtrain.run import checkpoints
 from bigtrain.run.session import Session
@@ -58,11 +68,12 @@ class WeightsSource:
         """Give an engine that was just built its weights, `weights` as found. Collective.
 
         Raises CheckpointError on every process if there is no checkpoint that is whole and of this
-        model, ModelError if files cannot be read.
+        model, ModelError if files cannot be read or are others than they should be.
         """
         if self.hugging_face is not None:
             inputs = session.inputs
             weights = weights or self._find_weights(session.run.config, inputs.hf_config)
+            session.base_model = verify_weights(session, weights)
             read_weights(engine, weights)
         checkpoint = self.checkpoint
         if checkpoint is None:
@@ -74,6 +85,39 @@ class WeightsSource:
         except CheckpointError as error:
             raise CheckpointError(f"{KEY}: {error}") from error
         session.say(f"weights initialized from {directory}")
+
+
+def verify_weights(session: Session, weights: Weights) -> Sums:
+    """Checksums of the files of `weights`, which each process reads a part of. Collective.
+
+    Raises ModelError on every process where they are not those that an export listed beside them,
+    or with which an earlier start of this run began.
+    """
+    world, begun = session.world, session.directory / BASE_MODEL
+    exported = weights.files[0].with_name(CHECKSUMS)
+
+    def look() -> tuple[Sums, list[str]]:
+        sums: dict[str, FileSum] = {}
+        problems: list[str] = []
+        try:
+            files = [ListedFile(path.absolute(), path.stat().st_size, "") for path in weights.files]
+            for file in share_of(files, world.rank, world.size):
+                sums[str(file.path)] = sum_of(file.path)
+            names = {Path(path).name: found for path, found in sums.items()}
+            problems += differences(names, read_sums(exported), exported)
+            problems += differences(sums, read_sums(begun), begun)
+        except (OSError, ModelError) as error:
+            problems.append(str(error))
+        return sums, problems
+
+    everything = session.long_work.on_every_rank(look)
+    wrong = sorted({text for _, texts in everything for text in texts})
+    if wrong:
+        raise ModelError(
+            f"{weights.setting}: its files are damaged, or others than before -> restore them; if "
+            f"they are meant, remove the list:\n" + "\n".join(f"  {text}" for text in wrong)
+        )
+    return {path: found for own, _ in everything for path, found in own.items()}
 
 
 def weights_source(config: RunConfig) -> WeightsSource:

@@ -29,6 +29,7 @@ from bigtrain.engine.resolve import ResolvedRun
 from bigtrain.errors import BigtrainError
 from bigtrain.models.configuration import save_configuration
 from bigtrain.models.huggingface import empty_model
+from bigtrain.models.weight_files import BASE_MODEL, Sums, write_sums
 from bigtrain.run import checkpoints, fencing
 from bigtrain.run.export import MODEL_CONFIG
 from bigtrain.run.flops import (
@@ -56,7 +57,8 @@ class Session:
     """A process's part in a run: its place, its device, and (main process) what it writes.
 
     hosts: of every rank. long_work: for what may take one rank long. hold: the main process's, on
-    the run directory, from `hold_directory` on.
+    the run directory, from `hold_directory` on. base_model: checksums of the trained weights that
+    this start has read.
     """
 
     run: ResolvedRun
@@ -70,6 +72,7 @@ class Session:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     metrics: MetricsWriter | None = field(default=None)
     hold: fencing.Hold | None = field(default=None)
+    base_model: Sums | None = field(default=None)
     _generation: int | None = field(default=None)
     _flops_per_token: int | None = field(default=None)
     _said_early: list[str] = field(default_factory=list)
@@ -247,6 +250,8 @@ def _write_run_directory(session: Session) -> None:
     _write_json(directory / "config.json", run.config.model_dump(mode="json"))
     _write_json(directory / "deepspeed.json", run.engine.deepspeed)
     _write_json(directory / "environment.json", describe_environment(session))
+    if session.base_model is not None:
+        write_sums(directory / BASE_MODEL, session.base_model)
     save_configuration(run.config.model, session.inputs.hf_config, directory / MODEL_CONFIG)
     tokens = Path(run.config.data.mixture[0].path)  # all sources have the same tokenizer
     shutil.copytree(tokens / TOKENIZER_DIRECTORY, directory / "tokenizer", dirs_exist_ok=True)

@@ -16,7 +16,11 @@ import pytest
 import yaml
 
 from bigtrain.cli import main as bigtrain
+from bigtrain.config import ModelSection
 from bigtrain.config_loading import load_run_config
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.huggingface import build_model
+from bigtrain.models.weight_files import sum_of, write_sums
 from bigtrain.train import main as train
 from tests.launch.conftest import (
     VOCAB_SIZE,
@@ -348,6 +352,36 @@ def test_weights_that_do_not_fit_create_nothing(inputs: Inputs, home: Path, tmp_
     assert finished.output.count(f"model.path = '{model}'") == 1
     assert "Traceback" not in finished.output
     assert not run.exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("listed", ["by an export", "by an earlier start"])
+def test_flipped_weights_are_refused(
+    inputs: Inputs, home: Path, tmp_path: Path, listed: str
+) -> None:
+    run, model = tmp_path / "run", tmp_path / "model"
+    tree = load_run_config(str(inputs.run_yaml)).model_dump(mode="json")
+    section = ModelSection(config=tree["model"]["config"])
+    build_model(section, load_hf_config(section), seed=0).save_pretrained(model)
+    weights = model / "model.safetensors"
+    sums = {weights.name: sum_of(weights)}
+    where = model / "checksums.json"
+    if listed == "by an earlier start":
+        run.mkdir()
+        where, sums = run / "base_model.json", {str(weights): sum_of(weights)}
+    write_sums(where, sums)
+    content = bytearray(weights.read_bytes())
+    content[-1000] ^= 4
+    weights.write_bytes(content)
+    tree["model"] = {"path": str(model)}
+    tree["output"]["directory"] = str(run)
+    (tmp_path / "flipped.yaml").write_text(yaml.safe_dump(tree))
+    finished = launch([*launcher("python"), "--config", tmp_path / "flipped.yaml"], home)
+    assert finished.code == 2, finished.output
+    assert finished.output.count(f"model.path = '{model}': its files are damaged, or others") == 1
+    assert f"{where} lists {len(content)} and" in finished.output
+    assert "Traceback" not in finished.output
+    assert not (run / "config.json").exists()
 
 
 # -- the other commands -----------------------------------------------------------------------

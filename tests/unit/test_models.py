@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from bigtrain.cli import main as bigtrain
 from bigtrain.config import ModelSection
 from bigtrain.data.tokenization import train_tokenizer
 from bigtrain.errors import ModelError
@@ -561,6 +562,25 @@ def test_wrong_weights_are_not_written(
     with pytest.raises(ModelError, match=r"hf: not written: reloaded, its logits differ from"):
         run_export(model, weights)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_export_lists_the_checksums_of_its_weights(
+    run_export: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build("llama")
+    output = run_export(model, weights_of(model), max_shard_size="20KB")
+    files = sorted(output.glob("*.safetensors"))
+    assert len(files) > 1
+    assert bigtrain(["verify", "--model", str(output)]) == 0
+    assert f"{len(files)} files of weights, every checksum is right" in capsys.readouterr().out
+    content = bytearray(files[1].read_bytes())
+    content[-9] ^= 1
+    files[1].write_bytes(content)
+    assert bigtrain(["verify", "--model", str(output)]) == 2
+    assert f"{output} is damaged: {files[1].name} has" in capsys.readouterr().err
+    (output / "checksums.json").unlink()
+    assert bigtrain(["verify", "--model", str(output)]) == 2
+    assert "has no checksums.json, which `bigtrain export` writes" in capsys.readouterr().err
 
 
 def test_swapped_layers_are_not_written(run_export: Callable[..., Path]) -> None:
