@@ -65,6 +65,10 @@ class ConfigError(BigtrainError):
         head = f"{count} problem{'s' if count != 1 else ''}" + (f" in {source}" if source else "")
         super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """By its parameters: other ranks get errors by pickle."""
+        return type(self), (self.problems, self.source)
+
 
 class DataError(BigtrainError):
     """Inputs, shards, manifests or tokenizers that cannot be used."""

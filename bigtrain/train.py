@@ -10,26 +10,32 @@ directory (docs/checkpoints.md).
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import time
-from collections.abc import Sequence
-from pathlib import Path
 
 if __name__ == "__main__":
     # Launchers put bigtrain/ itself first on sys.path, which would make its modules importable
     # under names such as `config`; the checkout belongs there instead.
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+from bigtrain.processes import LaunchNotes, importing, leave
+from bigtrain.stop_signals import StopSignals, ask_for_restart
+
+if __name__ == "__main__":
+    _signals = StopSignals()
+    _signals.listen()  # before imports that take seconds
+
+import argparse
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from signal import SIGINT, Signals
 
 from bigtrain.engine.accelerate_settings import read_accelerate
 from bigtrain.engine.resolve import ResolvedRun, resolve_run_files
 from bigtrain.errors import EXIT_STOPPED, BigtrainError
-from bigtrain.processes import importing, leave
 from bigtrain.world import World, read_world
-
-# Longer than the processes of a world take to start one after the other.
-MAIN_SPEAKS_FIRST_SECONDS = 30.0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,42 +52,56 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run to the end, from wherever the run directory stands. Returns the exit code."""
+def main(argv: Sequence[str] | None = None, signals: StopSignals | None = None) -> int:
+    """Run to the end, from wherever the run directory stands. Returns the exit code.
+
+    `signals`: those that this process has watched for since it began.
+    """
     args = build_parser().parse_intermixed_args(argv)
     try:
         world = read_world(os.environ)
     except BigtrainError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return error.exit_code
-    try:
-        run = resolve_run_files(
-            args.config,
-            args.overrides,
-            world.size,
-            args.deepspeed_config,
-            accelerate=read_accelerate(os.environ),
-        )
-        return train_run(run, world)
-    except BigtrainError as error:
-        _report(error, world)
-        return error.exit_code
+    notes = LaunchNotes(os.environ)
+    with StopSignals() if signals is None else nullcontext(signals) as heard:
+        try:
+            run = resolve_run_files(
+                args.config,
+                args.overrides,
+                world.size,
+                args.deepspeed_config,
+                accelerate=read_accelerate(os.environ),
+            )
+            heard.leave_by(partial(_leave_unstarted, Path(run.config.output.directory), world))
+            return train_run(run, world, heard)
+        except BigtrainError as error:
+            heard.listen()  # whose end the launcher asks for, now says why
+            # As a rule every process fails alike.
+            if world.size == 1 or notes.is_first(str(error)):
+                who = "" if world.is_main else f" (process {world.rank} of {world.size})"
+                print(f"train.py{who}: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
 
 
-def _report(error: BigtrainError, world: World) -> None:
-    """Say it once. As a rule every process fails alike and the main one speaks.
+def _leave_unstarted(directory: Path, world: World, received: Signals) -> None:
+    """Ask for another start of a run that a signal ends before it has written anything.
 
-    A launcher ends all processes as soon as one has ended, so the others wait for that end. One
-    that nobody ended failed alone, and says so itself.
+    But where a process of this launch has failed, the launcher ends the others for that.
     """
-    who = ""
-    if not world.is_main:
-        time.sleep(MAIN_SPEAKS_FIRST_SECONDS)
-        who = f" (process {world.rank} of {world.size})"
-    print(f"train.py{who}: {error}", file=sys.stderr, flush=True)
+    if LaunchNotes(os.environ).is_any():
+        return
+    if received != SIGINT:
+        ask_for_restart(directory, received.name, None)
+    if world.is_main:
+        print(
+            f"train.py: stopped by {received.name} before the first step, so there was nothing to "
+            "save; the same command goes on where the run stands",
+            file=sys.stderr,
+        )
 
 
-def train_run(run: ResolvedRun, world: World) -> int:
+def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
     """Train a resolved run; returns the exit code. Collective over all processes of `world`."""
     # Here, so that a configuration that is wrong is refused before torch is imported, and inputs
     # that are wrong before DeepSpeed, which looks for devices and talks while it is.
@@ -107,7 +127,7 @@ def train_run(run: ResolvedRun, world: World) -> int:
 
     source = weights_source(run.config)
     weights = source.find(run.config, inputs.hf_config)
-    with open_session(run, inputs, world) as session:
+    with open_session(run, inputs, world, signals) as session:
         if run.config.data.verify == "contents":
             verify_data(session)
         mesh = open_mesh(run.topology, world.rank)
@@ -156,4 +176,4 @@ def train_run(run: ResolvedRun, world: World) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(main(signals=_signals))

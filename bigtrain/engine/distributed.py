@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from bigtrain.engine.arrivals import all_arrived
 from bigtrain.engine.device import device_kind
+from bigtrain.engine.long_work import LongWork
 from bigtrain.engine.operators import operators_without_locks
 from bigtrain.errors import LaunchError
 from bigtrain.launch.findings import judge_versions
@@ -30,10 +32,11 @@ DEFAULT_PORT = "29500"  # torch's and DeepSpeed's, where a launcher names none
 
 @dataclass(frozen=True)
 class Joined:
-    """This process's device, and the host of every rank."""
+    """This process's device, the host of every rank, and how they wait for each other's work."""
 
     device: torch.device
     hosts: tuple[str, ...]
+    long_work: LongWork
 
 
 @contextmanager
@@ -63,7 +66,8 @@ def process_group(
                 verbose=False,
             )
         try:
-            yield Joined(device, _gather_hosts(world))
+            hosts, token = _gather_hosts(world)
+            yield Joined(device, hosts, LongWork(world, token))
             # Who leaves while a peer still talks may abort at exit: without this 7 of 37 runs that
             # had succeeded did, with it none.
             dist.barrier()
@@ -84,22 +88,22 @@ def cpu_group() -> dist.ProcessGroup:
     return group
 
 
-def _gather_hosts(world: World) -> tuple[str, ...]:
-    """The host of every rank. Collective.
+def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
+    """The host of every rank, and a word for this start of the processes. Collective.
 
     Raises LaunchError on all processes where a host has other versions than the rest.
     """
     if world.size == 1:
-        return (socket.gethostname(),)
+        return (socket.gethostname(),), ""
     facts: list[Any] = [None] * world.size
-    dist.all_gather_object(facts, (socket.gethostname(), library_versions()))
-    by_host = {host: {"versions": versions} for host, versions in facts}
+    dist.all_gather_object(facts, (socket.gethostname(), library_versions(), secrets.token_hex(8)))
+    by_host = {host: {"versions": versions} for host, versions, _ in facts}
     different = [finding for finding in judge_versions(by_host) if finding.failed]
     if different:
         lines = [f"  {finding.host}: {finding.text}" for finding in different]
         rule = f"hosts have other versions than the rest -> {different[0].remedy}"
         raise LaunchError("\n".join([rule, *lines]))
-    return tuple(host for host, _ in facts)
+    return tuple(host for host, _, _ in facts), facts[0][2]
 
 
 def _complete_environment(world: World) -> list[str]:

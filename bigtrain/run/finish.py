@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from signal import Signals
 
-import torch.distributed as dist
-
 from bigtrain.engine.build import TrainEngine
-from bigtrain.errors import BigtrainError, ModelError, SupersededError
 from bigtrain.run.export import export_run
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
@@ -34,27 +31,30 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
     Raises ModelError on every process if the exported model does not answer as the trained one,
     SupersededError if a later start of the run holds its directory.
     """
-    # All is saved, and the export appears whole or not at all: whoever wants this to end, may.
-    session.signals.restore()
-    engine.close()
-    failure: list[BigtrainError | None] = [None]
-    summary = session.metrics.summary() if session.metrics is not None else []
-    try:
+
+    def export() -> list[str]:
         session.check_hold()
-        if session.world.is_main and session.run.config.output.export:
+        summary = session.metrics.summary() if session.metrics is not None else []
+        if session.run.config.output.export:
             output = session.directory / EXPORT
             export_run(session.directory, output, step=state.step, replace=True)
             summary.append(f"exported to {output}, reloaded and compared: same logits")
-    except SupersededError as error:
-        failure = [error]
-        raise
-    except Exception as error:
-        failure = [ModelError(str(error))]
-        raise
+        return summary
+
+    # All is saved, and the export appears whole or not at all: whoever wants this to end, may.
+    session.signals.leave_by(lambda received: _leave_unexported(session, state, received))
+    engine.close()
+    try:
+        summary = session.long_work.on_main_rank(export)
     finally:
-        # The others wait here while the main process exports, and learn how it went.
-        dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise failure[0]
+        session.signals.listen()
     if session.metrics is not None:
         session.metrics.close(summary)
+
+
+def _leave_unexported(session: Session, state: TrainState, received: Signals) -> None:
+    if not session.superseded():
+        leave_marker(session.directory, received, state)
+        session.say(
+            f"stopped by {received.name} after the last step, saved; the same command exports it"
+        )

@@ -20,8 +20,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch.distributed as dist
-
 from bigtrain.engine.build import TrainEngine
 from bigtrain.engine.checkpoint import restore_engine
 from bigtrain.engine.update_gate import Judge, StepFigures
@@ -193,6 +191,4 @@ def _good_checkpoints(
 def _from_main(
     session: Session, found: Iterator[tuple[str, Mapping[str, Any]]]
 ) -> tuple[str, Mapping[str, Any]] | None:
-    box = [next(found, None) if session.world.is_main else None]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return session.long_work.on_main_rank(lambda: next(found, None))

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from bigtrain.config import ModelSection, RunConfig
 from bigtrain.engine.build import TrainEngine
 from bigtrain.engine.checkpoint import read_weights, restore_weights
@@ -66,19 +64,11 @@ class WeightsSource:
             inputs = session.inputs
             weights = weights or self._find_weights(session.run.config, inputs.hf_config)
             read_weights(engine, weights)
-        if self.checkpoint is None:
+        checkpoint = self.checkpoint
+        if checkpoint is None:
             return
-        found: list[Path | CheckpointError | None] = [None]
-        if session.world.is_main:
-            try:
-                found = [_find(self.checkpoint)]
-            except CheckpointError as error:
-                found = [error]
-        dist.broadcast_object_list(found, src=0)
-        directory = found[0]
-        if not isinstance(directory, Path):
-            raise CheckpointError(f"{KEY}: {directory}")
         try:
+            directory = session.long_work.on_main_rank(lambda: _find(checkpoint))
             restore_weights(engine, directory / checkpoints.TENSORS)
         except CheckpointError as error:
             raise CheckpointError(f"{KEY}: {error}") from error

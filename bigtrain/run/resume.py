@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from bigtrain.config import RunConfig
 from bigtrain.data.phases import Phase, differences, first_phase, next_phase
 from bigtrain.engine.build import TrainEngine
@@ -109,16 +107,8 @@ def _next(session: Session, usable: Iterator[str]) -> Path | None:
 
     One process looks, so that all go on from the same checkpoint whatever each would see.
     """
-    found: list[str | CheckpointError | None] = [None]
-    if session.world.is_main:
-        try:
-            found = [next(usable, None)]
-        except CheckpointError as error:
-            found = [error]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], CheckpointError):
-        raise found[0]
-    return None if found[0] is None else Path(found[0])
+    found = session.long_work.on_main_rank(lambda: next(usable, None))
+    return None if found is None else Path(found)
 
 
 def resumed_phases(

@@ -12,20 +12,19 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import bigtrain
 from bigtrain.data.manifest import TOKENIZER_DIRECTORY
 from bigtrain.engine.distributed import process_group
+from bigtrain.engine.long_work import LongWork
 from bigtrain.engine.resolve import ResolvedRun
-from bigtrain.errors import SupersededError
 from bigtrain.models.huggingface import empty_model
 from bigtrain.run import checkpoints, fencing
 from bigtrain.run.export import MODEL_CONFIG
@@ -40,8 +39,8 @@ from bigtrain.run.heartbeat import Heartbeat
 from bigtrain.run.metrics import MetricsWriter
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.state import TrainState
-from bigtrain.run.stopping import REQUEUE, StopSignals
 from bigtrain.run.watchdog import Watchdog
+from bigtrain.stop_signals import REQUEUE, StopSignals
 from bigtrain.topology import AXES, Coordinates
 from bigtrain.world import World
 
@@ -52,7 +51,8 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "nu
 class Session:
     """A process's part in a run: its place, its device, and (main process) what it writes.
 
-    hosts: of every rank. hold: the main process's, on the run directory, from `hold_directory` on.
+    hosts: of every rank. long_work: for what may take one rank long. hold: the main process's, on
+    the run directory, from `hold_directory` on.
     """
 
     run: ResolvedRun
@@ -62,6 +62,7 @@ class Session:
     inputs: Inputs
     signals: StopSignals
     hosts: tuple[str, ...]
+    long_work: LongWork
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     metrics: MetricsWriter | None = field(default=None)
     hold: fencing.Hold | None = field(default=None)
@@ -76,21 +77,17 @@ class Session:
         an earlier start has saved until then, since `state` was read; read it again, and call this
         again. Raises SupersededError on every process (`bigtrain.run.fencing.take`).
         """
-        outcome: list[Any] = [True, None]
-        if self.world.is_main and self.hold is None:
-            try:
+
+        def take() -> tuple[bool, int]:
+            is_newest = True
+            if self.hold is None:
                 self.hold = fencing.take(self.directory, os.environ)
                 # A newer one that was passed over as damaged is so once more.
-                outcome[0] = max(checkpoints.steps(self.directory), default=0) <= state.step
-            except SupersededError as error:
-                outcome[0] = error
-        if self.hold is not None:
-            outcome[1] = self.hold.holder.generation
-        dist.broadcast_object_list(outcome, src=0)
-        if isinstance(outcome[0], SupersededError):
-            raise outcome[0]
-        self._generation = outcome[1]
-        return bool(outcome[0])
+                is_newest = max(checkpoints.steps(self.directory), default=0) <= state.step
+            return is_newest, self.hold.holder.generation
+
+        is_newest, self._generation = self.long_work.on_main_rank(take)
+        return is_newest
 
     def check_hold(self) -> None:
         """Raises SupersededError on the main process where a later start holds the directory.
@@ -183,8 +180,13 @@ def step_seed(seed: int, step: int, place: Coordinates) -> int:
 
 
 @contextmanager
-def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Session]:
-    """Join the process group; nothing is written yet. Collective over all processes."""
+def open_session(
+    run: ResolvedRun, inputs: Inputs, world: World, signals: StopSignals | None = None
+) -> Iterator[Session]:
+    """Join the process group; nothing is written yet. Collective over all processes.
+
+    `signals`: those that the program has watched for since it began.
+    """
     num_threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
@@ -194,13 +196,15 @@ def open_session(run: ResolvedRun, inputs: Inputs, world: World) -> Iterator[Ses
     try:
         with (
             warnings.catch_warnings(),
-            StopSignals() as signals,
+            StopSignals() if signals is None else nullcontext(signals) as heard,
             process_group(world, patience) as joined,
         ):
             # DeepSpeed's own calls; nothing that a user could do about it.
             warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
             warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
-            session = Session(run, world, joined.device, directory, inputs, signals, joined.hosts)
+            session = Session(
+                run, world, joined.device, directory, inputs, heard, joined.hosts, joined.long_work
+            )
             with Watchdog(
                 run.config.watchdog, world, directory, session.heartbeat, session.superseded
             ):

@@ -1,21 +1,10 @@
-"""Signals that ask a run to save and end at the next step boundary.
-
-SIGTERM and SIGUSR1 come from schedulers and launchers before they take the machine away: the run
-leaves a marker, ``RUN/requeue``, and whoever started it may start it again. SIGINT comes from a
-person: no marker. Either way the exit code is `EXIT_STOPPED`; but launchers end with codes of their
-own, which is why there is a marker.
-"""
+"""All processes of a run stop after the same step (`bigtrain.stop_signals`: what they stop for)."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import threading
 import time
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -23,58 +12,13 @@ import torch.distributed as dist
 from bigtrain.errors import SupersededError
 from bigtrain.run.fencing import Hold
 from bigtrain.run.state import TrainState
-
-REQUEUE = "requeue"
-"""Marker in a run directory: stopped by SIGTERM or SIGUSR1 before its end, and saved."""
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-# Launchers send a second and a third signal as they go down, so only a person who insists is
-# believed: the fourth SIGINT does what the first would have done without all this.
-_PATIENCE = 3
+from bigtrain.stop_signals import StopSignals, ask_for_restart
 
 # Between two agreements of several processes, where steps are shorter. One costs about 0.1 ms on
 # one machine and grows with the number of processes.
 _SECONDS_BETWEEN = 0.5
 
 _SUPERSEDED = 1 << 16  # above all signals
-
-
-class StopSignals:
-    """The first signal this process got while it listened; the ones after it change nothing.
-
-    A context manager, which puts the handlers of before back on leaving.
-    """
-
-    def __init__(self) -> None:
-        self.received = 0
-        self._num_interrupts = 0
-        self._before: dict[signal.Signals, Any] = {}
-
-    def listen(self) -> None:
-        """Catch `SIGNALS` from now on; before, with nothing to save, they end the process."""
-        if threading.current_thread() is threading.main_thread():  # Python asks for that
-            for number in SIGNALS:
-                self._before.setdefault(number, signal.signal(number, self._handle))
-
-    def restore(self) -> None:
-        """Put the handlers of before back. May be called again."""
-        while self._before:
-            number, handler = self._before.popitem()
-            # None: of a handler that was not made in Python.
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or number
-        self._num_interrupts += number == signal.SIGINT
-        if self._num_interrupts > _PATIENCE:
-            raise KeyboardInterrupt
 
 
 class StopAgreement:
@@ -130,15 +74,3 @@ def leave_marker(run_directory: Path, received: signal.Signals, state: TrainStat
     """Ask for the run to be started again, unless it was a person who stopped it."""
     if received != signal.SIGINT:
         ask_for_restart(run_directory, received.name, state.step)
-
-
-def ask_for_restart(run_directory: Path, reason: str, step: int) -> None:
-    """Leave the marker that Slurm scripts go by: each by that of its own start alone.
-
-    A node that was cut off may come back when a later start has been cancelled.
-    """
-    marker: dict[str, Any] = {"signal": reason, "step": step}
-    if "SLURM_JOB_ID" in os.environ:
-        restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-        marker["start"] = f"{os.environ['SLURM_JOB_ID']}-{restart}"
-    (run_directory / REQUEUE).write_text(json.dumps(marker) + "\n")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import torch.distributed as dist
-
 from bigtrain.data.verification import damage, listed_files, share_of
 from bigtrain.errors import DataError
 from bigtrain.run.session import Session
@@ -20,9 +18,8 @@ def verify_data(session: Session) -> None:
     """
     begun = time.perf_counter()
     files = listed_files(session.run.config.data)
-    found: list[list[str]] = [[] for _ in range(session.world.size)]
-    own = damage(share_of(files, session.world.rank, session.world.size))
-    dist.all_gather_object(found, own)
+    share = share_of(files, session.world.rank, session.world.size)
+    found = session.long_work.on_every_rank(lambda: damage(share))
     damaged = sorted(text for texts in found for text in texts)
     if damaged:
         shown = damaged[:_NAMED]

@@ -33,8 +33,8 @@ from bigtrain.errors import EXIT_HANG
 from bigtrain.run.board import Board, open_board
 from bigtrain.run.hang_report import Position, Verdict, judge, judge_alone
 from bigtrain.run.heartbeat import Heartbeat, Transfers, current_collective
-from bigtrain.run.stopping import ask_for_restart
 from bigtrain.sections.failures import WatchdogSection
+from bigtrain.stop_signals import ask_for_restart
 from bigtrain.world import World
 
 DIRECTORY = "hangs"

@@ -36,6 +36,7 @@ PURE = {
     "bigtrain.sections.model",
     "bigtrain.sections.running",
     "bigtrain.sections.training",
+    "bigtrain.stop_signals",
     "bigtrain.topology",
     "bigtrain.world",
     # What of the engine is text alone, so that `bigtrain check` needs no torch.

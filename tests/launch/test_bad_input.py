@@ -16,7 +16,6 @@ import yaml
 
 from bigtrain.cli import main as bigtrain
 from bigtrain.config_loading import load_run_config
-from bigtrain.train import MAIN_SPEAKS_FIRST_SECONDS
 from bigtrain.train import main as train
 from tests.launch.conftest import (
     VOCAB_SIZE,
@@ -265,17 +264,6 @@ def test_port_that_is_taken(refused: Refused, monkeypatch: pytest.MonkeyPatch) -
     assert "--master_port" in text
 
 
-def test_lock_of_a_compiler_that_was_killed(
-    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock = tmp_path / "operators" / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    os.utime(lock, (0, 0))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "operators"))
-    assert refused().endswith(f"every run would wait for its end -> rm {lock}\n")
-
-
 @pytest.mark.distributed
 def test_two_processes_say_it_once(inputs: Inputs, home: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -311,16 +299,26 @@ def test_damaged_contents_are_found_by_all_processes(
 
 
 @pytest.mark.usefixtures("alone")
-def test_process_that_fails_alone_speaks_after_the_main_one_could(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_processes_of_a_launch_say_each_failure_once_and_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr("bigtrain.train.time.sleep", waited.append)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert train(["--config", "nowhere"]) == 2
-    assert waited == [MAIN_SPEAKS_FIRST_SECONDS]
-    assert capsys.readouterr().err.startswith("train.py (process 1 of 2): 1 problem")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    said = []
+    for rank, name in (("1", "nowhere"), ("0", "nowhere"), ("2", "elsewhere"), ("1", "elsewhere")):
+        monkeypatch.setenv("RANK", rank)
+        assert train(["--config", name]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0].startswith("train.py (process 1 of 3): 1 problem")
+    assert said[2].startswith("train.py (process 2 of 3): 1 problem")
+    assert said[1] == said[3] == ""
+    for name in ("MASTER_PORT", "TMPDIR"):  # of another launch; nowhere to write it down
+        said = []
+        monkeypatch.setenv("MASTER_PORT", "1234")
+        if name == "TMPDIR":
+            monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+        assert train(["--config", "nowhere"]) == 2
+        assert "1 problem" in capsys.readouterr().err
 
 
 @pytest.mark.distributed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.run.stopping import REQUEUE, ask_for_restart
+from bigtrain.stop_signals import REQUEUE, ask_for_restart
 
 
 def test_a_marker_says_which_start_it_is_of(

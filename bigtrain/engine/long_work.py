@@ -1,0 +1,100 @@
+"""Work for which other ranks wait however long it takes, unlike in a collective.
+
+A collective ends every rank that waits longer in it than the process group's timeout. Here they
+look at the launcher's store until the work is done, and meet in a collective only then. Whoever
+works may die: the launcher ends the others, or the store is gone with the main process, or the
+watchdog sees that nothing moves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from bigtrain.errors import BigtrainError, LaunchError
+from bigtrain.world import World
+
+_LONGEST_PAUSE_SECONDS = 0.5
+
+Result = TypeVar("Result")
+
+
+class LongWork:
+    """Of a process group. Methods are collective, and called in the same order by every rank.
+
+    `token`: equal on all ranks, and another for every start of the processes, which torchrun's
+    store outlives.
+    """
+
+    def __init__(self, world: World, token: str) -> None:
+        self._world = world
+        self._token = token
+        self._num_done = 0
+
+    def on_main_rank(self, work: Callable[[], Result]) -> Result:
+        """What `work` returned on rank 0, on every rank. Its error is raised on every rank."""
+        outcome = _attempt(work) if self._world.is_main else None
+        if self._world.size > 1:
+            self._wait(1, takes_part=self._world.is_main)
+            box = [_sent(outcome)]
+            dist.broadcast_object_list(box, src=0)
+            outcome = box[0] if outcome is None else outcome
+        assert outcome is not None
+        result: Result = _opened([outcome])[0]
+        return result
+
+    def on_every_rank(self, work: Callable[[], Result]) -> list[Result]:
+        """What `work` returned on each rank, in their order, on every rank; errors likewise."""
+        own = _attempt(work)
+        outcomes: list[Any] = [own]
+        if self._world.size > 1:
+            self._wait(self._world.size, takes_part=True)
+            outcomes = [None] * self._world.size
+            dist.all_gather_object(outcomes, _sent(own))
+            outcomes[self._world.rank] = own
+        return _opened(outcomes)
+
+    def _wait(self, num_ranks: int, *, takes_part: bool) -> None:
+        """Until so many ranks are here. Raises LaunchError where the store is gone."""
+        store = dist.distributed_c10d._get_default_store()
+        self._num_done += 1
+        key = f"bigtrain/{self._token}/{self._num_done}"
+        try:
+            here = store.add(key, int(takes_part))
+            pause = 0.001
+            while here < num_ranks:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                here = store.add(key, 0)
+        except dist.DistError as error:
+            raise LaunchError(
+                f"the main process ended while rank {self._world.rank} waited for it: see what it "
+                f"says ({error})"
+            ) from error
+
+
+_Outcome = tuple[Any, Exception | None]
+
+
+def _attempt(work: Callable[[], Any]) -> _Outcome:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _sent(outcome: _Outcome | None) -> _Outcome | None:
+    """What other ranks get: of errors that are bugs the text, for they may hold anything."""
+    if outcome is None or outcome[1] is None or isinstance(outcome[1], BigtrainError):
+        return outcome
+    return None, LaunchError(f"another rank failed: {outcome[1]!r}")
+
+
+def _opened(outcomes: list[_Outcome]) -> list[Any]:
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]
