@@ -65,7 +65,7 @@ echo "{file}: on $(hostname), run directory $directory"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{threads}}}"
 # The processes of an agent that dies die with it, so that the other nodes notice.
-exec "$python" -m torch.distributed.run \\
+exec "$python" -m bigtrain.launch.agent \\
   --nnodes={nnodes} --nproc-per-node={processes} --max-restarts={restarts} \\
   --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id={name} \\
   --rdzv-conf={settings} \\

@@ -180,10 +180,52 @@ def test_the_real_timer(lab: Lab, submit: Submit) -> None:
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.timeout(600)
+def test_a_signal_before_the_first_step_requeues(lab: Lab, submit: Submit) -> None:
+    """The warning comes while processes are started, who cannot hear it yet."""
+    job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml])
+    wait_until("it starts", lambda: log.exists() and "start 1: " in log.read_text(), 100)
+    code, output = lab.run("n0", "scancel", "--batch", "--signal=USR1", job)
+    assert code == 0, output
+    assert ended(lab, job, log, 300) == "COMPLETED", log.read_text()
+    story = log.read_text()
+    assert "near the time limit, saving" in story
+    assert "stopped before its first step; back into the queue" in story
+    assert "train.py: stopped by SIGUSR1 before the first step" in story
+    assert "Traceback" not in story
+    assert told(lab, job, "Restarts") == "1"
+    assert list(metrics(lab.folder / "run")) == list(range(1, 13))
+
+
+@pytest.mark.timeout(900)
+def test_a_limit_without_a_warning_requeues_and_scancel_does_not(lab: Lab, submit: Submit) -> None:
+    """Slurm ends the job at its limit of one minute, with the signals that scancel sends."""
+    options = ["--nodes=2", "--signal=B:CONT@10", *NODE[:-1], "--time=1"]
+    endless = ["train.steps=1000000", *LONG[1:], "checkpoint.every_steps=20"]
+    job, log = submit(SBATCH, options, [lab.run_yaml, *endless])
+    wait_until("a save", lambda: checkpoints.steps(lab.folder / "run"), 100)
+    newest = checkpoints.steps(lab.folder / "run")[-1]
+    assert wait_for_resume(lab, log, 1) >= newest
+    story = log.read_text()
+    assert "the time limit is reached; back into the queue" in story
+    assert "give more seconds" not in story
+    lab.run("n0", "scancel", job)
+    assert ended(lab, job, log) == "CANCELLED", log.read_text()
+    wait_until("its nodes are free", lambda: "n[1-2]" in idle(lab))
+    story = log.read_text()
+    assert story.count("back into the queue") == 1
+    assert "train.sbatch: cancelled; what is not saved" in story
+    assert "Traceback" not in story
+    assert told(lab, job, "Restarts") == "1"
+    assert state(lab, job) == "CANCELLED"
+    steps = list(metrics(lab.folder / "run"))
+    assert steps == list(range(1, len(steps) + 1))
+
+
 def is_training(process: psutil.Process) -> bool:
     """Whether it is one of a run's processes, not what started them."""
     command = process.cmdline()
-    return process.name() != "srun" and "torch.distributed.run" not in command
+    return process.name() != "srun" and "bigtrain.launch.agent" not in command
 
 
 def idle(lab: Lab) -> str:

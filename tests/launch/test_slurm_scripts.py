@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,3 +108,80 @@ def test_what_cannot_work_is_refused(
 )
 def test_time_limits(text: str, seconds: int | None) -> None:
     assert time_seconds(text) == seconds
+
+
+# A Slurm that ends the job while its step runs, by TERM as at a limit and by scancel.
+FAKE_SLURM = {
+    "scontrol": """\
+case "$*" in
+*hostnames*) echo localhost ;;
+requeue*) echo requeue >> "$CALLS" ;;
+*) echo "JobId=7 JobState=COMPLETING Reason=$REASON Dependency=(null)" ;;
+esac
+""",
+    "scancel": 'echo "scancel $*" >> "$CALLS"',
+    "srun": 'for name in $SIGNALS; do kill -"$name" "$PPID"; sleep 0.3; done; exit 1',
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
+    """``job("TERM", "TimeLimit")``: exit code, log, and what was asked of Slurm."""
+    binaries, calls = tmp_path / "bin", tmp_path / "calls"
+    binaries.mkdir()
+    for name, text in FAKE_SLURM.items():
+        (binaries / name).write_text(f"#!/bin/bash\n{text}")
+        (binaries / name).chmod(0o755)
+
+    def run(signals: str, reason: str) -> tuple[int, str, list[str]]:
+        calls.write_text("")
+        own = {"SIGNALS": signals, "REASON": reason, "CALLS": str(calls)}
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost"}
+        script = ["bash", str(ROOT / "slurm" / "train.sbatch"), "quickstart"]
+        finished = subprocess.run(
+            [*script, f"output.directory={tmp_path / 'run'}", "batch.micro_samples=1"],
+            env={
+                **os.environ,
+                **own,
+                **slurm,
+                "PATH": f"{binaries}:{os.environ['PATH']}",
+                "BIGTRAIN_CHECKOUT": str(ROOT),
+                "BIGTRAIN_PYTHON": sys.executable,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        return finished.returncode, finished.stdout, calls.read_text().splitlines()
+
+    return run
+
+
+def test_a_limit_requeues_until_that_leads_nowhere(
+    job: Callable[..., tuple[int, str, list[str]]], tmp_path: Path
+) -> None:
+    """Three starts without a checkpoint between them; with one it may go on."""
+    for _ in range(2):
+        code, log, calls = job("TERM", "TimeLimit")
+        assert (code, calls.count("requeue")) == (0, 1), log
+        assert "the time limit is reached; back into the queue" in log
+    code, log, calls = job("TERM", "TimeLimit")
+    assert (code, calls.count("requeue")) == (1, 0), log
+    assert "the third time without a new checkpoint, so it stays out of the queue" in log
+    (tmp_path / "run" / "checkpoints" / "step-00000020").mkdir(parents=True)
+    code, log, calls = job("USR1 TERM", "TimeLimit")
+    assert code == 0, log
+    assert calls.count("requeue") == 1
+    assert "scancel --signal=USR1 7" in calls
+    assert "not saved in time: give more seconds in --signal=B:USR1@SECONDS" in log
+
+
+def test_scancel_is_not_taken_for_a_limit(
+    job: Callable[..., tuple[int, str, list[str]]], tmp_path: Path
+) -> None:
+    code, log, calls = job("TERM", "None")
+    assert (code, calls) == (1, []), log
+    assert "train.sbatch: cancelled; what is not saved" in log
+    assert "give more seconds" not in log
+    assert not (tmp_path / "run").exists()

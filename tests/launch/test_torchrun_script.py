@@ -12,6 +12,7 @@ import pytest
 
 from bigtrain.cli import main as bigtrain
 from tests.support.worlds import ROOT
+from tests.support.worlds import free_port as find_free_port
 
 RUN = ["launch", "torchrun", "--config", "quickstart", "--gpus-per-node", "2"]
 MEET = ["--rendezvous", "login:29400"]
@@ -75,3 +76,26 @@ def test_serving_at_a_port_that_is_taken() -> None:
         served = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert served.returncode == 2
     assert f"rendezvous: port {port} of {socket.gethostname()} cannot be used" in served.stderr
+
+
+def test_a_node_that_joins_after_the_end_is_told_so() -> None:
+    """And the first one ended with the exit code of its process."""
+    port = str(find_free_port())
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=quick"]
+    launch = [sys.executable, "-m", "bigtrain.launch.agent", "--nnodes=1:2", *meet]
+    conf = ["--rdzv-conf=last_call_timeout=1", "--no-python", "sh", "-c", "exit 7"]
+    serve = [sys.executable, "-m", "bigtrain.launch.rendezvous", port]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdout is not None
+        assert "serving on port" in server.stdout.readline()
+        ended = [
+            subprocess.run([*launch, *conf], capture_output=True, text=True, cwd=ROOT, check=False)
+            for _ in range(2)
+        ]
+        server.terminate()
+    assert [one.returncode for one in ended] == [7, 2]
+    assert "torchrun: process 0 ended first, with exit code 7" in ended[0].stderr
+    assert (
+        f"the launch quick that met at 127.0.0.1:{port} has ended, so this node" in ended[1].stderr
+    )
+    assert "Traceback" not in ended[0].stderr + ended[1].stderr
