@@ -56,7 +56,7 @@ def test_no_pickle_is_loaded_from_any_path(
     shutil.rmtree(newest)  # so that there is something to go on with
     exported = tmp_path / "exported"
     config = ["train.py", "--config", str(inputs.run_yaml)]
-    short = ["train.steps=1", "output.export=false"]
+    short = ["train.steps=1", "schedule.warmup_steps=0", "output.export=false"]
     commands = [
         [*config, f"output.directory={run}"],
         ["bigtrain", "checkpoints", "--run", str(run)],
