@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None, signals: StopSignals | None = None) 
             heard.listen()  # whose end the launcher asks for, now says why
             # As a rule every process fails alike.
             if world.size == 1 or notes.is_first(str(error)):
-                who = "" if world.is_main else f" (process {world.rank} of {world.size})"
-                print(f"train.py{who}: {error}", file=sys.stderr, flush=True)
+                who = "" if world.is_main else f" (rank {world.rank} of {world.size})"
+                print(f"train.py: {error}{who}", file=sys.stderr, flush=True)
             return error.exit_code
 
 

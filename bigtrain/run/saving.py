@@ -287,8 +287,9 @@ def _prepare(partial: Path, num_bytes: int) -> None:
 
 def _require_room(directory: Path, num_bytes: int) -> None:
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if free < num_bytes + _SPARE_BYTES:
+    total, _, free = shutil.disk_usage(there)
+    # Some file systems do not say how large they are.
+    if total and free < num_bytes + _SPARE_BYTES:
         raise CheckpointError(
             f"no space left for it: {directory} has {free / MIB:,.1f} MiB free, and "
             f"{num_bytes / MIB:,.1f} MiB are needed, besides {_SPARE_BYTES // MIB} to spare"

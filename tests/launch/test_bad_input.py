@@ -324,8 +324,9 @@ def test_processes_of_a_launch_say_each_failure_once_and_at_once(
         monkeypatch.setenv("RANK", rank)
         assert train(["--config", name]) == 2
         said.append(capsys.readouterr().err)
-    assert said[0].startswith("train.py (process 1 of 3): 1 problem")
-    assert said[2].startswith("train.py (process 2 of 3): 1 problem")
+    for text, rank in ((said[0], 1), (said[2], 2)):
+        assert text.startswith("train.py: 1 problem")
+        assert text.endswith(f" (rank {rank} of 3)\n")
     assert said[1] == said[3] == ""
     for name in ("MASTER_PORT", "TMPDIR"):  # of another launch; nowhere to write it down
         said = []
