@@ -35,7 +35,8 @@ class Profiler:
             activities = [ProfilerActivity.CPU]
             if self._session.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
-            self._running = profile(activities=activities, record_shapes=True)
+            # One cycle, so nothing accumulates; torch 2.11 would warn that it does not.
+            self._running = profile(activities=activities, record_shapes=True, acc_events=True)
             self._begun_at = step
             self._running.start()
 
