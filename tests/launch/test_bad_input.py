@@ -306,7 +306,7 @@ def test_damaged_contents_are_found_by_all_processes(
     changed = [f"data.path={shards}", "data.verify=contents"]
     finished = launch([*launcher("torchrun"), *arguments, *changed], home)
     assert finished.code != 0
-    assert finished.output.count("2 of 4 files of the data are damaged") == 1, finished.output
+    assert finished.output.count("2 of 6 files of the data are damaged") == 1, finished.output
     for split in ("train", "held_out"):
         assert f"{next(shards.glob(f'{split}*.bin'))}: its checksum is " in finished.output
     assert 'File "' + str(Path(train.__code__.co_filename)) not in finished.output

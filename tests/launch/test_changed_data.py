@@ -79,7 +79,7 @@ def test_goes_on_with_other_shares_and_shorter_and_longer_samples(
     run = Path(tree["output"]["directory"])
     code, output = start(tree, home, "data.verify=contents")
     assert code == 0, output
-    assert "data verified: 8 files, " in output
+    assert "data verified: 12 files, " in output
 
     by_source = metrics(run, "held_out_sources")[4]
     assert isinstance(by_source, dict)

@@ -53,8 +53,14 @@ def config(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Pa
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.timeout(60)
 def test_both_refuse_with_one_text(
-    name: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # What a process of this launch has said already, it would not say again.
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     changes, world_size, said = BROKEN[name]
     # An option between overrides, as train.py takes it.
     first, *others = [*changes, "seed=1"] if name != "no date" else changes

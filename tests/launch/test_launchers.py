@@ -104,6 +104,7 @@ def test_run_directory_is_whole(
         "environment.json",
         "exported.json",
         "generations",
+        "run_id",
         "hf",
         "log.txt",
         "metrics.jsonl",
