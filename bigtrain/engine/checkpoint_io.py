@@ -137,7 +137,7 @@ class TensorSnapshot:
         """Of the live tensors, or of what `staging` takes of them. Collective."""
         # Of a part that several processes hold, the one that answers for it writes.
         chunks = _chunks((f for f in fragments if f.shard.primary), buffers)
-        self._chunks = chunks if staging is None else staging.take(chunks)
+        self._chunks = (staging or Staging(copies=False)).take(chunks)
 
     def num_bytes(self, group: dist.ProcessGroup | None = None) -> int:
         """Of all processes' tensors together. Collective over the CPU group `group`."""
