@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from signal import SIGINT, Signals
+from signal import SIGINT, SIGTERM, Signals
 
 from bigtrain.engine.accelerate_settings import read_accelerate
 from bigtrain.engine.resolve import ResolvedRun, resolve_run_files
@@ -91,7 +91,9 @@ def _leave_unstarted(directory: Path, world: World, received: Signals) -> None:
     """
     if LaunchNotes(os.environ).is_any():
         return
-    if received != SIGINT:
+    # A failure on another host is not seen here; a run that it refused must leave nothing.
+    may_be_refused = received == SIGTERM and not directory.exists() and _has_other_hosts(world)
+    if received != SIGINT and not may_be_refused:
         ask_for_restart(directory, received.name, None)
     if world.is_main:
         print(
@@ -99,6 +101,13 @@ def _leave_unstarted(directory: Path, world: World, received: Signals) -> None:
             "save; the same command goes on where the run stands",
             file=sys.stderr,
         )
+
+
+def _has_other_hosts(world: World) -> bool:
+    # torchrun's and accelerate's, mpirun's, deepspeed's name for the processes of this host.
+    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_SIZE")
+    here = next((os.environ[name] for name in names if os.environ.get(name)), str(world.size))
+    return here.isdecimal() and int(here) < world.size
 
 
 def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
