@@ -78,7 +78,7 @@ def test_inputs_of_checkpointed_layers_may_lie_elsewhere(every: int) -> None:
     ids = torch.randint(1, 97, (2, 16), generator=torch.Generator().manual_seed(0))
     losses = []
     for model, num_copies in zip(models, (0, LAYERS // every), strict=True):
-        with profile(record_shapes=True) as recorded:
+        with profile(record_shapes=True, acc_events=True) as recorded:
             losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
         hidden = [[*ids.shape, COMMON["hidden_size"]]] * 2
         copies = [e for e in recorded.events() if e.name == "aten::copy_"]

@@ -67,7 +67,7 @@ def test_what_a_run_has_of_the_steps_is_recorded(tmp_path: Path) -> None:
 
 
 def test_the_dearest_operations_come_first() -> None:
-    with profile() as recorded:
+    with profile(acc_events=True) as recorded:
         a = torch.ones(200, 200)
         for _ in range(20):
             a = a @ a
