@@ -8,10 +8,12 @@
     ├── ModelError       model names, configurations, weights, exports
     ├── CheckpointError  checkpoints that are missing, damaged or do not belong to this run
     │   └── DamagedCheckpointError   found while reading it; an older one may do
-    ├── OutputError      files that cannot be written, directories that are gone
+    ├── OutputError      files that cannot be written
     ├── TrainingError    loss or gradients that nothing helps against
     ├── LaunchError      this machine or launcher cannot run what was asked for
-    └── SupersededError  a later start of the run holds its directory (exit code 77)
+    └── LostHoldError    this start does not hold the run directory any more
+        ├── RunRemovedError   it is gone
+        └── SupersededError   a later start of the run holds it (exit code 77)
 
 ``assert`` is kept for states that only a bug in bigtrain can reach.
 """
@@ -88,7 +90,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class OutputError(BigtrainError):
-    """A place that cannot be written: no room, no permission, or removed meanwhile."""
+    """A place that cannot be written: no room, no permission."""
 
 
 class TrainingError(BigtrainError):
@@ -99,8 +101,16 @@ class LaunchError(BigtrainError):
     """This machine or launcher cannot run what was asked for."""
 
 
-class SupersededError(BigtrainError):
-    """A later start of the run holds its directory; this one has stopped writing."""
+class LostHoldError(BigtrainError):
+    """This start of the run does not hold its directory any more, and has stopped writing."""
+
+
+class RunRemovedError(LostHoldError):
+    """The run's directory was removed while it ran."""
+
+
+class SupersededError(LostHoldError):
+    """A later start of the run holds its directory."""
 
     exit_code = EXIT_SUPERSEDED
 

@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bigtrain.data.directories import sync_to_disk
-from bigtrain.errors import OutputError, SupersededError
+from bigtrain.errors import RunRemovedError, SupersededError
 
 DIRECTORY = "generations"
 _NAME = re.compile(r"(\d{8,})\.json")
@@ -74,10 +74,10 @@ class Hold:
         return self.holder.attempt
 
     def check(self) -> None:
-        """Raises SupersededError where a later start has taken the directory, OutputError where it
-        is gone."""
+        """Raises SupersededError where a later start has taken the directory, RunRemovedError where
+        it is gone."""
         if self._is_removed():
-            raise OutputError(
+            raise RunRemovedError(
                 f"{self.run_directory} was removed while the run wrote to it, with its checkpoints "
                 "-> restore them, or start the run again to begin anew"
             )

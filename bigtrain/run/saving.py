@@ -21,7 +21,7 @@ from bigtrain.engine.checkpoint import EngineSnapshot, checkpoint_bytes, snapsho
 from bigtrain.engine.checkpoint_io import Staging
 from bigtrain.engine.distributed import cpu_group
 from bigtrain.engine.tensor_files import Identity
-from bigtrain.errors import BigtrainError, CheckpointError, SupersededError
+from bigtrain.errors import BigtrainError, CheckpointError, LostHoldError
 from bigtrain.models.export import Probe
 from bigtrain.run import checkpoints
 from bigtrain.run.retention import retain
@@ -39,8 +39,8 @@ _SPARE_BYTES = 64 * MIB
 
 @dataclass
 class _Write:
-    """One save after its copy was taken. error: why it failed, the same on every process;
-    superseded: whether that was because a later start holds the directory."""
+    """One save after its copy was taken. error: why it failed, the same on every process; lost:
+    that error where the run holds its directory no longer, as a later start does or it is gone."""
 
     step: int
     snapshot: EngineSnapshot
@@ -49,7 +49,7 @@ class _Write:
     begun_at: float
     stall_seconds: float = 0.0
     error: str | None = None
-    superseded: bool = False
+    lost: LostHoldError | None = None
     notes: list[str] = field(default_factory=list)
     thread: threading.Thread | None = None
     is_reported: bool = False
@@ -130,8 +130,8 @@ class Saver:
         write = self._pending
         if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
             return
-        if write.superseded:
-            return  # log.txt is the later start's
+        if write.lost is not None:
+            return  # log.txt is the later start's, or nobody's
         write.is_reported = True
         for note in write.notes:
             self._session.say(note)
@@ -146,8 +146,8 @@ class Saver:
         """Wait until no save is under way.
 
         Raises CheckpointError on every process when `checkpoint.max_failures` saves in a row have
-        failed, or the last one where it `must_succeed`; SupersededError where the last one failed
-        because a later start of the run holds its directory.
+        failed, or the last one where it `must_succeed`; what `Hold.check` raises where the last one
+        failed because this start does not hold the run directory any more.
         """
         write = self._pending
         if write is None:
@@ -156,8 +156,8 @@ class Saver:
             write.thread.join()
         self.report()
         self._pending = None
-        if write.superseded:
-            raise SupersededError(write.error)
+        if write.lost is not None:
+            raise write.lost
         if write.error is None:
             self._num_failures = 0
             return
@@ -196,19 +196,19 @@ class Saver:
             self._on_main(lambda: self._finish(write, partial, written, identity))
         except Exception as error:
             # Whatever it is, training does not end for it here, and every process knows.
-            later = self._superseded(error)
-            write.superseded = later is not None
-            write.error = str(later or error) or type(error).__name__
+            write.lost = self._lost_hold(error)
+            write.error = str(write.lost or error) or type(error).__name__
             if self._session.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def _superseded(self, error: Exception) -> SupersededError | None:
-        """Whether a later start is behind `error`: it removes what this one is writing."""
-        if isinstance(error, SupersededError):
+    def _lost_hold(self, error: Exception) -> LostHoldError | None:
+        """What `Hold.check` says, where that is behind `error`: whoever took the directory, or
+        removed it, removes what this start is writing."""
+        if isinstance(error, LostHoldError):
             return error
         try:
             self._on_main(self._session.check_hold)
-        except SupersededError as found:
+        except LostHoldError as found:
             return found
         except Exception:
             return None  # a process is gone
@@ -220,7 +220,7 @@ class Saver:
         if self._session.world.is_main:
             try:
                 action()
-            except SupersededError as error:
+            except LostHoldError as error:
                 failure = [error]
             except Exception as error:
                 failure = [CheckpointError(str(error) or type(error).__name__)]

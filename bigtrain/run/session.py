@@ -26,7 +26,7 @@ from bigtrain.data.manifest import TOKENIZER_DIRECTORY
 from bigtrain.engine.distributed import process_group
 from bigtrain.engine.long_work import LongWork
 from bigtrain.engine.resolve import ResolvedRun
-from bigtrain.errors import BigtrainError
+from bigtrain.errors import BigtrainError, LostHoldError
 from bigtrain.models.configuration import save_configuration
 from bigtrain.models.huggingface import empty_model
 from bigtrain.models.weight_files import BASE_MODEL, Sums, write_sums
@@ -108,14 +108,13 @@ class Session:
 
     def trouble(self) -> BigtrainError | None:
         """Why the main process can write no more, or None; looks twice a second at most."""
-        if self.metrics is not None and self.metrics.failure is not None:
-            return self.metrics.failure
-        if self.hold is not None and self.hold.lost():
+        failure = None if self.metrics is None else self.metrics.failure
+        if self.hold is not None and (failure is not None or self.hold.lost()):
             try:
-                self.hold.check()
-            except BigtrainError as error:
+                self.hold.check()  # whose text names the cause
+            except LostHoldError as error:
                 return error
-        return None
+        return failure
 
     def superseded(self) -> bool:
         """Whether a later start holds the run directory, as far as this process sees."""

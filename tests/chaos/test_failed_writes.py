@@ -114,7 +114,6 @@ def test_a_disk_that_fills_later_ends_the_run_with_one_text(
         assert losses(run).keys() >= {*range(1, 4), *range(saved + 1, STEPS + 1)}
 
 
-@pytest.mark.slow  # fails: what ends the run has another text since the merge (issue 16, item 14)
 def test_a_run_directory_that_is_removed_is_noticed_at_once(
     server: Server, run_yaml: Path, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.errors import EXIT_SUPERSEDED, OutputError, SupersededError
+from bigtrain.errors import EXIT_SUPERSEDED, RunRemovedError, SupersededError
 from bigtrain.run import fencing
 
 
@@ -85,7 +85,7 @@ def test_a_run_directory_that_was_removed(tmp_path: Path) -> None:
     shutil.rmtree(run)
     (run / "checkpoints").mkdir(parents=True)  # as a save under way makes it anew
     assert hold.lost()
-    with pytest.raises(OutputError, match="was removed while the run wrote to it"):
+    with pytest.raises(RunRemovedError, match="was removed while the run wrote to it"):
         hold.check()
 
 
