@@ -100,9 +100,11 @@ def _logged_losses(path: Path) -> list[float]:
 
 def _check_losses(point: Point, bare: list[float], bigtrain: list[float]) -> float | None:
     """Largest difference of bigtrain's logged losses from the bare loop's: the same work?"""
-    every = LOG_EVERY_STEPS  # a line of metrics has the mean of as many
-    ends = range(every, len(bare) + 1, every)
-    expected = [statistics.mean(bare[end - every : end]) for end in ends]
+    every = LOG_EVERY_STEPS  # a line of metrics has the mean of as many, or of this round's so far
+    expected = []
+    for end in range(every, len(bare) + 1, every):
+        round_begin = (end - 1) // point.steps_per_round * point.steps_per_round
+        expected.append(statistics.mean(bare[max(end - every, round_begin) : end]))
     if not bigtrain:
         return None
     difference = max(abs(a - b) for a, b in zip(bigtrain, expected, strict=True))
