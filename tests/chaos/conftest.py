@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import select
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -20,134 +14,9 @@ import yaml
 from bigtrain.engine.checkpoint_io import read_full
 from bigtrain.run import checkpoints
 from tests.support.datasets import write_dataset
-from tests.support.worlds import ROOT, free_port
+from tests.support.lives import Server
 
 STEPS = 24
-LIMIT_SECONDS = 300.0
-"""For one answer: the first life may compile DeepSpeed's operators, the others take seconds."""
-
-
-class Server:
-    """`fork_server.py`, and what it is asked for.
-
-    Without an answer within `LIMIT_SECONDS` the test fails with what the processes were doing, and
-    the next one has a new server: it would wait for the answer to this one's request.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.num_lives = 0
-        self.process = self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "chaos" / "fork_server.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # `select` does not see what a buffer holds
-            cwd=ROOT,
-            env=_environment(),
-            start_new_session=True,
-        )
-
-    def close(self) -> None:
-        """End the server and all that it has started."""
-        self._signal(signal.SIGKILL)
-        self.process.communicate()
-
-    def live(
-        self,
-        arguments: list[str],
-        *,
-        die: tuple[int, int] | None = None,
-        send: dict[str, Any] | None = None,
-        full_disk: dict[str, int] | None = None,
-        **more: Any,
-    ) -> tuple[list[int], str]:
-        """Start train.py on two processes; exit codes by rank, and what they printed.
-
-        What may happen to them on the way is described in `fork_server.py`.
-        """
-        request = self._request(arguments) | {"die": die, "send": send, "full_disk": full_disk}
-        request |= more
-        self._write(json.dumps(request))
-        return self._codes(), Path(request["output"]).read_text()
-
-    def overtake(
-        self,
-        arguments: list[str],
-        *,
-        during: bool,
-        before_it_goes_on: Callable[[], None],
-    ) -> tuple[list[int], str, list[int], str]:
-        """A world that is stopped when it has begun to write, so that a second one takes its run.
-
-        It goes on after the second has ended and `before_it_goes_on` was called, or `during` it.
-        Codes and text of the second one, then of the first.
-        """
-        older, newer = self._request(arguments), self._request(arguments)
-        older["overtaken"] = {"request": newer, "during": during}
-        self._write(json.dumps(older))
-        codes = [self._codes()]
-        if not during:
-            before_it_goes_on()
-            self._write("")
-        codes.append(self._codes())
-        if during and codes[0] != [0, 0]:
-            codes.reverse()  # whichever ended first
-        newer_text, older_text = (Path(life["output"]).read_text() for life in (newer, older))
-        return codes[0], newer_text, codes[1], older_text
-
-    def _request(self, arguments: list[str]) -> dict[str, Any]:
-        self.num_lives += 1
-        return {
-            "world_size": 2,
-            "arguments": arguments,
-            "output": str(self.directory / f"life-{self.num_lives:04d}.txt"),
-            "port": free_port(),
-            "die": None,
-            "send": None,
-            "full_disk": None,
-        }
-
-    def _write(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n".encode())
-
-    def _codes(self) -> list[int]:
-        assert self.process.stdout is not None
-        answers, _, _ = select.select([self.process.stdout], [], [], LIMIT_SECONDS)
-        if not answers:
-            self._give_up()
-        answer = self.process.stdout.readline()
-        assert answer, "the server is gone"
-        codes: list[int] = json.loads(answer)
-        return codes
-
-    def _give_up(self) -> NoReturn:
-        # The newest two: a world may have been overtaken by another.
-        outputs = sorted(self.directory.glob("life-*.txt"))[-2:]
-        worlds = psutil.Process(self.process.pid).children(recursive=True)
-        self._signal(signal.SIGABRT)  # which each process answers by what its threads do
-        self._signal(signal.SIGCONT)
-        psutil.wait_procs(worlds, timeout=10)
-        self.close()
-        self.process = self._start()
-        texts = "".join(f"\n{path.name}:\n{path.read_text()[-20000:]}" for path in outputs)
-        raise AssertionError(f"no answer within {LIMIT_SECONDS} s{texts}")
-
-    def _signal(self, number: signal.Signals) -> None:
-        """To the server and all that it has started."""
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return
-
-
-def _environment() -> dict[str, str]:
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    kept = {key: value for key, value in os.environ.items() if key not in launcher}
-    return {**kept, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,8 @@ import torch
 from bigtrain.engine.checkpoint_io import read_full
 from bigtrain.errors import DamagedCheckpointError
 from bigtrain.run import checkpoints
-from tests.chaos.conftest import STEPS, Server, arguments, assert_same_run
+from tests.chaos.conftest import STEPS, arguments, assert_same_run
+from tests.support.lives import Server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

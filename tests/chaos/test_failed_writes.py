@@ -12,14 +12,8 @@ import pytest
 import torch
 
 from bigtrain.run import checkpoints
-from tests.chaos.conftest import (
-    STEPS,
-    Server,
-    arguments,
-    assert_same_run,
-    final_tensors,
-    losses,
-)
+from tests.chaos.conftest import STEPS, arguments, assert_same_run, final_tensors, losses
+from tests.support.lives import Server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

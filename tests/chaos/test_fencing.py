@@ -9,7 +9,8 @@ import pytest
 
 from bigtrain.errors import EXIT_SUPERSEDED
 from bigtrain.run import fencing
-from tests.chaos.conftest import Server, arguments, assert_same_run
+from tests.chaos.conftest import arguments, assert_same_run
+from tests.support.lives import Server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

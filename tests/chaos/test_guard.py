@@ -11,15 +11,8 @@ import pytest
 import torch
 
 from bigtrain.run import checkpoints
-from tests.chaos.conftest import (
-    STEPS,
-    Server,
-    arguments,
-    assert_same_run,
-    events,
-    final_tensors,
-    losses,
-)
+from tests.chaos.conftest import STEPS, arguments, assert_same_run, events, final_tensors, losses
+from tests.support.lives import Server
 from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

@@ -17,7 +17,8 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.huggingface import build_model
 from bigtrain.run import checkpoints
 from bigtrain.run.initialize import weights_source
-from tests.chaos.conftest import STEPS, Server
+from tests.chaos.conftest import STEPS
+from tests.support.lives import Server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

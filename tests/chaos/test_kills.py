@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bigtrain.run import checkpoints
-from tests.chaos.conftest import Server, arguments, assert_same_run
+from tests.chaos.conftest import arguments, assert_same_run
+from tests.support.lives import Server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 

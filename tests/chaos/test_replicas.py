@@ -9,7 +9,8 @@ import pytest
 from bigtrain.engine.checkpoint_io import read_full
 from bigtrain.engine.tensor_files import find_parts
 from bigtrain.run import checkpoints
-from tests.chaos.conftest import Server, arguments, losses
+from tests.chaos.conftest import arguments, losses
+from tests.support.lives import Server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import Server, arguments, events
+from tests.chaos.conftest import arguments, events
+from tests.support.lives import Server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -14,7 +14,8 @@ import pytest
 from torch.distributed.flight_recorder.components.loader import read_dir
 
 from bigtrain.errors import EXIT_HANG
-from tests.chaos.conftest import Server, arguments, assert_same_run
+from tests.chaos.conftest import arguments, assert_same_run
+from tests.support.lives import Server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -1,6 +1,6 @@
 """Starts worlds of train.py by forking, so that a life of a run costs no imports.
 
-Reads one JSON object per line, a request (`tests/chaos/conftest.py`), and answers with the exit
+Reads one JSON object per line, a request (`tests/support/lives.py`), and answers with the exit
 codes by rank when all processes have ended. It sees to that as a launcher does: one that fails
 takes the others with it. A request may hold
 

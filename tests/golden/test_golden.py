@@ -1,0 +1,68 @@
+"""The golden runs compute what they did: to the last bit where plain transformers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden import runs
+from tests.support.lives import Server
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+
+EXPECTED: dict[str, Any] = json.loads(runs.FIGURES.read_text())
+# Elsewhere: of other instructions and libraries, after 6 or 50 steps of a float32 run.
+TOLERANCE = 1e-2
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    started = Server(tmp_path_factory.mktemp("lives"), runs.PORTABLE_ARITHMETIC)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return runs.write_datasets(tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture(scope="module")
+def same_arithmetic() -> bool:
+    return runs.canary() == EXPECTED["canary"]
+
+
+def test_the_set_is_the_one_that_was_written_down() -> None:
+    names = {"canary", "dataset text", "dataset chat", *runs.RUNS}
+    assert EXPECTED.keys() == names
+
+
+@pytest.mark.parametrize("name", ["text", "chat"])
+def test_datasets(name: str, datasets: dict[str, Path]) -> None:
+    assert runs.dataset_figures(datasets[name]) == EXPECTED[f"dataset {name}"]
+
+
+@pytest.mark.parametrize("name", runs.RUNS)
+def test_runs(
+    name: str,
+    server: Server,
+    datasets: dict[str, Path],
+    same_arithmetic: bool,
+    tmp_path: Path,
+) -> None:
+    directory = runs.run_golden(runs.RUNS[name], server, datasets, tmp_path)
+    found, expected = runs.run_figures(directory), EXPECTED[name]
+    if same_arithmetic:
+        assert found["metrics"] == expected["metrics"]
+        assert found == expected
+        return
+    assert found["checkpoints"].keys() == expected["checkpoints"].keys()
+    assert [line.keys() for line in found["metrics"]] == [
+        line.keys() for line in expected["metrics"]
+    ]
+    for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE)
