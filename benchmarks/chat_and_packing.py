@@ -2,8 +2,9 @@
 
 chat      CPU seconds from messages to tokens and mask for one conversation: transformers'
           ``apply_chat_template(return_assistant_tokens_mask=True)``, one after another, and
-          `bigtrain.data.chat`, of a template with ``{% generation %}`` marks and of one without.
-          Both make the same of the same conversations (compared first) in turns, in one process.
+          `bigtrain.data.chat.encoder`, of a template with ``{% generation %}`` marks and of one
+          without. Both make the same of the same conversations (compared first) in turns, in one
+          process.
 packing   CPU microseconds for each document of a packing plan, and the share of padding, for
           documents of log-normal lengths; next to the padding of next-fit, which fills one sample
           after another.
@@ -33,11 +34,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
 
-from bigtrain.data.best_fit import BLOCK_PIECES, best_fit_decreasing
-from bigtrain.data.chat import ChatEncoder
-from bigtrain.data.conversations import conversation_bytes
-from bigtrain.data.encoder_choice import choose_encoder
-from bigtrain.data.tokenization import Tokenizer, train_tokenizer
+from bigtrain.data.chat.encoder import ChatEncoder
+from bigtrain.data.documents.conversations import conversation_bytes
+from bigtrain.data.samples.best_fit import BLOCK_PIECES, best_fit_decreasing
+from bigtrain.data.tokenizers.selection import choose_encoder
+from bigtrain.data.tokenizers.tokenizer import Tokenizer
+from bigtrain.data.tokenizers.training import train_tokenizer
 
 HEADER = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
 BODY = "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}"

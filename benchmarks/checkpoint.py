@@ -31,14 +31,14 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks.support.contenders import SIZES, Bigtrain, Point, resolve_point
-from bigtrain.data.directories import sync_to_disk
-from bigtrain.data.loader import open_training_data
-from bigtrain.engine.checkpoint import restore_engine
-from bigtrain.run import checkpoints
+from bigtrain.data.loading.loader import open_training_data
+from bigtrain.engine.checkpoint.snapshot import restore_engine
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.preflight import inspect_inputs
-from bigtrain.run.saving import Saver
 from bigtrain.run.session import open_session
-from bigtrain.world import World
+from bigtrain.system.files import sync_to_disk
+from bigtrain.system.world import World
 
 BLOCK_BYTES = 8 << 20
 

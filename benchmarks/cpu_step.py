@@ -42,10 +42,11 @@ from benchmarks.support.contenders import (
     resolve_point,
     run_hf_trainer,
 )
-from bigtrain.data.loader import IGNORED_LABEL, open_training_data
+from bigtrain.data.loading.loader import open_training_data
+from bigtrain.data.loading.micro_batch import IGNORED_LABEL
 from bigtrain.run.preflight import inspect_inputs
 from bigtrain.run.session import open_session
-from bigtrain.world import World
+from bigtrain.system.world import World
 
 CONTENDERS = ("bare", "bigtrain", "hf")
 

@@ -2,7 +2,7 @@
 
 ignored    attention sees all tokens before, across documents
 masks      transformers' masks of sequence x sequence, as model code makes them from positions
-documents  `bigtrain.models.document_attention`, as a run takes it
+documents  `bigtrain.models.layers.document_attention`, as a run takes it
 
 A Llama of a few layers with sdpa; forward and backward pass of one sample of documents of random
 lengths, each contender in a process of its own.
@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.support.passes import each_alone, measure_passes, print_table, ratio
-from bigtrain.models.isolation import Isolation
+from bigtrain.models.layers.isolation import Isolation
 
 CONTENDERS = {"ignored": "none", "masks": "masks", "documents": "documents"}
 

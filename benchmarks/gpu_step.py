@@ -43,11 +43,11 @@ from benchmarks.support.contenders import (
     run_hf_trainer,
 )
 from benchmarks.support.litgpt_loop import LitgptLoop
-from bigtrain.data.loader import open_training_data
-from bigtrain.run.metrics import memory_gib
+from bigtrain.data.loading.loader import open_training_data
 from bigtrain.run.preflight import inspect_inputs
+from bigtrain.run.reporting.metrics import memory_gib
 from bigtrain.run.session import open_session
-from bigtrain.world import World
+from bigtrain.system.world import World
 
 CONTENDERS = ("bare", "bigtrain", "hf", "litgpt")
 

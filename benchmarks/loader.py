@@ -39,18 +39,18 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from bigtrain.config import RunConfig
-from bigtrain.data.loader import open_training_data
-from bigtrain.data.manifest import (
+from bigtrain.data.loading.loader import open_training_data
+from bigtrain.data.shards.format import HEADER, INDEX_VERSION, MAGIC
+from bigtrain.data.shards.manifest import (
     Manifest,
     OptionsRecord,
     ShardRecord,
     TokenizerRecord,
     write_manifest,
 )
-from bigtrain.data.shard_writing import ShardWriter
-from bigtrain.data.shards import HEADER, INDEX_VERSION, MAGIC
-from bigtrain.topology import BatchPlan
+from bigtrain.data.shards.writer import ShardWriter
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import RunConfig
 
 VOCABULARY = 32_000
 BATCH_SAMPLES = 32

@@ -1,7 +1,7 @@
 """What chunks of the loss save: peak memory and seconds, at a large vocabulary.
 
 plain    logits of all tokens, then torch's cross_entropy
-chunked  `bigtrain.models.chunked_loss`, chunks as a run takes them
+chunked  `bigtrain.models.layers.chunked_loss`, chunks as a run takes them
 
 A Llama of one narrow layer with a vocabulary of 131072, so that next to nothing but head and loss
 is measured; each contender in a process of its own, since peaks do not go down.
@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.support.passes import each_alone, measure_passes, print_table, ratio
-from bigtrain.models.chunked_loss import ChunkedLoss
-from bigtrain.models.loss_choice import CHUNK_BYTES
-from bigtrain.run.metrics import GIB
+from bigtrain.models.equivalence.loss import CHUNK_BYTES
+from bigtrain.models.layers.chunked_loss import ChunkedLoss
+from bigtrain.run.reporting.metrics import GIB
 
 CONTENDERS = ("plain", "chunked")
 

@@ -32,15 +32,15 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.support.contenders import SIZES, llama, write_random_dataset
-from bigtrain.config import RunConfig
-from bigtrain.data.loader import open_training_data
+from bigtrain.data.loading.loader import open_training_data
 from bigtrain.engine.build import build_engine
-from bigtrain.engine.distributed import process_group
-from bigtrain.engine.mesh import open_mesh
-from bigtrain.engine.resolve import resolve_run
+from bigtrain.engine.startup.mesh import open_mesh
+from bigtrain.engine.startup.process_group import process_group
+from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.run.local_world import run_local_world
-from bigtrain.world import read_world
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.world import read_world
 
 FLOAT_BYTES = 4
 GLOBAL_SAMPLES = 8

@@ -40,9 +40,10 @@ import pyarrow
 from pyarrow import parquet
 
 from benchmarks.support.machine_texts import machine_texts
-from bigtrain.data.encoder_choice import choose_encoder
-from bigtrain.data.encoders import Encoder
-from bigtrain.data.tokenization import load_tokenizer, train_tokenizer
+from bigtrain.data.tokenizers.encoders import Encoder
+from bigtrain.data.tokenizers.selection import choose_encoder
+from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+from bigtrain.data.tokenizers.training import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from bigtrain import __version__
 from bigtrain.errors import BigtrainError
-from bigtrain.processes import leave
+from bigtrain.system.processes import leave
 
 COLLECTED_AFTER = 50_000
 """New objects; Python's own default is 700."""

@@ -118,3 +118,9 @@ class SupersededError(LostHoldError):
 def _shorten(value: object, limit: int = 120) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """What a foreign library says in one line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

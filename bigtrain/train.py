@@ -18,8 +18,8 @@ if __name__ == "__main__":
     # under names such as `config`; the checkout belongs there instead.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-from bigtrain.processes import LaunchNotes, importing, leave
-from bigtrain.stop_signals import StopSignals, ask_for_restart
+from bigtrain.system.processes import LaunchNotes, importing, leave
+from bigtrain.system.stop_signals import StopSignals, ask_for_restart
 
 if __name__ == "__main__":
     _signals = StopSignals()
@@ -32,10 +32,10 @@ from functools import partial
 from pathlib import Path
 from signal import SIGINT, SIGTERM, Signals
 
-from bigtrain.engine.accelerate_settings import read_accelerate
-from bigtrain.engine.resolve import ResolvedRun, resolve_run_files
 from bigtrain.errors import EXIT_STOPPED, BigtrainError
-from bigtrain.world import World, read_world
+from bigtrain.settings.accelerate import read_accelerate
+from bigtrain.settings.resolve import ResolvedRun, resolve_run_files
+from bigtrain.system.world import World, read_world
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -115,25 +115,25 @@ def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
     # Here, so that a configuration that is wrong is refused before torch is imported, and inputs
     # that are wrong before DeepSpeed, which looks for devices and talks while it is.
     with importing():
-        from bigtrain.engine.device import refuse_for_device
+        from bigtrain.engine.startup.device import refuse_for_device
         from bigtrain.run.preflight import inspect_inputs
 
     refuse_for_device(run.config, world.size)
     with importing():  # the model's libraries
         inputs = inspect_inputs(run)
-        from bigtrain.data.block_checksums import NOT_VERIFIED
-        from bigtrain.data.loader import open_held_out, open_training_data
+        from bigtrain.data.loading.loader import open_held_out, open_training_data
+        from bigtrain.data.shards.block_checksums import NOT_VERIFIED
         from bigtrain.engine.build import build_engine
-        from bigtrain.engine.mesh import open_mesh
-        from bigtrain.models.plan_check import check_tensor_plan
-        from bigtrain.run.evaluation import Evaluator
+        from bigtrain.engine.startup.mesh import open_mesh
+        from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
+        from bigtrain.run.checkpointing.initialize import weights_source
+        from bigtrain.run.checkpointing.resume import hold_directory, restore_or_start
+        from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
+        from bigtrain.run.data_verification import verify_data
+        from bigtrain.run.evaluation.held_out import Evaluator
         from bigtrain.run.finish import finish, is_complete, stop_early
-        from bigtrain.run.initialize import weights_source
         from bigtrain.run.loop import train
-        from bigtrain.run.resume import restore_or_start
-        from bigtrain.run.saving import Saver, refuse_small_disk
         from bigtrain.run.session import open_session
-        from bigtrain.run.verification import verify_data
 
     source = weights_source(run.config)
     weights = source.find(run.config, inputs.hf_config)
@@ -184,7 +184,7 @@ def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
                 refuse_small_disk(session, engine)
             # Before any process writes; what is asked for until the loop, it does after a step.
             session.signals.listen()
-            if session.hold_directory(state):
+            if hold_directory(session, state):
                 break
             batches.close()
         session.begin_writing(state)

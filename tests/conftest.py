@@ -33,8 +33,8 @@ def pytest_configure() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["HF_HUB_OFFLINE"] = "1"  # no test uses the network
     os.environ["HF_DATASETS_OFFLINE"] = "1"
-    # What bigtrain keeps between runs (`bigtrain.data.known`) is found out by each test session.
-    # Not XDG_CACHE_HOME, which moves what PyTorch compiles.
+    # What bigtrain keeps between runs (`bigtrain.system.user_cache`) is found out by each test
+    # session. Not XDG_CACHE_HOME, which moves what PyTorch compiles.
     os.environ["BIGTRAIN_CACHE"] = tempfile.mkdtemp(prefix="bigtrain-tests-")
     # DeepSpeed looks for the ninja of this environment on PATH.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -26,23 +26,23 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from bigtrain.data.known import recall, remember
 from bigtrain.errors import ModelError, Problem
-from bigtrain.models.experts import fit_experts
-from bigtrain.models.plan_check import check_tensor_plan
-from bigtrain.models.router_logits import auxiliary_loss
-from bigtrain.models.sequence_check import check_sequence_parallel
-from bigtrain.models.sequence_parallel import GroupExchange, SequenceParallel
-from bigtrain.models.sharding import cut_parameter, shard_of
-from bigtrain.models.stage_proof import StagePlan, difference, plan_stages, run_in_turn
-from bigtrain.models.stages import Stage
-from bigtrain.models.tensor_degree import check_tensor_size
-from bigtrain.models.tensor_parallel import shard_model, tensor_plan
-from bigtrain.processes import leave
+from bigtrain.models.equivalence.pipeline_stages import difference, plan_stages, run_in_turn
+from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
+from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan, check_tensor_size
+from bigtrain.models.layers.router_logits import auxiliary_loss
+from bigtrain.models.parallel.grouped_experts import fit_experts
+from bigtrain.models.parallel.sequence import GroupExchange, SequenceParallel
+from bigtrain.models.parallel.sharding import cut_parameter, shard_of
+from bigtrain.models.parallel.stage_layout import StagePlan
+from bigtrain.models.parallel.stages import Stage
+from bigtrain.models.parallel.tensor import shard_model, tensor_plan
+from bigtrain.system.processes import leave
+from bigtrain.system.user_cache import recall, remember
 from tools.tiny_models import tiny_config, tiny_model
 
 KIND = "architectures"
-"""Of facts in the cache (`bigtrain.data.known`): outcomes by column."""
+"""Of facts in the cache (`bigtrain.system.user_cache`): outcomes by column."""
 PP_2, PP_4, TP_2, TP_2_PP_2, SP_2 = COLUMNS = ("PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2")
 PROCESSES = 2
 

@@ -10,8 +10,8 @@ processes (TP), over 2 processes and into 2 stages (TP x PP), or with samples sp
 says before a run, with the reason. *wrong*: the numbers differ, or a process ends or hangs, and
 nothing said so before; there must be none, and the exit code is 1 if there is one.
 
-Outcomes are kept in the cache (`bigtrain.data.known`) until a tiny configuration, transformers,
-torch or the code that is tried changes; so a sweep that was interrupted goes on.
+Outcomes are kept in the cache (`bigtrain.system.user_cache`) until a tiny configuration,
+transformers, torch or the code that is tried changes; so a sweep that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bigtrain.data.known import builds, key_of, recall, source_of  # noqa: E402
-from bigtrain.run.local_world import free_port  # noqa: E402
+from bigtrain.launchers.local_world import free_port  # noqa: E402
+from bigtrain.system.user_cache import builds, key_of, recall, source_of  # noqa: E402
 
 COLUMNS = ("PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2")
 WORKER = ROOT / "tools" / "architecture_trials.py"
@@ -92,7 +92,7 @@ def _key(model_type: str) -> str:
     """Of an architecture's outcomes: all that they depend on."""
     from tools.tiny_models import describe
 
-    tried = sorted((ROOT / "bigtrain" / "models").glob("*.py"))
+    tried = sorted((ROOT / "bigtrain" / "models").rglob("*.py"))
     source = source_of(*map(str, [*tried, WORKER]))
     return key_of([model_type, describe(model_type), builds("torch", "transformers"), source])
 

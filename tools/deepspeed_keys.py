@@ -1,4 +1,5 @@
-"""Write bigtrain/engine/deepspeed_keys.json: every key of a DeepSpeed JSON, from DeepSpeed itself.
+"""Write bigtrain/settings/deepspeed/keys.json: every key of a DeepSpeed JSON, from DeepSpeed
+itself.
 
     python tools/deepspeed_keys.py            # write the file for the installed DeepSpeed
     python tools/deepspeed_keys.py --check    # exit 1 where the file differs
@@ -22,7 +23,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-TARGET = Path(__file__).resolve().parents[1] / "bigtrain" / "engine" / "deepspeed_keys.json"
+TARGET = Path(__file__).resolve().parents[1] / "bigtrain" / "settings" / "deepspeed" / "keys.json"
 
 # Read by DeepSpeedConfig.__init__ itself only when torch.distributed runs (runtime/config.py).
 KEYS_OF_DISTRIBUTED_RUNS = ("sequence_parallel_size",)

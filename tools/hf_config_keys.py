@@ -1,4 +1,4 @@
-"""Write bigtrain/models/hf_config_keys.json: what a causal LM's configuration may hold.
+"""Write bigtrain/settings/hf_config_keys.json: what a causal LM's configuration may hold.
 
     python tools/hf_config_keys.py            # write the file for the installed transformers
     python tools/hf_config_keys.py --check    # exit 1 where the file differs
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TARGET = Path(__file__).resolve().parents[1] / "bigtrain" / "models" / "hf_config_keys.json"
+TARGET = Path(__file__).resolve().parents[1] / "bigtrain" / "settings" / "hf_config_keys.json"
 FIGURES = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
 EXAMPLES: dict[str, tuple[Any, ...]] = {
     "boolean": (True,),

@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from legality_traps import TRAPS, Trap  # noqa: E402
 
-from bigtrain.legality import RULES, Facts, Rule  # noqa: E402
+from bigtrain.settings.compatibility.check import RULES, Facts, Rule  # noqa: E402
 
 __all__ = ["TRAPS", "page"]
 
@@ -25,9 +25,10 @@ _HEAD = """\
 
 Written by `python tools/legality.py --output docs/legality.md` from `bigtrain/legality/` and
 `tools/legality_traps.py`. `bigtrain check` and every run refuse these combinations before there is
-a process group; each has a test made from its example (`tests/unit/test_legality.py`). A leading
-`ds:` is a key of the DeepSpeed JSON, any other of the run. The last column is what the rule itself
-changes of the example; an error names other ways too.
+a process group; each has a test made from its example
+(`tests/unit/settings/test_compatibility.py`). A leading `ds:` is a key of the DeepSpeed JSON, any
+other of the run. The last column is what the rule itself changes of the example; an error names
+other ways too.
 
 | rule | key | reason | example | nearest that runs |
 |---|---|---|---|---|
@@ -38,10 +39,11 @@ _FOUND = """
 
 Found on small copies of the run's own model before there is a process group, and refused with the
 same kind of error: an architecture without a tensor-parallel plan or with a wrong one
-(`models/tensor_degree.py`, `models/plan_check.py`), one that cannot be cut into stages
-(`models/stage_proof.py`; [architectures.md](architectures.md) for both), one that mixes tokens
-outside attention or whose attention does not divide (`models/sequence_check.py`), one that does not
-keep documents apart (`models/isolation.py`).
+(`models/equivalence/tensor_parallel.py`, `models/equivalence/tensor_parallel.py`), one that cannot
+be cut into stages (`models/equivalence/pipeline_stages.py`; [architectures.md](architectures.md)
+for both), one that mixes tokens outside attention or whose attention does not divide
+(`models/equivalence/sequence_parallel.py`), one that does not keep documents apart
+(`models/equivalence/document_isolation.py`).
 
 ## Known traps of DeepSpeed 0.19.8
 

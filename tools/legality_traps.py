@@ -6,15 +6,23 @@ from dataclasses import dataclass
 
 _MATRIX = "tests/parity/test_matrix.py::test_equals_plain_training"
 _INITIAL = "tests/parity/test_matrix.py::assert_initial"
-_BLOCKS = "tests/unit/test_deepspeed_config.py::test_blocks_the_run_owns_are_refused"
-_OWNERS = "tests/unit/test_deepspeed_config.py::test_contradictions_name_both_owners"
-_REMOVED = "tests/unit/test_deepspeed_config.py::test_removed_blocks_are_named_as_removed"
-_UNKNOWN = "tests/unit/test_deepspeed_config.py::test_unknown_keys_and_values_are_refused"
+_BLOCKS = (
+    "tests/unit/settings/deepspeed/test_engine_config.py::test_blocks_the_run_owns_are_refused"
+)
+_OWNERS = (
+    "tests/unit/settings/deepspeed/test_engine_config.py::test_contradictions_name_both_owners"
+)
+_REMOVED = (
+    "tests/unit/settings/deepspeed/test_engine_config.py::test_removed_blocks_are_named_as_removed"
+)
+_UNKNOWN = (
+    "tests/unit/settings/deepspeed/test_engine_config.py::test_unknown_keys_and_values_are_refused"
+)
 _PIPELINE = "tests/parity/test_pipeline.py::test_equals_plain_training"
-_RULES = "tests/unit/test_legality.py::test_example_is_refused_by_its_rule_alone"
+_RULES = "tests/unit/settings/test_compatibility.py::test_example_is_refused_by_its_rule_alone"
 _RESUME = "tests/parity/test_resume.py::test_goes_on"
 _SPLIT = "tests/parity/test_tensor_checkpoints.py::test_goes_on"
-_MODELS = "tests/unit/test_models.py"
+_MODELS = "tests/unit/models/test_build.py"
 _PLANS = "tests/parity/test_architectures.py::test_a_sample_of_families"
 
 
@@ -55,7 +63,7 @@ PIPELINE = (
         "fp32 ZeRO 0 clips by the norm of the first stage alone",
         "the norm is taken over all stages",
         (_MATRIX, _PIPELINE),
-        code=("bigtrain/engine/gradient_norm.py::total_norm",),
+        code=("bigtrain/engine/optimizers/gradient_norm.py::total_norm",),
     ),
     Trap(
         "pipeline",
@@ -70,14 +78,14 @@ PIPELINE = (
         "of bfloat16 with an offloaded optimizer): the sum reads the wrong attribute",
         "bigtrain sums them itself, where they are accumulated",
         ("tests/parity/test_pipeline.py::test_offloaded_optimizer_keeps_ties",),
-        code=("bigtrain/engine/pipeline.py::_gradient",),
+        code=("bigtrain/engine/pipeline/engine.py::_gradient",),
     ),
     Trap(
         "pipeline",
         "ZeRO 1 hangs where a stage has no parameter for one of the groups",
         "such a stage gets a parameter of one zero",
         (_PIPELINE,),
-        code=("bigtrain/engine/pipeline.py::_fill_groups",),
+        code=("bigtrain/engine/pipeline/build.py::_fill_groups",),
     ),
     Trap(
         "pipeline",
@@ -92,24 +100,30 @@ PIPELINE = (
         "which all but the first take no gradient",
         "stages are cut from any model, and what passes between them is packed; nothing is "
         "partitioned (`pipe_partitioned`, `grad_partitioned`)",
-        (_PIPELINE, "tests/unit/test_stages.py::test_payloads_survive_packing"),
-        code=("bigtrain/engine/payload.py::Packing", "bigtrain/models/stages.py::Stage"),
+        (_PIPELINE, "tests/unit/models/parallel/test_stages.py::test_payloads_survive_packing"),
+        code=(
+            "bigtrain/engine/pipeline/stage_payload.py::Packing",
+            "bigtrain/models/parallel/stages.py::Stage",
+        ),
     ),
     Trap(
         "pipeline",
         "every stage draws its initial weights from the same stream",
         "a weight depends on the seed and its name alone",
-        (_INITIAL, "tests/unit/test_stages.py::test_initial_weights_do_not_depend_on_the_stage"),
-        code=("bigtrain/models/huggingface.py::initialize_weights",),
+        (
+            _INITIAL,
+            "tests/unit/models/parallel/test_stages.py::test_initial_weights_do_not_depend_on_the_stage",
+        ),
+        code=("bigtrain/models/build.py::initialize_weights",),
     ),
     Trap(
         "pipeline",
         "a buffer of `reduce_bucket_size` (2 GB by default) is allocated at each step",
         "50 million elements where the JSON does not say",
         (
-            "tests/unit/test_deepspeed_config.py::test_automatic_sizes_are_resolved_and_whole_floats_become_integers",
+            "tests/unit/settings/deepspeed/test_engine_config.py::test_automatic_sizes_are_resolved_and_whole_floats_become_integers",
         ),
-        code=("bigtrain/engine/deepspeed_config.py::_assemble",),
+        code=("bigtrain/settings/deepspeed/engine_config.py::_assemble",),
     ),
     Trap(
         "pipeline",
@@ -124,7 +138,7 @@ PIPELINE = (
         "bigtrain's own tensor parallelism and process groups",
         (_MATRIX,),
         refused=("tensor_parallel",),
-        code=("bigtrain/engine/mesh.py::Mesh",),
+        code=("bigtrain/engine/startup/mesh.py::Mesh",),
     ),
 )
 
@@ -135,16 +149,22 @@ TENSOR = (
         "plan",
         "the plan of transformers is carried out by bigtrain, and tried before a run; an "
         "architecture without a plan is refused",
-        (_PLANS, "tests/unit/test_tensor_parallel.py::test_architecture_without_a_plan_is_refused"),
+        (
+            _PLANS,
+            "tests/unit/models/parallel/test_tensor.py::test_architecture_without_a_plan_is_refused",
+        ),
         refused=("tensor_parallel",),
-        code=("bigtrain/models/tensor_parallel.py", "bigtrain/models/plan_check.py"),
+        code=(
+            "bigtrain/models/parallel/tensor.py",
+            "bigtrain/models/equivalence/tensor_parallel.py",
+        ),
     ),
     Trap(
         "tensor",
         "16-bit ZeRO 0 leaves shards of all but the first process out of the norm",
         "gradients carry the marks of their parameters",
         (_MATRIX,),
-        code=("bigtrain/engine/gradient_norm.py::mark_gradients",),
+        code=("bigtrain/engine/optimizers/gradient_norm.py::mark_gradients",),
     ),
     Trap(
         "tensor",
@@ -152,7 +172,7 @@ TENSOR = (
         "batch",
         "micro-batch and accumulation are given, never the product",
         (_MATRIX, "tests/configs/test_recipes_and_ds_configs.py::test_recipe_with_ds_config"),
-        code=("bigtrain/engine/deepspeed_config.py::render",),
+        code=("bigtrain/settings/deepspeed/engine_config.py::render",),
     ),
     Trap(
         "tensor",
@@ -160,7 +180,7 @@ TENSOR = (
         "such heads are held by several processes; a degree that divides no heads is refused",
         ("tests/parity/test_tensor_parallel.py::test_equals_plain_training",),
         rules=("heads that do not divide among tensor-parallel processes",),
-        code=("bigtrain/models/tensor_parallel.py",),
+        code=("bigtrain/models/parallel/tensor.py",),
     ),
     Trap(
         "tensor",
@@ -168,9 +188,9 @@ TENSOR = (
         "logits are whole; a vocabulary that does not divide is padded",
         (
             _MATRIX,
-            "tests/unit/test_tensor_parallel.py::test_tied_embeddings_get_the_rule_of_their_head",
+            "tests/unit/models/parallel/test_tensor.py::test_tied_embeddings_get_the_rule_of_their_head",
         ),
-        code=("bigtrain/models/tensor_parallel.py",),
+        code=("bigtrain/models/parallel/tensor.py",),
     ),
     Trap(
         "tensor",
@@ -185,14 +205,14 @@ TENSOR = (
         "must be divided by data-parallel rank",
         "both follow from a process's coordinates",
         (_INITIAL, "tests/parity/test_matrix.py::test_dropout_streams", _MATRIX),
-        code=("bigtrain/run/session.py::step_seed", "bigtrain/topology.py::BatchPlan"),
+        code=("bigtrain/run/session.py::step_seed", "bigtrain/settings/batch_plan.py::BatchPlan"),
     ),
     Trap(
         "tensor",
         "`save_16bit_model` below ZeRO 3 writes the first process's shard as the model",
         "bigtrain's own checkpoints and export",
         ("tests/parity/test_tensor_checkpoints.py::test_export_does_not_know_the_degree",),
-        code=("bigtrain/engine/checkpoint_io.py",),
+        code=("bigtrain/engine/checkpoint/io.py",),
     ),
     Trap(
         "tensor",
@@ -214,7 +234,7 @@ SEQUENCE = (
         "groups are bigtrain's own; to DeepSpeed, processes that share samples are replicas",
         (_MATRIX, "tests/parity/test_mesh.py::test_groups_of_four_processes"),
         refused=("sequence_parallel_size",),
-        code=("bigtrain/engine/mesh.py::ModelParallelUnit",),
+        code=("bigtrain/engine/startup/mesh.py::ModelParallelUnit",),
     ),
     Trap(
         "sequence",
@@ -229,20 +249,20 @@ SEQUENCE = (
         "refused; an architecture that mixes tokens elsewhere is found on a small copy",
         (
             _RULES,
-            "tests/unit/test_sequence_check.py::test_what_does_not_divide_is_refused",
+            "tests/unit/models/equivalence/test_sequence_parallel.py::test_what_does_not_divide_is_refused",
         ),
         rules=(
             "heads that do not divide among sequence-parallel processes",
             "samples that do not divide",
         ),
-        code=("bigtrain/models/sequence_check.py::check_sequence_parallel",),
+        code=("bigtrain/models/equivalence/sequence_parallel.py::check_sequence_parallel",),
     ),
     Trap(
         "sequence",
         "the loss must be summed by hand over processes with unequally many targets",
         "divided by the targets of the global batch",
         (_MATRIX, "tests/parity/test_sequence_parallel.py::test_equals_plain_training"),
-        code=("bigtrain/engine/build.py::TrainEngine",),
+        code=("bigtrain/engine/train_engine.py::TrainEngine",),
     ),
 )
 
@@ -270,7 +290,7 @@ MEMORY = (
         "offload",
         "NVMe needs a path, and libaio to be compiled against",
         "refused where it is missing, before there is a process group",
-        (_RULES, "tests/unit/test_deepspeed_config.py::test_nvme_needs_libaio"),
+        (_RULES, "tests/unit/settings/deepspeed/test_engine_config.py::test_nvme_needs_libaio"),
         rules=(
             "NVMe optimizer without a path",
             "NVMe parameters without a path",
@@ -301,7 +321,7 @@ MEMORY = (
         "refused; `model.gradient_checkpointing` asks the model itself",
         (_BLOCKS, _MATRIX),
         refused=("activation_checkpointing",),
-        code=("bigtrain/models/huggingface.py::build_model",),
+        code=("bigtrain/models/build.py::build_model",),
     ),
 )
 
@@ -317,8 +337,8 @@ PRECISION = (
         "precision",
         "ZeRO 1 and 2 accumulate in bfloat16 unless told otherwise",
         "float32 is the default, and is reduced in float32",
-        ("tests/unit/test_deepspeed_config.py::test_gradient_dtype", _MATRIX),
-        code=("bigtrain/engine/deepspeed_config.py::gradient_dtype_of",),
+        ("tests/unit/settings/deepspeed/test_engine_config.py::test_gradient_dtype", _MATRIX),
+        code=("bigtrain/settings/deepspeed/engine_config.py::gradient_dtype_of",),
     ),
     Trap(
         "precision",
@@ -358,9 +378,9 @@ ZERO = (
         "each layer is gathered, filled and partitioned again",
         (
             _INITIAL,
-            "tests/unit/test_models.py::test_partitioned_building_gathers_every_parameter_once_per_unit",
+            "tests/unit/models/test_build.py::test_partitioned_building_gathers_every_parameter_once_per_unit",
         ),
-        code=("bigtrain/models/huggingface.py::initialize_weights",),
+        code=("bigtrain/models/build.py::initialize_weights",),
     ),
     Trap(
         "ZeRO",
@@ -411,7 +431,7 @@ CHECKPOINTS = (
         "one form for every topology and stage, read directly",
         (_RESUME, _SPLIT, "tests/parity/test_topologies.py::test_goes_on"),
         refused=("checkpoint", "zero_optimization.elastic_checkpoint"),
-        code=("bigtrain/engine/checkpoint.py",),
+        code=("bigtrain/engine/checkpoint/snapshot.py",),
     ),
     Trap(
         "checkpoints",
@@ -419,7 +439,7 @@ CHECKPOINTS = (
         "give all groups the first one's settings",
         "buffers and frozen parameters are stored; group settings come from the run",
         (_RESUME,),
-        code=("bigtrain/engine/checkpoint.py::restore_engine",),
+        code=("bigtrain/engine/checkpoint/snapshot.py::restore_engine",),
     ),
     Trap(
         "checkpoints",
@@ -434,7 +454,7 @@ CHECKPOINTS = (
         "1-bit optimizers, `mics_*` and others)",
         "refused by name",
         (_UNKNOWN, _REMOVED),
-        code=("bigtrain/engine/deepspeed_keys.py",),
+        code=("bigtrain/settings/deepspeed/keys.py",),
     ),
     Trap(
         "configuration",
@@ -460,12 +480,12 @@ LAUNCHING = (
         "torch's fused AdamW is the default, shared memory is not used, and other operators are "
         "loaded without that lock",
         (
-            "tests/unit/test_deepspeed_config.py::test_torch_adam_is_the_default_and_can_be_declined",
-            "tests/unit/test_operators.py::test_a_start_outlives_those_that_were_killed",
+            "tests/unit/settings/deepspeed/test_engine_config.py::test_torch_adam_is_the_default_and_can_be_declined",
+            "tests/unit/engine/startup/test_operators.py::test_a_start_outlives_those_that_were_killed",
         ),
         code=(
-            "bigtrain/engine/deepspeed_owners.py::optimizer_is_torch",
-            "bigtrain/engine/operators.py::operators_without_locks",
+            "bigtrain/settings/deepspeed/ownership.py::optimizer_is_torch",
+            "bigtrain/engine/startup/operators.py::operators_without_locks",
         ),
     ),
     Trap(
@@ -474,25 +494,25 @@ LAUNCHING = (
         "that pdsh does not pass on",
         "the hostfile is checked, the file written by `bigtrain hostfile`",
         (
-            "tests/unit/test_hostfile.py::test_wrong_line_is_named",
-            "tests/unit/test_hostfile.py::test_environment_of_the_hosts",
+            "tests/unit/launchers/test_hostfile.py::test_wrong_line_is_named",
+            "tests/unit/launchers/test_hostfile.py::test_environment_of_the_hosts",
             "tests/cluster/test_hostfile.py::test_pdsh_with_three_hosts",
         ),
-        code=("bigtrain/launch/hostfile.py",),
+        code=("bigtrain/launchers/hostfile.py",),
     ),
     Trap(
         "launching",
         "its Slurm launcher sets neither rank nor address",
         "`bigtrain launch slurm` writes a script of its own",
         ("tests/cluster/test_slurm.py::test_two_nodes_compute_what_one_process_does",),
-        code=("bigtrain/launch/slurm.py",),
+        code=("bigtrain/launchers/slurm.py",),
     ),
     Trap(
         "launching",
         "when a process dies, those of other hosts wait for the timeout",
         "the runner returns when a host is dead",
         ("tests/cluster/test_hostfile.py::test_a_dead_host_does_not_keep_the_runner",),
-        code=("bigtrain/launch/hostfile.py",),
+        code=("bigtrain/launchers/hostfile.py",),
     ),
 )
 

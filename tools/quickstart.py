@@ -133,8 +133,8 @@ def environment() -> dict[str, str]:
 def report(shards: Path, run: Path, seconds: float) -> None:
     """Held-out loss beside that of a unigram model of the same tokens."""
     code = (
-        "import sys; from bigtrain.data.token_datasets import open_dataset; "
-        "from bigtrain.data.statistics import unigram_entropy; "
+        "import sys; from bigtrain.data.shards.dataset import open_dataset; "
+        "from bigtrain.data.shards.statistics import unigram_entropy; "
         "print(unigram_entropy(open_dataset(sys.argv[1])))"
     )
     unigram = float(

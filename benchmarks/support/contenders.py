@@ -15,22 +15,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from bigtrain.config import RunConfig
-from bigtrain.data.loader import MicroBatch, TrainingBatches
-from bigtrain.data.manifest import Manifest, OptionsRecord, TokenizerRecord, write_manifest
-from bigtrain.data.shard_writing import ShardWriter
-from bigtrain.data.shards import token_dtype
+from bigtrain.data.loading.loader import TrainingBatches
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.data.shards.format import token_dtype
+from bigtrain.data.shards.manifest import Manifest, OptionsRecord, TokenizerRecord, write_manifest
+from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.engine.build import build_engine
-from bigtrain.engine.deepspeed_config import find_deepspeed_config
-from bigtrain.engine.mesh import open_mesh
-from bigtrain.engine.resolve import ResolvedRun, resolve_run
-from bigtrain.models.compilation import compile_layers
-from bigtrain.models.huggingface import build_model, split_by_decay
-from bigtrain.run.evaluation import Evaluator
+from bigtrain.engine.startup.mesh import open_mesh
+from bigtrain.models.build import build_model, split_by_decay
+from bigtrain.models.layers.compilation import compile_layers
+from bigtrain.run.checkpointing.saver import Saver
+from bigtrain.run.evaluation.held_out import Evaluator
 from bigtrain.run.loop import train
-from bigtrain.run.saving import Saver
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
+from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
+from bigtrain.settings.resolve import ResolvedRun, resolve_run
+from bigtrain.settings.run_config import RunConfig
 
 LOG_EVERY_STEPS = 10
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

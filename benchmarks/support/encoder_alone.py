@@ -23,9 +23,9 @@ if __name__ == "__main__":
 
 import orjson
 
-from bigtrain.data.documents import batched
-from bigtrain.data.encoders import FAST_ENCODERS, ReferenceEncoder
-from bigtrain.data.tokenization import load_tokenizer
+from bigtrain.data.documents.open_reader import batched
+from bigtrain.data.tokenizers.encoders import FAST_ENCODERS, ReferenceEncoder
+from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 
 
 def text_of(line: bytes) -> bytes:

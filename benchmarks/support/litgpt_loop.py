@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from bigtrain.data.loader import MicroBatch
-from bigtrain.engine.resolve import ResolvedRun
-from bigtrain.models.huggingface import build_model
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.models.build import build_model
+from bigtrain.settings.resolve import ResolvedRun
 
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bigtrain.run.metrics import memory_gib
+from bigtrain.run.reporting.metrics import memory_gib
 
 Figures = dict[str, float]
 

@@ -7,8 +7,8 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bigtrain.data.parts import ReadOptions
-    from bigtrain.data.sources import Selection
+    from bigtrain.data.documents.parts import ReadOptions
+    from bigtrain.data.sources.discovery import Selection
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
 
 def selection_of(args: argparse.Namespace) -> Selection:
     """The inputs that parsed arguments name."""
-    from bigtrain.data.sources import DEFAULT_SUFFIXES, Selection
+    from bigtrain.data.sources.discovery import DEFAULT_SUFFIXES, Selection
 
     return Selection(
         inputs=tuple(args.input),
@@ -94,8 +94,8 @@ def selection_of(args: argparse.Namespace) -> Selection:
 
 def reading_of(args: argparse.Namespace) -> ReadOptions:
     """How parsed arguments want the inputs read."""
-    from bigtrain.data.manifest import DEFAULT_MAX_DOCUMENT_BYTES
-    from bigtrain.data.parts import ReadOptions
+    from bigtrain.data.documents.parts import ReadOptions
+    from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
 
     keys = tuple(dict.fromkeys(key for keys in args.text_key for key in keys)) or ("text",)
     limit = args.max_document_bytes or DEFAULT_MAX_DOCUMENT_BYTES

@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 import yaml
 
-from bigtrain.engine.resolve import ResolvedRun, resolve_run_files
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.legality import Device
+from bigtrain.settings.compatibility.check import Device
+from bigtrain.settings.resolve import ResolvedRun, resolve_run_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

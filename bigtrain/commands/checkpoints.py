@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one line for each, oldest first. Tensor files are compared by size alone."""
-    from bigtrain.run.inventory import describe_checkpoints
+    from bigtrain.run.checkpointing.listing import describe_checkpoints
 
     for line in describe_checkpoints(args.run):
         print(line)

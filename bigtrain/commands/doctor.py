@@ -55,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table and the remedies; 2 if anything failed. Raises LaunchError."""
-    from bigtrain.launch.doctor import Examination, examine
-    from bigtrain.launch.findings import render
-    from bigtrain.launch.hostfile import Host, describe_unequal, hosts_of_slurm, read_hostfile
+    from bigtrain.launchers.doctor.examination import Examination, examine
+    from bigtrain.launchers.doctor.verdicts import render
+    from bigtrain.launchers.hostfile import Host, describe_unequal, hosts_of_slurm, read_hostfile
 
     if args.hostfile is not None:
         hosts = read_hostfile(args.hostfile)

@@ -34,7 +34,7 @@ def _size(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Write and verify the directory, and say where it is."""
-    from bigtrain.run.export import export_run
+    from bigtrain.run.checkpointing.export import export_run
 
     step = export_run(
         args.run,

@@ -11,14 +11,7 @@ import sys
 from pathlib import Path
 
 from bigtrain.commands.arguments import positive_int
-from bigtrain.launch.hostfile import (
-    Host,
-    describe_unequal,
-    hosts_of_slurm,
-    read_hostfile,
-    render_hostfile,
-)
-from bigtrain.launch.remote_environment import (
+from bigtrain.launchers.deepspeed_env import (
     KEEP_ALIVE,
     NAME,
     inspect_environment_file,
@@ -27,7 +20,14 @@ from bigtrain.launch.remote_environment import (
     select_environment,
     write_environment,
 )
-from bigtrain.launch.writing import write_new
+from bigtrain.launchers.hostfile import (
+    Host,
+    describe_unequal,
+    hosts_of_slurm,
+    read_hostfile,
+    render_hostfile,
+)
+from bigtrain.system.files import write_new
 
 _RESOLVE_SECONDS = 10
 

@@ -11,7 +11,7 @@ from bigtrain.commands.arguments import positive_int
 from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
-    from bigtrain.data.inspection import Inspected
+    from bigtrain.data.shards.inspection import Inspected
 
 DEFAULT_MAX_TOKENS = 512
 SHOWN = 20
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the description. Raises DataError; reads only."""
-    from bigtrain.data.inspection import describe, inspect_shards
+    from bigtrain.data.shards.inspection import describe, inspect_shards
 
     inspected = inspect_shards(args.shards)
     documents = _documents(inspected, args)
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _documents(inspected: Inspected, args: argparse.Namespace) -> list[dict[str, Any]]:
-    from bigtrain.data.inspection import LONE, decoder_of
+    from bigtrain.data.shards.inspection import LONE, decoder_of
 
     if inspected.manifest is None and args.split:
         raise DataError(f"--split {args.split}: a lone shard has no splits -> leave it out")
@@ -107,8 +107,8 @@ def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
         lines = [f"{inspected.path}: {tree['token_dtype']} tokens, a shard without a manifest"]
         lines.append("  checksums: none, so nothing tells whether it is damaged")
     else:
-        from bigtrain.commands.tokenize import summary
-        from bigtrain.data.block_checksums import NOT_VERIFIED
+        from bigtrain.data.shards.block_checksums import NOT_VERIFIED
+        from bigtrain.data.shards.inspection import summary
 
         lines = [summary(inspected.path, manifest)]
         record = manifest.tokenizer

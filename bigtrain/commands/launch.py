@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bigtrain.commands.arguments import positive_int
 from bigtrain.errors import LaunchError
-from bigtrain.launch.writing import write_new
+from bigtrain.system.files import write_new
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -206,8 +206,8 @@ def run(args: argparse.Namespace) -> int:
 
 def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
     """The manifests that `args` ask for. `output` is not read."""
-    from bigtrain.launch.kubernetes import KubernetesRequest, render_manifests
-    from bigtrain.launch.pods import PodSettings, pairs, read_patch
+    from bigtrain.launchers.kubernetes import KubernetesRequest, render_manifests
+    from bigtrain.launchers.pods import PodSettings, pairs, read_patch
 
     gpus, processes = processes_of(args)
     token = [f"HF_TOKEN={args.token_secret}:HF_TOKEN"] if args.token_secret else []
@@ -249,7 +249,7 @@ def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
 
 def slurm_text(args: argparse.Namespace, output: Path) -> str:
     """The script that `args` ask for, checked by bash. `output` is not read."""
-    from bigtrain.launch.slurm import SlurmRequest, render_script, sbatch_options
+    from bigtrain.launchers.slurm import SlurmRequest, render_script, sbatch_options
 
     gpus, processes = processes_of(args)
     text = render_script(
@@ -272,7 +272,7 @@ def slurm_text(args: argparse.Namespace, output: Path) -> str:
 
 def torchrun_text(args: argparse.Namespace, output: Path) -> str:
     """The script that `args` ask for, which will stand in `output`, checked by bash."""
-    from bigtrain.launch.torchrun import TorchrunRequest, render_torchrun
+    from bigtrain.launchers.torchrun import TorchrunRequest, render_torchrun
 
     gpus, processes = processes_of(args)
     text = render_torchrun(

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from bigtrain.commands.arguments import positive_int
-from bigtrain.config_loading import load_run_config
+from bigtrain.settings.loading import load_run_config
 
 if TYPE_CHECKING:
     from bigtrain.parity.comparison import Verdict

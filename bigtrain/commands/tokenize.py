@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of, size
+from bigtrain.data.shards.inspection import summary
 from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
-    from bigtrain.data.manifest import Manifest
+    pass
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,10 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tokenize and print a summary. Raises DataError; then only finished work is left behind."""
-    from bigtrain.data.build_request import BuildRequest
-    from bigtrain.data.building import build_dataset
-    from bigtrain.data.manifest import DEFAULT_SHARD_BYTES
-    from bigtrain.data.shares import find_share
+    from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES
+    from bigtrain.data.tokenize_job.job import build_dataset
+    from bigtrain.data.tokenize_job.request import BuildRequest
+    from bigtrain.data.tokenize_job.work_division import find_share
 
     if args.chat_key is not None and args.text_key:
         raise DataError(f"--text-key and --chat-key {args.chat_key} exclude each other")
@@ -120,33 +121,6 @@ def run(args: argparse.Namespace) -> int:
         tokens = result.built_tokens
         print(f"  {elapsed_s:.1f} s, {tokens:,} tokens here, {tokens / elapsed_s:,.0f} tokens/s")
     return 0
-
-
-def summary(output: Path, manifest: Manifest) -> str:
-    """The dataset in a few lines for people."""
-    lines = [
-        f"{output}: {manifest.token_dtype} tokens of {manifest.tokenizer.name} "
-        f"({manifest.tokenizer.vocab_size} ids)"
-    ]
-    masked = manifest.is_masked
-    for split, shards in manifest.splits.items():
-        text_bytes = sum(shard.text_bytes for shard in shards)
-        targets = sum(shard.target_tokens or 0 for shard in shards)
-        tokens = manifest.num_tokens(split)
-        lines.append(
-            f"  {split + ':':9} {manifest.num_documents(split):,} documents, {tokens:,} tokens, "
-            f"{text_bytes:,} bytes of text ({text_bytes / max(1, tokens):.2f} per token), "
-            f"{len(shards)} shard{'s' if len(shards) != 1 else ''}"
-            + (f", {targets / max(1, tokens):.1%} of the tokens to learn" if masked else "")
-        )
-    engine, reason = manifest.tokenizer.engine, manifest.tokenizer.engine_reason
-    lines.append(f"  encoder:  {engine}" + (f" ({reason})" if reason else ""))
-    if manifest.options.held_out and not manifest.num_documents("held_out"):
-        lines.append("  held_out: no document fell into it; with few documents that may happen")
-    if manifest.skipped_documents:
-        count = f"{manifest.skipped_documents:,}"
-        lines.append(f"  skipped:  {count} unreadable documents, listed in errors.jsonl")
-    return "\n".join(lines)
 
 
 def _fraction(text: str) -> float:

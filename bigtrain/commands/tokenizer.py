@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of
 
 if TYPE_CHECKING:
-    from bigtrain.data.documents import DocumentReader
+    from bigtrain.data.documents.open_reader import DocumentReader
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, save and print a summary. Raises DataError; then nothing is left behind."""
-    from bigtrain.data.bad_documents import BadDocument, Rejects, require_few
-    from bigtrain.data.directories import existing_above, new_directory, require_free
-    from bigtrain.data.documents import DocumentReader
-    from bigtrain.data.sources import find_sources
-    from bigtrain.data.tokenization import train_tokenizer
+    from bigtrain.data.documents.bad_documents import BadDocument, Rejects, require_few
+    from bigtrain.data.documents.open_reader import DocumentReader
+    from bigtrain.data.sources.discovery import find_sources
+    from bigtrain.data.tokenizers.training import train_tokenizer
+    from bigtrain.system.files import existing_above, new_directory, require_free
 
     require_free(args.output)
     reading = replace(reading_of(args), scratch=existing_above(args.output))

@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify_datasets(datasets: Sequence[Path]) -> None:
-    from bigtrain.data.token_datasets import open_dataset
-    from bigtrain.data.verification import damaged_files
+    from bigtrain.data.shards.dataset import open_dataset
+    from bigtrain.data.shards.verification import damaged_files
 
     damaged = [problem for path in datasets for problem in damaged_files(path)]
     if damaged:
@@ -53,7 +53,7 @@ def _verify_datasets(datasets: Sequence[Path]) -> None:
 
 
 def _verify_model(directory: Path) -> None:
-    from bigtrain.models.weight_files import damaged_weights
+    from bigtrain.models.weights.checksums import damaged_weights
 
     num_files, damaged = damaged_weights(directory)
     if damaged:
@@ -62,7 +62,7 @@ def _verify_model(directory: Path) -> None:
 
 
 def _verify_run(directory: Path, step: int | None) -> int:
-    from bigtrain.run.inventory import verify_checkpoints
+    from bigtrain.run.checkpointing.listing import verify_checkpoints
 
     are_whole = True
     for line, is_whole in verify_checkpoints(directory, step):

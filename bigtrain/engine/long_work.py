@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from bigtrain.errors import BigtrainError, LaunchError
-from bigtrain.world import World
+from bigtrain.system.world import World
 
 _LONGEST_PAUSE_SECONDS = 0.5
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bigtrain.engine.build import StepResult, TrainEngine
+from bigtrain.engine.train_engine import StepResult, TrainEngine
 
 
 class LossWindow:

@@ -1,1 +1,7 @@
-"""Layer 1: Hugging Face models. Beside data/tokenization.py, transformers is imported only here."""
+"""Hugging Face models: found, built, cut, proven, exported.
+
+Beside `data.tokenizers`, transformers is imported only here. Imports `settings` and `system`; no
+data, no deepspeed. Start with `build`; `layers` is what is done inside a model, `parallel` how it
+is cut over ranks, `weights` how it is read and written, `equivalence` the trials that show that
+each of these computes the same.
+"""

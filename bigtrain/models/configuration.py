@@ -20,8 +20,8 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from bigtrain.config import ModelSection
-from bigtrain.errors import ModelError
+from bigtrain.errors import ModelError, first_line
+from bigtrain.settings.run_config import ModelSection
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -153,14 +153,10 @@ def _model_reads(config_class: type[PreTrainedConfig], key: str) -> bool:
 def _why_not_found(source: str, error: Exception) -> str:
     path = Path(source)
     if path.is_dir():
-        return f"the directory holds no usable config.json ({_first_line(error)})"
+        return f"the directory holds no usable config.json ({first_line(error)})"
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         return "no such directory"
     return (
         "is neither a directory here nor a model that could be reached on the Hugging Face hub "
-        f"({_first_line(error)})"
+        f"({first_line(error)})"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError
-from bigtrain.models.weights import refuse_pickles
+from bigtrain.models.weights.import_hf import refuse_pickles
 
 
 @torch.no_grad()

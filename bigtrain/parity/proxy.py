@@ -10,7 +10,24 @@ from typing import Any, Literal
 
 import torch
 
-from bigtrain.config import (
+from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.errors import ConfigError, ModelError, Problem
+from bigtrain.models.configuration import load_hf_config, text_config
+from bigtrain.models.equivalence.loss import choose_loss
+from bigtrain.models.equivalence.proxy_model import VOCABULARY, small_copy, with_heads
+from bigtrain.models.equivalence.tensor_parallel import deterministic, randomize
+from bigtrain.models.equivalence.thresholds import document_positions
+from bigtrain.models.layers.parameters import KEY as FROZEN
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.deepspeed.engine_config import (
+    find_deepspeed_config,
+    label_of,
+    read_deepspeed_config,
+    zero_stage_of,
+)
+from bigtrain.settings.deepspeed.keys import AUTO
+from bigtrain.settings.deepspeed.ownership import owned_values
+from bigtrain.settings.run_config import (
     BatchSection,
     ModelSection,
     OptimizerSection,
@@ -20,23 +37,6 @@ from bigtrain.config import (
     ScheduleSection,
     TrainSection,
 )
-from bigtrain.data.loader import IGNORED_LABEL, MicroBatch
-from bigtrain.engine.deepspeed_config import (
-    find_deepspeed_config,
-    label_of,
-    read_deepspeed_config,
-    zero_stage_of,
-)
-from bigtrain.engine.deepspeed_keys import AUTO
-from bigtrain.engine.deepspeed_owners import owned_values
-from bigtrain.errors import ConfigError, ModelError, Problem
-from bigtrain.models.configuration import load_hf_config, text_config
-from bigtrain.models.freezing import KEY as FROZEN
-from bigtrain.models.loss_choice import choose_loss
-from bigtrain.models.plan_check import deterministic, randomize
-from bigtrain.models.small_copy import VOCABULARY, small_copy, with_heads
-from bigtrain.models.thresholds import document_positions
-from bigtrain.topology import BatchPlan
 
 STEPS = 5
 RATES = tuple(1e-2 * (0.5 + 0.25 * step) for step in range(STEPS))

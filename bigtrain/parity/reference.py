@@ -20,11 +20,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
-from bigtrain.config import OptimizerSection, RunConfig
-from bigtrain.data.loader import MicroBatch
-from bigtrain.models.rounding import SumsInParts
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.models.equivalence.rounding import SumsInParts
 from bigtrain.parity.proxy import RATES, STEPS, micro_batches
-from bigtrain.topology import BatchPlan
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import OptimizerSection, RunConfig
 
 _IGNORED = -100
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
-from bigtrain.config import RunConfig
-from bigtrain.engine.checkpoint_io import read_full_masters
-from bigtrain.engine.deepspeed_config import gradient_dtype_of
-from bigtrain.engine.resolve import resolve_run
+from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.errors import BigtrainError, LaunchError, ModelError
+from bigtrain.launchers.local_world import run_local_world
 from bigtrain.parity.comparison import Verdict, compare
 from bigtrain.parity.proxy import shrink
 from bigtrain.parity.reference import Figures, train_reference, train_reordered, without_progress
 from bigtrain.parity.topologies import Point, points
-from bigtrain.run.local_world import run_local_world
+from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import RunConfig
 
 
 def run_parity(

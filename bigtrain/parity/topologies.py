@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
-from bigtrain.config import ParallelSection, RunConfig
-from bigtrain.engine.resolve import resolve_run
 from bigtrain.errors import ConfigError, ModelError
-from bigtrain.models.choices import try_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.tensor_degree import check_tensor_size
+from bigtrain.models.equivalence.model_plan import try_model
+from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.parity.proxy import SHIPPED, Engine, Proxy
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import ParallelSection, RunConfig
 
 
 @dataclass(frozen=True)

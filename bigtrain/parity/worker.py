@@ -12,18 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bigtrain.config import RunConfig
 from bigtrain.engine.build import build_engine
-from bigtrain.engine.checkpoint import read_weights, save_engine
-from bigtrain.engine.distributed import process_group
-from bigtrain.engine.mesh import open_mesh
-from bigtrain.engine.resolve import resolve_run
+from bigtrain.engine.checkpoint.snapshot import read_weights, save_engine
+from bigtrain.engine.startup.mesh import open_mesh
+from bigtrain.engine.startup.process_group import process_group
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.weights import find_weights
+from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.parity.proxy import RATES, micro_batches
 from bigtrain.parity.reference import layer_outputs
-from bigtrain.processes import leave
-from bigtrain.world import World, read_world
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.processes import leave
+from bigtrain.system.world import World, read_world
 
 
 def train_case(case: dict[str, Any], world: World, device: torch.device) -> None:

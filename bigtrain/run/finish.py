@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from signal import Signals
 
-from bigtrain.data.directories import writing
-from bigtrain.engine.build import TrainEngine
-from bigtrain.run.export import export_run
-from bigtrain.run.progress import OUTPUT_REMEDY
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.run.checkpointing.export import export_run
+from bigtrain.run.health.stopping import leave_marker
+from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
-from bigtrain.run.stopping import leave_marker
+from bigtrain.system.files import writing
 
 EXPORT = "hf"
 EXPORTED = "exported.json"

@@ -7,21 +7,22 @@ import time
 from signal import Signals
 from typing import Protocol
 
-from bigtrain.data.loader import MicroBatch
-from bigtrain.engine.build import TrainEngine
-from bigtrain.engine.distributed import cpu_group
+from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.loss_window import LossWindow
-from bigtrain.run.evaluation import Evaluator
-from bigtrain.run.guard import Guard, go_back
-from bigtrain.run.metrics import StepMetrics, memory_gib
-from bigtrain.run.out_of_memory import explained
-from bigtrain.run.profiling import Profiler
-from bigtrain.run.saving import Saver
+from bigtrain.engine.startup.process_group import cpu_group
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.run.checkpointing.rollback import go_back
+from bigtrain.run.checkpointing.saver import Saver
+from bigtrain.run.diagnostics.out_of_memory import explained
+from bigtrain.run.diagnostics.profiling import Profiler
+from bigtrain.run.diagnostics.step_guard import Guard
+from bigtrain.run.diagnostics.stragglers import StragglerWatch
+from bigtrain.run.evaluation.held_out import Evaluator
+from bigtrain.run.health.stopping import StopAgreement
+from bigtrain.run.reporting.metrics import StepMetrics, memory_gib
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
-from bigtrain.run.stopping import StopAgreement
-from bigtrain.run.stragglers import StragglerWatch
-from bigtrain.schedule import learning_rate_at
+from bigtrain.settings.lr_schedule import learning_rate_at
 
 
 class Batches(Protocol):

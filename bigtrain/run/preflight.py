@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.config import RunConfig
-from bigtrain.data.checks import check_datasets, open_checked
-from bigtrain.data.identity import SourceIdentity, data_hash, identify_sources
-from bigtrain.data.packed_documents import PackingReport, packing_reports
-from bigtrain.data.token_datasets import TokenDataset
-from bigtrain.engine.resolve import ResolvedRun
+from bigtrain.data.loading.dataset_checks import check_datasets, open_checked
+from bigtrain.data.samples.identity import SourceIdentity, data_hash, identify_sources
+from bigtrain.data.samples.packed_samples import PackingReport, packing_reports
+from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.legality import Facts, check_model
-from bigtrain.models.choices import Choices, choose
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
-from bigtrain.models.fused_kernels import check_kernels
-from bigtrain.models.tensor_degree import check_tensor_size
-from bigtrain.run.metrics import check_trackers
+from bigtrain.models.equivalence.model_plan import Choices, choose
+from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
+from bigtrain.models.layers.kernels import check_kernels
+from bigtrain.run.reporting.metrics import check_trackers
+from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)
 class Inputs:
     """What a run reads, found to exist and to fit together.
 
-    hf_config: the model's Hugging Face configuration. data_hash: `bigtrain.data.identity`.
+    hf_config: the model's Hugging Face configuration. data_hash: `bigtrain.data.samples.identity`.
     sources, datasets: those of the mixture, in its order. packing: what became of their documents.
     choices: how the model is cut, told of documents and asked for its loss.
     """

@@ -3,53 +3,42 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import platform
-import shutil
-import socket
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import bigtrain
-from bigtrain.data.directories import writing
-from bigtrain.data.manifest import TOKENIZER_DIRECTORY
-from bigtrain.engine.distributed import process_group
 from bigtrain.engine.long_work import LongWork
-from bigtrain.engine.resolve import ResolvedRun
+from bigtrain.engine.startup.process_group import process_group
 from bigtrain.errors import BigtrainError, LostHoldError
-from bigtrain.models.configuration import save_configuration
-from bigtrain.models.huggingface import empty_model
-from bigtrain.models.weight_files import BASE_MODEL, Sums, write_sums
-from bigtrain.run import checkpoints, fencing
-from bigtrain.run.export import MODEL_CONFIG
-from bigtrain.run.flops import (
+from bigtrain.models.build import empty_model
+from bigtrain.models.weights.checksums import Sums
+from bigtrain.planner.flops import (
     ModelShape,
     flops_per_token,
     model_flops_utilization,
     model_shape,
     peak_flops_per_second,
 )
-from bigtrain.run.heartbeat import Heartbeat
-from bigtrain.run.metrics import MetricsWriter
+from bigtrain.run.health import fencing
+from bigtrain.run.health.heartbeat import Heartbeat
+from bigtrain.run.health.watchdog import Watchdog
 from bigtrain.run.preflight import Inputs
-from bigtrain.run.progress import OUTPUT_REMEDY
+from bigtrain.run.reporting.metrics import MetricsWriter
+from bigtrain.run.reporting.progress import OUTPUT_REMEDY
+from bigtrain.run.run_directory import write_run_directory
 from bigtrain.run.state import TrainState
-from bigtrain.run.watchdog import Watchdog
-from bigtrain.stop_signals import REQUEUE, StopSignals
-from bigtrain.topology import AXES, Coordinates
-from bigtrain.world import World
-
-_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "numpy")
+from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.settings.topology import Coordinates
+from bigtrain.system.files import writing
+from bigtrain.system.stop_signals import REQUEUE, StopSignals
+from bigtrain.system.world import World
 
 
 @dataclass
@@ -57,8 +46,8 @@ class Session:
     """A process's part in a run: its place, its device, and (main process) what it writes.
 
     hosts: of every rank. long_work: for what may take one rank long. hold: the main process's, on
-    the run directory, from `hold_directory` on. base_model: checksums of the trained weights that
-    this start has read.
+    the run directory, from `bigtrain.run.checkpointing.resume.hold_directory` on. base_model:
+    checksums of the trained weights that this start has read.
     """
 
     run: ResolvedRun
@@ -73,30 +62,9 @@ class Session:
     metrics: MetricsWriter | None = field(default=None)
     hold: fencing.Hold | None = field(default=None)
     base_model: Sums | None = field(default=None)
-    _generation: int | None = field(default=None)
+    generation: int | None = field(default=None)
     _flops_per_token: int | None = field(default=None)
     _said_early: list[str] = field(default_factory=list)
-
-    def hold_directory(self, state: TrainState) -> bool:
-        """Take the run directory from any earlier start that may still live. Collective.
-
-        Comes after everything that can refuse the run: a refused run takes it from nobody. False:
-        an earlier start has saved until then, since `state` was read; read it again, and call this
-        again. Raises SupersededError on every process (`bigtrain.run.fencing.take`), OutputError
-        where the directory cannot be written.
-        """
-
-        def take() -> tuple[bool, int]:
-            is_newest = True
-            if self.hold is None:
-                with writing(self.directory, OUTPUT_REMEDY):
-                    self.hold = fencing.take(self.directory, os.environ)
-                # A newer one that was passed over as damaged is so once more.
-                is_newest = max(checkpoints.steps(self.directory), default=0) <= state.step
-            return is_newest, self.hold.holder.generation
-
-        is_newest, self._generation = self.long_work.on_main_rank(take)
-        return is_newest
 
     def check_hold(self) -> None:
         """Raises on the main process where a later start holds the directory, or it is gone.
@@ -121,14 +89,14 @@ class Session:
         if self.hold is not None:
             return self.hold.superseded_by() is not None
         newest = fencing.newest_holder(self.directory)
-        return newest is not None and newest.generation > (self._generation or 0)
+        return newest is not None and newest.generation > (self.generation or 0)
 
     def begin_writing(self, state: TrainState) -> None:
         """Write down what the run is, and open metrics and log where it stands.
 
-        On the main process. Comes after `hold_directory`, so that a refused run creates nothing,
-        and overwrites nothing of the run it was not. Collective; raises on every process,
-        OutputError where the directory cannot be written.
+        On the main process. Comes after `bigtrain.run.checkpointing.resume.hold_directory`, so that
+        a refused run creates nothing, and overwrites nothing of the run it was not. Collective;
+        raises on every process, OutputError where the directory cannot be written.
         """
 
         def begin() -> None:
@@ -139,7 +107,9 @@ class Session:
 
     def _begin_writing(self, state: TrainState) -> None:
         config = self.run.config
-        _write_run_directory(self)
+        write_run_directory(
+            self.directory, self.run, self.inputs, self.hosts, self.device, self.base_model
+        )
         (self.directory / REQUEUE).unlink(missing_ok=True)
         self.metrics = MetricsWriter(
             self.directory,
@@ -243,41 +213,6 @@ def open_session(
         torch.set_num_threads(num_threads)
 
 
-def _write_run_directory(session: Session) -> None:
-    directory, run = session.directory, session.run
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_json(directory / "config.json", run.config.model_dump(mode="json"))
-    _write_json(directory / "deepspeed.json", run.engine.deepspeed)
-    _write_json(directory / "environment.json", describe_environment(session))
-    if session.base_model is not None:
-        write_sums(directory / BASE_MODEL, session.base_model)
-    save_configuration(run.config.model, session.inputs.hf_config, directory / MODEL_CONFIG)
-    tokens = Path(run.config.data.mixture[0].path)  # all sources have the same tokenizer
-    shutil.copytree(tokens / TOKENIZER_DIRECTORY, directory / "tokenizer", dirs_exist_ok=True)
-
-
-def describe_environment(session: Session) -> dict[str, Any]:
-    """Versions, git commit, topology and device: what is needed to run the same again."""
-    device = session.device
-    return {
-        "bigtrain": bigtrain.__version__,
-        "git_commit": _git_commit(),
-        "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
-        "cuda": torch.version.cuda,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "host": socket.gethostname(),
-        "topology": asdict(session.run.topology),
-        "rank_order": list(AXES),
-        "hosts": {
-            host: [rank for rank, name in enumerate(session.hosts) if name == host]
-            for host in dict.fromkeys(session.hosts)
-        },
-        "batch": session.run.plan.equation(),
-        "packing": [report.to_json() for report in session.inputs.packing],
-    }
-
-
 def _shape_of(model: Any) -> ModelShape | None:
     # Not of the engine's model, which has a part of the parameters, or a part of each.
     parameters = dict(model.named_parameters())
@@ -289,31 +224,3 @@ def _shape_of(model: Any) -> ModelShape | None:
         next(name for name, p in parameters.items() if p is embedding),
         tied=head is not None and head.weight is embedding,
     )
-
-
-def _git_commit() -> str | None:
-    checkout = Path(bigtrain.__file__).resolve().parents[1]
-    try:
-        result = subprocess.run(
-            ["git", "-C", str(checkout), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _write_json(path: Path, value: object) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    temporary.rename(path)

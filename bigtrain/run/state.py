@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bigtrain.data.phases import Phase
-from bigtrain.topology import BatchPlan
+from bigtrain.data.samples.phases import Phase
+from bigtrain.settings.batch_plan import BatchPlan
 
 
 @dataclass(frozen=True)
 class GuardState:
-    """What `bigtrain.run.guard` decides by.
+    """What `bigtrain.run.diagnostics.step_guard` decides by.
 
     num_skipped: steps so far whose update was left out. streak: how many of the last steps were,
     one after the other. losses, norms: of the last steps that were made, oldest first, where spikes
@@ -38,9 +38,10 @@ class GuardState:
 class TrainState:
     """Optimizer steps done, and the samples and input tokens that are read. All of the state there
     is outside the engine: sample order and random streams are functions of these and the seed.
-    Samples only grow, also where a run goes back to an earlier step (`bigtrain.run.guard`).
+    Samples only grow, also where a run goes back to an earlier step
+    (`bigtrain.run.diagnostics.step_guard`).
 
-    `phases`: of the data, `bigtrain.data.phases`; one for each change of it, oldest first.
+    `phases`: of the data, `bigtrain.data.samples.phases`; one for each change of it, oldest first.
     """
 
     step: int = 0

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-from bigtrain.engine.checkpoint_io import read_full
-from bigtrain.run import checkpoints
+from bigtrain.engine.checkpoint.io import read_full
+from bigtrain.run.checkpointing import checkpoints
 from tests.support.datasets import write_dataset
 from tests.support.lives import Server
 

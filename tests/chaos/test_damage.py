@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigtrain.engine.checkpoint_io import read_full
+from bigtrain.engine.checkpoint.io import read_full
 from bigtrain.errors import DamagedCheckpointError
-from bigtrain.run import checkpoints
+from bigtrain.run.checkpointing import checkpoints
 from tests.chaos.conftest import STEPS, arguments, assert_same_run
 from tests.support.lives import Server
 

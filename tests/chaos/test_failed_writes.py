@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigtrain.run import checkpoints
+from bigtrain.run.checkpointing import checkpoints
 from tests.chaos.conftest import STEPS, arguments, assert_same_run, final_tensors, losses
 from tests.support.lives import Server
 

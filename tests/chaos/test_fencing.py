@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.errors import EXIT_SUPERSEDED
-from bigtrain.run import fencing
+from bigtrain.run.health import fencing
 from tests.chaos.conftest import arguments, assert_same_run
 from tests.support.lives import Server
 

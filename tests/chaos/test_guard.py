@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bigtrain.run import checkpoints
+from bigtrain.run.checkpointing import checkpoints
 from tests.chaos.conftest import STEPS, arguments, assert_same_run, events, final_tensors, losses
 from tests.support.lives import Server
 from tests.support.worlds import ROOT

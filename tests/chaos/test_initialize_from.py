@@ -10,13 +10,13 @@ import pytest
 import torch
 import yaml
 
-from bigtrain.config import ModelSection, RunConfig
-from bigtrain.engine.checkpoint_io import read_full, read_full_masters
+from bigtrain.engine.checkpoint.io import read_full, read_full_masters
 from bigtrain.errors import ConfigError
+from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.huggingface import build_model
-from bigtrain.run import checkpoints
-from bigtrain.run.initialize import weights_source
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.initialize import weights_source
+from bigtrain.settings.run_config import ModelSection, RunConfig
 from tests.chaos.conftest import STEPS
 from tests.support.lives import Server
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.run import checkpoints
+from bigtrain.run.checkpointing import checkpoints
 from tests.chaos.conftest import arguments, assert_same_run
 from tests.support.lives import Server
 

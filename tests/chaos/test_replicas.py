@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.engine.checkpoint_io import read_full
-from bigtrain.engine.tensor_files import find_parts
-from bigtrain.run import checkpoints
+from bigtrain.engine.checkpoint.io import read_full
+from bigtrain.engine.checkpoint.tensor_files import find_parts
+from bigtrain.run.checkpointing import checkpoints
 from tests.chaos.conftest import arguments, losses
 from tests.support.lives import Server
 

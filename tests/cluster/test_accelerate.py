@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bigtrain.launch.remote_environment import inspect_environment_file
+from bigtrain.launchers.deepspeed_env import inspect_environment_file
 from tests.cluster.conftest import COMMON, TRAIN, Lab
 from tests.launch.conftest import ZERO3, metrics
 from tests.support.accelerate_wizard import ACCELERATE, answer

@@ -54,7 +54,7 @@ class Elastic:
     def processes(self, host: str) -> list[psutil.Process]:
         """The processes that train on `host`."""
         found = self.lab.cluster.processes(host, str(TRAIN))
-        return [one for one in found if "bigtrain.launch.agent" not in one.cmdline()]
+        return [one for one in found if "bigtrain.launchers.agent" not in one.cmdline()]
 
     def steps(self) -> int:
         path = self.run / "metrics.jsonl"
@@ -143,7 +143,7 @@ def test_a_run_goes_on_while_hosts_come_and_go(elastic: Elastic, unbroken: Path)
     wait_until("three hosts save", lambda: elastic.world_size() == 3 and elastic.newest(), 150)
 
     # The agent of the main process; its process goes with it.
-    [agent] = lab.cluster.processes("n0", "bigtrain.launch.agent")
+    [agent] = lab.cluster.processes("n0", "bigtrain.launchers.agent")
     story, newest = elastic.story(), elastic.newest()
     agent.kill()
     assert elastic.wait_for_resume(2, story) >= newest

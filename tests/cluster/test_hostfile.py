@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from bigtrain.launch.remote_environment import KEEP_ALIVE
+from bigtrain.launchers.deepspeed_env import KEEP_ALIVE
 from tests.cluster.conftest import COMMON, TRAIN, Lab
 from tests.launch.conftest import metrics
 from tests.support.cluster import BINARIES, SYSTEM_PATH, finish, wait_until

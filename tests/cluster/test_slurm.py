@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from bigtrain.cli import main as bigtrain
-from bigtrain.run import checkpoints
+from bigtrain.run.checkpointing import checkpoints
 from tests.cluster.conftest import Lab, Submit
 from tests.launch.conftest import Inputs, metrics, snapshot
 from tests.support.cluster import BINARIES, wait_until
@@ -225,7 +225,7 @@ def test_a_limit_without_a_warning_requeues_and_scancel_does_not(lab: Lab, submi
 def is_training(process: psutil.Process) -> bool:
     """Whether it is one of a run's processes, not what started them."""
     command = process.cmdline()
-    return process.name() != "srun" and "bigtrain.launch.agent" not in command
+    return process.name() != "srun" and "bigtrain.launchers.agent" not in command
 
 
 def idle(lab: Lab) -> str:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from bigtrain.config import RunConfig
-from bigtrain.config_loading import load_run_config, recipe_names
-from bigtrain.engine.deepspeed_config import deepspeed_config_names, find_deepspeed_config
-from bigtrain.engine.resolve import ResolvedRun, resolve_run
 from bigtrain.errors import ConfigError
+from bigtrain.settings.deepspeed.engine_config import deepspeed_config_names, find_deepspeed_config
+from bigtrain.settings.loading import load_run_config, recipe_names
+from bigtrain.settings.resolve import ResolvedRun, resolve_run
+from bigtrain.settings.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DS_CONFIGS = deepspeed_config_names()

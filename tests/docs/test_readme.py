@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from bigtrain.cli import COMMANDS, build_parser
-from bigtrain.config import RunConfig
-from bigtrain.config_loading import load_run_config
+from bigtrain.settings.loading import load_run_config
+from bigtrain.settings.run_config import RunConfig
 from bigtrain.train import build_parser as train_parser
 from tests.support.worlds import ROOT
 from tools.quickstart import train_command

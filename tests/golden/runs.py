@@ -33,8 +33,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from bigtrain.engine.checkpoint_io import read_full
-from bigtrain.run import checkpoints
+from bigtrain.engine.checkpoint.io import read_full
+from bigtrain.run.checkpointing import checkpoints
 from tests.support.chats import CHATML
 from tests.support.lives import Server
 from tests.support.worlds import ROOT

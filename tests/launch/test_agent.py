@@ -1,4 +1,5 @@
-"""`bigtrain.launch.agent`: a pod's torchrun that waits for the save, and ends as its processes."""
+"""`bigtrain.launchers.agent`: a pod's torchrun that waits for the save, and ends as its
+processes."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import psutil
 import pytest
 
 from bigtrain.errors import EXIT_STOPPED
-from bigtrain.run import checkpoints
+from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import TRAIN, Inputs, start, wait
 from tests.support.cluster import wait_until
 from tests.support.worlds import ROOT, free_port
 
-AGENT = [sys.executable, "-m", "bigtrain.launch.agent"]
+AGENT = [sys.executable, "-m", "bigtrain.launchers.agent"]
 # Saves for as long as the test says.
 WORKER = """
 import os, pathlib, signal, sys, time

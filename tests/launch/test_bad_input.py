@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from bigtrain.cli import main as bigtrain
-from bigtrain.config import ModelSection
-from bigtrain.config_loading import load_run_config
+from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.huggingface import build_model
-from bigtrain.models.weight_files import sum_of, write_sums
+from bigtrain.models.weights.checksums import sum_of, write_sums
+from bigtrain.settings.loading import load_run_config
+from bigtrain.settings.run_config import ModelSection
 from bigtrain.train import main as train
 from tests.launch.conftest import (
     VOCAB_SIZE,

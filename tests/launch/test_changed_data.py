@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from bigtrain.config import RunConfig
-from bigtrain.data.loader import open_held_out
-from bigtrain.topology import BatchPlan
+from bigtrain.data.loading.loader import open_held_out
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import RunConfig
 from tests.launch.conftest import (
     Inputs,
     launch,

@@ -18,7 +18,7 @@ import yaml
 
 from bigtrain.cli import main as bigtrain
 from bigtrain.errors import EXIT_STOPPED, EXIT_USER_ERROR
-from bigtrain.launch.kubernetes import liveness_command
+from bigtrain.launchers.kubernetes import liveness_command
 from bigtrain.train import build_parser as train_parser
 from tests.support.worlds import ROOT
 
@@ -155,7 +155,7 @@ def test_they_hang_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     words = [word.replace("/etc/bigtrain", str(tmp_path)) for word in check["command"]]
     assert bigtrain(words[1:]) == 0
     assert capsys.readouterr().out == "/data/run\n"
-    assert trainer["command"] == ["python3", "-m", "bigtrain.launch.agent"]
+    assert trainer["command"] == ["python3", "-m", "bigtrain.launchers.agent"]
     assert trainer["args"][0] == "bigtrain/train.py"
     train_parser().parse_intermixed_args(trainer["args"][1:])
 

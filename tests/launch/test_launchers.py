@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bigtrain.cli import main as bigtrain
-from bigtrain.run import checkpoints
+from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import (
     SAVE_EVERY,
     STEPS,

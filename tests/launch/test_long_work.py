@@ -16,7 +16,7 @@ import os, sys, time
 from datetime import timedelta
 from bigtrain.engine import distributed
 from bigtrain.errors import BigtrainError, ConfigError, LaunchError, Problem
-from bigtrain.world import read_world
+from bigtrain.system.world import read_world
 
 world = read_world(os.environ)
 """
@@ -57,8 +57,8 @@ with distributed.process_group(world) as joined:
 """
 RUN = """\
 import bigtrain.run.finish as finish
-import bigtrain.run.verification as verification
-from bigtrain.processes import leave
+import bigtrain.run.data_verification as verification
+from bigtrain.system.processes import leave
 from bigtrain.train import main
 
 distributed.PROCESS_GROUP_TIMEOUT = timedelta(seconds=15)

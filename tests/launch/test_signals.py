@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.run import checkpoints
+from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import Inputs, launch, launcher, metrics, start, wait
 from tests.support.worlds import ROOT
 
@@ -49,7 +49,10 @@ def signal_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 @pytest.mark.parametrize(
     ("when", "received"),
     [
-        ("bigtrain.config", signal.SIGUSR1),  # where the run directory is not known yet
+        (
+            "bigtrain.settings.run_config",
+            signal.SIGUSR1,
+        ),  # where the run directory is not known yet
         ("torch", signal.SIGINT),
         ("deepspeed.runtime.engine", signal.SIGTERM),
     ],
@@ -81,7 +84,7 @@ def test_a_signal_in_the_middle_of_imports(
 def test_a_signal_while_a_wrong_run_is_refused(
     signal_when: Callable[[str, int], None], inputs: Inputs, home: Path, tmp_path: Path
 ) -> None:
-    signal_when("bigtrain.config", signal.SIGTERM)
+    signal_when("bigtrain.settings.run_config", signal.SIGTERM)
     words = ["--config", inputs.run_yaml, f"output.directory={tmp_path / 'run'}", "optimizer.lrr=1"]
     finished = launch([*launcher("python"), *words], home)
     assert finished.code == 2

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.cli import main as bigtrain
-from bigtrain.launch.slurm import time_seconds
+from bigtrain.launchers.slurm import time_seconds
 from tests.support.worlds import ROOT
 
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))

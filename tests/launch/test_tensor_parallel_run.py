@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from bigtrain.run import checkpoints
+from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import STEPS, Inputs, launch, launcher, metrics
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

@@ -88,7 +88,13 @@ def test_the_rendezvous_listens_at_one_address(words: list[str], address: str | 
         pytest.skip("this machine has no address but the loopback's")
     port = free_port()
     host, *rest = (word.format(here=here) for word in words)
-    command = [sys.executable, "-m", "bigtrain.launch.rendezvous", f"{host}:{port}", *rest]
+    command = [
+        sys.executable,
+        "-m",
+        "bigtrain.launchers.rendezvous_server",
+        f"{host}:{port}",
+        *rest,
+    ]
     server = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -110,7 +116,7 @@ def test_the_rendezvous_listens_at_one_address(words: list[str], address: str | 
 
 
 def test_serving_at_an_address_of_another_machine() -> None:
-    command = [sys.executable, "-m", "bigtrain.launch.rendezvous"]
+    command = [sys.executable, "-m", "bigtrain.launchers.rendezvous_server"]
     command += [f"login:{free_port()}", "198.51.100.7"]
     served = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert served.returncode == 2
@@ -120,7 +126,7 @@ def test_serving_at_an_address_of_another_machine() -> None:
 def test_serving_at_a_port_that_is_taken() -> None:
     with socket.create_server(("", 0)) as holder:
         port = str(holder.getsockname()[1])
-        command = [sys.executable, "-m", "bigtrain.launch.rendezvous", f"login:{port}"]
+        command = [sys.executable, "-m", "bigtrain.launchers.rendezvous_server", f"login:{port}"]
         served = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert served.returncode == 2
     assert f"rendezvous: port {port} of {socket.gethostname()} cannot be used" in served.stderr
@@ -130,9 +136,9 @@ def test_a_node_that_joins_after_the_end_is_told_so() -> None:
     """And the first one ended with the exit code of its process."""
     port = str(free_port())
     meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=quick"]
-    launch = [sys.executable, "-m", "bigtrain.launch.agent", "--nnodes=1:2", *meet]
+    launch = [sys.executable, "-m", "bigtrain.launchers.agent", "--nnodes=1:2", *meet]
     conf = ["--rdzv-conf=last_call_timeout=1", "--no-python", "sh", "-c", "exit 7"]
-    serve = [sys.executable, "-m", "bigtrain.launch.rendezvous", port]
+    serve = [sys.executable, "-m", "bigtrain.launchers.rendezvous_server", port]
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
         assert "serving on port" in server.stdout.readline()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bigtrain.config import ModelSection
+from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.huggingface import build_model
+from bigtrain.settings.run_config import ModelSection
 from tests.support.datasets import write_dataset
 from tests.support.worlds import run_world
 

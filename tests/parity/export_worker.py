@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from bigtrain.config import ModelSection
-from bigtrain.engine.checkpoint_lazy import open_weights
+from bigtrain.engine.checkpoint.lazy import open_weights
+from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.export import Probe, export_model
-from bigtrain.models.huggingface import empty_model
+from bigtrain.models.verified_export import Probe, export_model
+from bigtrain.settings.run_config import ModelSection
 from tests.parity.import_worker import Memory
 
 

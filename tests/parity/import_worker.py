@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 
-from bigtrain.config import RunConfig
-from bigtrain.engine import build, pipeline
-from bigtrain.engine.checkpoint import read_weights, save_engine
-from bigtrain.engine.distributed import process_group
-from bigtrain.engine.fragments import MASTER, owned_fragments
-from bigtrain.engine.mesh import open_mesh
-from bigtrain.engine.resolve import resolve_run
-from bigtrain.models.choices import require_choices
+from bigtrain.engine import build
+from bigtrain.engine.checkpoint.fragments import MASTER, owned_fragments
+from bigtrain.engine.checkpoint.snapshot import read_weights, save_engine
+from bigtrain.engine.pipeline import engine as pipeline
+from bigtrain.engine.startup.mesh import open_mesh
+from bigtrain.engine.startup.process_group import process_group
+from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.huggingface import build_model
-from bigtrain.models.weights import find_weights
-from bigtrain.world import World, read_world
+from bigtrain.models.equivalence.model_plan import require_choices
+from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.world import World, read_world
 
 
 class Memory:

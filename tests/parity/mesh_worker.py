@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.distributed import process_group
-from bigtrain.engine.mesh import ModelParallelUnit, open_mesh
-from bigtrain.topology import AXES, Topology
-from bigtrain.world import read_world
+from bigtrain.engine.startup.mesh import ModelParallelUnit, open_mesh
+from bigtrain.engine.startup.process_group import process_group
+from bigtrain.settings.topology import AXES, Topology
+from bigtrain.system.world import read_world
 
 TOPOLOGIES = [
     Topology(4, 4),

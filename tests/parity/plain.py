@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from bigtrain.data.sampling import SampleOrder
+from bigtrain.data.samples.shuffle import SampleOrder
 from tests.support.datasets import END_OF_DOCUMENT
 
 IGNORED = -100

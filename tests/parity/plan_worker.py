@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING
 
-from bigtrain.engine.distributed import process_group
+from bigtrain.engine.startup.process_group import process_group
 from bigtrain.errors import ModelError
-from bigtrain.models.plan_check import check_tensor_plan
-from bigtrain.world import read_world
+from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
+from bigtrain.system.world import read_world
 
 
 def configs() -> dict[str, Any]:

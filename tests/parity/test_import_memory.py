@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigtrain.config import ModelSection
-from bigtrain.data.tokenization import train_tokenizer
+from bigtrain.data.tokenizers.training import train_tokenizer
+from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.export import Probe
-from bigtrain.models.huggingface import build_model
+from bigtrain.models.verified_export import Probe
+from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import SEED, llama, run_config
 from tests.support.worlds import run_world
 

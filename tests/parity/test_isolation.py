@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from bigtrain.config import RunConfig
-from bigtrain.data.loader import MicroBatch, open_training_data
-from bigtrain.topology import BatchPlan
+from bigtrain.data.loading.loader import open_training_data
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import RunConfig
 from tests.parity.conftest import ARCHITECTURES, llama, run_config, train_cases
 from tests.parity.plain import IGNORED, plain_training, read_steps, summed_loss
 

@@ -1,9 +1,10 @@
 """The whole matrix: every legal combination trains as plain transformers does in one process.
 
-Points are the product of the axes. Which of them are legal is asked of `bigtrain.legality`; the
-others must be refused there. A set of legal points that has every pair of values of two axes, where
-any legal point has it, trains in `make test`; `make test-full` trains all of them but for the loss:
-every combination of the other axes once, in turn with all logits at once and in chunks.
+Points are the product of the axes. Which of them are legal is asked of
+`bigtrain.settings.compatibility.check`; the others must be refused there. A set of legal points
+that has every pair of values of two axes, where any legal point has it, trains in `make test`;
+`make test-full` trains all of them but for the loss: every combination of the other axes once, in
+turn with all logits at once and in chunks.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bigtrain.config import ModelSection, ParallelSection, RunConfig
-from bigtrain.engine.resolve import resolve_run
 from bigtrain.errors import ConfigError
-from bigtrain.legality import RULES, Facts, check_legality
+from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.huggingface import build_model
-from bigtrain.topology import derive_topology
+from bigtrain.settings.compatibility.check import RULES, Facts, check_legality
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import ModelSection, ParallelSection, RunConfig
+from bigtrain.settings.topology import derive_topology
 from tests.parity.conftest import SEED, STEPS, VOCAB_SIZE, llama, run_config, train_cases
 from tests.parity.plain import (
     Spread,

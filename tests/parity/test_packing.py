@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bigtrain.cli import main
-from bigtrain.config import RunConfig
-from bigtrain.data.loader import open_training_data
-from bigtrain.data.packed_documents import packing_reports
-from bigtrain.data.sampling import SampleOrder
-from bigtrain.data.token_datasets import open_dataset, open_sources
-from bigtrain.topology import BatchPlan
+from bigtrain.data.loading.loader import open_training_data
+from bigtrain.data.samples.packed_samples import packing_reports
+from bigtrain.data.samples.shuffle import SampleOrder
+from bigtrain.data.shards.dataset import open_dataset, open_sources
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import RunConfig
 from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config, train_cases
 from tests.parity.test_isolation import gradients, packed_loss
 from tests.support.chats import CHATML, chat_tokenizer, save_chat_tokenizer, turns

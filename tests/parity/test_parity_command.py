@@ -16,14 +16,14 @@ import torch
 import yaml
 
 from bigtrain.cli import main
-from bigtrain.config import RunConfig
 from bigtrain.errors import ConfigError
 from bigtrain.parity.comparison import compare, mean_of
 from bigtrain.parity.proxy import Proxy, micro_batches, shrink
 from bigtrain.parity.reference import Figures, train_reference, train_reordered
 from bigtrain.parity.run import train_points
 from bigtrain.parity.topologies import Point, points
-from bigtrain.topology import BatchPlan
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import RunConfig
 from tests.parity.conftest import ARCHITECTURES, llama, run_config
 from tests.support.longrope import longrope
 from tests.support.worlds import ROOT
@@ -226,13 +226,15 @@ def test_a_crash_is_a_row(tmp_path: Path) -> None:
 
 
 MUTATIONS = {
-    "vectors decay": {"models/huggingface.py": ("num_dims >= 2", "num_dims >= 1")},
+    "vectors decay": {"models/build.py": ("num_dims >= 2", "num_dims >= 1")},
     "labels are smoothed": {
         "engine/build.py": ('reduction="sum",', 'reduction="sum", label_smoothing=0.01,')
     },
-    "nothing is frozen": {"models/freezing.py": ("requires_grad_(False)", "requires_grad_(True)")},
+    "nothing is frozen": {
+        "models/layers/parameters.py": ("requires_grad_(False)", "requires_grad_(True)")
+    },
     "the norm is clipped to another": {
-        "engine/deepspeed_config.py": (
+        "settings/deepspeed/engine_config.py": (
             '"gradient_clipping": config.optimizer.clip_norm,',
             '"gradient_clipping": 1.02 * config.optimizer.clip_norm,',
         )
@@ -244,7 +246,7 @@ MUTATIONS = {
         )
     },
     "weights are read rounded": {
-        "models/weights.py": (
+        "models/weights/import_hf.py": (
             "out.copy_(part[where] if where",
             "out.copy_(part[where].bfloat16() if where",
         )

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from bigtrain.config import ModelSection
-from bigtrain.engine.checkpoint_io import read_full_masters
+from bigtrain.engine.checkpoint.io import read_full_masters
+from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.huggingface import build_model
+from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, VOCAB_SIZE, llama, run_config
 from tests.parity.conftest import train_cases as train
 from tests.parity.plain import Training, plain_training

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bigtrain.engine.checkpoint_io import read_full
+from bigtrain.engine.checkpoint.io import read_full
 from tests.parity.conftest import llama, run_config, train_cases
 
 # The whole matrix is trained in the first test's set-up: minutes on two busy cores.

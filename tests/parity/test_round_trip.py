@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bigtrain.config import ModelSection
-from bigtrain.data.tokenization import train_tokenizer
-from bigtrain.engine.checkpoint_lazy import open_weights
+from bigtrain.data.tokenizers.training import train_tokenizer
+from bigtrain.engine.checkpoint.lazy import open_weights
+from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.export import Probe, export_model
-from bigtrain.models.huggingface import build_model
+from bigtrain.models.verified_export import Probe, export_model
+from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config, train_cases
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

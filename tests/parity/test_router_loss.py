@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from bigtrain.config import ModelSection
-from bigtrain.engine.checkpoint_io import read_full_masters
+from bigtrain.engine.checkpoint.io import read_full_masters
+from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.huggingface import build_model
+from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_cases
 from tests.parity.plain import divided, plain_training
 from tests.parity.test_zero_stages import LOSS, NORM

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from bigtrain.config import ModelSection
-from bigtrain.engine.checkpoint_io import read_full
+from bigtrain.engine.checkpoint.io import read_full
+from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.huggingface import build_model
+from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config
 from tests.parity.conftest import train_cases as train
 from tests.parity.plain import Training, plain_training

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from bigtrain.config import ModelSection
-from bigtrain.engine.checkpoint_io import read_full
+from bigtrain.engine.checkpoint.io import read_full
+from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.huggingface import build_model
+from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import SEED, STEPS, llama, run_config, train_cases
 from tests.parity.plain import plain_training
 
@@ -36,7 +36,8 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, int], str]] = {
     "zero1-pp2-tp2": (4, {"pipeline": 2, "tensor": 2}, "zero1"),
     "zero1-tp2-dp2": (4, {"tensor": 2}, "zero1"),
 }
-# There ZeRO 0 with a pipeline is refused (`bigtrain.legality`), and ZeRO 1 takes its place.
+# There ZeRO 0 with a pipeline is refused (`bigtrain.settings.compatibility.check`), and ZeRO 1
+# takes its place.
 IN_BFLOAT16 = [name for name in TOPOLOGIES if name not in ("pp2", "pp2-tp2")]
 ASKED = [name for name in TOPOLOGIES if name not in ("zero1-pp2", "zero1-pp2-tp2")]
 

@@ -24,31 +24,30 @@ from deepspeed.utils import groups
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bigtrain.config import ModelSection, RunConfig
-from bigtrain.data.loader import open_training_data
-from bigtrain.engine.build import TrainEngine, build_engine
-from bigtrain.engine.checkpoint import read_weights, restore_engine, save_engine
-from bigtrain.engine.distributed import process_group
-from bigtrain.engine.fragments import (
-    MASTER,
-    ensure_optimizer_states,
-    inner_optimizer,
-    owned_fragments,
-)
-from bigtrain.engine.mesh import open_mesh
-from bigtrain.engine.resolve import resolve_run
-from bigtrain.engine.update_gate import StepFigures
-from bigtrain.models.choices import Choices
+from bigtrain.data.loading.loader import open_training_data
+from bigtrain.engine.build import build_engine
+from bigtrain.engine.checkpoint.fragments import MASTER, ensure_optimizer_states, owned_fragments
+from bigtrain.engine.checkpoint.snapshot import read_weights, restore_engine, save_engine
+from bigtrain.engine.optimizers.inner import inner_optimizer
+from bigtrain.engine.optimizers.skip_step import StepFigures
+from bigtrain.engine.startup.mesh import open_mesh
+from bigtrain.engine.startup.process_group import process_group
+from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.isolation import Isolation, plan_isolation
-from bigtrain.models.loss_choice import choose_loss
-from bigtrain.models.stage_proof import StagePlan, plan_stages
-from bigtrain.models.weights import find_weights
-from bigtrain.processes import leave
+from bigtrain.models.equivalence.document_isolation import plan_isolation
+from bigtrain.models.equivalence.loss import choose_loss
+from bigtrain.models.equivalence.model_plan import Choices
+from bigtrain.models.equivalence.pipeline_stages import plan_stages
+from bigtrain.models.layers.isolation import Isolation
+from bigtrain.models.parallel.stage_layout import StagePlan
+from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.run.session import step_seed
-from bigtrain.schedule import learning_rate_at
-from bigtrain.topology import BatchPlan
-from bigtrain.world import World, read_world
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.lr_schedule import learning_rate_at
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import ModelSection, RunConfig
+from bigtrain.system.processes import leave
+from bigtrain.system.world import World, read_world
 
 
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, normalizers
 
-from bigtrain.data.tokenization import train_tokenizer
+from bigtrain.data.tokenizers.training import train_tokenizer
 
 CHATML = (
     "{% for message in messages %}"

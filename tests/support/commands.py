@@ -127,7 +127,7 @@ def _serve() -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     import bigtrain.commands.tokenize
-    import bigtrain.data.building  # noqa: F401
+    import bigtrain.data.tokenize_job.job  # noqa: F401
 
     while line := sys.stdin.readline():
         request = json.loads(line)

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from bigtrain.data.manifest import (
+from bigtrain.data.shards.format import token_dtype
+from bigtrain.data.shards.manifest import (
     Manifest,
     OptionsRecord,
     TokenizerRecord,
     read_manifest,
     write_manifest,
 )
-from bigtrain.data.shard_writing import ShardWriter
-from bigtrain.data.shards import token_dtype
+from bigtrain.data.shards.writer import ShardWriter
 
 END_OF_DOCUMENT = 0
 

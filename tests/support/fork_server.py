@@ -111,8 +111,8 @@ def spoil(steps: dict[str, str]) -> None:
     """In some steps, spoil what the model's MLPs return, or its gradient."""
     import torch
 
-    from bigtrain.engine.build import TrainEngine
-    from bigtrain.engine.pipeline import PipelineTrainEngine
+    from bigtrain.engine.pipeline.engine import PipelineTrainEngine
+    from bigtrain.engine.train_engine import TrainEngine
 
     counter = itertools.count(1)
     how: list[str | None] = [None]
@@ -155,7 +155,7 @@ def slow_down(seconds: float) -> None:
 
 def tell(pid: int) -> None:
     """Send SIGUSR1 to a process once the main process has written its first line of the log."""
-    from bigtrain.run.metrics import MetricsWriter
+    from bigtrain.run.reporting.metrics import MetricsWriter
 
     info = MetricsWriter.info
 
@@ -296,10 +296,9 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
     faulthandler.enable(2)  # whoever waits too long sends SIGABRT
     import bigtrain.engine.build
-    import bigtrain.run.finish
-    import bigtrain.run.initialize
-    import bigtrain.run.resume
-    import bigtrain.run.saving  # noqa: F401
+    import bigtrain.run.checkpointing.initialize
+    import bigtrain.run.checkpointing.resume
+    import bigtrain.run.checkpointing.saver  # noqa: F401
 
     for line in sys.stdin:
         answer(serve(json.loads(line)))

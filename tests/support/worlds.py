@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bigtrain.run.local_world import free_port, run_local_world
+from bigtrain.launchers.local_world import free_port, run_local_world
 
 __all__ = ["ROOT", "free_port", "run_world"]
 

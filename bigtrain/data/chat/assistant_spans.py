@@ -1,0 +1,125 @@
+"""What the assistant wrote, where a chat template does not say so itself.
+
+Turn i of the assistant begins where the prompt ends that a model would be given for it: the
+messages before it, rendered with the generation prompt. It ends where the rendering of the messages
+up to it ends, if the template writes the turn in a longer conversation as at the end of one.
+Templates that take the reasoning out of earlier turns do not: there the end is found by another
+rendering with other words for the turn's content, which shows what stands before and after them.
+Every step is checked against the rendering of the whole conversation; what does not hold is
+refused. White space after the control token that ends a turn is the template's, not the turn's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bigtrain.data.chat.control_tokens import ControlTokens
+from bigtrain.data.documents.conversations import ConversationError, is_learned
+from bigtrain.data.tokenizers.chat_template import ChatTemplate
+
+Messages = Sequence[dict[str, Any]]
+Tools = Sequence[dict[str, Any]] | None
+Spans = Sequence[tuple[int, int]]
+
+OTHER_WORDS = "\U0010fffb"
+REMEDY = (
+    "the chat template does not mark what the assistant wrote, and it cannot be told from its "
+    "renderings ({}) -> give one with {{% generation %}} marks: --chat-template FILE"
+)
+
+
+WEIGHT_REMEDY = (
+    "a message has weight 0, and which {{% generation %}} blocks of the chat template are message "
+    "{}'s cannot be told -> one block for each message of the assistant"
+)
+
+
+def assistant_spans(
+    template: ChatTemplate, control: ControlTokens, messages: Messages, tools: Tools, text: str
+) -> list[tuple[int, int]]:
+    """Character ranges of `text`, the rendering of `messages`, that the assistant wrote, but for
+    messages of weight 0.
+
+    Raises ConversationError where they cannot be told.
+    """
+    spans = []
+    for number, message in enumerate(messages):
+        if not is_learned(message):
+            continue
+        begin, end = _span(template, messages, tools, text, number)
+        ending = [match.end() for match in control.find(text[begin:end])][-1:]
+        if ending and text[begin + ending[0] : end].isspace():
+            end = begin + ending[0]
+        spans.append((begin, end))
+    return spans
+
+
+def learned_blocks(
+    template: ChatTemplate, messages: Messages, tools: Tools, blocks: Spans
+) -> list[tuple[int, int]]:
+    """Those of `blocks`, the ``{% generation %}`` blocks of a rendering of `messages`, that are not
+    of a message of weight 0.
+
+    Which message a block is of is told by how many blocks the renderings of prefixes have. Raises
+    ConversationError where that does not tell.
+    """
+    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    if all(is_learned(messages[number]) for number in turns):
+        return list(blocks)
+    learned: list[tuple[int, int]] = []
+    end = 0
+    for number in turns:
+        begin = end
+        end = len(template.render(messages[: number + 1], tools)[1])
+        if end <= begin:
+            raise ConversationError(WEIGHT_REMEDY.format(number + 1))
+        if is_learned(messages[number]):
+            learned += blocks[begin:end]
+    if end != len(blocks):
+        raise ConversationError(WEIGHT_REMEDY.format(turns[-1] + 1))
+    return learned
+
+
+def _span(
+    template: ChatTemplate, messages: Messages, tools: Tools, text: str, number: int
+) -> tuple[int, int]:
+    prompt, _ = template.render(messages[:number], tools, add_generation_prompt=True)
+    if text.startswith(prompt):
+        begin = len(prompt)
+        whole = text
+        if number + 1 < len(messages):
+            whole, _ = template.render(messages[: number + 1], tools)
+        if whole.startswith(prompt) and text.startswith(whole):
+            return begin, len(whole)
+        content, end = _around_content(template, messages, tools, text, number)
+        if begin <= content:
+            return begin, end
+        raise ConversationError(REMEDY.format(f"message {number + 1} begins inside of its prompt"))
+    # The prompt may hold more than the turn does when it is written down: the begin of a thought.
+    before, _ = template.render(messages[:number], tools)
+    begin, end = _around_content(template, messages, tools, text, number)
+    if not text.startswith(before) or not prompt.startswith(text[:begin]) or begin < len(before):
+        raise ConversationError(REMEDY.format(f"message {number + 1} does not follow its prompt"))
+    return begin, end
+
+
+def _around_content(
+    template: ChatTemplate, messages: Messages, tools: Tools, text: str, number: int
+) -> tuple[int, int]:
+    """Where the content of a message begins in `text`, and where its turn ends."""
+    other = [*messages]
+    if isinstance(messages[number].get("content"), str):
+        other[number] = {**messages[number], "content": OTHER_WORDS}
+    before, found, after = template.render(other, tools)[0].partition(OTHER_WORDS)
+    ending = template.render(other[: number + 1], tools)[0].partition(OTHER_WORDS)[2]
+    if (
+        not found
+        or OTHER_WORDS in after + ending
+        or not (text.startswith(before) and text.endswith(after) and after.startswith(ending))
+        or len(before) + len(after) > len(text)
+    ):
+        raise ConversationError(
+            REMEDY.format(f"message {number + 1} is written otherwise in a longer conversation")
+        )
+    return len(before), len(text) - len(after) + len(ending)

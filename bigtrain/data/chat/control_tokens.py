@@ -1,0 +1,221 @@
+"""Control tokens of a chat: those that the template writes, and no others.
+
+A tokenizer makes ``<|im_end|>`` in a text its control token whoever wrote it. A conversation whose
+own strings cannot make up a control token's text, whole or together with the template's text
+around them, is encoded as it is. For any other it is found out by a second rendering what the
+template wrote: its strings are cut by a mark wherever they hold a control token's text or could be
+part of one, so a control token's text that is still whole is the template's; without the marks the
+second rendering must be the first one, or else the conversation is refused. Then it is encoded in
+one go by a copy of the tokenizer that knows the control tokens by names of private-use characters,
+which are put in the place of the template's: to it the others are letters like any others.
+
+A template that takes strings apart and joins the parts anew is not seen through.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bigtrain.data.documents.conversations import ConversationError
+
+MARK = "\U0010fffc"
+FIRST_NAME = 0xF0000
+FILLER = "\U0010fffd"
+KNOWN_ROLES = frozenset(
+    ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
+)
+"""What templates build control tokens from, as in ``'<|' + role + '|>'``."""
+
+
+class ControlTokens:
+    """The special tokens of a tokenizer, by its ``tokenizer.json``. Can be pickled.
+
+    `literals`: the strings that stand in the chat template. `are_normalized`: the tokenizer also
+    finds them in text that only a normalizer makes theirs, such as capital letters.
+    """
+
+    def __init__(self, tokenizer_json: str, literals: Collection[str]) -> None:
+        self._tokenizer_json = tokenizer_json
+        tree = json.loads(tokenizer_json)
+        added = tree.get("added_tokens") or []
+        self.ids = {token["content"]: token["id"] for token in added if token["special"]}
+        self.are_normalized = tree.get("normalizer") is not None and any(
+            token["special"] and token["normalized"] for token in added
+        )
+        unknown = tree["model"].get("unk_token")
+        self._control_ids = [id_ for name, id_ in self.ids.items() if name != unknown]
+        names = sorted(filter(None, self.ids), key=len, reverse=True)
+        self._whole = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._beginnings = {name[:end] for name in names for end in range(1, len(name))}
+        self._endings = {name[begin:] for name in names for begin in range(1, len(name))}
+        self._longest_part = max(map(len, names), default=1) - 1
+        self._middles = {
+            name[len(beginning) : len(name) - len(ending)]
+            for name in names
+            for beginning in _ends_of(name, literals)
+            for ending in _begins_of(name, literals)
+            if len(beginning) + len(ending) < len(name)
+        }
+        self._first = _any_of(name[0] for name in names)
+        self._last = _any_of(name[-1] for name in names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_renamed"}
+
+    def find(self, text: str) -> Iterator[re.Match[str]]:
+        """The control tokens' texts in `text`, as the tokenizer finds them."""
+        return self._whole.finditer(text)
+
+    def could_be_from(self, value: object) -> bool:
+        """Whether strings in `value` (messages, tools) could make up a control token's text.
+
+        Raises ConversationError for a key that does, and for a role that is a part of one and not
+        known.
+        """
+        return any([self._cuts(string) for string in self._strings(value)])
+
+    def marked(self, value: Any) -> Any:
+        """`value` with `MARK` in its strings wherever they could be part of a control token."""
+        if isinstance(value, str):
+            for place in sorted(set(self._cuts(value)), reverse=True):
+                value = value[:place] + MARK + value[place:]
+            return value
+        if isinstance(value, dict):
+            return {
+                key: item if key == "role" and item in KNOWN_ROLES else self.marked(item)
+                for key, item in value.items()
+            }
+        if isinstance(value, list):
+            return [self.marked(item) for item in value]
+        return value
+
+    def written_by_template(self, text: str, marked_text: str) -> list[tuple[int, int]]:
+        """Where the template itself wrote control tokens: character ranges of `text`.
+
+        `marked_text` is the rendering of `marked` strings. Raises ConversationError where the two
+        differ in more than the marks.
+        """
+        if marked_text.replace(MARK, "") != text:
+            raise ConversationError(
+                "it holds the text of a control token, and the template does not let tell it from "
+                "its own -> leave it out, or trust the data: --parse-special-tokens"
+            )
+        found, counted, marks = [], 0, 0
+        for match in self.find(marked_text):
+            marks += marked_text.count(MARK, counted, match.start())
+            counted = match.start()
+            found.append((match.start() - marks, match.end() - marks))
+        return found
+
+    def encode(
+        self, text: str, control: Sequence[tuple[int, int]] | None = None
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Token ids [n] and their character ranges [n, 2] in `text`, by the reference tokenizer.
+
+        `control`: which ranges of it are control tokens; None where the tokenizer finds them
+        itself. Raises ConversationError where it would make a control token of other text.
+        """
+        backend, originals, names = self._renamed
+        given = control is not None
+        if control is None:
+            control = [match.span() for match in self.find(text)]
+        parts, end = [], 0
+        if any(FIRST_NAME <= ord(character) for character in set(text)):
+            raise ConversationError("it holds private-use characters of planes 15 and 16")
+        for low, high in control:
+            parts += [text[end:low], names[text[low:high]]]
+            end = high
+        encoding = backend.encode("".join([*parts, text[end:]]), add_special_tokens=False)
+        ids = originals[np.array(encoding.ids, np.int64)]
+        if given and np.isin(ids, self._control_ids).sum() > len(control):
+            raise ConversationError("the tokenizer makes a control token of text that is none")
+        return ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+    @cached_property
+    def _renamed(self) -> tuple[Any, npt.NDArray[np.int64], dict[str, str]]:
+        """The copy of the tokenizer, the ids of its tokens in the tokenizer, and the new names.
+
+        A name has as many characters as the token's own text, so ranges stay what they are.
+        """
+        from tokenizers import Tokenizer
+
+        tree = json.loads(self._tokenizer_json)
+        names = {
+            name: chr(FIRST_NAME + number) + FILLER * (len(name) - 1)
+            for number, name in enumerate(self.ids)
+        }
+        ids = {}
+        for token in tree.get("added_tokens") or []:
+            if token["special"]:
+                token["content"] = names[token["content"]]
+            ids[token["content"]] = token["id"]
+        tree["post_processor"] = tree["truncation"] = tree["padding"] = None
+        backend = Tokenizer.from_str(json.dumps(tree))
+        known = backend.get_vocab(with_added_tokens=True)
+        originals = np.arange(max(known.values()) + 1)
+        for content, number in ids.items():
+            originals[known[content]] = number
+        return backend, originals, names
+
+    def _strings(self, value: object) -> Iterator[str]:
+        if isinstance(value, str):
+            if MARK in value:
+                raise ConversationError(f"it holds the character {MARK!a}, which is not text")
+            yield value
+        elif isinstance(value, list):
+            for item in value:
+                yield from self._strings(item)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                if self._whole.search(key):
+                    raise ConversationError(f"the key {key!r} holds the text of a control token")
+                if key == "role" and isinstance(item, str):
+                    if item not in KNOWN_ROLES and self._cuts(item):
+                        raise ConversationError(f"the role {item!r} is part of a control token")
+                else:
+                    yield from self._strings(item)
+
+    def _cuts(self, string: str) -> list[int]:
+        """Where to cut `string`: inside of every control token it is, or could be, part of."""
+        cuts = []
+        for match in self._first.finditer(string):
+            place = match.start()
+            if self._whole.match(string, place):
+                cuts.append(place + 1)
+        # Templates strip white space.
+        stripped = string.rstrip()
+        longest = self._longest_part
+        for match in self._first.finditer(stripped, max(0, len(stripped) - longest)):
+            if stripped[match.start() :] in self._beginnings:
+                cuts.append(match.start() + 1)
+        begin = len(string) - len(string.lstrip())
+        for match in self._last.finditer(stripped, begin, min(begin + longest, len(stripped))):
+            if stripped[begin : match.end()] in self._endings:
+                cuts.append(match.start())
+        if string in self._middles or stripped[begin:] in self._middles:
+            cuts.append(begin + 1)
+        return cuts
+
+
+def _any_of(characters: Iterable[str]) -> re.Pattern[str]:
+    found = "".join(sorted(set(characters)))
+    return re.compile(f"[{re.escape(found)}]" if found else "(?!)")
+
+
+def _ends_of(name: str, literals: Collection[str]) -> list[str]:
+    """Beginnings of `name`, not the whole, that a literal ends with."""
+    found = (name[:end] for end in range(1, len(name)))
+    return [part for part in found if any(literal.endswith(part) for literal in literals)]
+
+
+def _begins_of(name: str, literals: Collection[str]) -> list[str]:
+    """Endings of `name`, not the whole, that a literal begins with."""
+    found = (name[begin:] for begin in range(1, len(name)))
+    return [part for part in found if any(literal.startswith(part) for literal in literals)]

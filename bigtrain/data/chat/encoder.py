@@ -1,0 +1,266 @@
+"""Conversations to tokens, and which of them the assistant wrote.
+
+A conversation is a list of messages as transformers' ``apply_chat_template`` takes them, each with
+a role and content (text, or a list of parts), and whatever else the template knows: tool calls,
+reasoning. Its tokens are that function's, with nothing added, and so is the mask
+(``return_assistant_tokens_mask``) of templates with ``{% generation %}`` blocks; of others it is
+that of `bigtrain.data.chat.assistant_spans`. As there, a block's last character counts by the first
+token that holds a part of it. Where transformers does not find the token at the end of a block it
+marks all that follow, and where it does not find that at the beginning, no more blocks at all: here
+those tokens are marked that hold characters of the block. A message of ``weight: 0`` is not marked.
+
+Rendering is done once for each conversation and encoding for many together. Which characters a
+token holds is summed up from the tokens' own bytes; where these are not the text (a normalizer
+changed it), the conversation is encoded again by the reference tokenizer, which says it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from bigtrain.data.chat.assistant_spans import assistant_spans, learned_blocks
+from bigtrain.data.chat.control_tokens import ControlTokens
+from bigtrain.data.documents.conversations import ConversationError
+from bigtrain.data.shards.format import Mask
+from bigtrain.data.tokenizers.chat_template import ChatTemplate
+from bigtrain.data.tokenizers.encoders import Encoder
+from bigtrain.data.tokenizers.equivalence import Checks
+
+Integers = npt.NDArray[np.int64]
+Spans = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class EncodedChats:
+    """Conversations as tokens.
+
+    `tokens` [sum of lengths], `mask` bool of the same length, true for the assistant's; `lengths`
+    and `text_bytes`, UTF-8 bytes of the rendered text, int64 [conversations]. `problems`: number
+    and reason of each conversation that cannot be used, whose length is 0.
+    """
+
+    tokens: npt.NDArray[np.integer[Any]]
+    mask: Mask
+    lengths: Integers
+    text_bytes: Integers
+    problems: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A conversation as text, the assistant's character ranges of it, and the template's control
+    tokens where not every control token's text is one."""
+
+    text: str
+    spans: Spans = ()
+    control: Spans | None = None
+
+
+class ChatEncoder:
+    """Turns conversations into tokens and masks. Can be pickled; for any number of threads.
+
+    `encoder` adds no ends and parses special tokens; so does `reference`, which says what it should
+    have found. With `trusted` the text of control tokens in a conversation makes control tokens.
+    """
+
+    def __init__(
+        self, encoder: Encoder, reference: Encoder, template: ChatTemplate, trusted: bool
+    ) -> None:
+        assert encoder.parse_special_tokens
+        assert encoder.end_of_document_id is None
+        self.encoder = encoder
+        self.reference = reference
+        self.template = template
+        self.trusted = trusted
+        self.control = ControlTokens(encoder.tokenizer_json, template.literals)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_token_bytes"}
+
+    def encode(self, contents: Sequence[bytes], checks: Checks | None = None) -> EncodedChats:
+        """Encode conversations given as `bigtrain.data.documents.conversations.conversation_bytes`.
+
+        Raises EncoderError where the encoder is found wrong by `checks` (of their texts).
+        """
+        rendered: list[_Rendered] = []
+        problems: dict[int, str] = {}
+        for number, content in enumerate(contents):
+            try:
+                rendered.append(self._render(orjson.loads(content)))
+            except ConversationError as error:
+                problems[number] = str(error)
+                rendered.append(_Rendered(""))
+        texts = [chat.text.encode("utf-8") for chat in rendered]
+        encoded = self.encoder.encode_utf8(texts)
+        if checks is not None:
+            checks.run(self.encoder, self.reference, texts, encoded)
+        mask, slow = self._mask(encoded.tokens, encoded.lengths, rendered, texts)
+        ends = np.cumsum(encoded.lengths)
+        parts = []
+        for number, chat in enumerate(rendered):
+            low, high = int(ends[number] - encoded.lengths[number]), int(ends[number])
+            tokens, own_mask = encoded.tokens[low:high], mask[low:high]
+            try:
+                if slow[number]:
+                    tokens, own_mask = self._encode_slowly(chat)
+                if number not in problems and not own_mask[1:].any():
+                    raise ConversationError("there is no token of an assistant to learn from")
+            except ConversationError as error:
+                problems[number] = str(error)
+            if number in problems:
+                tokens, own_mask = tokens[:0], own_mask[:0]
+            parts.append((tokens, own_mask))
+        return EncodedChats(
+            np.concatenate([encoded.tokens[:0], *(tokens for tokens, _ in parts)]),
+            np.concatenate([mask[:0], *(own_mask for _, own_mask in parts)]),
+            np.fromiter((len(tokens) for tokens, _ in parts), np.int64, len(parts)),
+            np.fromiter(map(len, texts), np.int64, len(texts)),
+            tuple(sorted(problems.items())),
+        )
+
+    def _render(self, conversation: dict[str, Any]) -> _Rendered:
+        messages, tools = conversation["messages"], conversation.get("tools")
+        text, spans = self.template.render(messages, tools)
+        if self.template.marks_assistant(tools):
+            spans = learned_blocks(self.template, messages, tools, spans)
+        else:
+            spans = assistant_spans(self.template, self.control, messages, tools, text)
+        control: Spans | None = None
+        if not self.trusted and self.control.could_be_from([messages, tools]):
+            marked, marked_tools = self.control.marked([messages, tools])
+            marked_text, _ = self.template.render(marked, marked_tools)
+            control = self.control.written_by_template(text, marked_text)
+        elif not self.trusted and self.control.are_normalized:
+            control = [match.span() for match in self.control.find(text)]
+        return _Rendered(text, spans, control)
+
+    def _encode_slowly(self, chat: _Rendered) -> tuple[Integers, Mask]:
+        """Tokens and mask by the reference tokenizer's own character ranges."""
+        tokens, ranges = self.control.encode(chat.text, chat.control)
+        mask = np.zeros(len(tokens), np.bool_)
+        for begin, end in chat.spans:
+            # transformers' rule: from the first token that holds the first character to the first
+            # that holds the last one. Or else, where a tokenizer drops characters, inside of them.
+            first, last = _first_at(ranges, begin), _first_at(ranges, end - 1)
+            if first is None or last is None:
+                inside = np.flatnonzero((ranges[:, 1] > begin) & (ranges[:, 0] < end))
+                if not len(inside):
+                    continue
+                first = int(inside[0]) if first is None else first
+                last = int(inside[-1]) if last is None else last
+            mask[first : last + 1] = True
+        return tokens, mask
+
+    def _mask(
+        self,
+        tokens: npt.NDArray[np.integer[Any]],
+        lengths: Integers,
+        rendered: Sequence[_Rendered],
+        texts: Sequence[bytes],
+    ) -> tuple[Mask, npt.NDArray[np.bool_]]:
+        """The mask of all tokens, and which conversations have to be encoded again, slowly."""
+        slow = np.fromiter((chat.control is not None for chat in rendered), bool, len(rendered))
+        table = self._token_bytes
+        if table is None:
+            slow[:] = True
+            return np.zeros(len(tokens), np.bool_), slow
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(table.sizes[tokens])])
+        token_ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        bases = ends[token_ends]
+        slow |= np.diff(bases) != np.fromiter(map(len, texts), np.int64, len(texts))
+        begins_at: list[int] = []
+        ends_at: list[int] = []
+        for number, chat in enumerate(rendered):
+            if slow[number]:
+                continue
+            content, base = texts[number], int(bases[number])
+            if not table.sums_prove and not (table.keeps_ascii and content.isascii()):
+                own = tokens[token_ends[number] : token_ends[number + 1]]
+                if b"".join([table.contents[t] for t in own.tolist()]) != content:
+                    slow[number] = True
+                    continue
+            ascii_text = len(content) == len(chat.text)
+            for begin, end in chat.spans:
+                if begin >= end:
+                    continue
+                last = end - 1
+                if not ascii_text:
+                    begin = len(chat.text[:begin].encode("utf-8"))
+                    last = len(chat.text[:last].encode("utf-8"))
+                begins_at.append(base + begin)
+                ends_at.append(base + last)
+        marks = np.zeros(len(tokens) + 1, np.int64)
+        # The token that holds byte b is the first that ends after it.
+        np.add.at(marks, np.searchsorted(ends[1:], np.array(begins_at, np.int64), "right"), 1)
+        np.add.at(marks, np.searchsorted(ends[1:], np.array(ends_at, np.int64), "right") + 1, -1)
+        return np.cumsum(marks[:-1]) > 0, slow
+
+    @cached_property
+    def _token_bytes(self) -> _TokenBytes | None:
+        return _token_bytes(json.loads(self.encoder.tokenizer_json))
+
+
+@dataclass(frozen=True)
+class _TokenBytes:
+    """The bytes of every token: `contents`, and their `sizes`, int64 [vocabulary].
+
+    sums_prove: if the sizes of a text's tokens sum up to its own, their bytes are the text's.
+    keeps_ascii: the same, of a text in ASCII.
+    """
+
+    contents: Sequence[bytes]
+    sizes: Integers
+    sums_prove: bool
+    keeps_ascii: bool
+
+
+def _token_bytes(tree: dict[str, Any]) -> _TokenBytes | None:
+    """None of a tokenizer whose tokens are not bytes of the text (``ByteLevel``)."""
+    parts = {part["type"]: part for part in _steps(tree.get("pre_tokenizer"), "pretokenizers")}
+    if "ByteLevel" not in parts or tree["model"]["type"] != "BPE":
+        return None
+    alphabet = _byte_alphabet()
+    vocabulary: dict[str, int] = tree["model"]["vocab"]
+    added = tree.get("added_tokens") or []
+    contents = [b""] * (max([*vocabulary.values(), *(token["id"] for token in added)]) + 1)
+    for token, number in vocabulary.items():
+        contents[number] = bytes(alphabet[c] for c in token if c in alphabet)
+    for token in added:
+        contents[token["id"]] = token["content"].encode("utf-8")
+    plain = not parts["ByteLevel"].get("add_prefix_space") and not any(
+        token["lstrip"] or token["rstrip"] for token in added
+    )
+    normalizers = {part["type"] for part in _steps(tree.get("normalizer"), "normalizers")}
+    return _TokenBytes(
+        contents,
+        np.fromiter(map(len, contents), np.int64, len(contents)),
+        sums_prove=plain and not normalizers,
+        keeps_ascii=plain and normalizers <= {"NFC", "NFD", "NFKC", "NFKD"},
+    )
+
+
+def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return list(part[key]) if part["type"] == "Sequence" else [part]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokens are written in (OpenAI's GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+def _first_at(ranges: Integers, place: int) -> int | None:
+    found = np.flatnonzero((ranges[:, 0] <= place) & (ranges[:, 1] > place))
+    return int(found[0]) if len(found) else None

@@ -1,0 +1,60 @@
+"""What happens to documents that cannot be read: an error at once, or they are listed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bigtrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class BadDocument:
+    """Where it stands, and why it cannot be used.
+
+    `line` counts from 1, `row` from 0; neither for a file that is one document. A line counts from
+    the beginning of the file, or of the part of it that one unit reads
+    (`bigtrain.data.sources.lines`).
+    """
+
+    path: str
+    reason: str
+    line: int | None = None
+    row: int | None = None
+
+    def __str__(self) -> str:
+        where = self.path
+        if self.line is not None:
+            where += f":{self.line}"
+        elif self.row is not None:
+            where += f" row {self.row}"
+        return f"{where}: {self.reason}"
+
+
+class Rejects:
+    """Takes the documents that cannot be read.
+
+    Unless `allowed`, the first is an error. Otherwise each is counted and given to `keep`.
+    """
+
+    def __init__(self, allowed: bool, keep: Callable[[BadDocument], None] | None = None) -> None:
+        self.allowed = allowed
+        self.keep = keep
+        self.count = 0
+
+    def add(self, bad: BadDocument) -> None:
+        """Raises DataError with place and reason unless bad documents are allowed."""
+        if not self.allowed:
+            raise DataError(f"{bad} -> correct it, or leave such documents out: --skip-bad")
+        self.count += 1
+        if self.keep is not None:
+            self.keep(bad)
+
+
+def require_few(bad: int, good: int, max_fraction: float, first: str) -> None:
+    """Raises DataError where `bad` of `bad + good` documents are more than `max_fraction`."""
+    if bad > max_fraction * (bad + good):
+        raise DataError(
+            f"{bad:,} of {bad + good:,} documents cannot be read, more than --max-bad-fraction "
+            f"{max_fraction:g} allows; the first is {first} -> correct them, or allow more"
+        )

@@ -1,0 +1,59 @@
+"""What is read: a source or a part of one, and how documents are taken out of it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigtrain.data.documents.fields import TOOLS_KEY
+from bigtrain.data.documents.table_rows import Keys
+from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
+from bigtrain.data.sources.discovery import Selection, Source
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How documents are taken out of sources.
+
+    `text_keys`: of several, those that a document has and that are not empty are joined by a line
+    end; it must have one of them. `chat`: the only key holds a conversation, and the key ``tools``,
+    where there is one, its tools (`bigtrain.data.chat.encoder`). `max_document_bytes`: of a
+    document's UTF-8, or of its whole line in a file of lines. `scratch`: a folder, there once
+    documents are read, for what must be decompressed whole (`Source.is_unpacked`).
+    """
+
+    selection: Selection
+    text_keys: tuple[str, ...] = ("text",)
+    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
+    chat: bool = False
+    scratch: Path | None = None
+
+    @property
+    def keys(self) -> Keys:
+        """The columns of a table that are read."""
+        if self.chat:
+            return Keys(self.text_keys, (TOOLS_KEY,), "--chat-key")
+        return Keys(self.text_keys)
+
+    @property
+    def too_large(self) -> str:
+        """Why a document or line of more than `max_document_bytes` is bad."""
+        return f"is larger than --max-document-bytes {self.max_document_bytes:,}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a source is read at once: `begin` and `end` as in `PartRecord`.
+
+    `num_bytes`: its share of the source's bytes, 0 where these are not known.
+    """
+
+    source: Source
+    begin: int = 0
+    end: int | None = None
+    num_bytes: int = 0
+
+
+def whole(source: Source) -> Part:
+    """All of `source` as one part."""
+    return Part(source, num_bytes=source.record.bytes or 0)

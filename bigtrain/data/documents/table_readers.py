@@ -1,0 +1,132 @@
+"""Documents of tables: csv, parquet, arrow and Hugging Face datasets, a row each."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+import xxhash
+
+from bigtrain.data.documents.arrow_text import TextColumn
+from bigtrain.data.documents.bad_documents import BadDocument
+from bigtrain.data.documents.fields import conversation_of, text_of
+from bigtrain.data.documents.parts import ReadOptions
+from bigtrain.data.documents.reader import PartReader
+from bigtrain.data.documents.table_rows import (
+    Block,
+    arrow_rows,
+    csv_rows,
+    dataset_rows,
+    parquet_rows,
+)
+from bigtrain.data.sources.decompression import unpacked
+from bigtrain.data.sources.files import open_stream, require_unchanged
+from bigtrain.data.sources.lines import stream_chunks
+
+
+class CsvReader(PartReader):
+    """A comma-separated file, whose checksum is of its bytes."""
+
+    def reject_at(self, place: int, why: str) -> None:
+        """`place` is a line."""
+        self.rejects.add(BadDocument(self.part.source.path, why, line=place))
+
+    def _blocks(self) -> Iterator[list[bytes]]:
+        options, source = self.options, self.part.source
+        with open_stream(source, self._counted()) as stream:
+            chunks = stream_chunks(stream)
+            limit = options.max_document_bytes
+            for line, rows in csv_rows(source.path, options.keys, chunks, limit, self.rejects):
+                self.places = []
+                contents = []
+                for content, why in _documents(rows, options):
+                    if content is None:
+                        self.reject_at(line, why)
+                    else:
+                        self.places.append(line)
+                        contents.append(content)
+                yield contents
+
+
+class TableReader(PartReader):
+    """Rows of parquet, arrow or a dataset."""
+
+    def skim(self) -> None:
+        """See `PartReader`; a checksum of documents needs all of them."""
+        if not self.part.source.is_hashed_by_documents:
+            super().skim()
+            return
+        for _ in self.blocks():
+            pass
+
+    def _blocks(self) -> Iterator[list[bytes]]:
+        source, scratch = self.part.source, self.options.scratch
+        if source.is_unpacked:
+            assert scratch is not None, "ReadOptions.scratch is for this source"
+            with unpacked(source, self._hash, scratch) as file:
+                yield from self._table(file)
+            return
+        require_unchanged(source)
+        yield from self._table()
+        require_unchanged(source)
+
+    def _table(self, file: IO[bytes] | None = None) -> Iterator[list[bytes]]:
+        hashed = self.part.source.is_hashed_by_documents
+        for block in self._rows(file):
+            self.bytes_done = int(self.part.num_bytes * block.done)
+            self.places = []
+            sizes = array("q")
+            joined = None
+            if isinstance(block.values, TextColumn) and self._as_it_stands(block.values):
+                contents, joined = block.values.contents, block.values.joined
+                sizes.extend(map(len, contents))
+            else:
+                contents = list(self._contents(block, sizes))
+            if hashed:
+                # Row by row, so that it does not depend on how many are read together.
+                self._hash.update(b"".join(contents) if joined is None else joined)
+                self._layout.update(sizes.tobytes())
+            yield contents
+
+    def _rows(self, file: IO[bytes] | None) -> Iterator[Block]:
+        part, keys = self.part, self.options.keys
+        source = part.source
+        if source.kind == "parquet":
+            return parquet_rows(source.path, keys, part.begin, part.end, file)
+        if source.kind == "arrow":
+            return arrow_rows(source.path, keys, part.begin, part.end, file)
+        return dataset_rows(source, self.options.selection, keys, part.begin, part.end)
+
+    def _as_it_stands(self, column: TextColumn) -> bool:
+        """Whether `_contents` would take every row, and as it is."""
+        limit = self.options.max_document_bytes
+        return not self.options.chat and max(map(len, column.contents), default=0) <= limit
+
+    def _contents(self, block: Block, sizes: array[int]) -> Iterator[bytes]:
+        """The rows that are documents. Of each its size goes into `sizes`, and of others why they
+        are none, as a number below 0."""
+        values = block.values
+        rows = values.rows() if isinstance(values, TextColumn) else values
+        for row, (content, why) in enumerate(_documents(rows, self.options), block.row):
+            if content is None:
+                sizes.append(-1 - xxhash.xxh32_intdigest(why.encode()))
+                self.reject_at(row, why)
+                continue
+            sizes.append(len(content))
+            self.places.append(row)
+            yield content
+
+
+def _documents(
+    rows: Sequence[Sequence[Any]], options: ReadOptions
+) -> Iterator[tuple[bytes | None, str]]:
+    """The document of each row, or None and why there is none."""
+    for values in rows:
+        if options.chat:
+            content, why = conversation_of(values, options.text_keys[0])
+        else:
+            content, why = text_of(values, options.text_keys)
+        if content is not None and len(content) > options.max_document_bytes:
+            content, why = None, f"the document {options.too_large}"
+        yield content, why

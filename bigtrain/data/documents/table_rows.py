@@ -1,0 +1,298 @@
+"""Rows of parquet, arrow, csv and Hugging Face datasets: the values of some columns, in blocks.
+
+A row is the list of its values (None where a column has none). Every function raises DataError for
+a file that is damaged and for one without any of the columns.
+"""
+
+from __future__ import annotations
+
+import csv
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from bigtrain.data.documents.arrow_text import TextColumn, require_sound, text_column
+from bigtrain.data.documents.bad_documents import BadDocument, Rejects
+from bigtrain.data.sources.discovery import Selection, Source
+from bigtrain.data.sources.lines import split_lines
+from bigtrain.errors import DataError, first_line
+
+READ_BYTES = 1 << 21
+"""Of rows are read together, about, whatever their size: a document may have many megabytes."""
+MAX_ROWS_PER_READ = 4096
+STREAMED_ROWS_PER_READ = 32
+"""Of a dataset that does not know its size."""
+
+Rows = list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Columns to read: one of `wanted` must be there, named by a command's `argument`."""
+
+    wanted: Sequence[str]
+    optional: Sequence[str] = ()
+    argument: str = "--text-key"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows that were read together, the first of them number `row` of the source.
+
+    `done`: which share of what is read at once came before, for progress; 0.0 where not known.
+    """
+
+    row: int
+    values: Rows | TextColumn
+    done: float = 0.0
+
+
+def parquet_rows(
+    path: str, keys: Keys, begin: int, end: int | None, unpacked: IO[bytes] | None = None
+) -> Iterator[Block]:
+    """Rows of row groups [begin, end). `unpacked`: what `path` holds, where that is compressed."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        # Buffering before reading holds all row groups in memory until the end.
+        whole = path if unpacked is None else unpacked
+        with parquet.ParquetFile(whole, pre_buffer=False) as file:
+            columns = _columns(path, keys, file.schema_arrow.names)
+            rows = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            row = first = sum(rows[:begin])
+            count = sum(rows[begin:end])
+            groups = range(begin, len(rows) if end is None else end)
+            for group in groups:
+                num_bytes = _bytes_of(file.metadata.row_group(group), columns)
+                at_once = _rows_per_read(num_bytes, rows[group])
+                for batch in file.iter_batches(at_once, row_groups=[group], columns=columns):
+                    yield Block(row, _rows_of(batch, columns), (row - first) / max(1, count))
+                    row += batch.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def count_row_groups(path: str) -> list[int]:
+    """Rows of every row group of a parquet file. Raises DataError where it is damaged."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        metadata = parquet.read_metadata(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+    return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+
+def arrow_rows(
+    path: str, keys: Keys, begin: int, end: int | None, unpacked: IO[bytes] | None = None
+) -> Iterator[Block]:
+    """Rows of record batches [begin, end) of an IPC file or stream; `unpacked` as for parquet.
+
+    A stream can only be read whole: `begin` 0 and no `end`.
+    """
+    import pyarrow
+
+    try:
+        with _mapped(path, unpacked) as mapped:
+            row = 0
+            for batch, done in _record_batches(mapped, begin, end):
+                if done is not None:
+                    columns = _columns(path, keys, batch.schema.names)
+                    for column in columns:
+                        require_sound(batch.column(column))
+                    num_bytes = sum(batch.column(column).nbytes for column in columns)
+                    at_once = _rows_per_read(num_bytes, batch.num_rows)
+                    for first in range(0, batch.num_rows, at_once):
+                        part = batch.slice(first, at_once)
+                        yield Block(row + first, _rows_of(part, columns), done)
+                row += batch.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def count_record_batches(path: str) -> int | None:
+    """Record batches of an arrow IPC file; None for a stream, which has no index of them."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(path) as mapped:
+            if not _is_ipc_file(mapped):
+                return None
+            return int(pyarrow.ipc.open_file(mapped).num_record_batches)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def _mapped(path: str, unpacked: IO[bytes] | None) -> Any:
+    import pyarrow
+
+    if unpacked is None:
+        return pyarrow.memory_map(path)
+    # A map of no bytes is an error of its own; arrow's says that they are too few.
+    size = os.fstat(unpacked.fileno()).st_size
+    mapped = mmap.mmap(unpacked.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    return pyarrow.BufferReader(pyarrow.py_buffer(mapped))
+
+
+def _record_batches(mapped: Any, begin: int, end: int | None) -> Iterator[tuple[Any, float | None]]:
+    """Each batch up to `end`, and which share of those from `begin` on is done; None before it."""
+    import pyarrow
+
+    if not _is_ipc_file(mapped):
+        for batch in pyarrow.ipc.open_stream(mapped):
+            yield batch, mapped.tell() / mapped.size()
+        return
+    reader = pyarrow.ipc.open_file(mapped)
+    end = reader.num_record_batches if end is None else end
+    for number in range(end):
+        done = None if number < begin else (number - begin) / (end - begin)
+        yield reader.get_batch(number), done
+
+
+def _is_ipc_file(mapped: Any) -> bool:
+    magic = mapped.read(6)
+    mapped.seek(0)
+    return bool(magic == b"ARROW1")
+
+
+def csv_rows(
+    path: str, keys: Keys, chunks: Iterator[bytes], max_bytes: int, rejects: Rejects
+) -> Iterator[tuple[int, Rows]]:
+    """(line number, one row) of a comma-separated file with a header, as RFC 4180 has it.
+
+    A row of another length than the header's is told to `rejects`. What makes the rest of the file
+    ambiguous, a wrong quote or a field of more than `max_bytes` characters, is a DataError in any
+    case. Bytes that are not UTF-8 come as surrogates.
+    """
+    previous_limit = csv.field_size_limit(max_bytes)
+    reader = csv.reader(_csv_lines(path, chunks, max_bytes), strict=True)
+    line = 1
+    try:
+        names = [name.removeprefix("\ufeff") for name in next(reader, [])]
+        columns = [names.index(name) for name in _columns(path, keys, names)]
+        line = reader.line_num + 1
+        for fields in reader:
+            if len(fields) == len(names):
+                yield line, [[fields[column] for column in columns]]
+            elif fields:
+                why = f"{len(fields)} fields, the header has {len(names)}"
+                rejects.add(BadDocument(path, why, line=line))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{path}:{line} cannot be read as csv: {error}") from error
+    finally:
+        csv.field_size_limit(previous_limit)
+
+
+def _csv_lines(path: str, chunks: Iterator[bytes], max_bytes: int) -> Iterator[str]:
+    number = 0
+    for lines in split_lines(chunks, max_bytes):
+        for line in lines:
+            number += 1
+            if line is None:
+                raise DataError(
+                    f"{path}:{number} cannot be read as csv: the line is larger than "
+                    f"--max-document-bytes {max_bytes:,}"
+                )
+            yield line.decode("utf-8", "surrogateescape")
+
+
+def dataset_rows(
+    source: Source, selection: Selection, keys: Keys, begin: int, end: int | None
+) -> Iterator[Block]:
+    """Of a saved dataset rows [begin, end), of a streamed one shards [begin, end)."""
+    dataset = open_hf_dataset(source, selection)
+    row = count = 0
+    at_once = STREAMED_ROWS_PER_READ
+    if source.kind == "saved_dataset":
+        dataset = dataset.with_format(None)
+        if end is not None:
+            dataset, row = dataset.select(range(begin, end)), begin
+        count = len(dataset)
+    elif source.kind == "hub_dataset" and end is not None:
+        assert end == begin + 1, "one shard of a streamed dataset at a time"
+        dataset = dataset.shard(num_shards=dataset.num_shards, index=begin)
+    if dataset.column_names is not None:
+        dataset = dataset.select_columns(_columns(source.path, keys, dataset.column_names))
+    if source.kind == "saved_dataset":
+        at_once = _rows_per_read(dataset.data.nbytes, dataset.data.num_rows)
+    try:
+        for batch in dataset.iter(at_once):
+            columns = _columns(source.path, keys, list(batch))
+            rows = [list(values) for values in zip(*(batch[c] for c in columns), strict=True)]
+            yield Block(row, rows, (row - begin) / count if count else 0.0)
+            row += len(rows)
+    except (DataError, GeneratorExit):
+        raise
+    except Exception as error:  # whatever the builder of a foreign format raises
+        raise DataError(
+            f"{source.path} cannot be read after row {row}: {first_line(error)}"
+        ) from error
+
+
+def open_hf_dataset(source: Source, selection: Selection) -> Any:
+    """The source as a `datasets` object; streamed, so that memory and disk stay free."""
+    import datasets
+
+    split, path = selection.dataset_split, source.path
+    try:
+        if source.kind == "hub_dataset":
+            return datasets.load_dataset(
+                path,
+                selection.dataset_config,
+                split=split,
+                revision=source.record.revision,
+                streaming=True,
+            )
+        if source.kind == "dataset_file":
+            return datasets.load_dataset("json", data_files=[path], split="train", streaming=True)
+        saved = datasets.load_from_disk(path)
+        return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+    except Exception as error:  # whatever the builder of a foreign format raises
+        raise DataError(f"--input {path} cannot be opened: {first_line(error)}") from error
+
+
+def _rows_per_read(num_bytes: int, num_rows: int) -> int:
+    """How many rows have about `READ_BYTES`, if `num_rows` have `num_bytes`."""
+    return max(1, min(MAX_ROWS_PER_READ, READ_BYTES * num_rows // max(1, num_bytes)))
+
+
+def _bytes_of(row_group: Any, columns: Sequence[str]) -> int:
+    """What the `columns` of a parquet file take in its metadata's `row_group`, decompressed."""
+    chunks = [row_group.column(number) for number in range(row_group.num_columns)]
+    return sum(
+        int(chunk.total_uncompressed_size)
+        for chunk in chunks
+        # A column of structures has several: text, messages.list.element.content, ...
+        if any(f"{chunk.path_in_schema}.".startswith(f"{column}.") for column in columns)
+    )
+
+
+def _rows_of(batch: Any, columns: Sequence[str]) -> Rows | TextColumn:
+    if len(columns) == 1 and (texts := text_column(batch.column(columns[0]))):
+        return texts
+    values = [_values(batch.column(column)) for column in columns]
+    return [list(row) for row in zip(*values, strict=True)]
+
+
+def _values(column: Any) -> list[Any]:
+    """Bytes that are not UTF-8, which the format does not rule out, come as surrogates."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        contents = column.cast("large_binary").to_pylist()
+        return [c if c is None else c.decode("utf-8", "surrogateescape") for c in contents]
+
+
+def _columns(path: str, keys: Keys, names: Sequence[str]) -> list[str]:
+    """Those of `keys` that are columns. Raises DataError where none of the wanted is."""
+    found = [key for key in keys.wanted if key in names]
+    if not found:
+        wanted = " or ".join(map(repr, keys.wanted))
+        there = ", ".join(sorted(names)[:20]) or "none"
+        raise DataError(f"{path}: no column {wanted} -> {keys.argument}: {there}")
+    return [*found, *(key for key in keys.optional if key in names)]

@@ -1,0 +1,232 @@
+"""From rows of tokens to the tensors of a forward pass, many rows at a time.
+
+Rows are read and checked as they are stored (`BatchReader.read_rows`), in a thread and long before
+they are needed; the tensors that a step takes, four to eight times the bytes of that, are made when
+it begins (`Widener`), in memory that the last step has left in the processor's cache.
+
+Shapes: R = rows, B = samples of a micro-batch, T = sequence length.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.data.samples.rows import Indices, Samples, TokenRows
+from bigtrain.errors import DataError
+
+CHUNK_TOKENS = 1 << 19
+"""Tokens that are read and checked in one go: what stays in a core's cache, in as few calls of
+numpy as that allows, each of which gives the interpreter to another thread and takes it back."""
+
+WIDEN_TOKENS = 1 << 17
+"""Tokens of which tensors are made in one go, for the same reason."""
+
+MAX_KEPT_ARRAYS = 12
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """How labels and positions are made.
+
+    end_of_document_id: given where the token after it gets no loss (Megatron's ``eod_mask_loss``).
+    isolate: keep documents apart, as `MicroBatch` says.
+    pin: page-locked tensors (CUDA only).
+    """
+
+    end_of_document_id: int | None = None
+    isolate: bool = False
+    pin: bool = False
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows that were read and checked, before tensors are made of them.
+
+    tokens: [R, T + 1], of the samples' `token_dtype`. targets: bool [R, T + 1], whether a token is
+    to be predicted; None where all are. positions: [R, T], of the narrowest unsigned type; None
+    unless documents are isolated.
+    """
+
+    tokens: npt.NDArray[np.unsignedinteger[Any] | np.signedinteger[Any]]
+    targets: npt.NDArray[np.bool_] | None
+    positions: npt.NDArray[np.unsignedinteger[Any]] | None
+
+    def part(self, low: int, high: int) -> StoredRows:
+        """Rows `low` to `high`, sharing memory."""
+        return StoredRows(
+            self.tokens[low:high],
+            None if self.targets is None else self.targets[low:high],
+            None if self.positions is None else self.positions[low:high],
+        )
+
+
+def new_rows(
+    dataset: Samples, options: BatchOptions, rows: int, *, padded: bool = False
+) -> StoredRows:
+    """Memory for `rows` rows, to be filled any number of times; `padded`: also by fewer samples."""
+    length = dataset.sequence_length
+    has_targets = (
+        options.isolate or options.end_of_document_id is not None or dataset.masks_loss or padded
+    )
+    return StoredRows(
+        np.empty((rows, length + 1), dataset.token_dtype),
+        np.empty((rows, length + 1), np.bool_) if has_targets else None,
+        np.empty((rows, length), np.min_scalar_type(length)) if options.isolate else None,
+    )
+
+
+class BatchReader:
+    """Reads rows of `dataset` as batches. For one thread at a time."""
+
+    def __init__(self, dataset: Samples, options: BatchOptions) -> None:
+        self.dataset = dataset
+        self.options = options
+        self._width = dataset.sequence_length + 1
+        self._chunk_rows = max(1, CHUNK_TOKENS // dataset.sequence_length)
+        self._unsigned = np.dtype(dataset.token_dtype.str.replace("i", "u"))
+        length = dataset.sequence_length
+        self._places = np.arange(length, dtype=np.min_scalar_type(length))
+        self._widener = Widener(options.pin)
+
+    def read(self, samples: Indices, rows: int) -> MicroBatch:
+        """One batch of `rows` rows; those beyond `samples` are padding, token 0 without loss.
+
+        Raises DataError as `read_rows`.
+        """
+        stored = new_rows(self.dataset, self.options, rows, padded=len(samples) < rows)
+        self.read_rows(samples, stored)
+        return self._widener.widen(stored)
+
+    def read_rows(
+        self, samples: Indices, out: StoredRows, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Fill `out` with `samples`, one a row, and then with padding.
+
+        Returns early, with anything in it, once `stop` says so. Raises DataError where a file is
+        damaged, or holds a token that is not in the vocabulary: it would be an out-of-range read
+        of the embedding.
+        """
+        step = self._chunk_rows
+        for low in range(0, len(out.tokens), step):
+            if stop():
+                break
+            self._read_chunk(samples[low : low + step], out.part(low, low + step))
+
+    def _read_chunk(self, samples: Indices, out: StoredRows) -> None:
+        count = len(samples)
+        if out.targets is not None:
+            out.targets[:count] = True
+            out.targets[count:] = False
+        loss_mask = out.targets if self.dataset.masks_loss else None
+        rows = TokenRows(out.tokens, [] if self.options.isolate else None, loss_mask)
+        self.dataset.fill(samples, np.arange(count), rows)
+        out.tokens[count:] = 0
+        self._check_vocabulary(samples, out.tokens)
+        if self.options.end_of_document_id is not None:
+            assert out.targets is not None
+            ends = out.tokens[:, :-1] == self.options.end_of_document_id
+            out.targets[:, 1:] &= ~ends
+        if out.positions is not None:
+            assert out.targets is not None
+            begins = np.concatenate([np.empty(0, np.int64), *(rows.begins or ())])
+            # What is predicted from the last token before a document is that document's first.
+            out.targets.reshape(-1)[begins] = False
+            self._fill_positions(begins, out.positions)
+
+    def _check_vocabulary(self, samples: Indices, stored: npt.NDArray[np.integer[Any]]) -> None:
+        tokens = stored.view(self._unsigned)  # where negative numbers are very large
+        vocab_size = self.dataset.vocab_size
+        if tokens.size and tokens.max() >= vocab_size:
+            row = int(np.flatnonzero(tokens.max(axis=1) >= vocab_size)[0])
+            found = stored[row]
+            raise DataError(
+                f"{self.dataset.describe(int(samples[row]))} are damaged: one of them is "
+                f"{found.min()} or {found.max()}, the vocabulary has {vocab_size} -> tokenize again"
+            )
+
+    def _fill_positions(self, begins: Indices, out: npt.NDArray[np.unsignedinteger[Any]]) -> None:
+        """Distances from the last of `begins` (places ``row * (T + 1) + t``) or of rows."""
+        num_rows, length = out.shape
+        row, place = np.divmod(begins, self._width)
+        inside = place < length  # the others are labels alone
+        starts = np.concatenate(
+            [row[inside] * length + place[inside], np.arange(num_rows) * length]
+        )
+        starts.sort()
+        first = (starts % length).astype(out.dtype)
+        np.subtract(
+            self._places,
+            np.repeat(first, np.diff(starts, append=out.size)).reshape(out.shape),
+            out=out,
+        )
+
+
+class Widener:
+    """Makes the tensors of a step from rows as they are stored. For one thread at a time.
+
+    `pin`: page-locked ones.
+    """
+
+    def __init__(self, pin: bool) -> None:
+        self.pin = pin
+        self._arrays: list[npt.NDArray[np.int64]] = []
+
+    def widen(self, rows: StoredRows) -> MicroBatch:
+        """One batch of all `rows`; shares no memory with them."""
+        count, width = rows.tokens.shape
+        if rows.targets is None and rows.positions is None:
+            (tokens,), (array,) = self._new((count, width), 1)
+            np.copyto(array, rows.tokens)
+            return MicroBatch.of_tokens(tokens)
+        parts, arrays = self._new((count, width - 1), 2 if rows.positions is None else 3)
+        step = max(1, WIDEN_TOKENS // (width - 1))
+        for low in range(0, count, step):
+            _widen(rows.part(low, low + step), *(array[low : low + step] for array in arrays))
+        return MicroBatch(*parts)
+
+    def _new(
+        self, shape: tuple[int, int], count: int
+    ) -> tuple[list[torch.Tensor], list[npt.NDArray[np.int64]]]:
+        """`count` tensors to be filled, and their memory as arrays."""
+        if self.pin:
+            parts = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(count)]
+            return parts, [part.numpy() for part in parts]
+        arrays = [self._unused(shape) for _ in range(count)]
+        self._arrays = [*self._arrays, *arrays][-MAX_KEPT_ARRAYS:]
+        return [torch.from_numpy(array) for array in arrays], arrays
+
+    def _unused(self, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
+        """An array that no tensor uses any more: the pages of new memory cost more than filling it.
+
+        A tensor holds a reference to the array it was made from until its last view is gone.
+        """
+        arrays = self._arrays
+        for number in range(len(arrays)):
+            # In use by nobody: the references are that of the list and that of the argument.
+            if arrays[number].shape == shape and sys.getrefcount(arrays[number]) == 2:
+                return arrays.pop(number)
+        return np.empty(shape, np.int64)
+
+
+def _widen(
+    rows: StoredRows,
+    input_ids: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    position_ids: npt.NDArray[np.int64] | None = None,
+) -> None:
+    # Both straight from the type they are stored in: reading two bytes costs less than eight.
+    np.copyto(input_ids, rows.tokens[:, :-1])
+    np.copyto(labels, rows.tokens[:, 1:])
+    if rows.targets is not None:
+        np.copyto(labels, IGNORED_LABEL, where=~rows.targets[:, 1:])
+    if position_ids is not None:
+        assert rows.positions is not None
+        np.copyto(position_ids, rows.positions)

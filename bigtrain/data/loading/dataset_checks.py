@@ -1,0 +1,258 @@
+"""What a dataset must be for a run, found out before any process starts. No torch.
+
+Each function returns problems instead of raising, so that they can be reported with all others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bigtrain.data.samples.packed_samples import plan_of
+from bigtrain.data.samples.windows import count_windows
+from bigtrain.data.shards.dataset import TokenDataset, open_dataset
+from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Manifest, Split
+from bigtrain.data.tokenizers.fingerprint import foreign_file
+from bigtrain.errors import DataError, Problem
+from bigtrain.settings.run_config import ModelSection, RunConfig
+
+MAX_PADDING_ROWS = 1024
+"""Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
+this for speed and tensor parallelism; more is rather another tokenizer."""
+
+
+def open_checked(config: RunConfig) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
+    """The datasets of the mixture, in its order, or else what is wrong with each that cannot be
+    opened."""
+    problems: list[Problem] = []
+    datasets: list[TokenDataset] = []
+    for number, source in enumerate(config.data.mixture):
+        try:
+            datasets.append(open_dataset(source.path, check="sizes"))
+        except DataError as error:
+            problems.append(Problem(config.data.key_of(number), source.path, str(error)))
+    return (() if problems else tuple(datasets)), problems
+
+
+def check_datasets(
+    config: RunConfig, datasets: Sequence[TokenDataset], model_vocab_size: int | None = None
+) -> list[Problem]:
+    """Everything wrong with `datasets`, all those of ``config.data.mixture``, for this run; empty
+    where it can be trained on them.
+
+    `model_vocab_size`: rows of the model's embedding where the caller knows them; otherwise they
+    are looked up in `model.config`, `model.overrides` or the model directory's config.json, and
+    not checked where they stand only on the hub. Reads headers and sizes of the shards, and loads
+    a tokenizer only where data.tokenizer names one.
+    """
+    manifests = [dataset.manifest for dataset in datasets]
+    try:
+        problems = check_length(config, datasets)
+    except DataError as error:  # of an index that packing reads
+        return [Problem("data.packing", config.data.packing, str(error))]
+    problems += check_same_directory(config)
+    problems += check_tokenizer_files(config)
+    problems += check_masks(config, manifests) + check_same_tokenizer(config, manifests)
+    if model_vocab_size is None:
+        model_vocab_size = known_vocab_size(config.model)
+    if model_vocab_size is not None:
+        problems += check_vocabulary(manifests[0], model_vocab_size)
+    if config.data.tokenizer is not None:
+        problems += _check_tokenizer(manifests[0], config.data.tokenizer)
+    return problems
+
+
+def check_same_tokenizer(config: RunConfig, manifests: Sequence[Manifest]) -> list[Problem]:
+    """Whether one tokenizer made all sources: their token ids would mean different text."""
+
+    def identity(manifest: Manifest) -> tuple[str, int, int]:
+        tokenizer = manifest.tokenizer
+        return tokenizer.hash, tokenizer.vocab_size, tokenizer.end_of_document_id
+
+    def described(number: int) -> str:
+        hash_, size, end = identity(manifests[number])
+        name = manifests[number].tokenizer.name
+        return f"{name}, hash {hash_}, {size} tokens, end of document {end}"
+
+    return [
+        Problem(
+            config.data.key_of(number),
+            config.data.mixture[number].path,
+            f"was made with another tokenizer ({described(number)}) than "
+            f"{config.data.mixture[0].path} ({described(0)})",
+            "tokenize all sources of a mixture with the same tokenizer",
+        )
+        for number, manifest in enumerate(manifests)
+        if identity(manifest) != identity(manifests[0])
+    ]
+
+
+def check_same_directory(config: RunConfig) -> list[Problem]:
+    """Whether two sources of the mixture are one, by links or mounts: it would be read twice."""
+    status = [os.stat(source.path) for source in config.data.mixture]
+    places = [(found.st_dev, found.st_ino) for found in status]
+    return [
+        Problem(
+            config.data.key_of(number),
+            config.data.mixture[number].path,
+            f"is the same directory as {config.data.key_of(places.index(place))} = "
+            f"{config.data.mixture[places.index(place)].path}",
+            "list it once, with the sum of both weights",
+        )
+        for number, place in enumerate(places)
+        if places.index(place) < number
+    ]
+
+
+def check_tokenizer_files(config: RunConfig) -> list[Problem]:
+    """Whether the tokenizer that comes with the data, which a run copies, is files of its own."""
+    found = []
+    for number, source in enumerate(config.data.mixture):
+        why = foreign_file(Path(source.path), TOKENIZER_DIRECTORY)
+        if why is not None:
+            remedy = "look where this dataset comes from, and put files there instead"
+            found.append(Problem(config.data.key_of(number), source.path, why, remedy))
+    return found
+
+
+def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
+    """Whether the splits hold enough tokens for one global batch and for one evaluation.
+
+    Every source must hold one sample, and all of them together one global batch.
+    """
+    length = config.batch.sequence_length
+    chunk_length = config.data.chunk_length or length
+    tokens = [dataset.manifest.num_tokens("train") for dataset in datasets]
+    samples = [_num_samples(config, dataset, "train") for dataset in datasets]
+    key, value = ("data.path", config.data.path) if config.data.path else ("data.sources", None)
+    problems = []
+    if sum(samples) < config.batch.samples_per_step:
+        problems.append(
+            Problem(
+                key,
+                value,
+                f"too short for one global batch: {sum(tokens)} training tokens are {sum(samples)} "
+                f"samples of {length} tokens, one step takes {config.batch.samples_per_step}",
+                "tokenize more text, or set a smaller batch",
+            )
+        )
+    for number, dataset in enumerate(datasets):
+        key, path = config.data.key_of(number), config.data.mixture[number].path
+        if not samples[number] and len(datasets) > 1:
+            problems.append(
+                Problem(
+                    key,
+                    path,
+                    f"has {tokens[number]} training tokens, too few for one sample of "
+                    f"{chunk_length} + 1",
+                    "leave it out, tokenize more text, or set a smaller "
+                    + ("batch.sequence_length" if chunk_length == length else "data.chunk_length"),
+                )
+            )
+        held_out = dataset.manifest.num_tokens("held_out")
+        if held_out and not _num_samples(config, dataset, "held_out"):
+            problems.append(
+                Problem(
+                    key,
+                    path,
+                    f"the held-out split has {held_out} tokens, too few for one sample of "
+                    f"{length} + 1",
+                    "tokenize again with a larger --held-out, or with none",
+                )
+            )
+    return problems
+
+
+def _num_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int:
+    """As `bigtrain.data.loading.loader` counts them."""
+    if config.data.packing == "best_fit":
+        return plan_of(config, dataset, split).num_packs
+    length = config.batch.sequence_length
+    chunk_length = config.data.chunk_length or length if split == "train" else length
+    num_tokens = dataset.manifest.num_tokens(split)
+    return count_windows(num_tokens, chunk_length) * (chunk_length // length)
+
+
+def check_masks(config: RunConfig, manifests: Sequence[Manifest]) -> list[Problem]:
+    """Whether conversations are kept apart: an answer must not be learned from another chat."""
+    if config.data.isolates:
+        return []
+    return [
+        Problem(
+            "data.packing",
+            config.data.packing,
+            f"conversations ({config.data.mixture[number].path}) would be cut wherever a sample "
+            "is full, and see each other",
+            "set data.packing=best_fit (or at least data.document_boundaries=isolate)",
+        )
+        for number, manifest in enumerate(manifests)
+        if manifest.is_masked
+    ]
+
+
+def check_vocabulary(manifest: Manifest, model_vocab_size: int) -> list[Problem]:
+    """Whether the shards' token ids fit a model with `model_vocab_size` rows of embedding."""
+    tokenizer = manifest.tokenizer
+    if tokenizer.vocab_size > model_vocab_size:
+        rule = (
+            f"too small: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
+            f"has {tokenizer.vocab_size} tokens"
+        )
+    elif model_vocab_size - tokenizer.vocab_size > MAX_PADDING_ROWS:
+        rule = (
+            f"too large: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
+            f"has {tokenizer.vocab_size} tokens, and more than {MAX_PADDING_ROWS} rows beyond it "
+            "are another tokenizer's"
+        )
+    else:
+        return []
+    return [
+        Problem(
+            "model vocab_size",
+            model_vocab_size,
+            rule,
+            f"set vocab_size to {tokenizer.vocab_size} (random weights), or tokenize with the "
+            "model's own tokenizer",
+        )
+    ]
+
+
+def known_vocab_size(model: ModelSection) -> int | None:
+    """Rows of the model's embedding as far as files on this machine say; None where they do not."""
+    tree: Any = model.config
+    if not isinstance(tree, dict):
+        path = Path(model.path if tree is None else tree) / "config.json"  # type: ignore[arg-type]
+        try:
+            tree = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            return None  # a hub name, or a directory that the model layer will refuse
+    for source in (model.overrides, tree):
+        if isinstance(source, dict):
+            text = source.get("text_config")
+            for level in (source, text if isinstance(text, dict) else {}):
+                if isinstance(level.get("vocab_size"), int):
+                    return int(level["vocab_size"])
+    return None
+
+
+def _check_tokenizer(manifest: Manifest, name: str) -> list[Problem]:
+    from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(name)
+    except DataError as error:
+        return [Problem("data.tokenizer", name, str(error))]
+    if tokenizer.hash == manifest.tokenizer.hash:
+        return []
+    return [
+        Problem(
+            "data.tokenizer",
+            name,
+            f"another tokenizer than the one the shards were made with ({manifest.tokenizer.name}, "
+            f"{manifest.tokenizer.vocab_size} tokens; this one has {tokenizer.vocab_size})",
+            "leave data.tokenizer out, or tokenize again with it",
+        )
+    ]

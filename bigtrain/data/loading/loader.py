@@ -1,0 +1,344 @@
+"""Batches of one data-parallel rank, from the sample order to tensors on the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from typing import Protocol
+
+from bigtrain.data.loading.collator import BatchOptions, BatchReader, StoredRows, Widener, new_rows
+from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.data.samples.epoch_remainder import JoinedWindows
+from bigtrain.data.samples.identity import identify_sources
+from bigtrain.data.samples.mixture import MixedSamples
+from bigtrain.data.samples.packed_samples import packed_documents
+from bigtrain.data.samples.phases import Phase, first_phase
+from bigtrain.data.samples.rows import Indices, Samples
+from bigtrain.data.samples.shuffle import SampleOrder
+from bigtrain.data.samples.token_stream import split_stream
+from bigtrain.data.samples.windows import PackedWindows
+from bigtrain.data.shards.dataset import TokenDataset, open_sources
+from bigtrain.data.shards.manifest import Split
+from bigtrain.errors import DataError
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import RunConfig
+
+__all__ = [
+    "HeldOutBatches",
+    "HeldOutSource",
+    "TrainingBatches",
+    "open_held_out",
+    "open_training_data",
+]
+
+HELD_OUT_ORDER_SEED = 0
+"""Not the run's seed: two runs on the same data are measured on the same samples."""
+
+
+STEPS_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 19
+"""Of one process, at most. Handing a request from thread to thread costs as much as reading dozens
+of samples, so that a thread reads several steps for one if they are small."""
+
+
+class Order(Protocol):
+    """Which samples of the dataset the samples of a run are: `SampleOrder`, or `MixtureOrder`."""
+
+    def windows(self, first_sample: int, count: int) -> Indices:
+        """Those of samples `first_sample` to `first_sample + count` of the run, int64 [count]."""
+
+
+class TrainingBatches:
+    """The micro-batches of one data-parallel rank, by the number of samples consumed.
+
+    Which sample is which row: `bigtrain.settings.batch_plan.BatchPlan`. `workers` threads read and
+    check the rows of the steps that follow while this one is computed, each of one step or, if they
+    are small, of several; however many there are, the batches are the same. `close` ends them.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        plan: BatchPlan,
+        data_rank: int,
+        order: Order,
+        options: BatchOptions,
+        *,
+        workers: int = 1,
+    ) -> None:
+        assert 0 <= data_rank < plan.data_size
+        assert dataset.sequence_length == plan.sequence_length
+        assert workers >= 1
+        self.dataset = dataset
+        self.plan = plan
+        self.data_rank = data_rank
+        self.order = order
+        self.options = options
+        self._order_lock = Lock()
+        self._closed = Event()
+        self._step_rows = plan.accumulation * plan.micro_samples
+        tokens = self._step_rows * plan.sequence_length
+        self._steps_at_once = min(STEPS_AT_ONCE, max(1, TOKENS_AT_ONCE // tokens))
+        self._widener = Widener(options.pin)
+        self._workers = [_Worker(self._make_read()) for _ in range(workers)]
+        self._next_worker = cycle(self._workers)
+        # What was read and not given yet, with the sample that it begins with, and the memory that
+        # it lies in; what is being read, in the order it will be asked for; memory for more.
+        self._ready: tuple[int, StoredRows] | None = None
+        self._given: StoredRows | None = None
+        self._ahead: deque[tuple[_Request, _Worker]] = deque()
+        self._spare: list[StoredRows] = []
+
+    def step(self, first_sample: int) -> list[MicroBatch]:
+        """The `plan.accumulation` micro-batches of the step that begins with `first_sample`.
+
+        Every data-parallel rank calls it with the same argument. Raises DataError where a shard
+        turns out to be damaged, be it that of a step soon after.
+        """
+        assert not self._closed.is_set()
+        if self._ready is None or self._ready[0] != first_sample:
+            rows = self._wait(first_sample)
+        else:
+            rows = self._ready[1]
+        step = self._widener.widen(rows.part(0, self._step_rows))
+        rest = rows.part(self._step_rows, len(rows.tokens))
+        following = first_sample + self.plan.global_samples
+        self._ready = (following, rest) if len(rest.tokens) else None
+        return step.split(self.plan.micro_samples)
+
+    def _wait(self, first_sample: int) -> StoredRows:
+        """The rows of the request that begins with `first_sample`; asks for what follows it."""
+        if self._given is not None:  # to nobody who holds it: tensors have memory of their own
+            self._spare.append(self._given)
+            self._given = None
+        if not self._ahead or self._ahead[0][0].first_sample != first_sample:
+            for request, worker in self._ahead:
+                worker.results.get()
+                self._spare.append(request.rows)
+            self._ahead.clear()
+            self._read_ahead(first_sample, num_steps=1)  # somebody waits for it
+        request, worker = self._ahead.popleft()
+        last = self._ahead[-1][0] if self._ahead else request
+        while len(self._ahead) < len(self._workers):
+            following = last.first_sample + last.num_steps * self.plan.global_samples
+            last = self._read_ahead(following, self._steps_at_once)
+        error = worker.results.get()
+        self._given = request.rows
+        if error is not None:
+            raise error
+        return request.rows.part(0, request.num_steps * self._step_rows)
+
+    def close(self) -> None:
+        """End the reading threads; `step` must not be called any more. May be called again."""
+        self._closed.set()
+        for worker in self._workers:
+            worker.requests.put(None)
+            worker.thread.join()
+
+    def _read_ahead(self, first_sample: int, num_steps: int) -> _Request:
+        worker = next(self._next_worker)
+        rows = self._spare.pop() if self._spare else self._new_rows()
+        request = _Request(first_sample, num_steps, rows)
+        worker.requests.put(request)
+        self._ahead.append((request, worker))
+        return request
+
+    def _new_rows(self) -> StoredRows:
+        return new_rows(self.dataset, self.options, self._steps_at_once * self._step_rows)
+
+    def _make_read(self) -> Callable[[_Request], None]:
+        """What one thread does for a request."""
+        plan = self.plan
+        reader = BatchReader(self.dataset, self.options)
+
+        def read(request: _Request) -> None:
+            with self._order_lock:  # so that no block of it is computed twice
+                samples = self.order.windows(
+                    request.first_sample, request.num_steps * plan.global_samples
+                )
+            divided = samples.reshape(-1, plan.data_size, plan.micro_samples)
+            mine = divided[:, self.data_rank].reshape(-1)
+            reader.read_rows(mine, request.rows.part(0, len(mine)), self._closed.is_set)
+
+        return read
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Of `num_steps` steps from `first_sample` on, to be read into the first of `rows`."""
+
+    first_sample: int
+    num_steps: int
+    rows: StoredRows
+
+
+class _Worker:
+    """A thread that answers one request after another: with nothing, or what it raised."""
+
+    def __init__(self, read: Callable[[_Request], None]) -> None:
+        self.requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self.results: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._read = read
+        # A run that fails may leave without `close`: the thread must not keep the process.
+        self.thread = Thread(target=self._work, name="batches", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        while (request := self.requests.get()) is not None:
+            try:
+                self._read(request)
+                self.results.put(None)
+            except BaseException as error:
+                self.results.put(error)
+
+
+class HeldOutBatches:
+    """The same held-out samples at every evaluation, divided over the data-parallel ranks.
+
+    They are the first `samples` of a fixed permutation (all of them where there are fewer). Every
+    rank gets `num_batches` micro-batches, so that collectives in the forward pass match; rows
+    beyond the last sample have no labels but -100.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        plan: BatchPlan,
+        data_rank: int,
+        samples: int,
+        options: BatchOptions,
+    ) -> None:
+        assert 0 <= data_rank < plan.data_size
+        assert samples >= 1
+        self.dataset = dataset
+        self.plan = plan
+        self.data_rank = data_rank
+        self.num_samples = min(samples, dataset.num_samples)
+        self.num_batches = -(-self.num_samples // (plan.micro_samples * plan.data_size))
+        self.options = options
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        plan = self.plan
+        order = SampleOrder(self.dataset.num_samples, HELD_OUT_ORDER_SEED)
+        reader = BatchReader(self.dataset, self.options)
+        for number in range(self.num_batches):
+            first = (number * plan.data_size + self.data_rank) * plan.micro_samples
+            count = max(0, min(plan.micro_samples, self.num_samples - first))
+            yield reader.read(order.windows(first, count), plan.micro_samples)
+
+
+@dataclass(frozen=True)
+class HeldOutSource:
+    """The held-out batches of one source, its name, and its weight in the mixture."""
+
+    name: str
+    weight: int
+    batches: HeldOutBatches
+
+
+def open_training_data(
+    config: RunConfig,
+    plan: BatchPlan,
+    data_rank: int,
+    phase: Phase | None = None,
+    *,
+    datasets: Sequence[TokenDataset] | None = None,
+    device_pin: bool = False,
+) -> TrainingBatches:
+    """The training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
+
+    `phase`: where the run stands in it; by default at its beginning. `datasets`: those of the
+    mixture in its order, where they are open already.
+
+    No collective. Raises DataError where a dataset is missing, damaged or too short.
+    """
+    if datasets is None:
+        datasets = open_sources(config.data)
+    if phase is None:
+        phase = first_phase(config, identify_sources(config, datasets))
+    assert phase.sequence_length == plan.sequence_length
+    sources: list[Samples] = []
+    for source, dataset in zip(phase.read, datasets, strict=True):
+        samples = _samples(config, dataset, "train", plan.sequence_length, phase.chunk_length)
+        if phase.num_joined(source):
+            assert source.rest is not None
+            assert isinstance(samples, PackedWindows)
+            samples = JoinedWindows(samples, source.rest, config.seed, source.number)
+        sources.append(samples)
+    return TrainingBatches(
+        MixedSamples(sources),
+        plan,
+        data_rank,
+        phase.order(config.seed),
+        _options(config, datasets, device_pin),
+        workers=config.data.workers,
+    )
+
+
+def open_held_out(
+    config: RunConfig,
+    plan: BatchPlan,
+    data_rank: int,
+    phase: Phase | None = None,
+    *,
+    datasets: Sequence[TokenDataset] | None = None,
+    device_pin: bool = False,
+) -> list[HeldOutSource]:
+    """The held-out batches of rank `data_rank`, of each source that has held-out documents.
+
+    `phase`, `datasets`: as of `open_training_data`.
+
+    No collective. Raises DataError where a source has some, but too few for one sample.
+    """
+    if datasets is None:
+        datasets = open_sources(config.data)
+    if phase is None:
+        phase = first_phase(config, identify_sources(config, datasets))
+    options = _options(config, datasets, device_pin)
+    return [
+        HeldOutSource(
+            name,
+            source.weight,
+            HeldOutBatches(
+                _samples(config, dataset, "held_out", plan.sequence_length),
+                plan,
+                data_rank,
+                config.evaluation.samples,
+                options,
+            ),
+        )
+        for name, source, dataset in zip(config.data.names, phase.read, datasets, strict=True)
+        if dataset.manifest.num_tokens("held_out")
+    ]
+
+
+def _samples(
+    config: RunConfig,
+    dataset: TokenDataset,
+    split: Split,
+    sequence_length: int,
+    chunk_length: int | None = None,
+) -> Samples:
+    try:
+        if config.data.packing == "best_fit":
+            return packed_documents(config, dataset, split)
+        return PackedWindows(split_stream(dataset, split), sequence_length, chunk_length)
+    except DataError as error:
+        name = {"train": "training", "held_out": "held-out"}[split]
+        raise DataError(f"the {name} split of {dataset.path}: {error}") from error
+
+
+def _options(config: RunConfig, datasets: Sequence[TokenDataset], pin: bool) -> BatchOptions:
+    # Preflight has found all datasets to have the same tokenizer.
+    end = datasets[0].manifest.tokenizer.end_of_document_id
+    return BatchOptions(
+        end_of_document_id=end if config.data.mask_end_of_document else None,
+        isolate=config.data.isolates,
+        pin=pin,
+    )

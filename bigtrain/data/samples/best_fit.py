@@ -1,0 +1,248 @@
+"""Documents kept whole: which of them share a sample, by best-fit-decreasing. numpy only.
+
+A sample of sequence length T has room for T + 1 tokens, T inputs and the last label. Documents are
+taken by falling length, and each goes where the least room is left in which it fits (Johnson 1973;
+for training, Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830).
+A document longer than that is truncated, or cut into pieces that share one token, so that each of
+its targets is predicted once. Packed are about a million pieces at a time, so memory is bounded for
+any number of documents, and the result depends on nothing but the dataset and T.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from bigtrain.data.shards.format import Shard
+
+LongDocuments = Literal["cut", "truncate"]
+
+BLOCK_PIECES = 1 << 20
+"""Pieces packed together: about 0.1 GiB of memory, and no padding to speak of."""
+
+READ_DOCUMENTS = 1 << 16
+MASK_READ_BYTES = 1 << 22
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass
+class PackingCounts:
+    """What packing did with a split.
+
+    A document of 0 or 1 token has no target, nor has a piece whose targets are all masked: they are
+    dropped. `truncated_tokens` are those beyond the end of truncated documents.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    cut_documents: int = 0
+    truncated_documents: int = 0
+    truncated_tokens: int = 0
+    dropped_pieces: int = 0
+    dropped_tokens: int = 0
+    packed_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Packs of one block in CSR form.
+
+    Pack ``p`` is the pieces ``row_ends[p - 1]`` to ``row_ends[p]`` (from 0 for the first), which
+    are the tokens ``starts`` to ``starts + lengths`` of the stream. All int64.
+    """
+
+    row_ends: Integers
+    starts: Integers
+    lengths: Integers
+
+
+def pack_blocks(
+    shards: Sequence[Shard],
+    sequence_length: int,
+    long_documents: LongDocuments,
+    counts: PackingCounts,
+) -> Iterator[Block]:
+    """The packs of all documents of `shards`, block by block; adds to `counts` what was done.
+
+    Raises DataError where an index is damaged.
+    """
+    pieces = _pieces(shards, sequence_length, long_documents, counts)
+    for starts, lengths in _blocks(pieces):
+        packs, num_packs = best_fit_decreasing(lengths, sequence_length + 1)
+        order = np.argsort(packs, kind="stable")
+        row_ends = np.cumsum(np.bincount(packs, minlength=num_packs))
+        counts.packed_tokens += int(lengths.sum())
+        yield Block(row_ends, starts[order], lengths[order])
+
+
+def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int]:
+    """The pack of every item, int64 [items], and the number of packs.
+
+    `lengths` are 1 to `capacity`. Items of one length are placed together: the fullest pack that
+    has room for one gets as many of them as fit, which is what placing them singly would do.
+    """
+    num_items = len(lengths)
+    assert not num_items or 1 <= lengths.min() <= lengths.max() <= capacity
+    packs_with: dict[int, list[int]] = {}  # by the room that is left
+    rooms: list[int] = []  # the keys of it, ascending
+    placed: list[int] = []  # packs of the items by falling length
+    num_packs = 0
+
+    def leave(packs: list[int], room: int) -> None:
+        if not room:
+            return
+        others = packs_with.get(room)
+        if others is None:
+            packs_with[room] = packs
+            insort(rooms, room)
+        else:
+            others += packs
+
+    counts = np.bincount(lengths, minlength=1)
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        remaining = int(counts[length])
+        while remaining:
+            place = bisect_left(rooms, length)
+            room = rooms[place] if place < len(rooms) else capacity
+            each = room // length
+            wanted = -(-remaining // each)
+            if place < len(rooms):
+                available = packs_with[room]
+                chosen = available[-wanted:]
+                del available[-wanted:]
+                if not available:
+                    del packs_with[room], rooms[place]
+            else:
+                chosen = list(range(num_packs, num_packs + wanted))
+                num_packs += wanted
+            if each == 1:
+                placed += chosen
+                remaining -= len(chosen)
+                leave(chosen, room - length)
+                continue
+            last = min(each, remaining - (len(chosen) - 1) * each)
+            placed += np.repeat(chosen, each).tolist()[: (len(chosen) - 1) * each + last]
+            remaining -= (len(chosen) - 1) * each + last
+            if last < each:
+                leave([chosen.pop()], room - last * length)
+            if chosen:
+                leave(chosen, room - each * length)
+    found = np.empty(num_items, np.int64)
+    found[np.argsort(-lengths, kind="stable")] = placed
+    return found, num_packs
+
+
+def _blocks(pieces: Iterable[tuple[Integers, Integers]]) -> Iterator[tuple[Integers, Integers]]:
+    """The same pieces, `BLOCK_PIECES` of them together."""
+    waiting: list[tuple[Integers, Integers]] = []
+    count = 0
+    for part in pieces:
+        waiting.append(part)
+        count += len(part[0])
+        if count >= BLOCK_PIECES:
+            starts, lengths = (np.concatenate(parts) for parts in zip(*waiting, strict=True))
+            while len(starts) >= BLOCK_PIECES:
+                yield starts[:BLOCK_PIECES], lengths[:BLOCK_PIECES]
+                starts, lengths = starts[BLOCK_PIECES:], lengths[BLOCK_PIECES:]
+            waiting, count = [(starts, lengths)], len(starts)
+    if count:
+        starts, lengths = (np.concatenate(parts) for parts in zip(*waiting, strict=True))
+        yield starts, lengths
+
+
+def _pieces(
+    shards: Sequence[Shard],
+    sequence_length: int,
+    long_documents: LongDocuments,
+    counts: PackingCounts,
+) -> Iterator[tuple[Integers, Integers]]:
+    """First token in the stream and length of every piece with a target, in order."""
+    room = sequence_length + 1
+    shard_begin = 0
+    for shard in shards:
+        for begins, lengths in _documents(shard):
+            counts.documents += len(lengths)
+            counts.tokens += int(lengths.sum())
+            long = lengths > room
+            if long_documents == "truncate":
+                counts.truncated_documents += int(long.sum())
+                counts.truncated_tokens += int((lengths[long] - room).sum())
+                lengths = np.minimum(lengths, room)
+            else:
+                counts.cut_documents += int(long.sum())
+            short = lengths < 2
+            counts.dropped_pieces += int(short.sum())
+            counts.dropped_tokens += int(lengths[short].sum())
+            starts, sizes = _cut(begins, lengths, sequence_length)
+            if shard.mask_path is not None:
+                # The first token of a piece is predicted in the one before, or not at all.
+                bounds = np.stack([starts + 1, starts + sizes], axis=1)
+                set_bits = _set_bits_before(shard.mask_bytes, bounds.reshape(-1))
+                learned = np.diff(set_bits)[::2] > 0
+                counts.dropped_pieces += int((~learned).sum())
+                counts.dropped_tokens += int(sizes[~learned].sum())
+                starts, sizes = starts[learned], sizes[learned]
+            yield starts + shard_begin, sizes
+        shard_begin += shard.num_tokens
+
+
+def _cut(begins: Integers, lengths: Integers, sequence_length: int) -> tuple[Integers, Integers]:
+    """Pieces of at most `sequence_length` + 1 tokens, each beginning with the last of the one
+    before; none of a document without a target."""
+    num_pieces = np.maximum(lengths - 2, -1) // sequence_length + 1
+    document = np.repeat(np.arange(len(lengths)), num_pieces)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    offset = number * sequence_length
+    return begins[document] + offset, np.minimum(lengths[document] - offset, sequence_length + 1)
+
+
+def _documents(shard: Shard) -> Iterator[tuple[Integers, Integers]]:
+    """First token and length of every document of `shard`, many at a time."""
+    item = shard.dtype.itemsize
+    for low in range(0, shard.num_documents, READ_DOCUMENTS):
+        sequences = shard.document_starts[low : low + READ_DOCUMENTS + 1].astype(np.int64)
+        if (np.diff(sequences) < 0).any() or not (
+            0 <= sequences[0] <= sequences[-1] <= shard.num_sequences
+        ):
+            raise shard.damaged(f"documents from {low} on are out of order")
+        first, last = int(sequences[0]), int(sequences[-1])
+        pointers = shard.sequence_pointers[first : last + 1].astype(np.int64)
+        if last == shard.num_sequences:
+            pointers = np.append(pointers, shard.num_bytes)
+        if (np.diff(pointers) < 0).any() or not (
+            0 <= pointers[0] <= pointers[-1] <= shard.num_bytes
+        ):
+            raise shard.damaged(f"sequences {first} to {last} are out of order")
+        bounds = pointers[sequences - first] // item
+        yield bounds[:-1], np.diff(bounds)
+
+
+def _set_bits_before(mask: npt.NDArray[np.uint8], positions: Integers) -> Integers:
+    """Set bits of `mask` before each of `positions`, which ascend, counted from the byte that the
+    first of them is in."""
+    found = np.empty(len(positions), np.int64)
+    before = 0
+    low_byte = int(positions[0]) // 8 if len(positions) else 0
+    done = 0
+    while done < len(positions):
+        part = mask[low_byte : low_byte + MASK_READ_BYTES]
+        sums = np.zeros(len(part) + 1, np.int64)
+        np.cumsum(np.bitwise_count(part), out=sums[1:])
+        high = int(np.searchsorted(positions, 8 * (low_byte + len(part)), side="left"))
+        if low_byte + len(part) >= len(mask):
+            high = len(positions)
+        here = positions[done:high] - 8 * low_byte
+        # The bits of the byte that a position is in; after the last byte there are none.
+        byte = np.append(part, np.uint8(0))[here // 8]
+        bits = np.bitwise_count(byte & ((1 << (here % 8)) - 1).astype(np.uint8))
+        found[done:high] = before + sums[here // 8] + bits
+        before += int(sums[-1])
+        low_byte += len(part)
+        done = high
+    return found

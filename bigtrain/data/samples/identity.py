@@ -1,0 +1,64 @@
+"""What a dataset is, wherever it lies: hashes of what its manifest says. Reads no shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from bigtrain.data.samples.packed_samples import plan_of
+from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.manifest import Manifest
+from bigtrain.settings.run_config import DataSection, RunConfig
+
+
+@dataclass(frozen=True)
+class SourceIdentity:
+    """A dataset: `hash` of its tokenizer and of its training tokens in order, and their number.
+
+    Of packed documents `num_tokens` is that of a stream of as many samples. `path` is for people.
+    """
+
+    path: str
+    hash: str
+    num_tokens: int
+
+
+def identify_sources(
+    config: RunConfig, datasets: Sequence[TokenDataset]
+) -> tuple[SourceIdentity, ...]:
+    """What `datasets` are, those of the mixture in its order.
+
+    Documents that are packed are another dataset at every sequence length: what of it was read in
+    samples of one length says nothing of samples of another.
+    """
+    found = []
+    for source, dataset in zip(config.data.mixture, datasets, strict=True):
+        manifest = dataset.manifest
+        digest = xxhash.xxh3_64(manifest.tokenizer.hash.encode())
+        _add_tokens(digest, manifest)
+        num_tokens = manifest.num_tokens("train")
+        if config.data.packing == "best_fit":
+            length = config.batch.sequence_length
+            digest.update(f"best_fit:{length}:{config.data.long_documents}".encode())
+            plan = plan_of(config, dataset, "train")
+            num_tokens = plan.num_packs * length + 1
+        found.append(SourceIdentity(source.path, digest.hexdigest(), num_tokens))
+    return tuple(found)
+
+
+def data_hash(data: DataSection, manifests: Sequence[Manifest]) -> str:
+    """Identity of all that is trained on, by the manifests of the mixture in its order. A mixture's
+    is also that of its weights; a mixture of one source is that source."""
+    digest = xxhash.xxh3_64(manifests[0].tokenizer.hash.encode())
+    for source, manifest in zip(data.mixture, manifests, strict=True):
+        if len(manifests) > 1:
+            digest.update(f"source:{source.weight!r}:{source.epochs!r}".encode())
+        _add_tokens(digest, manifest)
+    return digest.hexdigest()
+
+
+def _add_tokens(digest: xxhash.xxh3_64, manifest: Manifest) -> None:
+    for shard in manifest.shards("train"):
+        digest.update(f"{shard.tokens}:{shard.xxh3}{shard.mask_xxh3 or ''}".encode())

@@ -1,0 +1,229 @@
+"""Several datasets read as one: which source sample n comes from, and which of its windows.
+
+Sample n lies in block ``n // BLOCK_SAMPLES``. How many samples every source has given before a
+block is the Webster (Sainte-Lague) apportionment of that many seats by weight, so a block's quotas
+are the difference of two apportionments; inside the block a keyed permutation mixes the sources.
+The k-th sample of a source is window ``permutation(seed, k // N, source)[k % N]`` of its N windows.
+All of it is a pure function of (seed, n) and the weights: there is no state to save, any sample is
+found in the time of one block, and a mixture of one source is exactly `sampling.SampleOrder`.
+
+Webster's method is monotone in the number of seats (no source ever takes a sample back; Balinski
+and Young 1982, "Fair representation"), which largest remainders are not. numpy only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from bigtrain.data.samples.rows import Indices, Samples, TokenRows
+from bigtrain.data.samples.shuffle import SampleOrder, shuffle_block
+from bigtrain.settings.run_config import SourceSection
+
+BLOCK_SAMPLES = 1024
+"""Proportions hold at every multiple of this; a resumed run computes at most one block again."""
+
+BLOCKS_AT_ONCE = 16
+"""Of which the order is computed together, in some milliseconds: walking the few samples that a
+permutation sends outside of a small source takes numpy as long as thousands."""
+
+
+class MixedSamples:
+    """The samples of several sources, numbered one source after another."""
+
+    def __init__(self, sources: Sequence[Samples]) -> None:
+        assert len({source.sequence_length for source in sources}) == 1
+        assert len({source.vocab_size for source in sources}) == 1
+        self.sources = tuple(sources)
+        self.sequence_length = self.sources[0].sequence_length
+        self.vocab_size = self.sources[0].vocab_size
+        self.token_dtype = np.result_type(*(source.token_dtype for source in self.sources))
+        self.masks_loss = any(source.masks_loss for source in self.sources)
+        self._ends = np.cumsum([source.num_samples for source in self.sources])
+        self.num_samples = int(self._ends[-1])
+
+    def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
+        """See `bigtrain.data.samples.rows.Samples`."""
+        if len(self.sources) == 1:
+            self.sources[0].fill(samples, rows, out)
+            return
+        assert not len(samples) or 0 <= samples.min() <= samples.max() < self.num_samples
+        numbers = np.searchsorted(self._ends, samples, side="right")
+        for number in np.unique(numbers).tolist():
+            own = np.flatnonzero(numbers == number)
+            source = self.sources[number]
+            source.fill(samples[own] - (self._ends[number] - source.num_samples), rows[own], out)
+
+    def describe(self, sample: int) -> str:
+        """See `bigtrain.data.samples.rows.Samples`."""
+        number = int(np.searchsorted(self._ends, sample, side="right"))
+        source = self.sources[number]
+        return source.describe(sample - (int(self._ends[number]) - source.num_samples))
+
+
+@dataclass(frozen=True)
+class SourceOrder:
+    """One source as `MixtureOrder` reads it.
+
+    num_windows: of it; weight: a positive integer (see `integer_weights`); number: tells its
+    permutations from those of the run's other sources; start: samples of it that were read before;
+    num_joined: those that come before its windows (`bigtrain.data.samples.epoch_remainder`).
+    """
+
+    num_windows: int
+    weight: int
+    number: int = 0
+    start: int = 0
+    num_joined: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_windows + self.num_joined
+
+
+class MixtureOrder:
+    """The order in which a run reads `sources` in the proportions of their weights.
+
+    Windows are numbered as `MixedSamples` does, one source after another. `first_sample` is the
+    sample of the run with which this order begins; for `windows_per_chunk` see `SampleOrder`.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[SourceOrder],
+        seed: int,
+        *,
+        windows_per_chunk: int = 1,
+        first_sample: int = 0,
+    ) -> None:
+        assert sources
+        assert min(source.weight for source in sources) >= 1
+        self.weights = tuple(source.weight for source in sources)
+        self.seed = seed
+        self.first_sample = first_sample
+        self._orders = [
+            SampleOrder(
+                source.num_windows,
+                seed,
+                source.number,
+                windows_per_chunk=windows_per_chunk,
+                start=source.start,
+                num_joined=source.num_joined,
+            )
+            for source in sources
+        ]
+        self._offsets = [0, *accumulate(source.num_samples for source in sources)][:-1]
+        # Several steps read the same blocks, and numpy does more in one call.
+        self._blocks = lru_cache(maxsize=2)(self._windows_of_blocks)
+        self._before = lru_cache(maxsize=2)(self._apportioned)  # a block's end is the next's begin
+
+    def windows(self, first_sample: int, count: int) -> Indices:
+        """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
+        assert first_sample >= self.first_sample
+        parts = [np.empty(0, np.int64)]
+        position = first_sample - self.first_sample
+        end = position + count
+        while position < end:
+            number, offset = divmod(position, BLOCKS_AT_ONCE * BLOCK_SAMPLES)
+            length = min(end - position, BLOCKS_AT_ONCE * BLOCK_SAMPLES - offset)
+            parts.append(self._blocks(number)[offset : offset + length])
+            position += length
+        return np.concatenate(parts)
+
+    def counts(self, sample: int) -> list[int]:
+        """Samples that each source gives before `sample`, those before this order began left out.
+
+        In the time of one block, wherever `sample` lies.
+        """
+        block, offset = divmod(sample - self.first_sample, BLOCK_SAMPLES)
+        if len(self._orders) == 1:
+            return [sample - self.first_sample]
+        counts = list(self._before(block))
+        for number, places in enumerate(self._places(block)):
+            counts[number] += int((places < offset).sum())
+        return counts
+
+    def _windows_of_blocks(self, number: int) -> Indices:
+        """Of `BLOCKS_AT_ONCE` blocks, the first of which is ``number * BLOCKS_AT_ONCE``."""
+        first, size = number * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE * BLOCK_SAMPLES
+        if len(self._orders) == 1:
+            return self._orders[0].windows(first * BLOCK_SAMPLES, size)
+        before = self._before(first)
+        blocks = [self._places(first + k) for k in range(BLOCKS_AT_ONCE)]
+        found = np.empty(size, np.int64)
+        for source, order in enumerate(self._orders):
+            own = np.concatenate([b[source] + k * BLOCK_SAMPLES for k, b in enumerate(blocks)])
+            found[own] = order.windows(before[source], len(own)) + self._offsets[source]
+        return found
+
+    def _apportioned(self, block: int) -> tuple[int, ...]:
+        """Samples that each source gives before a block."""
+        return tuple(apportion(self.weights, block * BLOCK_SAMPLES))
+
+    def _places(self, block: int) -> list[Indices]:
+        """The places in a block that each source gives, ascending: it reads them in that order."""
+        before, after = self._before(block), self._before(block + 1)
+        places = shuffle_block(BLOCK_SAMPLES, self.seed, block, self.first_sample)
+        ends = np.cumsum(np.subtract(after, before))
+        return [np.sort(own) for own in np.split(places, ends[:-1])]
+
+
+def apportion(weights: Sequence[int], seats: int) -> list[int]:
+    """Webster's apportionment of `seats` among positive integer `weights`; ties to the first.
+
+    Sums to `seats`, grows in no entry when `seats` shrinks, and is within ``(1 + len(weights)) /
+    2`` of the exact share in every entry. Exact at any size: integer arithmetic throughout.
+    """
+    total = sum(weights)
+    # Rounded exact shares are a Webster apportionment of their own sum; what is missing or too
+    # much is given or taken by the same rule, one seat at a time.
+    counts = [(2 * seats * weight + total) // (2 * total) for weight in weights]
+    missing = seats - sum(counts)
+    if missing > 0:
+        queue = [
+            (-Fraction(w, 2 * c + 1), i)
+            for i, (w, c) in enumerate(zip(weights, counts, strict=True))
+        ]
+        heapq.heapify(queue)
+        for _ in range(missing):
+            i = queue[0][1]
+            counts[i] += 1
+            heapq.heapreplace(queue, (-Fraction(weights[i], 2 * counts[i] + 1), i))
+    elif missing < 0:
+        queue = [
+            (Fraction(w, 2 * c - 1), -i)
+            for i, (w, c) in enumerate(zip(weights, counts, strict=True))
+            if c
+        ]
+        heapq.heapify(queue)
+        for _ in range(-missing):
+            i = -heapq.heappop(queue)[1]
+            counts[i] -= 1
+            if counts[i]:
+                heapq.heappush(queue, (Fraction(weights[i], 2 * counts[i] - 1), -i))
+    return counts
+
+
+def integer_weights(sources: Sequence[SourceSection], sizes: Sequence[int]) -> list[int]:
+    """The proportions of `sources` of `sizes` windows, as integers without a common divisor.
+
+    Weights are what they say in decimal, not their nearest binary fraction, so that 0.1 and 0.3
+    are 1 to 3 on every machine.
+    """
+    shares = [
+        Fraction(repr(source.weight))
+        if source.weight is not None
+        else Fraction(repr(source.epochs)) * size
+        for source, size in zip(sources, sizes, strict=True)
+    ]
+    common = math.lcm(*(share.denominator for share in shares))
+    whole = [int(share * common) for share in shares]
+    divisor = math.gcd(*whole)
+    return [weight // divisor for weight in whole]

@@ -1,0 +1,229 @@
+"""Packing plans on disk: which pieces of documents every sample is, computed once. numpy only.
+
+A plan is a pure function of the dataset, so it is a cache: where it is missing or of another size
+than its header says it is made again, under a temporary name, and two processes that do so at once
+write the same bytes. It lies in ``DATASET/plans/``, or where that cannot be written in ``plans/``
+of the user's cache (`bigtrain.system.user_cache`), or else in a temporary file of the process.
+
+A file is, little-endian::
+
+    8 bytes  b"BTPLAN1\\n"
+    uint64   packs P, pieces N
+    uint64   the fields of `PackingCounts`, in order
+    int64    [P]  end of each pack in the pieces
+    int64    [N]  first token of each piece in the stream
+    int32    [N]  tokens of each piece
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from bigtrain.data.samples.best_fit import Block, LongDocuments, PackingCounts, pack_blocks
+from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.manifest import Split
+from bigtrain.errors import DataError
+from bigtrain.system.user_cache import cache_directory
+
+MAGIC = b"BTPLAN1\n"
+HEADER = struct.Struct(f"<8sQQ{len(fields(PackingCounts))}Q")
+DIRECTORY = "plans"
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """A plan: memory maps of its file, and what the packing did.
+
+    `row_ends` int64 [packs], `starts` int64 [pieces], `lengths` int32 [pieces]: `best_fit.Block`.
+    `path` is None where it could not be kept.
+    """
+
+    row_ends: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int32]
+    counts: PackingCounts
+    sequence_length: int
+    path: Path | None = None
+
+    @property
+    def num_packs(self) -> int:
+        return len(self.row_ends)
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the places of all packs that hold no token."""
+        return 1 - self.counts.packed_tokens / max(1, self.num_packs * (self.sequence_length + 1))
+
+    def describe(self) -> str:
+        """What became of the documents, in one line."""
+        counts, tokens = self.counts, max(1, self.counts.tokens)
+        parts = [
+            f"{counts.documents:,} documents in {self.num_packs:,} samples",
+            f"padding {self.padding_fraction:.3%}",
+        ]
+        if counts.cut_documents:
+            parts.append(f"{counts.cut_documents:,} longer than a sample are cut")
+        if counts.truncated_documents:
+            lost = counts.truncated_tokens / tokens
+            parts.append(
+                f"{counts.truncated_documents:,} longer than a sample lose {lost:.3%} of the tokens"
+            )
+        if counts.dropped_pieces:
+            parts.append(
+                f"{counts.dropped_pieces:,} pieces without a target dropped "
+                f"({counts.dropped_tokens / tokens:.3%} of the tokens)"
+            )
+        return ", ".join(parts)
+
+
+def open_plan(
+    dataset: TokenDataset, split: Split, sequence_length: int, long_documents: LongDocuments
+) -> PackingPlan:
+    """The plan of `split`, read where it lies or made now (about a microsecond for each document).
+
+    Any number of processes may call it at once. Raises DataError where an index is damaged, and
+    where there is no room for it anywhere.
+    """
+    name = f"{split}-{_key(dataset, split, sequence_length, long_documents)}.plan"
+    directories = _directories(dataset)
+    for directory in directories:
+        with suppress(OSError), (directory / name).open("rb") as file:
+            plan = _map(file, sequence_length, directory / name)
+            if plan is not None:
+                return plan
+    try:
+        return _make(
+            dataset, split, sequence_length, long_documents, [d / name for d in directories]
+        )
+    except OSError as error:
+        raise DataError(
+            f"the packing plan of {dataset.path} cannot be written anywhere: {error} -> make room "
+            "in the dataset's folder, or set TMPDIR"
+        ) from error
+
+
+def _make(
+    dataset: TokenDataset,
+    split: Split,
+    sequence_length: int,
+    long_documents: LongDocuments,
+    paths: Sequence[Path],
+) -> PackingPlan:
+    """A new plan, kept at the first of `paths` that can be written."""
+    counts = PackingCounts()
+    blocks = pack_blocks(dataset.shards(split), sequence_length, long_documents, counts)
+    with ExitStack() as stack:
+        arrays = [_temporary_file(stack) for _ in range(3)]
+        header = _write_arrays(arrays, blocks, counts)
+        for path in paths:
+            with suppress(OSError):
+                return _store(path, header, arrays, sequence_length)
+        kept_open = _temporary_file(stack)
+        _concatenate(kept_open, header, arrays)
+        return _require(_map(kept_open, sequence_length))
+
+
+def _key(
+    dataset: TokenDataset, split: Split, sequence_length: int, long_documents: LongDocuments
+) -> str:
+    digest = xxhash.xxh3_64(f"{sequence_length}:{long_documents}".encode())
+    for shard in dataset.manifest.shards(split):
+        digest.update(f"{shard.tokens}:{shard.index_xxh3}:{shard.mask_xxh3}".encode())
+    return digest.hexdigest()
+
+
+def _directories(dataset: TokenDataset) -> list[Path]:
+    """Where the plan may lie: beside the dataset, for all who read it, or else in the cache."""
+    beside = dataset.path / DIRECTORY
+    try:
+        return [beside, cache_directory() / DIRECTORY]
+    except RuntimeError:
+        return [beside]
+
+
+def _temporary_file(stack: ExitStack) -> IO[bytes]:
+    file = tempfile.TemporaryFile()
+    stack.callback(file.close)
+    return file
+
+
+def _write_arrays(
+    arrays: Sequence[IO[bytes]], blocks: Iterable[Block], counts: PackingCounts
+) -> bytes:
+    """Write the three arrays into a file each; returns the header."""
+    num_packs = num_pieces = 0
+    for block in blocks:
+        arrays[0].write((block.row_ends + num_pieces).astype("<i8").tobytes())
+        arrays[1].write(block.starts.astype("<i8").tobytes())
+        arrays[2].write(block.lengths.astype("<i4").tobytes())
+        num_packs += len(block.row_ends)
+        num_pieces += len(block.starts)
+    return HEADER.pack(MAGIC, num_packs, num_pieces, *astuple(counts))
+
+
+def _store(
+    path: Path, header: bytes, arrays: Sequence[IO[bytes]], sequence_length: int
+) -> PackingPlan:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            _concatenate(file, header, arrays)
+            os.fchmod(file.fileno(), 0o644)
+            Path(temporary).rename(path)
+            return _require(_map(file, sequence_length, path))
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _concatenate(file: IO[bytes], header: bytes, arrays: Sequence[IO[bytes]]) -> None:
+    file.write(header)
+    for array in arrays:
+        array.seek(0)
+        shutil.copyfileobj(array, file, 1 << 20)
+    file.flush()
+
+
+def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> PackingPlan | None:
+    """The plan in `file`; None where it is not a whole one."""
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    header = file.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    magic, num_packs, num_pieces, *counts = HEADER.unpack(header)
+    if magic != MAGIC or size != HEADER.size + 8 * num_packs + 12 * num_pieces:
+        return None
+
+    def array(dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
+        if not count:
+            return np.empty(0, dtype)
+        return np.asarray(np.memmap(file, dtype, "r", offset, (count,)))
+
+    ends = HEADER.size + 8 * num_packs
+    return PackingPlan(
+        array("<i8", HEADER.size, num_packs),
+        array("<i8", ends, num_pieces),
+        array("<i4", ends + 8 * num_pieces, num_pieces),
+        PackingCounts(*counts),
+        sequence_length,
+        path,
+    )
+
+
+def _require(plan: PackingPlan | None) -> PackingPlan:
+    assert plan is not None
+    return plan

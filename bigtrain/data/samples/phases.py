@@ -1,0 +1,245 @@
+"""What a run has read when its data changes, so that nothing is read twice in an epoch.
+
+A phase is a stretch of a run with the same sources, weights and sequence length. Sample ``i`` of
+the run is a pure function of the seed, ``i`` and the phases until then; the last of them is enough
+to go on. A phase costs a few numbers for each source, whatever the size of the data.
+
+Chunks of tokens are permuted, by default of one sample. To another sequence length that divides
+them the order itself is converted. To any other, other chunks are permuted from the next epoch of
+each source on, and what its epoch has left is joined to samples
+(`bigtrain.data.samples.epoch_remainder`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bigtrain.data.samples.epoch_remainder import Rest
+from bigtrain.data.samples.identity import SourceIdentity
+from bigtrain.data.samples.mixture import MixtureOrder, SourceOrder, integer_weights
+from bigtrain.data.samples.shuffle import convert_place
+from bigtrain.data.samples.windows import count_windows
+from bigtrain.errors import CheckpointError
+from bigtrain.settings.run_config import RunConfig, SourceSection
+
+
+@dataclass(frozen=True)
+class SourcePhase:
+    """A source in a phase.
+
+    path, hash: as in `SourceIdentity`. number: which of the run's sources it was when it first
+    appeared, counted from 0. weight: its integer share, 0 where it is not read any more. start:
+    its samples that count as read when the phase begins, in the phase's sequence length, epochs
+    included. rest: what is read before that, of the epoch before `start`.
+    """
+
+    path: str
+    hash: str
+    number: int
+    weight: int
+    num_tokens: int
+    start: int
+    rest: Rest | None = None
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> SourcePhase:
+        """Of what `dataclasses.asdict` gave."""
+        rest = tree.get("rest")
+        return cls(**{**tree, "rest": rest and Rest(**rest)})
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of a run that begins with sample `first_sample` of it.
+
+    sources: those that are read, in the order of the configuration, then those that once were.
+    chunk_length: tokens of the chunks that are permuted (`bigtrain.data.samples.shuffle`).
+    """
+
+    first_sample: int
+    sequence_length: int
+    chunk_length: int
+    sources: tuple[SourcePhase, ...]
+
+    @property
+    def windows_per_chunk(self) -> int:
+        return self.chunk_length // self.sequence_length
+
+    @property
+    def read(self) -> tuple[SourcePhase, ...]:
+        """The sources that are read."""
+        return tuple(source for source in self.sources if source.weight)
+
+    def order(self, seed: int) -> MixtureOrder:
+        """The order of the phase's samples."""
+        return MixtureOrder(
+            [
+                SourceOrder(
+                    self.num_chunks(source) * self.windows_per_chunk,
+                    source.weight,
+                    source.number,
+                    source.start,
+                    self.num_joined(source),
+                )
+                for source in self.read
+            ],
+            seed,
+            windows_per_chunk=self.windows_per_chunk,
+            first_sample=self.first_sample,
+        )
+
+    def num_chunks(self, source: SourcePhase) -> int:
+        """Chunks of one of its sources."""
+        return count_windows(source.num_tokens, self.chunk_length)
+
+    def num_joined(self, source: SourcePhase) -> int:
+        """Samples of the rest of an epoch that one of its sources begins with."""
+        if source.rest is None:
+            return 0
+        return source.rest.num_samples(source.num_tokens, self.sequence_length)
+
+    def describe_rests(self) -> list[str]:
+        """The sources that begin with the rest of an epoch, for people."""
+        return [
+            f"{source.path}: {self.num_joined(source)} samples are joined of pieces of "
+            f"{source.rest.chunk_length} tokens until its epoch ends"
+            for source in self.read
+            if source.rest is not None
+        ]
+
+    def until(self, sample: int, seed: int) -> Phase:
+        """The same phase as if it began with `sample`, a later one."""
+        counts = self.order(seed).counts(sample)
+        read = [self._after(source, count) for source, count in zip(self.read, counts, strict=True)]
+        rest = [source for source in self.sources if not source.weight]
+        return replace(self, first_sample=sample, sources=(*read, *rest))
+
+    def _after(self, source: SourcePhase, count: int) -> SourcePhase:
+        """One of its sources after `count` samples of it."""
+        num_joined, rest = self.num_joined(source), source.rest
+        if rest is not None and count < num_joined:
+            tokens_read = rest.tokens_read + count * self.sequence_length
+            return replace(source, rest=replace(rest, tokens_read=tokens_read))
+        return replace(source, start=source.start + count - num_joined, rest=None)
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Phase:
+        """Of what `dataclasses.asdict` gave."""
+        sources = tuple(SourcePhase.from_json(source) for source in tree["sources"])
+        return cls(**{**tree, "sources": sources})
+
+
+def first_phase(
+    config: RunConfig, sources: Sequence[SourceIdentity], sequence_length: int | None = None
+) -> Phase:
+    """The phase that a run begins with. `sources` are those of ``config.data.mixture``.
+
+    `sequence_length`: of a run that began without phases and with another one than now.
+    """
+    length = sequence_length or config.batch.sequence_length
+    chunk_length = length if sequence_length else config.data.chunk_length or length
+    read = _appear(config.data.mixture, sources, length, chunk_length, ())
+    return Phase(0, length, chunk_length, read)
+
+
+def next_phase(
+    last: Phase, config: RunConfig, sources: Sequence[SourceIdentity], sample: int
+) -> Phase:
+    """The phase in which a run goes on at `sample` after `last`; `last` itself where nothing of
+    the data has changed.
+
+    A source is continued where it stands, also one that was left out for a while. Raises
+    CheckpointError where that is not possible: other tokens at the same path.
+    """
+    length = config.batch.sequence_length
+    _refuse_other_contents(last, sources)
+    stands = last.until(sample, config.seed)
+    kept = last.chunk_length if last.chunk_length % length == 0 else length
+    following = Phase(sample, length, config.data.chunk_length or kept, ())
+    known = [_converted(source, stands, following) for source in stands.sources]
+    read = _appear(config.data.mixture, sources, length, following.chunk_length, known)
+    following = replace(following, sources=read)
+    return following if differences(last, following) else last
+
+
+def _converted(source: SourcePhase, last: Phase, following: Phase) -> SourcePhase:
+    """A source of `last` where it stands, as one of `following` that is not read yet."""
+    windows = following.num_chunks(source) * following.windows_per_chunk
+    rest, num_chunks = source.rest, last.num_chunks(source)
+    if rest is None and following.chunk_length == last.chunk_length:
+        per_chunk = last.windows_per_chunk, following.windows_per_chunk
+        start = convert_place(source.start, num_chunks, *per_chunk)
+        return replace(source, weight=0, start=start)
+    if rest is None:
+        chunks_read = convert_place(source.start, num_chunks, last.windows_per_chunk, 1)
+        epoch, chunk = divmod(chunks_read, num_chunks)
+        if not chunk and windows:
+            return replace(source, weight=0, start=epoch * windows)
+        rest = Rest(last.chunk_length, epoch, chunk * last.chunk_length)
+    return replace(source, weight=0, start=(rest.epoch + 1) * windows, rest=rest)
+
+
+def _appear(
+    mixture: Sequence[SourceSection],
+    sources: Sequence[SourceIdentity],
+    sequence_length: int,
+    chunk_length: int,
+    known: Sequence[SourcePhase],
+) -> tuple[SourcePhase, ...]:
+    """The `sources` of a phase with their weights, and those of the `known` that it leaves out."""
+    windows = chunk_length // sequence_length
+    sizes = [count_windows(source.num_tokens, chunk_length) * windows for source in sources]
+    weights = integer_weights(mixture, sizes)
+    left = list(known)
+    read = []
+    for source, weight in zip(sources, weights, strict=True):
+        before = next((old for old in left if old.hash == source.hash), None)
+        if before is not None:
+            left.remove(before)
+            read.append(replace(before, path=source.path, weight=weight))
+        else:
+            number = len(known) + sum(new.number >= len(known) for new in read)
+            read.append(SourcePhase(source.path, source.hash, number, weight, source.num_tokens, 0))
+    return (*read, *left)
+
+
+def _refuse_other_contents(last: Phase, sources: Sequence[SourceIdentity]) -> None:
+    known = {source.hash for source in last.sources}
+    for source in sources:
+        there = next((old for old in last.read if old.path == source.path), None)
+        if there is not None and source.hash not in known:
+            raise CheckpointError(
+                f"{source.path} does not hold the training tokens that this run has read: "
+                f"{there.num_tokens} tokens, hash {there.hash} there, {source.num_tokens} tokens, "
+                f"hash {source.hash} now -> restore it; documents that were added can go on as a "
+                "source of their own in data.sources, with checkpoint.allow_changes=[data]"
+            )
+
+
+def differences(before: Phase, now: Phase) -> list[tuple[str, str]]:
+    """What differs between two phases, each with the key that it is set by."""
+    found = []
+    if before.sequence_length != now.sequence_length:
+        text = f"{before.sequence_length} there, {now.sequence_length} now"
+        found.append(("batch.sequence_length", text))
+    elif before.chunk_length != now.chunk_length:
+        text = f"{before.chunk_length} there, {now.chunk_length} now"
+        found.append(("data.chunk_length", text))
+    there = {source.hash: source for source in before.read}
+    here = {source.hash for source in now.read}
+    key = "data.sources"
+    found += [(key, f"{source.path} is new") for source in now.read if source.hash not in there]
+    found += [
+        (key, f"{source.path} is left out") for source in before.read if source.hash not in here
+    ]
+    total_there, total_here = (sum(s.weight for s in phase.read) for phase in (before, now))
+    for source in now.read:
+        weight = there[source.hash].weight if source.hash in there else 0
+        if weight and weight * total_here != source.weight * total_there:
+            shares = f"{weight / total_there:.4g} there, {source.weight / total_here:.4g} now"
+            found.append((key, f"share of {source.path}: {shares}"))
+    if not found and [s.hash for s in before.read] != [s.hash for s in now.read]:
+        found.append((key, "in another order"))
+    return found

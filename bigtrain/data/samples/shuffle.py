@@ -1,0 +1,189 @@
+"""Sample order without a shuffled index: a keyed permutation computed where it is needed.
+
+Sample ``i`` of a run is window ``permutation(seed, i // N)[i % N]`` of ``N`` windows: a pure
+function of the seed and ``i``. So the order is the same for every number of processes, every
+micro-batch and every resume point, and the state of a run is one integer. numpy only.
+
+Where the sequence length may change, chunks of the longest one are permuted, and a chunk is cut
+into as many windows as fit. Chunks come in groups, in permuted order; of a group first the first
+window of every chunk is read, then the second of every chunk, and so on. So neighbours are as far
+apart as a group is long, and at any time one group alone is partly read: all of its chunks up to
+the same token, but for one window.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from bigtrain.data.samples.rows import Indices
+
+ROUNDS = 6
+_SMALL = 64
+"""Up to this many windows are sorted by their image instead: on so few bits a network reaches too
+few of the permutations, and walking costs more than sorting."""
+
+GROUP_CHUNKS = 4096
+"""At most, of a group; in a small dataset a 64th of it."""
+
+
+class SampleOrder:
+    """The order in which a run reads `num_windows` windows, epoch after epoch.
+
+    Every epoch is its own permutation: no window repeats in it and none is left out. `source`
+    tells the datasets of a mixture apart (`bigtrain.data.samples.mixture`). Windows are numbered as
+    they lie in the data, `windows_per_chunk` of them in every chunk. `start` is the place in the
+    order, epochs included, that counts as sample 0. Before it come `num_joined` samples which are
+    numbered after the windows (`bigtrain.data.samples.epoch_remainder`).
+    """
+
+    def __init__(
+        self,
+        num_windows: int,
+        seed: int,
+        source: int = 0,
+        *,
+        windows_per_chunk: int = 1,
+        start: int = 0,
+        num_joined: int = 0,
+    ) -> None:
+        assert num_windows >= 1
+        assert num_windows % windows_per_chunk == 0
+        self.num_windows = num_windows
+        self.seed = seed
+        self.source = source
+        self.windows_per_chunk = windows_per_chunk
+        self.start = start
+        self.num_joined = num_joined
+        self._num_chunks = num_windows // windows_per_chunk
+
+    def windows(self, first_sample: int, count: int) -> Indices:
+        """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
+        end_sample = first_sample + count
+        joined = np.arange(first_sample, min(end_sample, self.num_joined), dtype=np.int64)
+        parts = [self.num_windows + joined]
+        position = self.start + max(0, first_sample - self.num_joined)
+        end = self.start + max(0, end_sample - self.num_joined)
+        while position < end:
+            epoch, offset = divmod(position, self.num_windows)
+            length = min(end - position, self.num_windows - offset)
+            places = np.arange(offset, offset + length, dtype=np.int64)
+            parts.append(self._of_epoch(places, epoch))
+            position += length
+        return np.concatenate(parts)
+
+    def _of_epoch(self, places: Indices, epoch: int) -> Indices:
+        per_chunk = self.windows_per_chunk
+        if per_chunk == 1:
+            return permute(places, self.num_windows, self.seed, epoch, self.source)
+        group_chunks = group_size(self._num_chunks)
+        # What is left over when chunks are divided into groups belongs to the last one.
+        last = self._num_chunks // group_chunks - 1
+        group = np.minimum(places // (group_chunks * per_chunk), last)
+        size = np.where(group < last, group_chunks, self._num_chunks - last * group_chunks)
+        window, chunk = np.divmod(places - group * (group_chunks * per_chunk), size)
+        chunk += group * group_chunks
+        permuted = permute(chunk, self._num_chunks, self.seed, epoch, self.source)
+        return permuted * per_chunk + window
+
+
+def group_size(num_chunks: int) -> int:
+    """Chunks of a group of a dataset of `num_chunks`; the last group may have nearly twice that."""
+    return min(GROUP_CHUNKS, max(1, num_chunks // 64))
+
+
+def convert_place(place: int, num_chunks: int, per_chunk: int, new_per_chunk: int) -> int:
+    """The place in the order of chunks of `new_per_chunk` windows that follows `place` in that of
+    the same chunks with `per_chunk` windows.
+
+    Nothing that was read before `place` in its epoch is read after it. What that leaves out of the
+    epoch is at most one old and one new window of each chunk of one group; nothing where the number
+    stays the same.
+    """
+    if per_chunk == new_per_chunk:
+        return place
+    epoch, offset = divmod(place, num_chunks * per_chunk)
+    group_chunks = group_size(num_chunks)
+    last = num_chunks // group_chunks - 1
+    group = min(offset // (group_chunks * per_chunk), last)
+    size = group_chunks if group < last else num_chunks - last * group_chunks
+    # Windows begun in every chunk of the group, then as many of the new ones, rounded up.
+    begun = -(-(offset - group * group_chunks * per_chunk) // size)
+    new_begun = -(-begun * new_per_chunk // per_chunk)
+    return (epoch * num_chunks + group * group_chunks) * new_per_chunk + new_begun * size
+
+
+def permute(indices: Indices, size: int, seed: int, epoch: int, source: int = 0) -> Indices:
+    """Where the permutation of ``range(size)`` of (seed, epoch, source) sends `indices`.
+
+    A balanced Feistel network of `ROUNDS` rounds on the next even number of bits, walked along its
+    cycle until it is back below `size` (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains"): at most four steps in the mean, and a bijection for any round function. Mixing by
+    the constants of MurmurHash3's finaliser; not meant to resist an adversary.
+    """
+    assert 1 <= size <= 1 << 62
+    label = f"bigtrain sample order 1, seed {seed}, epoch {epoch}"
+    return _permute(indices, size, label + (f", source {source}" if source else ""))
+
+
+def shuffle_block(size: int, seed: int, block: int, first_sample: int = 0) -> Indices:
+    """The permutation of ``range(size)`` inside block `block` of a mixture, int64 [size].
+
+    Blocks are counted from `first_sample` of the run, where its mixture last changed.
+    """
+    label = f"bigtrain mixture order 1, seed {seed}, block {block}"
+    label += f", from {first_sample}" if first_sample else ""
+    return _permute(np.arange(size, dtype=np.int64), size, label)
+
+
+def _permute(indices: Indices, size: int, label: str) -> Indices:
+    keys = _round_keys(label)
+    if size <= _SMALL:
+        images = _feistel(np.arange(size, dtype=np.uint64), 16, keys)
+        return np.argsort(images)[indices].astype(np.int64)
+    half_bits = ((size - 1).bit_length() + 1) // 2
+    values = indices.astype(np.uint64)
+    limit = np.uint64(size)
+    values = _feistel(values, half_bits, keys)
+    outside = np.flatnonzero(values >= limit)
+    while len(outside):
+        walked = _feistel(values[outside], half_bits, keys)
+        values[outside] = walked
+        outside = outside[walked >= limit]
+    return values.astype(np.int64)
+
+
+def _round_keys(label: str) -> npt.NDArray[np.uint32]:
+    digest = hashlib.blake2b(label.encode(), digest_size=4 * ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u4").astype(np.uint32)
+
+
+def _feistel(
+    values: npt.NDArray[np.uint64], half_bits: int, keys: npt.NDArray[np.uint32]
+) -> npt.NDArray[np.uint64]:
+    # Halves of at most 31 bits: twice as many of 32 bits as of 64 go through a vector unit at once.
+    shift = np.uint64(half_bits)
+    half = np.uint32((1 << half_bits) - 1)
+    left, right = (values >> shift).astype(np.uint32), values.astype(np.uint32) & half
+    for key in keys:
+        mixed = _mix(right ^ key)
+        mixed &= half
+        mixed ^= left
+        left, right = right, mixed
+    return (left.astype(np.uint64) << shift) | right
+
+
+_SHIFTS = np.uint32(16), np.uint32(13)
+_FACTORS = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+
+
+def _mix(values: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """MurmurHash3's 32-bit finaliser (public domain, Appleby), in place."""
+    values ^= values >> _SHIFTS[0]
+    values *= _FACTORS[0]
+    values ^= values >> _SHIFTS[1]
+    values *= _FACTORS[1]
+    values ^= values >> _SHIFTS[0]
+    return values

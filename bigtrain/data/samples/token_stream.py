@@ -1,0 +1,286 @@
+"""From documents to samples of fixed length: concatenate, then cut. numpy only.
+
+The documents of a split form one stream of tokens, and sample ``w`` is its window
+``[w * L, w * L + L + 1)`` for sequence length ``L``, as in Megatron's GPTDataset: consecutive
+windows share one token, which is the last label of the first and the first input of the second, so
+every token but the first of the stream is predicted exactly once.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bigtrain.data.samples.rows import Indices
+from bigtrain.data.shards.block_checksums import BlockVerifier
+from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.format import Mask, Shard
+from bigtrain.data.shards.manifest import Split
+from bigtrain.data.shards.positioned_reads import FileReader
+from bigtrain.errors import DataError
+
+Tokens = npt.NDArray[Any]
+Sums = npt.NDArray[np.uint64]
+
+MAX_MAPPED_FILES = 4096
+"""Of a stream; Linux allows a process 65,530 maps."""
+MIN_ROWS_OF_SHARD = 4
+"""In the mean. Copying from a map costs some microseconds for each shard, as much as reading a few
+rows."""
+COLD_PAGES_OF_ROW = 0.25
+"""In the mean, pages that had to be fetched from a disk while rows were copied from maps: measured
+at 160 to 450 microseconds for a row, where a read takes 60. In memory a row takes about one."""
+READS_AFTER_COLD_MAP = 64
+GATHERED_TOKENS = 1 << 15
+"""At a time: more is copied at half the speed, from memory that the system has to find first."""
+
+
+class TokenStream:
+    """The tokens of `shards`, all of one type, one after another. For any number of threads.
+
+    Parameter `vocab_size`: what their tokenizer's is; here nothing is compared with it.
+    """
+
+    def __init__(self, shards: Sequence[Shard], vocab_size: int) -> None:
+        self.shards = tuple(shards)
+        self.vocab_size = vocab_size
+        types = {shard.dtype for shard in self.shards}
+        assert len(types) <= 1
+        self.token_dtype = types.pop() if types else np.dtype("<u2")
+        self._reader = FileReader([shard.bin_path for shard in self.shards])
+        masks = [shard.mask_path for shard in self.shards if shard.mask_path is not None]
+        assert len(masks) in (0, len(self.shards))
+        self.is_masked = bool(masks)
+        self._mask_reader = FileReader(masks)
+        self._verifier = self._mask_verifier = None
+        if all(shard.has_blocks for shard in self.shards):
+            paths = [shard.bin_path for shard in self.shards]
+            num_bytes = [shard.num_bytes for shard in self.shards]
+            self._verifier = BlockVerifier(paths, num_bytes, self._token_sums)
+        if masks and self._verifier is not None:
+            num_bytes = [-(-shard.num_tokens // 8) for shard in self.shards]
+            self._mask_verifier = BlockVerifier(masks, num_bytes, self._mask_sums)
+        sizes = [shard.num_tokens for shard in self.shards]
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+        self._begins = self._ends - np.array(sizes, np.int64)
+        self.num_tokens = sum(sizes)
+        # Calls of `read_rows` before the next one copies from memory maps.
+        self._reads_to_map = 0 if len(self.shards) <= MAX_MAPPED_FILES else sys.maxsize
+
+    def read_rows(self, starts: Indices, out: Tokens, rows: Indices) -> None:
+        """Copy as many tokens as a row of `out` holds, from `starts[i]` on to ``out[rows[i]]``.
+
+        `out`: two-dimensional and contiguous; otherwise as `read`.
+        """
+        width = out.shape[1]
+        self._reads_to_map -= 1
+        if self._reads_to_map < 0 and len(starts):
+            rest = self._copy_mapped(starts, out, rows)
+            starts, rows = starts[rest], rows[rest]
+        if len(starts):
+            self.read(starts, np.full(len(starts), width), out.reshape(-1), rows * width)
+
+    def _copy_mapped(self, starts: Indices, out: Tokens, rows: Indices) -> Indices:
+        """Copy rows from memory maps; returns which of them were left to `read`.
+
+        Where the pages are in memory this is several times quicker, and all rows of a shard are one
+        operation that other threads do not wait for. Where they are not, a page fault costs more
+        than a read, and for a while no more is copied.
+        """
+        width = out.shape[1]
+        numbers = np.searchsorted(self._ends, starts, side="right")
+        numbers[starts + width > self._ends[numbers]] = -1  # such a row goes on in the next shard
+        wanted = np.unique(numbers).tolist() if len(self.shards) > 1 else [int(numbers.max())]
+        if len(starts) < MIN_ROWS_OF_SHARD * len(wanted):
+            return np.arange(len(starts))
+        faults = _page_faults()
+        step = max(1, GATHERED_TOKENS // (width - 1))
+        for number in wanted:
+            windows = self._mapped_windows(number, width) if number >= 0 else None
+            own = np.flatnonzero(numbers == number)
+            if windows is None:
+                numbers[own] = -1
+            else:
+                places, begins = rows[own], starts[own] - self._begins[number]
+                self._verify_mapped(number, begins, width)
+                # What numpy gathers lies in memory of its own before it is copied.
+                for low in range(0, len(own), step):
+                    out[places[low : low + step]] = windows[begins[low : low + step]]
+        if _page_faults() - faults > len(starts) * COLD_PAGES_OF_ROW:
+            self._reads_to_map = READS_AFTER_COLD_MAP
+        return np.flatnonzero(numbers < 0)
+
+    def _verify_mapped(self, number: int, begins: Indices, width: int) -> None:
+        """Windows of one shard, by its map: whoever calls it has seen that the file is as long."""
+        if self._verifier is not None:
+            item, content = self.token_dtype.itemsize, self.shards[number].token_bytes
+            low = begins * item
+            self._verifier.verify(number, low, low + width * item, lambda _, a, b: content[a:b])
+
+    def _token_sums(self, number: int) -> tuple[Path, Sums]:
+        sums = self.shards[number].block_sums
+        assert sums is not None
+        return sums.path, sums.of_bin
+
+    def _mask_sums(self, number: int) -> tuple[Path, Sums]:
+        sums = self.shards[number].block_sums
+        assert sums is not None
+        return sums.path, sums.of_mask
+
+    def _mapped_windows(self, number: int, width: int) -> Tokens | None:
+        """Every range of `width` tokens of a shard, as a view of its map. None where its file is
+        not as long as it was: its missing pages would end the process, a read says what is wrong.
+        """
+        shard = self.shards[number]
+        try:
+            if os.stat(shard.bin_path).st_size < shard.num_bytes:
+                return None
+        except OSError:
+            return None
+        item = self.token_dtype.itemsize
+        shape = shard.num_tokens - width + 1, width
+        return np.ndarray(shape, self.token_dtype, shard.tokens, strides=(item, item))
+
+    def read(self, starts: Indices, lengths: Indices, out: Tokens, places: Indices) -> None:
+        """Copy ranges of the stream: `lengths[i]` tokens from `starts[i]` on to `out[places[i]:]`.
+
+        `out`: one-dimensional and contiguous, of the stream's type or a wider one. Raises DataError
+        where a shard cannot be read.
+        """
+        parts = self._cut(starts, lengths, places)
+        if out.dtype == self.token_dtype:
+            self._read_parts(parts, out)
+            return
+        packed = np.cumsum(parts.lengths) - parts.lengths
+        narrow = np.empty(int(parts.lengths.sum()), self.token_dtype)
+        self._read_parts(replace(parts, places=packed), narrow)
+        for place, begin, length in zip(
+            parts.places.tolist(), packed.tolist(), parts.lengths.tolist(), strict=True
+        ):
+            out[place : place + length] = narrow[begin : begin + length]
+
+    def read_mask(self, starts: Indices, lengths: Indices, out: Mask, places: Indices) -> None:
+        """Which tokens of ranges of the stream are targets, as `read` does with the tokens.
+
+        `out`: bool, one-dimensional. Only where `is_masked`.
+        """
+        parts = self._cut(starts, lengths, places)
+        first, last = parts.offsets // 8, (parts.offsets + parts.lengths + 7) // 8
+        if self._mask_verifier is not None:
+            self._mask_verifier.verify(parts.numbers, first, last, self._mask_reader.read_range)
+        ends = np.cumsum(last - first)
+        packed = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
+        begins = ends - (last - first)
+        self._mask_reader.read(
+            parts.numbers.tolist(), first.tolist(), packed.data, begins.tolist(), ends.tolist()
+        )
+        bits = np.unpackbits(packed, bitorder="little").view(np.bool_)
+        for place, begin, length in zip(
+            parts.places.tolist(),
+            (8 * begins + parts.offsets % 8).tolist(),
+            parts.lengths.tolist(),
+            strict=True,
+        ):
+            out[place : place + length] = bits[begin : begin + length]
+
+    def begins(self, starts: Indices, lengths: Indices, places: Indices) -> Indices:
+        """Where documents begin in ranges of the stream, int64: token ``starts[i] + j`` as
+        ``places[i] + j``, in any order.
+
+        Raises DataError where an index contradicts itself there.
+        """
+        parts = self._cut(starts, lengths, places)
+        low, high = parts.offsets, parts.offsets + parts.lengths
+        found: list[int] = []
+        counts: list[int] = []
+        for number, first, last in zip(
+            parts.numbers.tolist(), low.tolist(), high.tolist(), strict=True
+        ):
+            begins = self.shards[number].document_begins(first, last)
+            found += begins
+            counts.append(len(begins))
+        tokens = np.array(found, np.int64) // self.token_dtype.itemsize
+        part = np.repeat(np.arange(len(counts)), counts)
+        # What the search relied on: pointers in order.
+        falls = (tokens[1:] < tokens[:-1]) & (part[1:] == part[:-1])
+        if falls.any() or (tokens < low[part]).any() or (tokens >= high[part]).any():
+            named = ", ".join(sorted({str(self.shards[n].index_path) for n in parts.numbers}))
+            raise DataError(
+                f"{named}: an index is damaged: documents are out of order -> tokenize again"
+            )
+        return tokens + (parts.places - low)[part]
+
+    def describe(self, start: int, length: int) -> str:
+        """The files and their tokens that a range of the stream is."""
+        parts = self._cut(np.array([start]), np.array([length]), np.array([0]))
+        return " and ".join(
+            f"tokens {offset} to {offset + count} of {self.shards[number].bin_path}"
+            for number, offset, count in zip(
+                parts.numbers, parts.offsets, parts.lengths, strict=True
+            )
+        )
+
+    def _cut(self, starts: Indices, lengths: Indices, places: Indices) -> _Parts:
+        """Ranges of the stream as ranges of shards: cut wherever a shard ends."""
+        assert not len(starts) or 0 <= starts.min() <= (starts + lengths).max() <= self.num_tokens
+        cut = []
+        while True:
+            numbers = np.searchsorted(self._ends, starts, side="right")
+            here = np.minimum(lengths, self._ends[numbers] - starts)
+            cut.append(_Parts(numbers, starts - self._begins[numbers], here, places))
+            rest = np.flatnonzero(here < lengths)
+            if not len(rest):
+                return cut[0] if len(cut) == 1 else _Parts.join(cut)
+            starts, places, lengths = starts + here, places + here, lengths - here
+            starts, places, lengths = starts[rest], places[rest], lengths[rest]
+
+    def _read_parts(self, parts: _Parts, out: Tokens) -> None:
+        item = self.token_dtype.itemsize
+        if self._verifier is not None:
+            low, high = parts.offsets * item, (parts.offsets + parts.lengths) * item
+            self._verifier.verify(parts.numbers, low, high, self._reader.read_range)
+        self._reader.read(
+            parts.numbers.tolist(),
+            (parts.offsets * item).tolist(),
+            out.view(np.uint8).data,
+            (parts.places * item).tolist(),
+            ((parts.places + parts.lengths) * item).tolist(),
+        )
+
+
+def _page_faults() -> int:
+    """Of this thread, those that waited for a disk."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Ranges of shards, all arrays int64 [number of parts].
+
+    numbers: of the shard; offsets: of the first token in it; lengths: in tokens; places: where its
+    tokens go.
+    """
+
+    numbers: Indices
+    offsets: Indices
+    lengths: Indices
+    places: Indices
+
+    @staticmethod
+    def join(several: Sequence[_Parts]) -> _Parts:
+        """All of them as one."""
+        names = [field.name for field in fields(_Parts)]
+        return _Parts(*(np.concatenate([getattr(p, name) for p in several]) for name in names))
+
+
+def split_stream(dataset: TokenDataset, split: Split) -> TokenStream:
+    """The stream of one split of `dataset`; of no tokens where there is no such split."""
+    return TokenStream(dataset.shards(split), dataset.manifest.tokenizer.vocab_size)

@@ -1,0 +1,338 @@
+"""Token shards in Megatron's `.bin/.idx` format. numpy only.
+
+The `.bin` is the tokens of all documents, one after another, little-endian. The `.idx`
+(Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``) is::
+
+    9 bytes  b"MMIDIDX\\x00\\x00"
+    uint64   version, 1
+    uint8    token type (`DTYPE_CODES`)
+    uint64   number of sequences S
+    uint64   number of document-index entries D + 1
+    int32    [S]      tokens of each sequence
+    int64    [S]      byte offset of each sequence in the .bin
+    int64    [D + 1]  first sequence of each document, then S
+
+DeepSpeed 0.19.8 gives the codes from 6 on another meaning (uint16 is 6 there), so it reads int32
+shards as they are, uint16 shards not.
+
+As ``preprocess_data.py --append-eod`` does, a document is one sequence that ends with the
+end-of-document token; a document without any text is one without sequences.
+
+Where not every token is to be predicted (chat), a `.mask` lies beside the two: one bit per token, 1
+where it has a loss as a target. Token ``i`` is bit ``i % 8``, counted from the lowest, of byte
+``i // 8`` (``np.packbits`` with ``bitorder="little"``); the bits after the last token are 0.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from bigtrain.data.shards.block_checksums import SUFFIX, BlockSums, read_blocks
+from bigtrain.errors import DataError
+from bigtrain.system.files import file_checksum
+
+MAGIC = b"MMIDIDX\x00\x00"
+INDEX_VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPE_CODES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+NEAR_SEQUENCES = 16
+"""Looked at without a search: few documents begin in one sample."""
+CHUNK_ITEMS = 1 << 20
+"""Items of an index or a shard looked at in one go: what bounds the memory of a check."""
+
+Tokens = npt.NDArray[np.integer[Any]]
+Mask = npt.NDArray[np.bool_]
+
+
+def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
+    """Megatron's rule (``DType.optimal_dtype``): uint16 for less than 65,500 token ids."""
+    return "uint16" if vocab_size < 65_500 else "int32"
+
+
+class Shard:
+    """One `.bin/.idx` pair, whose arrays are memory maps.
+
+    Opening reads the header and the file sizes and costs nothing else;
+    `check_index` reads the whole index. Pages are read when they are touched, so a file must not
+    be shortened while it is open.
+
+    `mask_path` is None where every token is a target. `checksums`: XXH3-64 of files by suffix, as a
+    manifest lists them. Of those of `.idx` and `.mask` the whole file is compared when it is first
+    looked at; that of `.blocks` gives `block_sums`. Raises DataError where a file is missing or its
+    size is not what the index's header says.
+    """
+
+    def __init__(
+        self,
+        prefix: Path,
+        *,
+        masked: bool = False,
+        checksums: Mapping[str, str] | None = None,
+    ) -> None:
+        self.bin_path = prefix.with_name(prefix.name + ".bin")
+        self.index_path = prefix.with_name(prefix.name + ".idx")
+        index_size, self.num_bytes = _file_size(self.index_path), _file_size(self.bin_path)
+        if index_size < HEADER.size:
+            raise self.damaged(f"{index_size} bytes are less than a header of {HEADER.size}")
+        with self.index_path.open("rb") as file:
+            magic, version, code, num_sequences, num_starts = HEADER.unpack(file.read(HEADER.size))
+        if magic != MAGIC:
+            raise self.damaged("it does not begin as a Megatron index does")
+        if version != INDEX_VERSION:
+            raise self.damaged(f"index version {version}, expected {INDEX_VERSION}")
+        dtype = DTYPE_CODES.get(code)
+        if dtype is None or dtype.kind not in "iu":
+            raise self.damaged(f"token type code {code} is not one of integers")
+        expected = HEADER.size + 12 * num_sequences + 8 * num_starts
+        if index_size != expected:
+            raise self.damaged(
+                f"it has {index_size} bytes; its header ({num_sequences} sequences, {num_starts} "
+                f"document entries) asks for {expected}"
+            )
+        if num_starts < 1 or self.num_bytes % dtype.itemsize:
+            raise self.damaged(
+                f"{num_starts} document entries, {self.num_bytes} bytes of tokens of "
+                f"{dtype.itemsize} bytes"
+            )
+        self.dtype = dtype
+        self.num_documents = int(num_starts) - 1
+        self.num_sequences = int(num_sequences)
+        self._index_bytes = index_size
+        self._checksums = checksums or {}
+        self._blocks_path = prefix.with_name(f"{prefix.name}.{SUFFIX}")
+        if self.has_blocks:
+            _file_size(self._blocks_path)
+        self.mask_path: Path | None = None
+        if masked:
+            self.mask_path = prefix.with_name(prefix.name + ".mask")
+            found, mask_bytes = _file_size(self.mask_path), -(-self.num_tokens // 8)
+            if found != mask_bytes:
+                raise DataError(
+                    f"{self.mask_path} is damaged: {found} bytes, {self.num_tokens} tokens have "
+                    f"{mask_bytes} -> tokenize again"
+                )
+
+    # Mapped when they are first looked at: a training run reads tokens by positioned reads, and
+    # most of them need nothing of the index.
+
+    @cached_property
+    def sequence_lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each sequence, int32 [num_sequences]."""
+        return self._index(np.dtype("<i4"), HEADER.size, self.num_sequences)
+
+    @cached_property
+    def sequence_pointers(self) -> npt.NDArray[np.int64]:
+        """Byte offset of each sequence in the `.bin`, int64 [num_sequences]."""
+        offset = HEADER.size + 4 * self.num_sequences
+        return self._index(np.dtype("<i8"), offset, self.num_sequences)
+
+    @cached_property
+    def document_starts(self) -> npt.NDArray[np.int64]:
+        """First sequence of each document, then the number of them, int64 [num_documents + 1]."""
+        offset = HEADER.size + 12 * self.num_sequences
+        return self._index(np.dtype("<i8"), offset, self.num_documents + 1)
+
+    @cached_property
+    def _index_map(self) -> npt.NDArray[np.uint8]:
+        """All of the `.idx`, compared with its checksum: a process that looks up documents comes to
+        most of it, and it is about a hundredth of the tokens."""
+        self._compare(self.index_path, self._index_bytes)
+        return _map(self.index_path, "u1", 0, self._index_bytes)
+
+    def _index(self, dtype: np.dtype[Any], offset: int, count: int) -> npt.NDArray[Any]:
+        return self._index_map[offset : offset + count * dtype.itemsize].view(dtype)
+
+    def _compare(self, path: Path, num_bytes: int) -> None:
+        """Raises DataError where the file is not what its checksum says; reads all of it."""
+        listed = self._checksums.get(path.suffix[1:])
+        if listed is None:
+            return
+        try:
+            found = file_checksum(path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        if found != listed:
+            raise DataError(
+                f"{path} is damaged: the checksum of bytes 0 to {num_bytes} is {found}, the "
+                f"manifest lists {listed} -> restore the file, or tokenize again"
+            )
+
+    @cached_property
+    def block_sums(self) -> BlockSums | None:
+        """Checksums of the blocks of the `.bin` and the `.mask`; None where there are none.
+
+        Raises DataError where their file is not what the manifest says.
+        """
+        if not self.has_blocks:
+            return None
+        mask_bytes = 0 if self.mask_path is None else -(-self.num_tokens // 8)
+        listed = self._checksums[SUFFIX]
+        return read_blocks(self._blocks_path, listed, self.num_bytes, mask_bytes)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether there are block checksums to verify by what is read."""
+        return SUFFIX in self._checksums
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """The whole `.bin`."""
+        return _map(self.bin_path, self.dtype.str, 0, self.num_tokens)
+
+    @cached_property
+    def token_bytes(self) -> memoryview:
+        """The whole `.bin` as bytes."""
+        return self.tokens.view(np.uint8).data
+
+    @cached_property
+    def mask_bytes(self) -> npt.NDArray[np.uint8]:
+        """The whole `.mask`; only where there is one."""
+        assert self.mask_path is not None
+        num_bytes = -(-self.num_tokens // 8)
+        self._compare(self.mask_path, num_bytes)
+        return _map(self.mask_path, "u1", 0, num_bytes)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_bytes // self.dtype.itemsize
+
+    def document(self, index: int) -> Tokens:
+        """Tokens of document `index`, with its end-of-document token; a view of the map.
+
+        Raises DataError where the index points outside of the `.bin`.
+        """
+        if not 0 <= index < self.num_documents:
+            raise DataError(
+                f"{self.bin_path} has documents 0 to {self.num_documents - 1}, not {index}"
+            )
+        first, last = (int(n) for n in self.document_starts[index : index + 2])
+        if first == last:
+            return self.tokens[:0]
+        if not 0 <= first < last <= len(self.sequence_lengths):
+            raise self.damaged(f"document {index} has sequences {first} to {last}")
+        begin = int(self.sequence_pointers[first])
+        end = int(self.sequence_pointers[last - 1]) + (
+            int(self.sequence_lengths[last - 1]) * self.dtype.itemsize
+        )
+        if not 0 <= begin <= end <= self.num_bytes or begin % self.dtype.itemsize:
+            raise self.damaged(f"document {index} is at bytes {begin} to {end}")
+        return self.tokens[begin // self.dtype.itemsize : end // self.dtype.itemsize]
+
+    def document_begins(self, low: int, high: int) -> list[int]:
+        """Byte offsets at which documents begin in tokens `low` to `high` (exclusive).
+
+        Searches the index by bisection, so it costs a few pages of it at any size. Of an index that
+        contradicts itself any numbers may come. Raises DataError where the search leaves it.
+        """
+        item = self.dtype.itemsize
+        pointers = self._pointers
+        first, end = bisect_left(pointers, low * item), high * item
+        begins: list[int] = pointers[first : first + NEAR_SEQUENCES].tolist()
+        if begins and begins[-1] < end:
+            begins = pointers[first : bisect_left(pointers, end, lo=first + len(begins))].tolist()
+        else:
+            del begins[bisect_left(begins, end) :]
+        if self.num_documents == self.num_sequences:
+            return begins
+        # Documents of several sequences, or of none.
+        last = first + len(begins)
+        entries = [bisect_left(self._starts, number) for number in range(first, last)]
+        if entries and entries[-1] > self.num_documents:
+            raise self.damaged(f"its documents end before sequence {last}")
+        return [
+            begin
+            for begin, number, entry in zip(begins, range(first, last), entries, strict=True)
+            if self._starts[entry] == number
+        ]
+
+    # The arrays of an .idx are not aligned: numpy's searchsorted would copy all of them first. A
+    # memory view gives Python integers, several times quicker to compare than numpy's.
+
+    @cached_property
+    def _pointers(self) -> memoryview:
+        return _values(self.sequence_pointers)
+
+    @cached_property
+    def _starts(self) -> memoryview:
+        return _values(self.document_starts)
+
+    def check_index(self) -> None:
+        """Raises DataError unless sequences and documents cover the `.bin` without gap or overlap.
+
+        Reads the whole index, in chunks.
+        """
+        position = 0
+        for low, high in _chunks(len(self.sequence_lengths)):
+            lengths = self.sequence_lengths[low:high].astype(np.int64)
+            if lengths.min() < 0:
+                raise self.damaged(f"a sequence between {low} and {high} has negative length")
+            ends = position + np.cumsum(lengths) * self.dtype.itemsize
+            if not np.array_equal(
+                self.sequence_pointers[low:high], ends - lengths * self.dtype.itemsize
+            ):
+                raise self.damaged(
+                    f"a sequence between {low} and {high} does not begin where the one before ends"
+                )
+            position = int(ends[-1])
+        if position != self.num_bytes:
+            raise self.damaged(
+                f"its sequences have {position} bytes, {self.bin_path.name} has {self.num_bytes}"
+            )
+        previous = 0
+        for low, high in _chunks(len(self.document_starts)):
+            starts = self.document_starts[low:high]
+            if (low == 0 and starts[0] != 0) or starts[0] < previous or (np.diff(starts) < 0).any():
+                raise self.damaged(f"document entries between {low} and {high} are out of order")
+            previous = int(starts[-1])
+        if previous != len(self.sequence_lengths):
+            raise self.damaged(
+                f"its documents end at sequence {previous} of {len(self.sequence_lengths)}"
+            )
+
+    def damaged(self, what: str) -> DataError:
+        """The error that says so."""
+        return DataError(f"{self.index_path} is damaged: {what} -> tokenize again")
+
+
+def _file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _map(path: Path, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
+    if count == 0:  # an empty range cannot be mapped
+        return np.empty(0, dtype)
+    try:
+        mapped = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be mapped: {error}") from error
+    # A plain array of the same memory: slices of a memmap cost several microseconds each.
+    return np.asarray(mapped)
+
+
+def _values(array: npt.NDArray[np.int64]) -> memoryview:
+    return array.view(np.uint8).data.cast("q")
+
+
+def _chunks(count: int) -> Iterator[tuple[int, int]]:
+    for low in range(0, count, CHUNK_ITEMS):
+        yield low, min(low + CHUNK_ITEMS, count)

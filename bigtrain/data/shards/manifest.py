@@ -1,0 +1,298 @@
+"""`manifest.json`: what a token dataset consists of, written last. Pure: no torch, no arrays.
+
+::
+
+    DIRECTORY/
+      manifest.json                     the dataset exists once this does
+      train-00000.bin  train-00000.idx  Megatron shards, `bigtrain.data.shards.format`
+      train-00000.mask                  which tokens are targets, of chat data alone
+      train-00000.blocks                checksums of blocks, `bigtrain.data.shards.block_checksums`
+      held_out-00000.bin  ...
+      tokenizer/                        what made the tokens, loadable by AutoTokenizer
+      errors.jsonl                      documents that were left out, if any
+      .units/                           work so far, of a dataset that is not finished yet
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+
+from bigtrain.errors import DataError
+from bigtrain.system.files import write_whole
+
+MANIFEST_NAME = "manifest.json"
+TOKENIZER_DIRECTORY = "tokenizer"
+ERRORS_NAME = "errors.jsonl"
+WORK_DIRECTORY = ".units"
+FORMAT: Literal["bigtrain-tokens"] = "bigtrain-tokens"
+VERSION: Literal[2] = 2
+
+DEFAULT_SHARD_BYTES = 1 << 28
+DEFAULT_MAX_DOCUMENT_BYTES = 1 << 26
+
+Split = Literal["train", "held_out"]
+Count = Annotated[int, Field(ge=0)]
+Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+Times = tuple[int | None, int | None]
+"""Of a file: when it was last modified and when last changed (mtime and ctime), in ns."""
+
+
+def same_times(known: Times, listed: Times) -> bool:
+    """Whether a file `listed` with these times was not touched after what is `known` of it.
+
+    A newer change than the listed one is as good: of two processes that list a file before and
+    after a change of its mode, both accept what the second has confirmed.
+    """
+    if known[0] != listed[0]:
+        return False
+    return known[1] is None or listed[1] is None or known[1] >= listed[1]
+
+
+class Record(BaseModel):
+    """Base of every part: frozen, exact types, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+COMPACT = ConfigDict(extra="forbid", strict=True)
+"""Of dataclasses of which there may be hundreds of thousands: a model takes a kilobyte each."""
+
+
+class TokenizerRecord(Record):
+    """Which tokenizer made the tokens."""
+
+    name: str = Field(description="directory or hub name as it was given")
+    hash: str = Field(description="`bigtrain.data.tokenizers.tokenizer.tokenizer_hash`")
+    vocab_size: Annotated[int, Field(ge=1)] = Field(
+        description="token ids are below this; added tokens are counted"
+    )
+    end_of_document_id: Count
+    engine: str = Field(description="library and version that encoded")
+    engine_reason: str = Field(
+        default="", description="why not the fastest encoder; empty where it was the fastest"
+    )
+
+    files_xxh3: Checksum | None = Field(
+        default=None, description="`bigtrain.data.tokenizers.fingerprint.fingerprint` of the files"
+    )
+
+    chat_template: str | None = Field(
+        default=None,
+        description="of conversations: `bigtrain.data.tokenizers.chat_template.ChatTemplate.hash`",
+    )
+
+    @model_validator(mode="after")
+    def _id_in_vocabulary(self) -> Self:
+        if self.end_of_document_id >= self.vocab_size:
+            raise ValueError("end_of_document_id is not below vocab_size")
+        return self
+
+
+@dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
+class PartRecord:
+    """What was read of a source for one shard.
+
+    `begin` and `end` are bytes of a file of lines, row groups of a parquet file, record batches of
+    an arrow file, rows of a saved dataset, shards of a streamed one; no `end`: all of it.
+    """
+
+    begin: Count = 0
+    end: Count | None = None
+    xxh3: Checksum = Field(
+        description="XXH3-64 of the bytes from begin to end, as they lie in the file; of parquet "
+        "and arrow that are not compressed as a file, and of datasets: of the documents' UTF-8"
+    )
+    layout_xxh3: Checksum | None = Field(
+        default=None,
+        description="where xxh3 is of documents: XXH3-64 of where each document begins and of "
+        "the rows that are none",
+    )
+
+
+@dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
+class SourceRecord:
+    """One input: a file with its size, or a dataset with its revision."""
+
+    path: str = Field(description="path of the file, or name of the dataset")
+    bytes: Count | None = None
+    modified_ns: int | None = None
+    changed_ns: int | None = Field(
+        default=None, description="when content, name, owner or mode last changed (ctime)"
+    )
+    revision: str | None = Field(default=None, description="of a dataset: commit or fingerprint")
+    parts: tuple[PartRecord, ...] = Field(default=(), strict=False)
+
+    @property
+    def place(self) -> tuple[str, int | None, str | None]:
+        """What is known of it before it is read: where it differs it is another input."""
+        return self.path, self.bytes, self.revision
+
+    @property
+    def times(self) -> Times:
+        """Where these are equal too, its content is taken to be the same without being read."""
+        return self.modified_ns, self.changed_ns
+
+
+class OptionsRecord(Record):
+    """What else decides the contents of the shards."""
+
+    text_keys: tuple[str, ...] = Field(default=("text",), strict=False, min_length=1)
+    held_out: Annotated[float, Field(ge=0, le=1)] = 0.0
+    shard_bytes: Annotated[int, Field(ge=1)] = DEFAULT_SHARD_BYTES
+    max_document_bytes: Annotated[int, Field(ge=1)] = DEFAULT_MAX_DOCUMENT_BYTES
+    max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    parse_special_tokens: bool = False
+    chat: bool = Field(default=False, description="documents are conversations, under text_keys")
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+
+
+class ShardRecord(Record):
+    """One `.bin` and `.idx` pair, its `.blocks`, and a `.mask` where not all tokens are targets."""
+
+    name: str = Field(description="file name without .bin", pattern=r"^[A-Za-z0-9_][\w.-]*$")
+    documents: Count
+    tokens: Count
+    bytes: Count = Field(description="size of the .bin")
+    text_bytes: Count = Field(description="UTF-8 bytes of the documents")
+    xxh3: Checksum = Field(description="XXH3-64 of the .bin")
+    index_xxh3: Checksum = Field(description="XXH3-64 of the .idx")
+    mask_xxh3: Checksum | None = Field(default=None, description="XXH3-64 of the .mask")
+    target_tokens: Count | None = Field(
+        default=None, description="tokens with a loss, where there is a .mask"
+    )
+    blocks_xxh3: Checksum | None = Field(
+        default=None, description="XXH3-64 of the .blocks, which datasets made before have not"
+    )
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """XXH3-64 of each of its files, by the suffix of its name."""
+        found = {
+            "bin": self.xxh3,
+            "idx": self.index_xxh3,
+            "mask": self.mask_xxh3,
+            "blocks": self.blocks_xxh3,
+        }
+        return {suffix: xxh3 for suffix, xxh3 in found.items() if xxh3 is not None}
+
+    @model_validator(mode="after")
+    def _mask_is_whole(self) -> Self:
+        if (self.mask_xxh3 is None) != (self.target_tokens is None):
+            raise ValueError("of mask_xxh3 and target_tokens only one is given")
+        if self.target_tokens is not None and self.target_tokens > self.tokens:
+            raise ValueError(f"{self.target_tokens} of {self.tokens} tokens are targets")
+        return self
+
+
+class Manifest(Record):
+    """The whole of `manifest.json`."""
+
+    format: Literal["bigtrain-tokens"] = FORMAT
+    version: Literal[2] = VERSION
+    tokenizer: TokenizerRecord
+    token_dtype: Literal["uint16", "int32"]
+    sources: tuple[SourceRecord, ...] = Field(strict=False)
+    options: OptionsRecord
+    skipped_documents: Count = 0
+    splits: dict[Split, tuple[ShardRecord, ...]]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if "train" not in self.splits:
+            raise ValueError("there is no split train")
+        every = [shard for shards in self.splits.values() for shard in shards]
+        names = [shard.name for shard in every]
+        if len(set(names)) != len(names):
+            raise ValueError("a shard is listed twice")
+        if len({shard.mask_xxh3 is None for shard in every}) > 1:
+            raise ValueError("some shards have a mask and others none")
+        if len({shard.blocks_xxh3 is None for shard in every}) > 1:
+            raise ValueError("some shards have block checksums and others none")
+        size = 2 if self.token_dtype == "uint16" else 4
+        for shard in every:
+            if shard.bytes != shard.tokens * size:
+                raise ValueError(
+                    f"shard {shard.name}: {shard.tokens} tokens of {size} bytes are not "
+                    f"{shard.bytes} bytes"
+                )
+        return self
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask says which tokens are targets; without one all of them are."""
+        return any(s.mask_xxh3 is not None for shards in self.splits.values() for s in shards)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether what is read of the shards can be verified as it is read."""
+        return all(s.blocks_xxh3 is not None for shards in self.splits.values() for s in shards)
+
+    def shards(self, split: Split) -> Sequence[ShardRecord]:
+        """The shards of `split`, in stream order; none where the dataset has no such split."""
+        return self.splits.get(split, ())
+
+    def num_tokens(self, split: Split) -> int:
+        return sum(shard.tokens for shard in self.shards(split))
+
+    def num_documents(self, split: Split) -> int:
+        return sum(shard.documents for shard in self.shards(split))
+
+
+def write_manifest(directory: Path, manifest: Manifest, draft: Path | None = None) -> None:
+    """Write `manifest.json`, which makes `directory` a dataset; `draft` as of `write_whole`."""
+    # What is not there has no key: a dataset without masks says nothing of them.
+    content = manifest.model_dump_json(indent=1, exclude_none=True) + "\n"
+    write_whole(directory / MANIFEST_NAME, content.encode("utf-8"), draft)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of the dataset in `directory`.
+
+    Raises DataError where the directory or the manifest is missing, or where the manifest is
+    damaged or of another format version. Does not look at the shards.
+    """
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise DataError(f"{directory} {what} -> make it with `bigtrain tokenize --output`")
+    path = directory / MANIFEST_NAME
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        remedy = "make it with `bigtrain tokenize --output`"
+        if (directory / WORK_DIRECTORY).is_dir():
+            remedy = "start the same `bigtrain tokenize` again: it finishes what was begun"
+        raise DataError(
+            f"{directory} is not a finished token dataset: it has no {MANIFEST_NAME} -> {remedy}"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    try:
+        return Manifest.model_validate_json(content)
+    except ValidationError as error:
+        raise _why_invalid(path, content, error) from error
+
+
+def _why_invalid(path: Path, content: bytes, error: ValidationError) -> DataError:
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError) as not_json:
+        return DataError(f"{path} is damaged: not JSON: {not_json}")
+    # Another format version is not damage.
+    if isinstance(tree, dict) and tree.get("format") == FORMAT and tree.get("version") != VERSION:
+        return DataError(
+            f"{path} has format version {tree.get('version')!r}; this bigtrain reads {VERSION} -> "
+            "tokenize again or use the bigtrain that wrote it"
+        )
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return DataError(f"{path} is damaged: {where + ': ' if where else ''}{message}")

@@ -1,0 +1,206 @@
+"""Writes token shards, in the format that `bigtrain.data.shards.format` describes. numpy only."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from bigtrain.data.shards.block_checksums import SUFFIX, BlockHasher, blocks_content
+from bigtrain.data.shards.format import DTYPE_CODES, HEADER, INDEX_VERSION, MAGIC, Mask, Tokens
+from bigtrain.data.shards.manifest import ShardRecord
+from bigtrain.errors import DataError
+
+SYNC_BYTES = 1 << 24
+"""Of a file that is being written are sent to the disk at once."""
+
+
+class _HashingFile:
+    """A file being written, and the XXH3-64 of what was, and of each of its blocks.
+
+    A thread of its own waits for the disk while more is written: whoever syncs the finished file
+    would wait for all of it, half as long as it took to encode.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file: BinaryIO = path.open("wb", buffering=0)
+        self.hash = xxhash.xxh3_64()
+        self.blocks = BlockHasher()
+        self._unsynced = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._syncing: Future[None] | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Raises OSError also for what the disk refused of earlier data."""
+        left = memoryview(data)
+        while len(left):
+            left = left[self.file.write(left) :]
+        self.hash.update(data)
+        self.blocks.update(memoryview(data))
+        self._unsynced += len(data)
+        if self._unsynced >= SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+            self._check()
+            self._pool = self._pool or ThreadPoolExecutor(1)
+            self._syncing = self._pool.submit(os.fdatasync, self.file.fileno())
+            self._unsynced = 0
+
+    def close(self) -> None:
+        """Waits for the thread; raises as `write`."""
+        try:
+            self._check()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+            self.file.close()
+
+    def _check(self) -> None:
+        if self._syncing is not None:
+            syncing, self._syncing = self._syncing, None
+            syncing.result()
+
+
+class _MaskFile:
+    """A `.mask` being written: bits of tokens, of which eight at a time make a byte."""
+
+    def __init__(self, path: Path) -> None:
+        self.part = _HashingFile(path)
+        self.num_targets = 0
+        self._rest = np.empty(0, np.bool_)
+
+    def add(self, mask: Mask) -> None:
+        self.num_targets += int(np.count_nonzero(mask))
+        bits = np.concatenate([self._rest, mask])
+        whole = len(bits) // 8 * 8
+        self.part.write(np.packbits(bits[:whole], bitorder="little").data)
+        self._rest = bits[whole:].copy()
+
+    def finish(self) -> None:
+        self.part.write(np.packbits(self._rest, bitorder="little").data)
+
+
+class ShardWriter:
+    """Writes one shard, in memory bounded by the number of its documents (12 bytes each).
+
+    `masked`: with a `.mask` beside it. The files have temporary names until `close`; leaving the
+    ``with`` block by an exception removes them.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        dtype: Literal["uint16", "int32"],
+        *,
+        masked: bool = False,
+    ) -> None:
+        self.directory = directory
+        self.name = name
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.num_tokens = 0
+        self.num_documents = 0
+        self.text_bytes = 0
+        self._lengths = array("i")
+        self._document_starts = array("q", [0])
+        self._bin = _HashingFile(self._partial("bin"))
+        self._mask = _MaskFile(self._partial("mask")) if masked else None
+
+    def add(
+        self,
+        tokens: Tokens,
+        lengths: npt.NDArray[np.int64],
+        text_bytes: int,
+        mask: Mask | None = None,
+    ) -> None:
+        """Append documents: `tokens` of all of them, their `lengths`, and their UTF-8 bytes.
+
+        A length of zero is a document without a sequence. `tokens` must fit the shard's type.
+        `mask`, bool [tokens]: which of them have a loss; given exactly where the shard is masked.
+        """
+        assert int(lengths.sum()) == len(tokens)
+        assert (mask is None) == (self._mask is None)
+        if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
+            raise DataError(
+                f"a document of {int(lengths.max())} tokens: the format holds at most 2^31 - 1 -> "
+                "split it"
+            )
+        self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data.cast("B"))
+        if self._mask is not None and mask is not None:
+            assert len(mask) == len(tokens)
+            self._mask.add(mask)
+        full = lengths > 0
+        starts = len(self._lengths) + np.cumsum(full)
+        self._lengths.frombytes(lengths[full].astype(np.int32).tobytes())
+        self._document_starts.frombytes(starts.astype(np.int64).tobytes())
+        self.num_tokens += len(tokens)
+        self.num_documents += len(lengths)
+        self.text_bytes += text_bytes
+
+    def close(self) -> ShardRecord:
+        """Write the index, give all files their names, and return what the manifest says."""
+        index = _HashingFile(self._partial("idx"))
+        lengths = np.frombuffer(self._lengths, dtype=np.int32)
+        pointers = np.zeros(len(lengths), dtype=np.int64)
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        starts = np.frombuffer(self._document_starts, dtype=np.int64)
+        code = next(code for code, known in DTYPE_CODES.items() if known == self.dtype)
+        index.write(HEADER.pack(MAGIC, INDEX_VERSION, code, len(lengths), len(starts)))
+        index.write(lengths.astype("<i4").tobytes())
+        index.write(pointers.astype("<i8").tobytes())
+        index.write(starts.astype("<i8").tobytes())
+        parts = [(self._bin, "bin"), (index, "idx")]
+        of_mask = None
+        if self._mask is not None:
+            self._mask.finish()
+            parts.append((self._mask.part, "mask"))
+            of_mask = self._mask.part.blocks.finish()
+        blocks = _HashingFile(self._partial(SUFFIX))
+        blocks.write(blocks_content(self._bin.blocks.finish(), of_mask))
+        parts.append((blocks, SUFFIX))
+        for part, suffix in parts:
+            part.close()
+            self._partial(suffix).rename(self.directory / f"{self.name}.{suffix}")
+        return ShardRecord(
+            name=self.name,
+            documents=self.num_documents,
+            tokens=self.num_tokens,
+            bytes=self.num_tokens * self.dtype.itemsize,
+            text_bytes=self.text_bytes,
+            xxh3=self._bin.hash.hexdigest(),
+            index_xxh3=index.hash.hexdigest(),
+            mask_xxh3=self._mask.part.hash.hexdigest() if self._mask else None,
+            target_tokens=self._mask.num_targets if self._mask else None,
+            blocks_xxh3=blocks.hash.hexdigest(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what has no final name yet; what `close` finished stays."""
+        with suppress(OSError):  # it goes anyway
+            self._bin.close()
+        if self._mask is not None:
+            with suppress(OSError):
+                self._mask.part.close()
+        for suffix in ("bin", "idx", "mask", SUFFIX):
+            self._partial(suffix).unlink(missing_ok=True)
+
+    def _partial(self, suffix: str) -> Path:
+        return self.directory / f"{self.name}.{suffix}.partial"

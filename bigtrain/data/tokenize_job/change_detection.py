@@ -1,0 +1,88 @@
+"""Whether inputs still hold what was read of them, where their times cannot tell.
+
+As git does it: size and times are looked at first, and where these are as they were the content
+is taken to be the same. After a copy, a checkout or `touch` they are not; then the content is
+hashed and compared with what was hashed while it was tokenized. A file of lines or text costs
+reading it, a table reading its documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bigtrain.data.documents.bad_documents import Rejects
+from bigtrain.data.documents.open_reader import part_reader
+from bigtrain.data.documents.parts import Part, ReadOptions
+from bigtrain.data.shards.manifest import SourceRecord, same_times
+from bigtrain.data.sources.discovery import Source
+from bigtrain.data.tokenize_job.units import Unit
+from bigtrain.data.tokenize_job.workspace import Workspace
+from bigtrain.errors import DataError
+
+
+def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool:
+    """Whether `unit` was done of what its touched inputs hold now; then its record says so.
+
+    Otherwise it has no record afterwards. Call it while holding the unit's claim.
+    """
+    record = workspace.unconfirmed([unit]).get(unit.key)
+    if record is None:
+        return False
+    pairs = list(zip(unit.parts, record.parts, strict=True))
+    parts = []
+    for part, read in pairs:
+        times = part.source.record.times
+        if same_times(read.times, times):
+            parts.append(read)
+            continue
+        if not _holds(part, read.xxh3, read.layout_xxh3, options):
+            workspace.drop(unit.key)
+            return False
+        parts.append(replace(read, times=times))
+    workspace.write_record(record.model_copy(update={"parts": tuple(parts)}))
+    return True
+
+
+def untouched(known: Sequence[SourceRecord], sources: Sequence[Source]) -> bool:
+    """Whether `sources` are, by place, size and times, those that are `known`."""
+    found = [source.record for source in sources]
+    if [record.place for record in known] != [record.place for record in found]:
+        return False
+    return all(same_times(old.times, new.times) for old, new in zip(known, found, strict=True))
+
+
+def confirm_sources(
+    known: Sequence[SourceRecord], sources: Sequence[Source], options: ReadOptions
+) -> tuple[SourceRecord, ...] | None:
+    """`known` with the times of `sources`, if all these hold what was read of them; else None."""
+    if [record.place for record in known] != [source.record.place for source in sources]:
+        return None
+    confirmed = []
+    for record, source in zip(known, sources, strict=True):
+        if same_times(record.times, source.record.times):
+            confirmed.append(record)
+            continue
+        if not _source_holds(record, source, options):
+            return None
+        confirmed.append(replace(source.record, parts=record.parts))
+    return tuple(confirmed)
+
+
+def _source_holds(record: SourceRecord, source: Source, options: ReadOptions) -> bool:
+    return bool(record.parts) and all(
+        _holds(Part(source, read.begin, read.end), read.xxh3, read.layout_xxh3, options)
+        for read in record.parts
+    )
+
+
+def _holds(part: Part, xxh3: str, layout_xxh3: str | None, options: ReadOptions) -> bool:
+    """`layout_xxh3` may be missing where all parts of a file are compared, but not of a table."""
+    if part.source.read_once or (layout_xxh3 is None and part.source.is_hashed_by_documents):
+        return False
+    reader = part_reader(part, options, Rejects(True, lambda bad: None))
+    try:
+        reader.skim()
+    except DataError:
+        return False  # what is wrong is said by whoever reads it next
+    return reader.checksum() == xxh3 and layout_xxh3 in (None, reader.layout())

@@ -1,0 +1,226 @@
+"""From finished units to the dataset: shards get their names, the manifest comes last.
+
+Before the first file moves, `assembly.json` says which will go where. So a process that was killed
+in the middle is continued by the next one, in any order and twice as well as once; and where the
+plan has changed meanwhile (an input was mended), the files go back first.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bigtrain.data.documents.bad_documents import BadDocument, require_few
+from bigtrain.data.shards.format import token_dtype
+from bigtrain.data.shards.manifest import (
+    ERRORS_NAME,
+    MANIFEST_NAME,
+    TOKENIZER_DIRECTORY,
+    Manifest,
+    OptionsRecord,
+    PartRecord,
+    ShardRecord,
+    SourceRecord,
+    Split,
+    TokenizerRecord,
+    write_manifest,
+)
+from bigtrain.data.sources.discovery import Source
+from bigtrain.data.tokenize_job.units import Unit, plan_key
+from bigtrain.data.tokenize_job.worker import SPLITS
+from bigtrain.data.tokenize_job.workspace import JOURNAL_NAME, UnitRecord, Workspace
+from bigtrain.data.tokenizers.chat_template import ChatTemplate
+from bigtrain.data.tokenizers.fingerprint import fingerprint
+from bigtrain.data.tokenizers.tokenizer import Tokenizer
+from bigtrain.errors import DataError
+from bigtrain.system.files import sync_to_disk, sync_tree, write_whole
+
+CLAIM = "assembly"
+
+
+@dataclass(frozen=True)
+class Finish:
+    """A plan whose units are all done, and what the manifest says of it."""
+
+    workspace: Workspace
+    sources: Sequence[Source]
+    units: Sequence[Unit]
+    tokenizer: Tokenizer
+    options: OptionsRecord
+    chat_template: ChatTemplate | None = None
+
+    def run(self, records: dict[str, UnitRecord]) -> Manifest:
+        """Make the dataset of the units' `records`. Raises DataError where they hold too little.
+
+        Call it while holding the claim `CLAIM`.
+        """
+        done = [records[unit.key] for unit in self.units]
+        self._write_errors(done)
+        manifest = self._manifest(done)
+        moves = [
+            (f"{record.splits[split].name}.{suffix}", f"{final.name}.{suffix}")
+            for split in SPLITS
+            for record, final in zip(
+                _with_documents(done, split), manifest.splits.get(split, ()), strict=True
+            )
+            for suffix in final.checksums
+        ]
+        directory, output = self.workspace.directory, self.workspace.output
+        journal = json.dumps({"plan": plan_key(self.units), "moves": moves})
+        write_whole(directory / JOURNAL_NAME, journal.encode(), self.workspace.draft(JOURNAL_NAME))
+        for source, target in moves:
+            _move(directory / source, output / target)
+        self._save_tokenizer()
+        sync_to_disk(output)
+        write_manifest(output, manifest, self.workspace.draft(MANIFEST_NAME))
+        self.workspace.remove()
+        return manifest
+
+    def _manifest(self, done: Sequence[UnitRecord]) -> Manifest:
+        splits: dict[Split, tuple[ShardRecord, ...]] = {}
+        for split in SPLITS:
+            shards = [record.splits[split] for record in _with_documents(done, split)]
+            if shards or split == "train":
+                splits[split] = tuple(
+                    shard.model_copy(update={"name": f"{split}-{number:05d}"})
+                    for number, shard in enumerate(shards)
+                )
+        tokenizer = self.tokenizer
+        manifest = Manifest(
+            tokenizer=TokenizerRecord(
+                name=tokenizer.name,
+                hash=tokenizer.hash,
+                vocab_size=tokenizer.vocab_size,
+                end_of_document_id=tokenizer.end_of_document_id,
+                engine=", ".join(sorted({record.engine for record in done})),
+                engine_reason="; ".join(sorted({record.engine_reason for record in done} - {""})),
+                files_xxh3=fingerprint(tokenizer.name),
+                chat_template=None if self.chat_template is None else self.chat_template.hash,
+            ),
+            token_dtype=token_dtype(tokenizer.vocab_size),
+            sources=_sources_with_parts(self.sources, self.units, done),
+            options=self.options,
+            skipped_documents=sum(record.bad_documents for record in done),
+            splits=splits,
+        )
+        if not manifest.num_tokens("train"):
+            # With bad documents their list stays, to be looked at.
+            raise (DataError if manifest.skipped_documents else EmptyDataset)(
+                f"there is no training token in the input: {manifest.num_documents('train')} "
+                f"training documents, {manifest.num_documents('held_out')} held-out documents with "
+                f"{manifest.num_tokens('held_out')} tokens, {manifest.skipped_documents} skipped"
+            )
+        return manifest
+
+    def _write_errors(self, done: Sequence[UnitRecord]) -> None:
+        """List every bad document; raises DataError where there are more than allowed."""
+        bad = sum(record.bad_documents for record in done)
+        target = self.workspace.output / ERRORS_NAME
+        if not bad:
+            target.unlink(missing_ok=True)
+            return
+        draft = self.workspace.draft(ERRORS_NAME)
+        first: BadDocument | None = None
+        with draft.open("w", encoding="utf-8") as file:
+            for document in self._bad_documents(done):
+                first = first or document
+                entry: dict[str, Any] = {"file": document.path}
+                if document.line is not None:
+                    entry["line"] = document.line
+                if document.row is not None:
+                    entry["row"] = document.row
+                entry["reason"] = document.reason
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        sync_to_disk(draft)
+        draft.rename(target)
+        good = sum(record.documents for record in done)
+        require_few(bad, good, self.options.max_bad_fraction, f"{first}; all are in {target}")
+
+    def _bad_documents(self, done: Sequence[UnitRecord]) -> Iterator[BadDocument]:
+        """In the order of the input, with lines counted from the beginning of their file."""
+        lines_before = 0
+        previous = ""
+        for unit, record in zip(self.units, done, strict=True):
+            lines_before_part = []
+            for part, read in zip(unit.parts, record.parts, strict=True):
+                if part.source.path != previous:
+                    previous, lines_before = part.source.path, 0
+                lines_before_part.append(lines_before)
+                lines_before += read.num_lines
+            if not record.bad_documents:
+                continue
+            with (self.workspace.directory / record.errors_name).open(encoding="utf-8") as file:
+                # Some are found by reading and some later, by encoding.
+                entries = sorted(map(json.loads, file), key=lambda e: (e[0], e[2] or 0, e[3] or 0))
+                for part_number, path, line, row, reason in entries:
+                    if line is not None:
+                        line += lines_before_part[part_number]
+                    yield BadDocument(path, reason, line, row)
+
+    def _save_tokenizer(self) -> None:
+        target = self.workspace.output / TOKENIZER_DIRECTORY
+        if target.exists():  # put there by a process that was killed after it
+            return
+        draft = self.workspace.draft(TOKENIZER_DIRECTORY)
+        self.tokenizer.save(draft)
+        if self.chat_template is not None:
+            self.chat_template.save(draft)
+        sync_tree(draft)
+        draft.rename(target)
+
+
+class EmptyDataset(DataError):
+    """The input was read and there is nothing in it."""
+
+
+def planned(workspace: Workspace) -> str | None:
+    """The `plan_key` of the assembly that has begun; None where none has."""
+    try:
+        return str(_journal(workspace)["plan"])
+    except FileNotFoundError:
+        return None
+
+
+def undo(workspace: Workspace) -> None:
+    """Bring the files of an assembly that has begun back to where its units' records name them."""
+    for source, target in _journal(workspace)["moves"]:
+        if (workspace.output / target).exists():
+            (workspace.output / target).rename(workspace.directory / source)
+    shutil.rmtree(workspace.output / TOKENIZER_DIRECTORY, ignore_errors=True)
+    sync_to_disk(workspace.directory)
+    (workspace.directory / JOURNAL_NAME).unlink()
+
+
+def _journal(workspace: Workspace) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads((workspace.directory / JOURNAL_NAME).read_bytes())
+    return tree
+
+
+def _move(source: Path, target: Path) -> None:
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        if not target.exists():
+            raise
+
+
+def _with_documents(done: Sequence[UnitRecord], split: Split) -> list[UnitRecord]:
+    """Records of the units that have something in `split`."""
+    return [record for record in done if split in record.splits and record.splits[split].documents]
+
+
+def _sources_with_parts(
+    sources: Sequence[Source], units: Sequence[Unit], done: Sequence[UnitRecord]
+) -> tuple[SourceRecord, ...]:
+    parts: dict[str, list[PartRecord]] = {source.path: [] for source in sources}
+    for unit, record in zip(units, done, strict=True):
+        for part, read in zip(unit.parts, record.parts, strict=True):
+            layout = read.layout_xxh3 if part.source.is_hashed_by_documents else None
+            parts[part.source.path].append(
+                PartRecord(begin=part.begin, end=part.end, xxh3=read.xxh3, layout_xxh3=layout)
+            )
+    return tuple(replace(source.record, parts=tuple(parts.pop(source.path))) for source in sources)

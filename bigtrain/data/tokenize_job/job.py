@@ -1,0 +1,252 @@
+"""From a request to a finished dataset, begun or gone on with, alone or beside other processes.
+
+The input is cut into units (`planning`), each of which somebody builds (`workers`, `unit_building`)
+and records (`workspace`); whoever finds all records makes the dataset of them (`assembly`). Every
+process does the same with the same arguments, so any of them may be killed and started again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigtrain.data.chat.encoder import ChatEncoder
+from bigtrain.data.shards.format import token_dtype
+from bigtrain.data.shards.manifest import Manifest
+from bigtrain.data.sources.discovery import Source, find_sources
+from bigtrain.data.tokenize_job.commit import CLAIM, EmptyDataset, Finish, planned, undo
+from bigtrain.data.tokenize_job.existing_output import finished_manifest, inputs_outside, is_own
+from bigtrain.data.tokenize_job.progress import Progress
+from bigtrain.data.tokenize_job.request import BuildRequest
+from bigtrain.data.tokenize_job.units import Unit, plan_key, plan_units
+from bigtrain.data.tokenize_job.work_division import Workers, divide
+from bigtrain.data.tokenize_job.worker import Job
+from bigtrain.data.tokenize_job.worker_pool import Round, new_token, run_round
+from bigtrain.data.tokenize_job.workspace import UnitRecord, Workspace
+from bigtrain.data.tokenizers.encoders import EncoderError
+from bigtrain.data.tokenizers.selection import EncoderQueue, choose_encoder
+from bigtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from bigtrain.errors import DataError
+from bigtrain.system.files import make_parents
+from bigtrain.system.machine import this_machine
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""How often a process looks whether others have finished what they claimed."""
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """The dataset's manifest, whether it was there already, and what this process did of it."""
+
+    manifest: Manifest
+    already_finished: bool
+    built_tokens: int = 0
+
+
+def build_dataset(request: BuildRequest) -> BuildResult:
+    """Tokenize `request.selection` into `request.output`.
+
+    An output that is the finished dataset of the same inputs (by path and size, and by times or
+    else content), tokenizer and options is left alone; one that was begun is gone on with. Raises
+    DataError for anything wrong: units that are finished by then are kept, without any nothing is
+    left behind.
+    """
+    sources = inputs_outside(request.output, find_sources(request.selection))
+    if request.chat:
+        _refuse_texts(sources)
+    workspace = Workspace(request.output, new_token())
+    if workspace.is_finished() or not is_own(workspace):
+        return BuildResult(finished_manifest(request, sources, workspace), already_finished=True)
+    build = _Build(request, sources, load_tokenizer(request.tokenizer), workspace)
+    with _work_folder(workspace):
+        manifest = build.run()
+    return BuildResult(manifest, already_finished=False, built_tokens=build.built_tokens)
+
+
+def _refuse_texts(sources: Sequence[Source]) -> None:
+    for source in sources:
+        if source.kind == "text":
+            raise DataError(
+                f"--input {source.path} is text, and --chat-key names a key of it -> conversations "
+                "are read from .jsonl, .parquet, .csv, .json, .arrow and datasets"
+            )
+
+
+@contextmanager
+def _work_folder(workspace: Workspace) -> Iterator[None]:
+    """The work folder exists; after an exception it goes, unless there is work in it."""
+    created: list[Path] = []
+    try:
+        try:
+            created = make_parents(workspace.directory)
+        except OSError as error:
+            raise DataError(f"{workspace.output} cannot be written: {error}") from error
+        yield
+    except BaseException as error:
+        if isinstance(error, EmptyDataset) or not workspace.has_work():
+            workspace.remove()
+        elif isinstance(error, DataError):
+            raise DataError(f"{error} (finished parts are kept for the next start)") from error
+        for parent in reversed(created[:-1]):
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
+
+
+@dataclass
+class _Build:
+    """One process's way from a plan to the dataset."""
+
+    request: BuildRequest
+    sources: Sequence[Source]
+    tokenizer: Tokenizer
+    workspace: Workspace
+
+    def __post_init__(self) -> None:
+        request, tokenizer = self.request, self.tokenizer
+        self.reading = request.reading()
+        self.template = tokenizer.chat_template(request.chat_template) if request.chat else None
+        identity = [tokenizer.hash, request.held_out, request.parse_special_tokens]
+        if self.template is not None:
+            identity.append(self.template.hash)
+        self.units = plan_units(self.sources, self.reading, request.shard_bytes, identity)
+        self.plan = plan_key(self.units)
+        self.encoders: EncoderQueue | None = None
+        self.built_tokens = 0
+
+    def run(self) -> Manifest:
+        """Work until the dataset is there, whoever finishes it."""
+        try:
+            return self._run()
+        except (OSError, DataError) as error:
+            # Another process may have finished the dataset and removed the work folder meanwhile.
+            if self.workspace.is_finished():
+                return self._of_others()
+            if not self.workspace.directory.exists():
+                raise DataError(
+                    f"{self.workspace.directory} was removed meanwhile, by another process that "
+                    "gave up or by hand -> start again"
+                ) from error
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{self.workspace.output} cannot be written: {error}") from error
+
+    def _run(self) -> Manifest:
+        self._undo_other_assembly()
+        records = self._records()
+        others = [unit for unit in self.units if unit.key not in records]
+        if touched := len(self.workspace.unconfirmed(others)):
+            logger.warning(
+                "the times of input files changed: %d finished parts are compared with what these "
+                "hold now",
+                touched,
+            )
+        done = sum(unit.num_bytes for unit in self.units if unit.key in records)
+        sizes = [source.record.bytes for source in self.sources]
+        total = 0 if None in sizes else sum(size or 0 for size in sizes)
+        with Progress(total, done, self._workers(others).num_processes) as progress:
+            while len(records) < len(self.units):
+                if self.workspace.is_finished():
+                    return self._of_others()
+                self._work(records, progress)
+                records = self._records()
+            self.built_tokens = progress.counts().num_tokens
+        while not self.workspace.is_finished():
+            with self.workspace.claims.take(CLAIM) as mine:
+                if mine:
+                    return self._finish(records)
+            time.sleep(POLL_S)
+        return self._of_others()
+
+    def _workers(self, units: Sequence[Unit]) -> Workers:
+        """For `units`, of which other commands of known number take their part."""
+        parts = self.request.share.size or 1
+        num_units = -(-len(units) // parts)
+        num_bytes = sum(unit.num_bytes for unit in units) // parts
+        return divide(self.request.workers, num_units, num_bytes, this_machine(os.environ))
+
+    def _records(self) -> dict[str, UnitRecord]:
+        return self.workspace.records(self.units, moved=planned(self.workspace) == self.plan)
+
+    def _work(self, records: dict[str, UnitRecord], progress: Progress) -> None:
+        """One round of workers over what is not done, or a pause where others are at it."""
+        left = tuple(unit for unit in self.units if unit.key not in records)
+        claims = self.workspace.claims
+        if all(claims.is_live(unit.key) for unit in left):
+            progress.wait_for_others(len(left))
+            time.sleep(POLL_S)
+            return
+        self.workspace.drop_invalid(left)
+        encoders = self._trusted_encoders()
+        chat = None
+        if self.template is not None:
+            chat = ChatEncoder(
+                encoders.current,
+                encoders.reference,
+                self.template,
+                trusted=self.request.parse_special_tokens,
+            )
+        job = Job(
+            encoders.current,
+            encoders.reference,
+            encoders.reason,
+            token_dtype(self.tokenizer.vocab_size),
+            self.request.held_out,
+            self.reading,
+            allow_bad=self.request.max_bad_fraction > 0,
+            chat=chat,
+        )
+        work = Round(left, self.request.share, job, self.workspace)
+        try:
+            run_round(work, self._workers(left), progress)
+        except EncoderError as error:
+            # What it wrote so far may be wrong as well: every unit of it is done again.
+            self.workspace.reject(encoders.current.engine(), str(error))
+        finally:
+            progress.end_round()
+
+    def _trusted_encoders(self) -> EncoderQueue:
+        """The current one is not among those that any process has found wrong."""
+        if self.encoders is None:
+            reference = self.tokenizer.encoder(self.request.parse_special_tokens)
+            if self.request.chat:  # special tokens are the template's, and ends as well
+                reference = self.tokenizer.encoder(parse_special_tokens=True, ends=False)
+            self.encoders = choose_encoder(
+                reference,
+                self.request.encoder,
+                read_once=any(source.read_once for source in self.sources),
+            )
+        rejected = self.workspace.rejected()
+        while (engine := self.encoders.current.engine()) in rejected:
+            self.encoders.reject(rejected[engine])
+        return self.encoders
+
+    def _finish(self, records: dict[str, UnitRecord]) -> Manifest:
+        finish = Finish(
+            self.workspace,
+            self.sources,
+            self.units,
+            self.tokenizer,
+            self.request.options(),
+            self.template,
+        )
+        return finish.run(records)
+
+    def _of_others(self) -> Manifest:
+        return finished_manifest(self.request, self.sources, self.workspace)
+
+    def _undo_other_assembly(self) -> None:
+        """Where one of another plan was cut short. Waits for one that is still going on."""
+        while planned(self.workspace) not in (None, self.plan):
+            with self.workspace.claims.take(CLAIM) as mine:
+                if mine and planned(self.workspace) not in (None, self.plan):
+                    undo(self.workspace)
+                    return
+            time.sleep(POLL_S)

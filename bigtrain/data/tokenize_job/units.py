@@ -1,0 +1,154 @@
+"""The units of work of a tokenization: what of the inputs becomes one shard, and under which key.
+
+A unit is a byte range of a file of lines, row groups of a parquet file, record batches of an arrow
+file, rows of a saved dataset, a shard of a streamed one, a file that cannot be cut (compressed,
+csv, text), or several small files together. The plan depends on the inputs, the tokenizer and the
+options alone, not on who works on it. A unit's key says how, and of which ranges of which
+inputs, it is made; what these held is in its record
+(`bigtrain.data.tokenize_job.change_detection`). So work of an earlier plan is taken over wherever
+key and content are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import xxhash
+
+from bigtrain.data.documents.parts import Part, ReadOptions, whole
+from bigtrain.data.documents.table_rows import (
+    count_record_batches,
+    count_row_groups,
+    open_hf_dataset,
+)
+from bigtrain.data.sources.discovery import Source
+
+UNIT_FORMAT = 3
+"""Part of every key: raise it when the same input gives other bytes than before."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parts of sources that follow each other in the input and become one shard."""
+
+    key: str
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+def plan_units(
+    sources: Sequence[Source], options: ReadOptions, shard_bytes: int, identity: Sequence[object]
+) -> list[Unit]:
+    """The units of `sources`, in the order of the input, of at most about `shard_bytes` each.
+
+    `identity` is what else decides a unit's bytes: tokenizer and options, as JSON values. Reads
+    footers of parquet and arrow files larger than `shard_bytes`; raises DataError for damaged ones.
+    """
+    common = [
+        UNIT_FORMAT,
+        *identity,
+        options.text_keys,
+        options.max_document_bytes,
+        options.selection.dataset_config,
+        options.selection.dataset_split,
+    ]
+    groups = _groups(sources, options, shard_bytes)
+    return [Unit(_key(common, parts), tuple(parts)) for parts in groups]
+
+
+def plan_key(units: Sequence[Unit]) -> str:
+    """One key for the whole plan: equal where all units and their order are, and their times."""
+    described = [[unit.key, [part.source.record.times for part in unit.parts]] for unit in units]
+    return xxhash.xxh3_128_hexdigest(json.dumps(described).encode())
+
+
+def _key(common: Sequence[object], parts: Sequence[Part]) -> str:
+    described: list[Any] = []
+    for part in parts:
+        record = part.source.record
+        described.append([part.source.kind, *record.place, part.begin, part.end])
+    return xxhash.xxh3_128_hexdigest(json.dumps([common, described]).encode())
+
+
+def _groups(
+    sources: Sequence[Source], options: ReadOptions, shard_bytes: int
+) -> Iterator[list[Part]]:
+    """Large sources cut, small ones put together.
+
+    Where a group of small files ends is decided by the files around that place: by the hash of a
+    path, once the group has half its size. So a file that is mended, added or removed changes
+    its own group and few after it, not all that follow.
+    """
+    group: list[Part] = []
+    size = 0
+    for source in sources:
+        num_bytes = source.record.bytes
+        if num_bytes is None or num_bytes > shard_bytes:
+            if group:
+                yield group
+                group, size = [], 0
+            yield from ([part] for part in _cut(source, options, shard_bytes))
+            continue
+        if group and size + num_bytes > shard_bytes:
+            yield group
+            group, size = [], 0
+        group.append(whole(source))
+        size += num_bytes
+        chance = min(1.0, num_bytes / (shard_bytes / 4))
+        draw = xxhash.xxh3_64_intdigest(source.path.encode()) / 2**64
+        if size > shard_bytes / 2 and draw < chance:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _cut(source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+    """`source` in parts of about `shard_bytes`, as far as it can be cut."""
+    num_bytes = source.record.bytes or 0
+    if source.kind == "jsonl" and not source.compressed:
+        return _even(source, num_bytes, shard_bytes)
+    if source.is_unpacked:
+        return [whole(source)]
+    if source.kind == "parquet":
+        return _cut_row_groups(source, shard_bytes)
+    if source.kind == "arrow":
+        batches = count_record_batches(source.path)
+        return [whole(source)] if not batches else _even(source, batches, shard_bytes)
+    if source.kind == "saved_dataset":
+        return _even(source, len(open_hf_dataset(source, options.selection)), shard_bytes)
+    if source.kind == "hub_dataset":
+        return _even(source, open_hf_dataset(source, options.selection).num_shards, None)
+    return [whole(source)]
+
+
+def _even(source: Source, count: int, shard_bytes: int | None) -> list[Part]:
+    """Ranges of `count` things of equal size; without `shard_bytes` one thing each."""
+    num_bytes = source.record.bytes or 0
+    wanted = count if shard_bytes is None else -(-num_bytes // shard_bytes)
+    num_parts = max(1, min(count, wanted))
+    cuts = [count * i // num_parts for i in range(num_parts + 1)]
+    at = [num_bytes * cut // max(1, count) for cut in cuts]
+    return [Part(source, cuts[i], cuts[i + 1], at[i + 1] - at[i]) for i in range(num_parts)]
+
+
+def _cut_row_groups(source: Source, shard_bytes: int) -> list[Part]:
+    """Row groups of parquet, whose bytes are taken to be spread evenly over the rows."""
+    rows = count_row_groups(source.path)
+    ends = list(accumulate(rows))
+    num_bytes = source.record.bytes or 0
+    at = [num_bytes * end // max(1, ends[-1]) for end in ends]
+    parts: list[Part] = []
+    begin = done = 0
+    for group in range(len(rows)):
+        if group == len(rows) - 1 or at[group + 1] - done > shard_bytes:
+            parts.append(Part(source, begin, group + 1, at[group] - done))
+            begin, done = group + 1, at[group]
+    return parts or [whole(source)]

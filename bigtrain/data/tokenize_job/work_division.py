@@ -1,0 +1,125 @@
+"""How many processes build shards, and with how many threads, where the user does not say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from bigtrain.errors import LaunchError
+from bigtrain.system.machine import Machine
+
+BYTES_PER_PROCESS = 256 << 20
+"""Of input, at least, for each process of several: it starts in half a second, and its encoder has
+to see words again that another has seen. Measured: two are even with one at twice as much."""
+MEMORY_BYTES_PER_PROCESS = 1 << 30
+"""Of what the machine has free: batches, and the encoder's caches of at most half of it."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """`num_processes`, each of which has `num_threads` threads for encoding.
+
+    `started`: the command starts them; otherwise it is the only one itself.
+    """
+
+    num_processes: int
+    num_threads: int
+    started: bool = True
+
+
+def divide(workers: int | None, num_units: int, num_bytes: int, machine: Machine) -> Workers:
+    """The processes for `num_units` units of work, `num_bytes` of input together.
+
+    `workers` is what the user wants: 1 is one process with all cores, otherwise so many threads in
+    as many processes as there are units for. None: all cores, in processes as far as each has
+    enough to do and to hold it in. An input of unknown size (0 bytes) gets one process.
+    """
+    if workers == 1:
+        return Workers(1, machine.num_cores, started=False)
+    if workers is not None:
+        num_processes = max(1, min(workers, num_units))
+        return Workers(num_processes, workers // num_processes)
+    limits = [
+        machine.num_cores,
+        num_units,
+        num_bytes // BYTES_PER_PROCESS,
+        machine.memory_bytes // MEMORY_BYTES_PER_PROCESS,
+    ]
+    num_processes = max(1, min(limits))
+    num_threads = machine.num_cores // num_processes
+    return Workers(num_processes, num_threads, started=num_processes > 1)
+
+
+T = TypeVar("T")
+GOLDEN = 0.6180339887498949
+
+
+@dataclass(frozen=True)
+class Share:
+    """Process `rank` of `size`; a size of None is one that nobody told."""
+
+    rank: int = 0
+    size: int | None = 1
+
+    def split(self, part: int, parts: int) -> Share:
+        """The share of worker `part` of this process's `parts`."""
+        size = None if self.size is None else self.size * parts
+        return Share(self.rank * parts + part, size)
+
+    def order(self, items: Sequence[T]) -> list[T]:
+        """All `items`, in the order in which to try them: the own ones, then the others'.
+
+        Own are every `size`-th from the `rank`-th. Where the size is not known, the begin is spread
+        over the items by the golden ratio, which keeps any number of ranks apart.
+        """
+        if self.size is None:
+            first = int(self.rank * GOLDEN % 1.0 * len(items))
+            return [*items[first:], *items[:first]]
+        rank = self.rank % self.size
+        turns = ((rank + turn) % self.size for turn in range(self.size))
+        return [item for turn in turns for item in items[turn :: self.size]]
+
+
+def find_share(
+    environment: Mapping[str, str], rank: int | None = None, size: int | None = None
+) -> Share:
+    """The share given by `rank` and `size`, or else by the launcher's environment.
+
+    Looked for in this order: torchrun's RANK and WORLD_SIZE, Slurm's array (SLURM_ARRAY_TASK_ID,
+    _MIN, _STEP and _COUNT) and tasks (SLURM_PROCID, SLURM_NTASKS), of which each task of an array
+    has both, and a Kubernetes indexed job's JOB_COMPLETION_INDEX, which knows no size. Raises
+    LaunchError for what is no number, for a rank outside of its size, and for half of a pair.
+    """
+    if (rank is None) != (size is None):
+        raise LaunchError("--rank and --world-size go together: give both or none")
+    if rank is not None and size is not None:
+        return _checked(rank, size, "--rank and --world-size")
+
+    def number(name: str, default: str | None = None) -> int:
+        text = environment.get(name, default)
+        try:
+            return int(text or "")
+        except ValueError:
+            raise LaunchError(f"{name}={text} in the environment is no number") from None
+
+    if {"RANK", "WORLD_SIZE"} & environment.keys():
+        return _checked(number("RANK"), number("WORLD_SIZE"), "RANK and WORLD_SIZE")
+    if {"SLURM_PROCID", "SLURM_ARRAY_TASK_ID"} & environment.keys():
+        task, num_tasks = number("SLURM_PROCID", "0"), number("SLURM_NTASKS", "1")
+        if "SLURM_ARRAY_TASK_ID" not in environment:
+            return _checked(task, num_tasks, "SLURM_PROCID and SLURM_NTASKS")
+        step = max(1, number("SLURM_ARRAY_TASK_STEP", "1"))
+        index = (number("SLURM_ARRAY_TASK_ID") - number("SLURM_ARRAY_TASK_MIN", "0")) // step
+        count = number("SLURM_ARRAY_TASK_COUNT")
+        names = "SLURM_ARRAY_TASK_ID, _MIN, _STEP and _COUNT"
+        return _checked(index * num_tasks + task, count * num_tasks, names)
+    if "JOB_COMPLETION_INDEX" in environment:
+        return Share(number("JOB_COMPLETION_INDEX"), None)
+    return Share()
+
+
+def _checked(rank: int, size: int, names: str) -> Share:
+    if not 0 <= rank < size:
+        raise LaunchError(f"{names}: rank {rank} of {size} is not in 0..{size - 1}")
+    return Share(rank, size)

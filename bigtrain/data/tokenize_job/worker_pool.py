@@ -1,0 +1,171 @@
+"""One process's part of a tokenization: its worker processes, each of which takes units.
+
+There is no queue: every worker goes through all units, its own share first, and builds those that
+are neither done nor claimed. What others have claimed is left to them;
+`bigtrain.data.tokenize_job.job` looks again at the end.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Protocol
+
+from bigtrain.data.tokenize_job.change_detection import confirm_unit
+from bigtrain.data.tokenize_job.units import Unit
+from bigtrain.data.tokenize_job.work_division import Share, Workers
+from bigtrain.data.tokenize_job.worker import Counts, Job, build_unit
+from bigtrain.data.tokenize_job.workspace import Workspace
+from bigtrain.data.tokenizers.encoders import EncoderError
+from bigtrain.errors import BigtrainError, DataError
+
+REPORT_BYTES = 1 << 22
+"""A worker tells how far it is after every so many bytes: a few times a second."""
+
+
+class Watcher(Protocol):
+    """Who is told how far every worker is."""
+
+    def update(self, worker: int, counts: Counts) -> None:
+        """Worker number `worker` has done `counts` in this round."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Units that are not done, and everything needed to build them."""
+
+    units: tuple[Unit, ...]
+    share: Share
+    job: Job
+    workspace: Workspace
+
+
+def new_token() -> str:
+    """A name that no other process on any machine has."""
+    return uuid.uuid4().hex[:12]
+
+
+def run_round(work: Round, workers: Workers, watcher: Watcher) -> None:
+    """Build what of `work` nobody else has claimed.
+
+    Where several are started, the first error of any is raised, and the others are ended.
+    """
+    num_processes, num_threads = workers.num_processes, workers.num_threads
+    if not workers.started:
+        # Even on one core reading and writing wait less beside an encoder.
+        job = replace(work.job, num_threads=max(2, num_threads))
+        _take_units(replace(work, job=job), lambda counts: watcher.update(0, counts))
+        return
+    job = replace(work.job, num_threads=num_threads)
+    # Not fork: the threads of a tokenizer that was already used do not survive it.
+    context = multiprocessing.get_context("spawn")
+    processes: dict[Connection, tuple[int, SpawnProcess]] = {}
+    tokens: set[str] = set()
+    try:
+        for number in range(num_processes):
+            receiver, sender = context.Pipe(duplex=False)
+            workspace = replace(work.workspace, token=new_token())
+            share = work.share.split(number, num_processes)
+            own = replace(work, share=share, job=job, workspace=workspace)
+            process = context.Process(target=_run_worker, args=(own, num_threads, sender))
+            process.start()
+            sender.close()
+            tokens.add(workspace.token)
+            processes[receiver] = (number, process)
+        _follow(processes, watcher)
+    finally:
+        for _, process in processes.values():
+            process.kill()
+        for _, process in processes.values():
+            process.join()
+        if work.workspace.directory.exists():
+            work.workspace.claims.release(tokens)
+
+
+def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], watcher: Watcher) -> None:
+    """Until every worker has said that it has finished. Raises the first error one reports."""
+    running = dict(processes)
+    while running:
+        for connection in wait(list(running)):
+            assert isinstance(connection, Connection)
+            number, process = running[connection]
+            try:
+                message = connection.recv()
+            except EOFError:
+                process.join()
+                raise DataError(
+                    f"a tokenizing process died (exit code {process.exitcode}), most likely for "
+                    "want of memory -> fewer --workers"
+                ) from None
+            if isinstance(message, Counts):
+                watcher.update(number, message)
+                continue
+            del running[connection]
+            if isinstance(message, BaseException):
+                raise message
+
+
+def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
+    """Raises DataError or EncoderError of the first unit that cannot be built."""
+    workspace, counts = work.workspace, Counts()
+    claims = workspace.claims
+    told = 0
+
+    def tell() -> None:
+        nonlocal told
+        if counts.num_bytes - told >= REPORT_BYTES:
+            told = counts.num_bytes
+            report(counts)
+
+    for unit in work.share.order(work.units):
+        if _is_done(unit, work):
+            continue
+        with claims.take(unit.key) as mine:
+            # Its last owner may have finished it just before the claim was free.
+            if mine and not _is_done(unit, work):
+                if work.job.encoder.engine() in workspace.rejected():
+                    return  # by another process; the next round takes another encoder
+                if confirm_unit(unit, workspace, work.job.reading):
+                    counts.num_bytes += unit.num_bytes
+                    report(counts)
+                    continue
+                build_unit(unit, work.job, workspace, counts, tell)
+                report(counts)
+
+
+def _is_done(unit: Unit, work: Round) -> bool:
+    """Units of this round had no valid record when it began, but some of touched inputs."""
+    return work.workspace.is_done(unit)
+
+
+def _run_worker(work: Round, num_threads: int, connection: Connection) -> None:
+    """A worker process: sends counts, then None or what went wrong."""
+    os.environ["RAYON_NUM_THREADS"] = str(num_threads)  # before a library starts its threads
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        _take_units(work, connection.send)
+    except (BigtrainError, EncoderError, OSError) as error:
+        connection.send(error)
+    except BaseException:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+    else:
+        connection.send(None)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would go on alone, and hold its standard output open."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

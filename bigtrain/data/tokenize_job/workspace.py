@@ -1,0 +1,220 @@
+"""The work folder of a dataset that is not finished: what is done, and what must not be trusted.
+
+::
+
+    OUTPUT/.units/
+      KEY.TOKEN.train.bin  .idx ...  shards of a unit, written by process TOKEN
+      KEY.TOKEN.errors               its bad documents
+      KEY.json                       its record: the unit is done once this names those files
+      KEY.claim                      who works on it, `bigtrain.data.tokenize_job.leases`
+      rejected-ENGINE                an encoder found wrong; what it wrote is done again
+      assembly.json                  `bigtrain.data.tokenize_job.commit` has begun
+      (a file without a name)        what a unit reads, decompressed (`sources.decompression`)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from bigtrain.data.shards.manifest import (
+    COMPACT,
+    MANIFEST_NAME,
+    WORK_DIRECTORY,
+    Checksum,
+    Count,
+    Record,
+    ShardRecord,
+    Split,
+    Times,
+    same_times,
+)
+from bigtrain.data.tokenize_job.leases import Claims
+from bigtrain.data.tokenize_job.units import Unit
+from bigtrain.system.files import write_whole
+
+JOURNAL_NAME = "assembly.json"
+RECORD_OR_CLAIM = re.compile(r"[0-9a-f]{32}\.(json|claim)|assembly\.(json|claim)")
+
+
+@pydantic_dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
+class PartDone:
+    """What reading a part found: its content, and how many lines started in it.
+
+    `xxh3` and `layout_xxh3` as of `PartReader`; `times` of the source when it was listed.
+    """
+
+    xxh3: Checksum
+    layout_xxh3: Checksum
+    num_lines: Count
+    times: Times = Field(strict=False)
+
+
+class UnitRecord(Record):
+    """`KEY.json`. `documents` are the good ones, `token` names the process that wrote the files."""
+
+    key: str
+    token: str
+    engine: str
+    engine_reason: str
+    documents: Count
+    bad_documents: Count
+    parts: tuple[PartDone, ...] = Field(strict=False)
+    splits: dict[Split, ShardRecord]
+
+    def is_current(self, unit: Unit) -> bool:
+        """Whether the inputs of `unit` are, by their times, as they were read for it."""
+        read = zip(self.parts, unit.parts, strict=True)
+        return all(same_times(done.times, part.source.record.times) for done, part in read)
+
+    @property
+    def files(self) -> list[str]:
+        names = [f"{s.name}.{suffix}" for s in self.splits.values() for suffix in s.checksums]
+        return [*names, *([self.errors_name] if self.bad_documents else [])]
+
+    @property
+    def errors_name(self) -> str:
+        return errors_name(self.key, self.token)
+
+
+def shard_name(key: str, token: str, split: Split) -> str:
+    """File name without suffix of a unit's shard."""
+    return f"{key}.{token}.{split}"
+
+
+def errors_name(key: str, token: str) -> str:
+    """File name of a unit's bad documents."""
+    return f"{key}.{token}.errors"
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The work folder of dataset `output`, as process `token` uses it."""
+
+    output: Path
+    token: str
+
+    @property
+    def directory(self) -> Path:
+        return self.output / WORK_DIRECTORY
+
+    @property
+    def claims(self) -> Claims:
+        """Made anew: a claim names the process that asks."""
+        return Claims(self.directory, self.token, self._clean)
+
+    def draft(self, name: str) -> Path:
+        """Where this process writes what will be called `name`, here or in the dataset."""
+        return self.directory / f"{name}.{self.token}.partial"
+
+    def is_finished(self) -> bool:
+        """Whether the dataset is there, so that this folder is or will be gone."""
+        return (self.output / MANIFEST_NAME).exists()
+
+    def is_recorded(self, key: str) -> bool:
+        """Whether unit `key` has a record, whatever it says."""
+        return self._record_path(key).exists()
+
+    def write_record(self, record: UnitRecord) -> None:
+        """What makes the unit done."""
+        content = record.model_dump_json().encode("utf-8")
+        write_whole(self._record_path(record.key), content, self.draft(record.key))
+
+    def records(self, units: Sequence[Unit], moved: bool = False) -> dict[str, UnitRecord]:
+        """Of all units that are done, by key: of inputs that nobody touched since, by an encoder
+        that is trusted, with whole files.
+
+        `moved`: the files are on their way into the dataset, so they are not looked for.
+        """
+        return {u.key: r for u, r in self._trusted(units, moved) if r.is_current(u)}
+
+    def unconfirmed(self, units: Sequence[Unit]) -> dict[str, UnitRecord]:
+        """Those that `records` would count, had the times of the inputs not changed."""
+        return {u.key: r for u, r in self._trusted(units) if not r.is_current(u)}
+
+    def is_done(self, unit: Unit) -> bool:
+        """Whether `unit` has a record of its inputs as they are now, whatever else it says."""
+        record = self._read_record(unit.key)
+        return record is not None and record.is_current(unit)
+
+    def drop(self, key: str) -> None:
+        """Forget the record of unit `key`."""
+        self._record_path(key).unlink(missing_ok=True)
+
+    def drop_invalid(self, units: Sequence[Unit]) -> None:
+        """Forget those of `units` that are recorded and cannot be taken over."""
+        recorded = [unit for unit in units if self.is_recorded(unit.key)]
+        trusted = {unit.key for unit, _ in self._trusted(recorded)}
+        for unit in recorded:
+            if unit.key not in trusted:
+                self.drop(unit.key)
+
+    def rejected(self) -> dict[str, str]:
+        """Engines that were found wrong on this input, and why."""
+        reasons = {}
+        for path in sorted(self.directory.glob("rejected-*.json")):
+            note = json.loads(path.read_bytes())
+            reasons[note["engine"]] = note["reason"]
+        return reasons
+
+    def reject(self, engine: str, reason: str) -> None:
+        """Note for every process that `engine` was found wrong; the first reason stays."""
+        if engine not in self.rejected():
+            name = f"rejected-{engine.replace(' ', '-').replace('/', '-')}.json"
+            note = json.dumps({"engine": engine, "reason": reason})
+            write_whole(self.directory / name, note.encode("utf-8"), self.draft(name))
+
+    def remove(self) -> None:
+        """Remove the folder, which others see at once, and what was left of removing it before."""
+        gone = self.output / f"{WORK_DIRECTORY}.{self.token}.partial"
+        with suppress(FileNotFoundError):
+            self.directory.rename(gone)
+        for folder in self.output.glob(f"{WORK_DIRECTORY}.*.partial"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def has_work(self) -> bool:
+        """Whether something is done here, or being done by somebody."""
+        names = (path.name for path in self.directory.glob("*.*"))
+        return any(RECORD_OR_CLAIM.fullmatch(name) for name in names)
+
+    def _clean(self, key: str, token: str) -> None:
+        """Remove what process `token`, which has ended, left of a unit it did not finish."""
+        if not self.is_recorded(key):
+            for path in list(self.directory.glob(f"{key}.{token}.*")):
+                path.unlink(missing_ok=True)
+
+    def _trusted(
+        self, units: Sequence[Unit], moved: bool = False
+    ) -> Iterator[tuple[Unit, UnitRecord]]:
+        rejected = self.rejected()
+        for unit in units:
+            record = self._read_record(unit.key)
+            if record and record.engine not in rejected and (moved or self._has_files(record)):
+                yield unit, record
+
+    def _record_path(self, key: str) -> Path:
+        return self.directory / f"{key}.json"
+
+    def _read_record(self, key: str) -> UnitRecord | None:
+        try:
+            return UnitRecord.model_validate_json(self._record_path(key).read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
+
+    def _has_files(self, record: UnitRecord) -> bool:
+        try:
+            sizes = [
+                (self.directory / f"{shard.name}.bin").stat().st_size == shard.bytes
+                for shard in record.splits.values()
+            ]
+        except FileNotFoundError:
+            return False
+        return all(sizes) and all((self.directory / name).exists() for name in record.files)

@@ -1,0 +1,186 @@
+"""Tokenizers of local directories that transformers has loaded before, without transformers.
+
+Importing it costs more than tokenizing 100 MB. What it makes of a directory is a function of the
+directory's files and of the libraries' versions, so the first load leaves what it found out in
+`bigtrain.system.user_cache`: what of ``tokenizer.json`` it changed, and which files it would save.
+Where it changed the vocabulary or the merges nothing is left, and every load is by transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from bigtrain.system.user_cache import builds, key_of, recall, remember, source_of
+
+KIND = "tokenizers"
+BACKEND_FILE = "tokenizer.json"
+LIBRARIES = (
+    *("transformers", "tokenizers", "huggingface_hub"),
+    # What is installed of these decides which class loads a tokenizer.
+    *("mistral_common", "sentencepiece", "tiktoken", "protobuf"),
+)
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+"""No tokenizer is read from these, and they may be large."""
+SUBFOLDER = "additional_chat_templates"
+"""The only folder in a tokenizer's directory that transformers looks into."""
+MAX_FILE_BYTES = 1 << 28
+"""Of one file that is read to tell whether it changed."""
+MAX_SAVED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RememberedTokenizer:
+    """What ``AutoTokenizer`` made of a directory: `content` is its ``tokenizer.json``.
+
+    `changes` are the parts that loading changed, `files` what `save_pretrained` writes besides.
+    """
+
+    hash: str
+    vocab_size: int
+    end_of_document_id: int
+    decodes_plainly: bool
+    changes: dict[str, Any]
+    files: dict[str, str]
+    content: bytes
+
+    @cached_property
+    def backend_json(self) -> str:
+        """Of the loaded tokenizer, for `tokenizers`."""
+        return _with_changes(self.content, self.changes)
+
+    @cached_property
+    def _backend(self) -> Any:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_str(self.backend_json)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of `ids`, special tokens included; as transformers' where it `decodes_plainly`."""
+        return str(self._backend.decode(ids, skip_special_tokens=False))
+
+    def save(self, directory: Path) -> None:
+        """Write what loads as this tokenizer."""
+        for name, text in {**self.files, BACKEND_FILE: self.backend_json}.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", newline="")
+
+
+def fingerprint(directory: Path, name: str) -> str | None:
+    """What loading `directory` by `name` depends on; None where its files are not to be read.
+
+    Its files but weights, the name (transformers knows some models by it), the versions of the
+    libraries and this module.
+    """
+    try:
+        parts: list[str | bytes] = [name, builds(*LIBRARIES), source_of(__file__)]
+        for path in _files(directory):
+            if path.stat().st_size > MAX_FILE_BYTES:
+                return None
+            parts += [path.relative_to(directory).as_posix(), path.read_bytes()]
+    except (OSError, LookupError):
+        return None
+    return key_of(parts)
+
+
+def recall_tokenizer(directory: Path, key: str) -> RememberedTokenizer | None:
+    """What was left for `key`, the fingerprint of `directory`; None where nothing was."""
+    fact = recall(KIND, key)
+    if fact is None:
+        return None
+    with suppress(OSError, TypeError):  # an entry that someone edited is none
+        return RememberedTokenizer(content=(directory / BACKEND_FILE).read_bytes(), **fact)
+    return None
+
+
+def remember_tokenizer(
+    directory: Path, key: str, huggingface: Any, facts: dict[str, Any], decodes_plainly: bool
+) -> RememberedTokenizer | None:
+    """Leave what transformers made of `directory` for the next load.
+
+    None where it has no ``tokenizer.json``, or has it and loads another vocabulary or merges.
+
+    `facts`: `hash`, `vocab_size` and `end_of_document_id`. `decodes_plainly`: decoding is what
+    `tokenizers` does, and nothing after it.
+    """
+    try:
+        content = (directory / BACKEND_FILE).read_bytes()
+        changes = _changes(content, json.loads(huggingface.backend_tokenizer.to_str()))
+        files = _saved_files(huggingface)
+    except Exception:  # of whatever class a foreign tokenizer's: then it is loaded anew every time
+        return None
+    if changes is None or files is None:
+        return None
+    fact = {**facts, "decodes_plainly": decodes_plainly, "changes": changes, "files": files}
+    remember(KIND, key, fact)
+    return RememberedTokenizer(content=content, **fact)
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for folder in (directory, directory / SUBFOLDER):
+        if folder.is_dir():
+            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                if entry.is_file() and not entry.name.endswith(WEIGHT_SUFFIXES):
+                    yield Path(entry.path)
+
+
+def _changes(content: bytes, loaded: dict[str, Any]) -> dict[str, Any] | None:
+    """What differs in `loaded` from the tokenizer in `content`: parts, and settings of the model.
+
+    None where the vocabulary or the merges differ. Compared as `tokenizers` itself reads and
+    writes both.
+    """
+    plain = _normal(content.decode("utf-8"))
+    changes = _differences(loaded, plain)
+    if "model" in changes:
+        changes["model"] = _differences(loaded["model"], plain["model"])
+        if changes["model"].keys() & {"vocab", "merges"}:
+            return None
+    return changes if _normal(_with_changes(content, changes)) == loaded else None
+
+
+def _differences(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in new.items() if value != old.get(key)}
+
+
+def _normal(text: str) -> dict[str, Any]:
+    from tokenizers import Tokenizer
+
+    tree: dict[str, Any] = json.loads(Tokenizer.from_str(text).to_str())
+    return tree
+
+
+def _with_changes(content: bytes, changes: dict[str, Any]) -> str:
+    if not changes:
+        return content.decode("utf-8")
+    try:
+        tree = orjson.loads(content)
+        model = {**tree["model"], **changes.get("model", {})}
+        return orjson.dumps({**tree, **changes, "model": model}).decode("utf-8")
+    except (orjson.JSONDecodeError, TypeError):  # halves of surrogate pairs, very large numbers
+        tree = json.loads(content)
+        model = {**tree["model"], **changes.get("model", {})}
+        return json.dumps({**tree, **changes, "model": model})
+
+
+def _saved_files(huggingface: Any) -> dict[str, str] | None:
+    """What `save_pretrained` writes beside `BACKEND_FILE`; None where that is not small text."""
+    with tempfile.TemporaryDirectory() as temporary:
+        huggingface.save_pretrained(temporary)
+        paths = [path for path in Path(temporary).rglob("*") if path.is_file()]
+        names = {path.relative_to(temporary).as_posix(): path for path in paths}
+        if names.pop(BACKEND_FILE, None) is None:
+            return None
+        if sum(path.stat().st_size for path in names.values()) > MAX_SAVED_BYTES:
+            return None
+        return {name: path.read_bytes().decode("utf-8") for name, path in names.items()}

@@ -1,0 +1,85 @@
+"""Chat templates: conversations rendered to text, and which of it the assistant wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from bigtrain.data.documents.conversations import ConversationError
+from bigtrain.errors import first_line
+
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+"""As transformers calls it, and prefers it to what stands in tokenizer_config.json."""
+
+# As transformers looks for it.
+_GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
+
+_RENDERING = Lock()
+"""transformers keeps the ranges of a rendering in the compiled template, which threads share."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template, rendered by transformers. Can be pickled.
+
+    source: the Jinja text; source_with_tools: that of conversations with tools. variables: the
+    special tokens by name. literals: the strings that stand in the two.
+    """
+
+    source: str
+    source_with_tools: str
+    variables: dict[str, str]
+    literals: frozenset[str]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of all that decides what is rendered, as 64 hexadecimal digits."""
+        parts = [self.source, self.source_with_tools, self.variables]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def marks_assistant(self, tools: object) -> bool:
+        """Whether the template itself says, by ``{% generation %}``, what the assistant wrote."""
+        return _GENERATION.search(self._source(tools)) is not None
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the character ranges of it that are in ``{% generation %}`` blocks.
+
+        Raises ConversationError.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template
+        try:
+            with _RENDERING:
+                texts, ranges = render(
+                    conversations=[list(messages)],
+                    tools=tools,
+                    chat_template=self._source(tools),
+                    return_assistant_tokens_mask=self.marks_assistant(tools),
+                    add_generation_prompt=add_generation_prompt,
+                    **self.variables,
+                )
+        except Exception as error:  # whatever a foreign template raises
+            raise ConversationError(
+                f"the chat template refuses it: {type(error).__name__}: {first_line(error)}"
+            ) from error
+        return texts[0], ranges[0] if ranges else []
+
+    def save(self, directory: Path) -> None:
+        """Make it the template of the tokenizer in `directory`."""
+        (directory / CHAT_TEMPLATE_NAME).write_text(self.source, encoding="utf-8")
+
+    def _source(self, tools: object) -> str:
+        return self.source if tools is None else self.source_with_tools

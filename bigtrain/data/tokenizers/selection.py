@@ -1,0 +1,93 @@
+"""The fastest encoder that is proven equal to the reference, and the next where it is not.
+
+What a fast one wrote before it was found wrong is written again, so no token depends on the choice.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bigtrain.data.tokenizers.encoders import FAST_ENCODERS, Encoder, EncoderError, ReferenceEncoder
+from bigtrain.data.tokenizers.equivalence import prove
+from bigtrain.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Choice = Literal["auto", "gigatoken", "fastokens", "reference"]
+CHOICES: tuple[Choice, ...] = ("auto", "gigatoken", "fastokens", "reference")
+
+
+@dataclass
+class EncoderQueue:
+    """The encoders to try, fastest first, and why those before the current one were left.
+
+    `current` is proven on the hard sample. Raises nothing: the reference is always the last.
+    """
+
+    reference: ReferenceEncoder
+    candidates: list[type[Encoder]]
+    reasons: list[str] = field(default_factory=list)
+    current: Encoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._advance()
+
+    @property
+    def is_reference(self) -> bool:
+        return self.current is self.reference
+
+    @property
+    def reason(self) -> str:
+        """Why this encoder and no faster one; empty for the fastest there is."""
+        return "; ".join(self.reasons)
+
+    def reject(self, why: str) -> None:
+        """Leave the current encoder for the next, and say so in the log."""
+        self._note(self.current, why)
+        self._advance()
+
+    def _note(self, encoder: Encoder, why: str) -> None:
+        self.reasons.append(f"not {encoder.engine()}: {why}")
+        logger.warning("encoder %s is not used: %s", encoder.engine(), why)
+
+    def _advance(self) -> None:
+        while self.candidates:
+            reference = self.reference
+            kind = self.candidates.pop(0)
+            encoder = kind(
+                reference.tokenizer_json,
+                reference.end_of_document_id,
+                reference.parse_special_tokens,
+            )
+            try:
+                prove(encoder, reference)
+            except EncoderError as error:
+                self._note(encoder, str(error))
+                continue
+            self.current = encoder
+            return
+        self.current = self.reference
+
+
+def choose_encoder(
+    reference: ReferenceEncoder, choice: Choice, read_once: bool = False
+) -> EncoderQueue:
+    """The encoders that `choice` allows, the current one proven on the hard sample.
+
+    `read_once`: the input can be read only once, so that nothing could be written again
+    after a fast encoder is found wrong; then it is the reference from the beginning. Raises
+    DataError for an unknown choice.
+    """
+    if choice not in CHOICES:
+        raise DataError(f"--encoder {choice}: not one of {', '.join(CHOICES)}")
+    if choice == "reference":
+        return EncoderQueue(reference, [], ["asked for: --encoder reference"])
+    if read_once:
+        reason = "the input can be read only once, and a fast encoder's work not be done again"
+        logger.warning("the reference encoder is used: %s", reason)
+        return EncoderQueue(reference, [], [reason])
+    if choice == "auto":
+        return EncoderQueue(reference, list(FAST_ENCODERS.values()))
+    return EncoderQueue(reference, [FAST_ENCODERS[choice]])

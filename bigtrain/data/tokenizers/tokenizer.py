@@ -1,0 +1,262 @@
+"""Tokenizers: training, loading, identity; `bigtrain.data.tokenizers.encoders` encodes.
+
+The only file of the data layer that imports transformers, and only inside the functions that need
+it: a tokenizing worker gets along with `tokenizers`, whose import is a hundred times faster, and so
+does loading a directory that was loaded before (`bigtrain.data.tokenizers.cache`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from bigtrain.data.tokenizers.cache import (
+    RememberedTokenizer,
+    fingerprint,
+    recall_tokenizer,
+    remember_tokenizer,
+)
+from bigtrain.data.tokenizers.chat_template import ChatTemplate
+from bigtrain.data.tokenizers.encoders import ReferenceEncoder
+from bigtrain.errors import DataError, first_line
+
+logger = logging.getLogger(__name__)
+
+
+HUB_TIMEOUT_S = 10.0
+FACTS = ("hash", "vocab_size", "end_of_document_id")
+
+
+_DATE_FUNCTION = "strftime_now"
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A loaded Hugging Face tokenizer and what a dataset records of it.
+
+    Token ids are below `vocab_size`, which counts added tokens and holes. `hash` is
+    `tokenizer_hash`. It was `loaded` by transformers, or is `remembered`, or both.
+    """
+
+    name: str
+    hash: str
+    vocab_size: int
+    end_of_document_id: int
+    loaded: Any = None
+    remembered: RememberedTokenizer | None = None
+
+    @cached_property
+    def huggingface(self) -> Any:
+        """What ``AutoTokenizer`` makes of it; imports transformers."""
+        return _load_with_transformers(self.name) if self.loaded is None else self.loaded
+
+    def encoder(self, parse_special_tokens: bool = False, ends: bool = True) -> ReferenceEncoder:
+        """The reference encoder; `bigtrain.data.tokenizers.selection` finds a faster one.
+
+        `ends`: each document gets the end-of-document token.
+        """
+        end = self.end_of_document_id if ends else None
+        return ReferenceEncoder(self._backend_json(), end, parse_special_tokens)
+
+    def chat_template(self, file: Path | None = None) -> ChatTemplate:
+        """The tokenizer's chat template, or the one in `file`.
+
+        Raises DataError where there is none, it cannot be read, or it is not a template.
+        """
+        try:
+            given = None if file is None else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"--chat-template {file} cannot be read: {error}") from error
+        try:
+            # A tokenizer may have one template for conversations with tools and one for others.
+            find = self.huggingface.get_chat_template
+            without, with_tools = find(given, None), find(given, [])
+        except ValueError as error:
+            raise DataError(
+                f"tokenizer {self.name} has no chat template -> give one: --chat-template FILE"
+            ) from error
+        literals = _literals({without, with_tools}, str(file or f"of tokenizer {self.name}"))
+        if any(_DATE_FUNCTION in source for source in (without, with_tools)):
+            logger.warning(
+                "the chat template of %s writes the date of the day it is rendered: tokens of the "
+                "same conversations differ from day to day",
+                file or self.name,
+            )
+        variables = dict(self.huggingface.special_tokens_map)
+        return ChatTemplate(without, with_tools, variables, literals)
+
+    def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
+        """Text of `tokens`, special tokens included."""
+        ids = [int(token) for token in tokens]
+        if self.remembered is not None and self.remembered.decodes_plainly:
+            return self.remembered.decode(ids)
+        return str(
+            self.huggingface.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def save(self, directory: Path) -> None:
+        """Write what ``AutoTokenizer.from_pretrained(directory)`` loads."""
+        if self.remembered is not None:
+            self.remembered.save(directory)
+        else:
+            self.huggingface.save_pretrained(str(directory))
+
+    def _backend_json(self) -> str:
+        if self.remembered is not None:
+            return self.remembered.backend_json
+        return str(self.huggingface.backend_tokenizer.to_str())
+
+
+def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
+    """The strings in chat templates. Raises DataError where one is not a template."""
+    from jinja2 import TemplateSyntaxError, nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    compile_: Any = _compile_jinja_template
+    found: set[str] = set()
+    for source in sources:
+        try:
+            tree = compile_(source).environment.parse(source)
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template {where} is not one: line {error.lineno}: {error.message}"
+            ) from error
+        found |= {node.data for node in tree.find_all(nodes.TemplateData)}
+        values = [node.value for node in tree.find_all(nodes.Const)]
+        found |= {value for value in values if isinstance(value, str)}
+    return frozenset(found)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer in directory `name`, or of that name on the Hugging Face hub or in its cache.
+
+    Raises DataError where there is none, where the hub cannot be reached (found out in seconds),
+    and where the tokenizer has no fast implementation or no end-of-sequence token.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        return describe(name, _load_with_transformers(name))
+    key = fingerprint(directory, name)
+    known = recall_tokenizer(directory, key) if key else None
+    if known is not None:
+        facts: Any = {fact: getattr(known, fact) for fact in FACTS}
+        return Tokenizer(name=name, remembered=known, **facts)
+    tokenizer = describe(name, _load_with_transformers(name))
+    if key and fingerprint(directory, name) == key:  # its files are those that were loaded
+        facts = {fact: getattr(tokenizer, fact) for fact in FACTS}
+        plain = _decodes_plainly(tokenizer.loaded)
+        known = remember_tokenizer(directory, key, tokenizer.loaded, facts, plain)
+    return replace(tokenizer, remembered=known)
+
+
+def _decodes_plainly(huggingface: Any) -> bool:
+    """Whether decoding is what `tokenizers` does and nothing after it."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, plain = type(huggingface), PreTrainedTokenizerFast
+    return kind.decode is plain.decode and kind._decode is plain._decode
+
+
+def _load_with_transformers(name: str) -> Any:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    directory = Path(name)
+    arguments: dict[str, Any] = {"trust_remote_code": False}
+    if directory.exists():
+        if (
+            not (directory / "tokenizer_config.json").is_file()
+            and not (directory / "tokenizer.json").is_file()
+        ):
+            raise DataError(
+                f"{name} holds no tokenizer (tokenizer.json or tokenizer_config.json) -> train "
+                "one with `bigtrain tokenizer`"
+            )
+        arguments["local_files_only"] = True
+    else:
+        problem = _hub_problem(name)
+        if problem is not None:
+            arguments["local_files_only"] = True
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    try:
+        return AutoTokenizer.from_pretrained(name, **arguments)
+    except Exception as error:  # whatever a foreign tokenizer's files make transformers raise
+        if directory.exists():
+            raise DataError(
+                f"the tokenizer in {name} cannot be loaded: {first_line(error)}"
+            ) from error
+        raise DataError(
+            f"tokenizer {name}: not a directory here, and "
+            + (problem or f"the Hugging Face hub's cannot be loaded: {first_line(error)}")
+            + " -> name a directory (`bigtrain tokenizer` trains one) or a hub tokenizer"
+        ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _hub_problem(name: str) -> str | None:
+    """Why the hub does not give `name`; None where it does.
+
+    Asked first with one short request: transformers itself retries an unreachable hub for a
+    minute and a half, and prints every try.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    except HFValidationError:
+        return "not a possible name on the Hugging Face hub"
+    except RepositoryNotFoundError:
+        return "the Hugging Face hub has none of this name (or it is private: `hf auth login`)"
+    except Exception as error:  # the client's transport errors differ between its versions
+        return (
+            "the Hugging Face hub cannot be reached, nor is it in the local cache "
+            f"({first_line(error)})"
+        )
+    return None
+
+
+def tokenizer_hash(huggingface: Any) -> str:
+    """SHA-256 of what decides how `huggingface` encodes documents, as 64 hexadecimal digits.
+
+    That is normalizer, pre-tokenizer, model and added tokens of the fast tokenizer's canonical
+    JSON, and the end-of-document id. Truncation, padding, post-processor and decoder play no part
+    in encoding documents. The same after saving and loading.
+    """
+    tree = json.loads(huggingface.backend_tokenizer.to_str())
+    parts = {key: tree.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
+    parts["end_of_document_id"] = huggingface.eos_token_id
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def describe(name: str, huggingface: Any) -> Tokenizer:
+    """A tokenizer of transformers, with what shards must know of it. Raises DataError where it
+    cannot be used: no fast implementation, no end-of-sequence token."""
+    if getattr(huggingface, "backend_tokenizer", None) is None:
+        raise DataError(f"tokenizer {name} has no fast implementation (tokenizer.json)")
+    if huggingface.eos_token_id is None:
+        raise DataError(
+            f"tokenizer {name} has no end-of-sequence token to end documents with -> set eos_token "
+            "in its tokenizer_config.json"
+        )
+    highest = max(huggingface.get_vocab().values())
+    return Tokenizer(
+        name=name,
+        hash=tokenizer_hash(huggingface),
+        vocab_size=max(len(huggingface), highest + 1),
+        end_of_document_id=int(huggingface.eos_token_id),
+        loaded=huggingface,
+    )

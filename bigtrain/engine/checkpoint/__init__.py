@@ -1,0 +1,5 @@
+"""Engine state to and from files, in a form that knows no topology.
+
+Start with `snapshot`. `fragments` finds who holds which part of a parameter under every ZeRO
+stage, `io` writes and reads them, `tensor_files` is the format, `lazy` reads a part of it.
+"""

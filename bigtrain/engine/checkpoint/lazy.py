@@ -1,0 +1,122 @@
+"""The tensors of a checkpoint, read a rectangle at a time: resume, export and weights go this way.
+
+Of every block that is read the checksum is compared (`bigtrain.engine.checkpoint.tensor_files`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigtrain.engine.checkpoint.fragments import MASTER
+from bigtrain.engine.checkpoint.tensor_files import Part, find_parts
+from bigtrain.errors import DamagedCheckpointError
+from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, blocks, narrowed, room
+
+BUFFER = "buffer"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def open_tensors(
+    directory: Path,
+    headers: Mapping[str, str] | None = None,
+    kinds: Collection[str] | None = None,
+) -> dict[str, LazyTensor]:
+    """Tensors by key, of some or all kinds, of which nothing is read yet. Not collective.
+
+    `headers`: as for `find_parts`. That and reading raise DamagedCheckpointError.
+    """
+    return {
+        key: LazyTensor(parts[0].shape, DTYPES[parts[0].dtype], _Stored(parts))
+        for key, parts in find_parts(directory, headers).items()
+        if kinds is None or key.partition("/")[0] in kinds
+    }
+
+
+def open_weights(
+    directory: Path, headers: Mapping[str, str] | None = None
+) -> dict[str, LazyTensor]:
+    """Masters and buffers by Hugging Face name, as `open_tensors`."""
+    found = open_tensors(directory, headers, (MASTER, BUFFER))
+    return {key.partition("/")[2]: tensor for key, tensor in found.items()}
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in parts, which cover it."""
+
+    parts: Sequence[Part]
+
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        for part in self.parts:
+            low = tuple(map(max, offsets, part.offsets))
+            high = tuple(
+                min(o + n, p + m)
+                for o, n, p, m in zip(offsets, out.shape, part.offsets, part.sizes, strict=True)
+            )
+            sizes = tuple(h - i for h, i in zip(high, low, strict=True))
+            if min(sizes) > 0:
+                there = tuple(a - b for a, b in zip(low, part.offsets, strict=True))
+                here = tuple(a - b for a, b in zip(low, offsets, strict=True))
+                _fill(part, there, narrowed(out, here, sizes))
+
+    def sources(self) -> Iterator[object]:
+        yield from self.parts
+
+
+def _fill(part: Part, offsets: Offsets, out: torch.Tensor) -> None:
+    """Read the rectangle at `offsets` of `part`, of the shape that `out` has, into it."""
+    dtype, sizes = DTYPES[part.dtype], tuple(out.shape)
+    strides = [math.prod(part.sizes[dim + 1 :]) for dim in range(len(sizes))]
+    itemsize = dtype.itemsize * math.ceil(strides[0] / math.prod(sizes[1:]))
+    try:
+        with part.path.open("rb", buffering=0) as file:
+            for corner, block in blocks(sizes, itemsize):
+                there = tuple(a + b for a, b in zip(offsets, corner, strict=True))
+                # Whole rows, beginning with the dimension in which the block has several.
+                dim = next((d for d, n in enumerate(block) if n > 1), len(block) - 1)
+                first = sum(o * s for o, s in zip(there[: dim + 1], strides, strict=False))
+                rows = (block[dim], *part.sizes[dim + 1 :])
+                target = narrowed(out, corner, block)
+                is_direct = (
+                    rows == block[dim:]
+                    and target.dtype == dtype
+                    and target.device.type == "cpu"
+                    and target.is_contiguous()
+                )
+                buffer = target if is_direct else room(rows, dtype)
+                part.read(file.fileno(), first * dtype.itemsize, memory_of(buffer))
+                if not is_direct:
+                    inner = narrowed(buffer, (0, *there[dim + 1 :]), block[dim:])
+                    target.copy_(inner.reshape(block))
+    except OSError as error:
+        raise DamagedCheckpointError(f"{part.path}: cannot be read: {error}") from error

@@ -1,0 +1,40 @@
+"""What is done to a model's layers before DeepSpeed gets them: kernels, compilation, offload."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+
+from bigtrain.models.layers.activation_offload import offload_checkpoints
+from bigtrain.models.layers.compilation import compile_layers, is_compiled
+from bigtrain.models.layers.kernels import apply_kernels
+from bigtrain.settings.compatibility.check import Facts, may_compile
+from bigtrain.settings.deepspeed.engine_config import EngineConfig
+from bigtrain.settings.run_config import RunConfig
+
+
+def speed_up(
+    model: Any, config: RunConfig, engine_config: EngineConfig, device: torch.device
+) -> bool:
+    """Give `model` the kernels and compiled layers of its run; returns whether it has the latter.
+
+    `model`, a transformers model, must be complete: cut into its stage, filled, its loss installed.
+    Raises ModelError for one without decoder layers of transformers' kind where they are needed.
+    """
+    section = config.model
+    if section.kernels == "liger":
+        apply_kernels(model)
+    if section.activation_offload:
+        offload_checkpoints(model, device.type)
+    facts = Facts(
+        zero_stage=engine_config.zero_stage,
+        tensor_size=config.parallel.tensor,
+        sequence_size=config.parallel.sequence,
+        activation_offload=section.activation_offload,
+    )
+    kind = cast(Literal["cpu", "cuda"], device.type)
+    if not is_compiled(section.compile, kind, allowed=may_compile(facts)):
+        return False
+    compile_layers(model)
+    return True

@@ -1,0 +1,2 @@
+"""Between backward and update: the optimizer inside DeepSpeed's wrappers, gradient norm, skipped
+steps."""

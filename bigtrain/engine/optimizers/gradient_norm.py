@@ -1,0 +1,59 @@
+"""The norm of a gradient that lies in pieces on the processes of one copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bigtrain.engine.startup.mesh import Mesh
+
+
+def is_counted(parameter: Any, mesh: Mesh) -> bool:
+    """Whether this process's gradient of `parameter` enters the norm: every element does once.
+
+    By the marks that DeepSpeed's own norms go by: shards count everywhere, replicated parameters
+    on the first process of a tensor-parallel group, tied ones on one pipeline stage.
+    """
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return mesh.coordinates.tensor_rank == 0 or bool(
+        getattr(parameter, "tensor_model_parallel", False)
+    )
+
+
+def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
+    """2-norm of the whole model's gradient, which is already averaged over replicas.
+
+    Collective over `mesh.model`.
+    """
+    found = [p for p in parameters if p.grad is not None]
+    own = [p.grad for p in found if p.grad is not None and is_counted(p, mesh)]
+    norm: torch.Tensor = torch.nn.utils.get_total_norm(own)
+    if dist.get_world_size(mesh.model) > 1:
+        squared = norm.to(found[0].device if found else "cpu").square()
+        dist.all_reduce(squared, group=mesh.model)
+        norm = squared.sqrt()
+    return norm
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> torch.Tensor:
+    """Scale the gradients down to `max_norm`; returns their `total_norm` before. Collective."""
+    found = [p for p in parameters if p.grad is not None]
+    norm = total_norm(found, mesh)
+    torch.nn.utils.clip_grads_with_norm_(found, max_norm, norm)
+    return norm
+
+
+def mark_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Mark gradients as their parameters are marked.
+
+    DeepSpeed's FP16_UnfusedOptimizer (ZeRO 0 in 16 bit, 0.19.8, fp16/unfused_optimizer.py:214)
+    takes the norm of bare gradients, and would leave out the shards of all but the first process.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None and getattr(parameter, "tensor_model_parallel", False):
+            parameter.grad.tensor_model_parallel = True  # type: ignore[attr-defined]

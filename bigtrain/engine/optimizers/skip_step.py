@@ -1,0 +1,120 @@
+"""Leaving out an optimizer update once a step's loss and gradient norm are known.
+
+DeepSpeed measures the norm, clips and updates in one call. Whatever the ZeRO stage, the update is
+the `step` of the torch optimizer inside, and by then the norm is known: that call is what is left
+out. Weights, optimizer states and their count of updates stay as they were to the bit; DeepSpeed
+goes on as after any step, and drops the gradients. Where the norm is not finite DeepSpeed leaves
+the update out by itself (its path for overflows), and no process reaches the inner call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.engine.optimizers.inner import inner_optimizer
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What a step is judged by, the same on every process: mean `loss` of the global batch in nats
+    per token, and `grad_norm` before clipping; either may be not finite."""
+
+    loss: float
+    grad_norm: float
+
+
+def mean_loss(loss_share: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
+    """What this process adds to the mean loss of the global batch: summed over all processes it is
+    that mean, in nats per token. Float64, on the device.
+
+    `loss_share`: this process's part of the summed loss; `num_targets`, of the whole batch.
+    """
+    return loss_share.detach().double() / num_targets.clamp(min=1)
+
+
+Judge = Callable[[StepFigures], bool]
+"""Whether the update of a step with these figures is to be made. Called on every process."""
+
+
+class UpdateGate:
+    """Stands before the update of one DeepSpeed engine. Open unless a judge is given."""
+
+    def __init__(self, engine: Any, norm: Callable[[], Any]) -> None:
+        """`norm`: the gradient norm as this process knows it when the update is about to begin."""
+        self._engine = engine
+        self._norm = norm
+        self._judge: Judge | None = None
+        self._is_open: bool | None = None
+        self._found: StepFigures | None = None
+        # One that ZeRO-3 keeps beside, for the part of the update it does not offload.
+        beside = getattr(engine.optimizer, "backup_optimizer", None)
+        found: list[Any] = [inner_optimizer(engine), beside]
+        self._optimizers = [optimizer for optimizer in found if optimizer is not None]
+        for optimizer in self._optimizers:
+            optimizer.step = self._guarded(optimizer.step)
+
+    def remove(self) -> None:
+        """Leave the engine as it was. May be called again."""
+        while self._optimizers:
+            del self._optimizers.pop().step
+
+    def watch(
+        self, judge: Judge | None, loss_share: torch.Tensor, num_targets: torch.Tensor
+    ) -> None:
+        """Let `judge` decide on the update that follows.
+
+        Parameters: `loss_share`, what this process adds to the summed loss of the global batch;
+        `num_targets`, of all of it. Both stay on the device until the update is about to begin.
+        """
+        self._judge, self._is_open = judge, None
+        self._loss_share, self._num_targets = loss_share, num_targets
+
+    def close(self) -> StepFigures | None:
+        """After the update: what it was judged by, None where it was not.
+
+        Collective where DeepSpeed left the update out itself.
+        """
+        judge, is_open, found = self._judge, self._is_open, self._found
+        self._judge = self._is_open = self._found = None
+        if is_open is not None:
+            for optimizer in () if is_open else self._optimizers:
+                # Looked at by DeepSpeed after what should have been the first update.
+                for key in [key for key, value in optimizer.state.items() if not value]:
+                    del optimizer.state[key]
+            return found
+        if judge is None or not getattr(self._engine.optimizer, "overflow", False):
+            return None
+        figures = self._figures(math.inf)
+        # Dynamic loss scaling of float16 overflows as a matter of course, and tries again.
+        scaled = self._engine.fp16_enabled() and self._engine.dynamic_loss_scale()
+        if not (scaled and math.isfinite(figures.loss)):
+            judge(figures)
+        return figures
+
+    def _guarded(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if self._judge is not None and self._is_open is None:
+                # ZeRO 1 to 3 call once for each group of parameters; they are judged together.
+                self._found = self._figures(self._norm())
+                self._is_open = self._judge(self._found)
+            return update(*args, **kwargs) if self._is_open in (None, True) else None
+
+        return step
+
+    def _figures(self, norm: Any) -> StepFigures:
+        """The same numbers on every process, by one small reduction; waits for the device."""
+        size = dist.get_world_size()
+        share = mean_loss(self._loss_share, self._num_targets)
+        own = torch.as_tensor(norm, device=share.device).detach().double().reshape(()) / size
+        figures = torch.stack([share, own])
+        if size > 1:
+            dist.all_reduce(figures)
+        loss, norm_mean = figures.tolist()
+        # Below zero is how DeepSpeed says not finite in places.
+        return StepFigures(loss, norm_mean if norm_mean >= 0 else math.nan)

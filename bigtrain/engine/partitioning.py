@@ -1,0 +1,120 @@
+"""What `deepspeed.initialize` is given: parameters where they will lie, in groups, and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
+from bigtrain.models.build import WHOLE, Partitioning, split_by_decay
+from bigtrain.models.parallel.sharding import cut_parameter
+from bigtrain.models.parallel.tensor import shard_model, tensor_plan
+from bigtrain.settings.deepspeed.engine_config import EngineConfig
+from bigtrain.settings.run_config import OptimizerSection, RunConfig
+
+
+def build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
+    """In which parameters are constructed."""
+    # ZeRO-3 partitions parameters as they are built, so they are born in their final dtype. The
+    # other stages cast the whole model when they take it over and make the fp32 masters from that,
+    # so all of them start from the same, rounded weights.
+    return _DTYPES[config.precision.dtype] if engine_config.zero_stage == 3 else torch.float32
+
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class _Init(deepspeed.zero.Init):  # type: ignore[misc]
+    """As DeepSpeed's (0.19.8), but nobody is sent the first process's uninitialized parameters.
+
+    All of them would be whole in memory for that, one after the other, and the pieces that are
+    kept lie between, so that none of it is given back.
+    """
+
+    def _zero_init_param(self, param: nn.Parameter) -> None:
+        self._convert_to_deepspeed_param(param)
+        param.partition()  # type: ignore[attr-defined]
+
+
+def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
+    """How parameters are cut and partitioned while the model is constructed."""
+    if mesh.topology.tensor_size > 1:
+        zero3 = copy_of(engine_config.deepspeed) if engine_config.zero_stage == 3 else None
+        return tensor_partitioning(mesh, zero3)
+    if engine_config.zero_stage != 3:
+        return WHOLE
+
+    def construct() -> AbstractContextManager[Any]:
+        # No overrides: constructors keep the dtype they ask for, so rotary buffers stay float32.
+        context: AbstractContextManager[Any] = _Init(
+            config_dict_or_path=copy_of(engine_config.deepspeed), tensor_overrides=[]
+        )
+        return context
+
+    def gather(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+            parameters, modifier_rank=0
+        )
+        return context
+
+    return Partitioning(construct, gather, dist.get_rank() == 0)
+
+
+def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
+    """What decays and what does not, in this order; either may be without parameters."""
+    split = split_by_decay(model, decay_embeddings=section.decay_embeddings)
+    return [
+        {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
+        {"params": split.no_decay, "weight_decay": 0.0, "name": "no_decay"},
+    ]
+
+
+def copy_of(value: Any) -> Any:
+    """A deep copy of JSON values; `deepspeed.initialize` writes into what it is given."""
+    if isinstance(value, dict):
+        return {key: copy_of(item) for key, item in value.items()}
+    return [copy_of(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def tensor_partitioning(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
+    """How a model is built whose parameters are cut over `mesh.tensor`.
+
+    The constructor's full parameters take no memory until they are filled; that happens for one
+    layer at a time, and what remains of it is this process's shard, and under ZeRO-3 (`zero3`: the
+    DeepSpeed dict) its part of that.
+    """
+    partition = _partitioner(mesh, zero3) if zero3 is not None else None
+
+    @contextmanager
+    def gather(parameters: list[nn.Parameter]) -> Iterator[None]:
+        yield
+        for parameter in parameters:
+            cut_parameter(parameter)
+        if partition is not None:
+            partition._convert_to_zero_parameters(parameters)
+
+    def prepare(model: Any) -> None:
+        shard_model(model, tensor_plan(model), mesh.tensor)
+
+    return Partitioning(nullcontext, gather, writes_weights=True, prepare=prepare)
+
+
+def _partitioner(mesh: Mesh, zero3: dict[str, Any]) -> Any:
+    """What partitions whole parameters over the replicas, as `zero.Init` does in constructors."""
+    return deepspeed.zero.Init(
+        module=nn.Module(),
+        data_parallel_group=mesh.replicas,
+        config_dict_or_path=zero3,
+        mpu=ModelParallelUnit(mesh),
+        tensor_overrides=[],
+    )

@@ -1,0 +1,124 @@
+"""A model cut into stages becomes a pipeline engine of DeepSpeed."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import nn
+
+from bigtrain.engine.layer_options import speed_up
+from bigtrain.engine.optimizers.inner import undo_trial_update
+from bigtrain.engine.partitioning import copy_of, parameter_groups, tensor_partitioning
+from bigtrain.engine.pipeline.engine import PipelineTrainEngine
+from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
+from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.models.build import WHOLE, build_model
+from bigtrain.models.equivalence.model_plan import Choices
+from bigtrain.models.parallel.sharding import Shard, shard_of, tag_shard
+from bigtrain.models.parallel.stages import Stage
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.deepspeed.engine_config import EngineConfig
+from bigtrain.settings.run_config import RunConfig
+
+
+def build_pipeline_engine(
+    config: RunConfig,
+    engine_config: EngineConfig,
+    plan: BatchPlan,
+    hf_config: Any,
+    device: torch.device,
+    mesh: Mesh,
+    choices: Choices,
+) -> PipelineTrainEngine:
+    """Build this process's stage of the run's model. Collective over all processes."""
+    stage: Any = None
+    stages = choices.stages
+    assert stages is not None
+    tensor = tensor_partitioning(mesh, None) if mesh.topology.tensor_size > 1 else WHOLE
+
+    def prepare(model: Any) -> None:
+        nonlocal stage
+        if tensor.prepare is not None:
+            tensor.prepare(model)
+        index = mesh.coordinates.pipeline_rank
+        stage = Stage(model, stages.layout, stages.cuts, index)
+
+    partitioning = replace(tensor, prepare=prepare)
+    build_model(
+        config.model, hf_config, seed=config.seed, partitioning=partitioning, weights="left"
+    )
+    choices.isolation.install(stage.model)
+    computes_loss = stage.is_last and choices.loss.install(stage.model) is not None
+    speed_up(stage.model, config, engine_config, device)
+    module = StageModule(stage, device, choices.isolation, computes_loss=computes_loss)
+    topology = mesh.topology
+    axes = {
+        "data": topology.data_size,
+        "pipe": topology.pipeline_size,
+        "model": topology.tensor_size,
+    }
+    with redirect_stdout(io.StringIO()):
+        pipeline = StagesModule(module, ProcessTopology(list(axes), list(axes.values())))
+    decay_groups = parameter_groups(stage.model, config.optimizer)
+    _fill_groups(pipeline, decay_groups, mesh, device)
+    _mark_copies(stage)
+    with redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            model=pipeline,
+            model_parameters=[group for group in decay_groups if group["params"]],
+            config=copy_of(engine_config.deepspeed),
+        )
+    undo_trial_update(engine)
+    return PipelineTrainEngine(engine, plan, device, mesh, module, _replica_groups(stage, mesh))
+
+
+def _mark_copies(stage: Stage) -> None:
+    """Of a parameter on several stages, let the first answer for it, in norms and checkpoints."""
+    parameters: dict[str, Any] = dict(stage.model.named_parameters())
+    for name, holders in stage.replicas.items():
+        if stage.index in holders[1:]:
+            parameter = parameters[name]
+            shard = shard_of(parameter) or Shard(tuple(parameter.shape), primary=True)
+            tag_shard(parameter, replace(shard, primary=False))
+            parameter.ds_pipe_replicated = True
+
+
+def _fill_groups(
+    pipeline: StagesModule, decay_groups: list[dict[str, Any]], mesh: Mesh, device: torch.device
+) -> None:
+    """Give every stage the parameter groups that any stage has.
+
+    DeepSpeed drops empty ones, and ZeRO 1 then waits for a norm per group that some stages do not
+    have (runtime/engine.py:2348, zero/stage_1_and_2.py:2943): a lone zero without a gradient fills.
+    """
+    present = torch.tensor(
+        [len(group["params"]) > 0 for group in decay_groups], device=device
+    ).int()
+    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=mesh.pipeline)
+    for index, group in enumerate(decay_groups):
+        if present[index] and not group["params"]:
+            filler = nn.Parameter(torch.zeros(1, device=device))
+            filler.ds_pipe_replicated = False  # type: ignore[attr-defined]
+            pipeline.register_parameter(f"filler_{group['name']}", filler)
+            group["params"] = [filler]
+
+
+def _replica_groups(stage: Stage, mesh: Mesh) -> dict[str, dist.ProcessGroup]:
+    """For each parameter that this and other stages hold, the group of processes to sum over."""
+    pipelines = mesh.topology.groups("pipeline")
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for holders in dict.fromkeys(stage.replicas.values()):
+        group, _ = dist.new_subgroups_by_enumeration(
+            [[ranks[index] for index in holders] for ranks in pipelines]
+        )
+        made[holders] = group
+    return {
+        name: made[holders] for name, holders in stage.replicas.items() if stage.index in holders
+    }

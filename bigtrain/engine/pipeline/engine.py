@@ -1,0 +1,200 @@
+"""Pipeline parallelism: a Hugging Face model in stages, driven by DeepSpeed's 1F1B schedule.
+
+DeepSpeed's engine (0.19.8, runtime/pipe/engine.py) gives the schedule, the exchange between stages
+and the optimizer. What it gets wrong or leaves to the module is done here: the loss of a step, the
+gradient norm of fp32 ZeRO 0, the gradients of parameters that several stages hold, parameter groups
+that a stage has nothing for, parameters without a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
+from torch import nn
+
+from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.engine.optimizers.skip_step import Judge
+from bigtrain.engine.pipeline.stage_module import StageModule
+from bigtrain.engine.pipeline.stage_payload import Packing
+from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.engine.train_engine import StepResult, TrainEngine, summed_cross_entropy
+from bigtrain.models.parallel.stages import Payload
+from bigtrain.settings.batch_plan import BatchPlan
+
+_TRIAL_TOKENS = 8
+
+
+class PipelineTrainEngine(TrainEngine):
+    """Trains one model in pipeline stages. Every method is collective over all processes."""
+
+    def __init__(
+        self,
+        engine: Any,
+        plan: BatchPlan,
+        device: torch.device,
+        mesh: Mesh,
+        stage: StageModule,
+        replicas: dict[str, dist.ProcessGroup],
+    ) -> None:
+        self._stage = stage
+        super().__init__(engine, plan, device, mesh, stage.isolation)
+        self._replicas = replicas
+        self._scale: torch.Tensor | float = 1.0
+        self._loss_sum = torch.zeros((), device=device)
+        self._num_targets = torch.zeros((), device=device)
+        self._judge: Judge | None = None
+        engine.module.loss_fn = self._loss
+        engine._INSTRUCTION_MAP = {
+            **engine._INSTRUCTION_MAP,
+            schedule.ReduceTiedGrads: lambda _engine: self._sum_replicated_gradients(),
+            schedule.OptimizerStep: self._optimizer_step,
+        }
+        self._learn_packings()
+
+    @property
+    def module(self) -> nn.Module:
+        """This stage's part of the Hugging Face model, parameters under their own names."""
+        model: nn.Module = self._stage.stage.model
+        return model
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], lr: float, judge: Judge | None = None
+    ) -> StepResult:
+        """As `TrainEngine.train_step`; the micro-batches are in the pipeline together.
+
+        All stages of a pipeline bring the same `micro_batches`.
+        """
+        assert len(micro_batches) == self.plan.accumulation
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.mark("counting target tokens")
+        num_targets = self._count_targets(micro_batches)
+        self.mark("forward and backward passes")
+        # DeepSpeed divides by the data-parallel size, and by the accumulation.
+        factor = self.plan.data_size * self.plan.accumulation
+        self._scale = factor / num_targets.clamp(min=1)
+        self._loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
+        # Of which DeepSpeed takes the mean over micro-batches.
+        self._stage.feed(micro_batches, self._scale / self.plan.accumulation)
+        self._judge, self._num_targets = judge, num_targets
+        self.engine.train_batch(data_iter=((b.input_ids, b.labels) for b in micro_batches))
+        return StepResult(self._loss_sum, num_targets, self._gate.close())
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+        """As `TrainEngine.evaluate`; all stages of a pipeline bring the same batches."""
+        held = list(batches)
+        totals = torch.zeros(2, device=self.device, dtype=torch.float64)
+        totals[1] = sum(int((b.labels != IGNORED_LABEL).sum()) for b in held)
+        self._scale, self._loss_sum = 1.0, totals[0]
+        self._stage.feed(held)
+        # Its shapes are sent once; these may differ from those of training.
+        self.engine.reset_activation_shape()
+        self.engine.eval_batch(
+            iter([(b.input_ids, b.labels) for b in held]),
+            reduce_output=None,
+            bcast_loss=False,
+            num_micro_batches=len(held),
+        )
+        self.engine.reset_activation_shape()
+        self.engine.train()
+        if not self._speaks:
+            totals.zero_()
+        dist.all_reduce(totals)
+        num_tokens = int(totals[1])
+        return float(totals[0]) / max(1, num_tokens), num_tokens
+
+    @torch.no_grad()
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """As `TrainEngine.logits`; stages compute one after the other."""
+        self.engine.eval()
+        logits: torch.Tensor = self._in_turn(input_ids)[0][0]
+        self.engine.train()
+        return logits.float()
+
+    def _in_turn(self, input_ids: torch.Tensor) -> tuple[Any, list[Packing]]:
+        """What the last stage computes, on the CPU of every process, and the packings between."""
+        ranks = dist.get_process_group_ranks(self.mesh.pipeline)
+        handed: Any = None
+        packings: list[Packing] = []
+        for index, rank in enumerate(ranks):
+            box: list[Any] = [None, None]
+            if index == self._stage.stage.index:
+                outputs = self._stage.run(handed, input_ids, None)
+                if not self._stage.stage.is_last:
+                    box[1] = Packing.of(outputs)
+                box[0] = _moved(outputs, torch.device("cpu"))
+            dist.broadcast_object_list(box, src=rank, group=self.mesh.pipeline, device=self.device)
+            if index == len(ranks) - 1:
+                return box[0], packings
+            packings.append(box[1])
+            handed = _moved(box[0], self.device)
+        raise AssertionError
+
+    def _learn_packings(self) -> None:
+        """Try one small forward pass, so that every stage knows what it will be sent."""
+        tokens = min(_TRIAL_TOKENS, self.plan.sequence_length)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            _, packings = self._in_turn(torch.zeros((1, tokens), dtype=torch.int64))
+        index = self._stage.stage.index
+        self._stage.incoming = packings[index - 1] if index else None
+        self._stage.outgoing = packings[index] if index < len(packings) else None
+
+    def _loss(
+        self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
+    ) -> torch.Tensor:
+        answer, *auxiliary = (outputs,) if torch.is_tensor(outputs) else outputs
+        computed = self._stage.computes_loss
+        cross_entropy = answer if computed else summed_cross_entropy(answer, labels)
+        self._loss_sum += cross_entropy.detach()
+        loss = cross_entropy * self._scale
+        # DeepSpeed makes it the mean over micro-batches.
+        return loss + self._aux_coefficient * auxiliary[0] if auxiliary else loss
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process has the loss of its samples; one of each pipeline does."""
+        return self._stage.stage.is_last and self.mesh.coordinates.tensor_rank == 0
+
+    @torch.no_grad()
+    def _sum_replicated_gradients(self) -> None:
+        """Complete this process's gradients before they are reduced over replicas."""
+        optimizer = self.engine.optimizer
+        for parameter in self.engine.module.parameters():
+            if parameter.requires_grad and _gradient(parameter, optimizer) is None:
+                # One that is missing here and there on a replica would never be waited for.
+                parameter.grad = torch.zeros_like(parameter)
+        parameters = dict(self.module.named_parameters())
+        for name, group in self._replicas.items():
+            if parameters[name].requires_grad:
+                dist.all_reduce(_gradient(parameters[name], optimizer), group=group)
+
+    def _optimizer_step(self, engine: Any) -> None:
+        self.mark("optimizer update")
+        self._norm = self._gradient_norm_before_step()
+        self._gate.watch(self._judge, self._own_share(self._loss_sum), self._num_targets)
+        engine._exec_optimizer_step()
+
+
+def _gradient(parameter: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
+    """Where DeepSpeed accumulates a parameter's gradient before it is reduced."""
+    if hasattr(optimizer, "fp32_groups_gradient_dict"):  # BF16_Optimizer
+        return parameter._hp_grad  # type: ignore[attr-defined, no-any-return]
+    if getattr(optimizer, "use_grad_accum_attribute", False):
+        return parameter.grad_accum  # type: ignore[attr-defined, no-any-return]
+    return parameter.grad
+
+
+def _moved(outputs: Any, device: torch.device) -> Any:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.detach().to(device)
+        return moved.requires_grad_(tensor.requires_grad)
+
+    if isinstance(outputs, Payload):
+        return outputs.map(move)
+    return tuple(move(tensor) for tensor in outputs)

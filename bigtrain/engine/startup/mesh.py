@@ -1,0 +1,108 @@
+"""The process groups of a topology, and the view of them that DeepSpeed asks for (`mpu`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from bigtrain.settings.topology import AXES, Axis, Coordinates, Topology
+
+# What anybody asks for, in the order every process creates them in. "replicas" hold the same
+# parameters: ZeRO partitions over them and gradients are averaged over them.
+_AXES_OF: dict[str, tuple[Axis, ...]] = {
+    "tensor": ("tensor",),
+    "sequence": ("sequence",),
+    "pipeline": ("pipeline",),
+    "data": ("data",),
+    "replicas": ("data", "sequence"),
+    "model": ("pipeline", "tensor"),
+}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A process's place in a topology and the groups it belongs to.
+
+    Every group is a real one, also where it has this process alone: to torch and DeepSpeed None
+    means the whole world. replicas: the processes with the same parameters. model: the processes
+    that hold one copy of the model together (a gradient norm is summed over them).
+    """
+
+    topology: Topology
+    rank: int
+    tensor: dist.ProcessGroup
+    sequence: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    data: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+    model: dist.ProcessGroup
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return self.topology.coordinates(self.rank)
+
+
+def open_mesh(topology: Topology, rank: int) -> Mesh:
+    """Create the groups of `topology` for process `rank`. Collective over the whole world.
+
+    An axis of one process costs nothing, and equal groups are made once. They live as long as the
+    default process group.
+    """
+    assert dist.get_world_size() == topology.world_size
+    assert dist.get_rank() == rank
+    made: dict[tuple[Axis, ...], dist.ProcessGroup] = {}
+    found = {}
+    for name, axes in _AXES_OF.items():
+        wide = tuple(axis for axis in AXES if axis in axes and topology.size(axis) > 1)
+        if wide not in made:
+            made[wide] = _new_group(topology, rank, wide)
+        found[name] = made[wide]
+    return Mesh(topology, rank, **found)
+
+
+def _new_group(topology: Topology, rank: int, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
+    groups = topology.groups(*axes)
+    own: Any
+    if len(groups) == 1:
+        own = dist.group.WORLD
+    elif not axes:
+        own = dist.new_group([rank], use_local_synchronization=True)
+    else:
+        own, _ = dist.new_subgroups_by_enumeration(groups)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
+class ModelParallelUnit:
+    """What DeepSpeed calls `mpu`: the groups under the names it asks for (0.19.8).
+
+    ``runtime/zero`` and ``runtime/utils.py`` ask for ``model_parallel`` (norms, overflow),
+    ``utils/bwc.py`` for ``tensor_model_parallel`` and ``pipeline_model_parallel``,
+    ``utils/groups.py`` for ``data_parallel`` (partitions, averages). Each comes as
+    ``get_NAME_group``, ``_world_size`` and ``_rank``. Processes that share samples are shown as
+    replicas: told of sequence parallelism, DeepSpeed would not count them when it averages.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._groups = {
+            "model_parallel": mesh.model,
+            "tensor_model_parallel": mesh.tensor,
+            "pipeline_model_parallel": mesh.pipeline,
+            "data_parallel": mesh.replicas,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        # DeepSpeed tells what kind of mpu it has by which methods there are, so nothing is
+        # answered beyond the table.
+        for kind, group in self.__dict__.get("_groups", {}).items():
+            if name == f"get_{kind}_group":
+                return lambda: group
+            if name == f"get_{kind}_group_ranks":
+                return lambda: dist.get_process_group_ranks(group)
+            if name == f"get_{kind}_world_size":
+                return lambda: dist.get_world_size(group)
+            if name == f"get_{kind}_rank":
+                return lambda: dist.get_rank(group)
+        raise AttributeError(name)

@@ -1,0 +1,168 @@
+"""Who came to the meeting of the processes, and who did not, before any process group exists."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from bigtrain.errors import LaunchError
+from bigtrain.system.listening import listen_only_at
+from bigtrain.system.world import World
+
+log = logging.getLogger(__name__)
+
+_CONNECT = timedelta(seconds=10)  # one try; between two a signal is heard
+_SAY_AFTER_SECONDS = 30.0
+_TOLD_WITHIN_SECONDS = 5.0
+_VERDICT = "bigtrain/verdict"  # of the main process: empty, or why it gave up
+_NUM_TOLD = "bigtrain/num_told"
+
+
+@contextmanager
+def all_arrived(world: World, patience_seconds: float) -> Iterator[None]:
+    """Wait until every process of `world` has come to MASTER_ADDR:MASTER_PORT. Collective.
+
+    torch's own wait for them only counts who came. Inside the context the main process keeps the
+    server over which torch then makes the process group, at the same port. Where MASTER_ADDR is a
+    number, it listens at that address alone.
+
+    Raises LaunchError on every process that came if some did not within `patience_seconds`, with
+    the ranks of those and the hosts of the others; and where the main process cannot be reached.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield  # torchrun's agents have met already, and started every process themselves
+        return
+    store = _join(world, time.monotonic() + patience_seconds)
+    store.set(_key(world.rank), socket.gethostname())
+    # Both count from here, when the main process, which may be a late one itself, is there.
+    if world.is_main:
+        verdict = _wait_for_all(store, world, time.monotonic() + patience_seconds)
+    else:
+        verdict = _wait_for_main(store, patience_seconds)
+    if verdict:
+        raise LaunchError(verdict)
+    yield
+
+
+def _key(rank: int) -> str:
+    return f"bigtrain/host/{rank}"
+
+
+def _join(world: World, end: float) -> dist.TCPStore:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    bound = listen_only_at(address, port) if world.is_main else None
+    while True:
+        try:
+            return dist.TCPStore(
+                address,
+                port,
+                is_master=world.is_main,
+                timeout=min(_CONNECT, timedelta(seconds=max(0.1, end - time.monotonic()))),
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=bound.detach() if bound is not None else None,
+            )
+        except dist.DistError as error:
+            if world.is_main or time.monotonic() > end:
+                raise LaunchError(
+                    f"the main process, {address}:{port} (MASTER_ADDR, MASTER_PORT), cannot be "
+                    f"reached from {socket.gethostname()}: {error} -> see what that host's process "
+                    "says; bigtrain doctor tries every pair of hosts"
+                ) from error
+
+
+def _looks() -> Iterator[float]:
+    """The time now, again and again. A wait of the store's own would print a warning each time."""
+    pause = 0.01
+    while True:
+        yield time.monotonic()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+def _wait_for_all(store: dist.TCPStore, world: World, end: float) -> str:
+    missing = list(range(world.size))
+    verdict = ""
+    said = time.monotonic()
+    for now in _looks():
+        missing = [rank for rank in missing if not store.check([_key(rank)])]
+        if not missing:
+            break
+        if now > end:
+            verdict = (
+                f"{_who_is_missing(store, world, missing)} -> see what the launcher printed for "
+                "them; bigtrain doctor tries every host; watchdog.arrival_timeout_seconds is how "
+                "long they are waited for"
+            )
+            break
+        if now - said > _SAY_AFTER_SECONDS:
+            said = now
+            log.warning("waiting: %s", _who_is_missing(store, world, missing))
+    store.set(_VERDICT, verdict)
+    if verdict:  # the server ends with this process
+        num_others = world.size - len(missing) - 1
+        for now in _looks():
+            if store.add(_NUM_TOLD, 0) >= num_others or now > end + _TOLD_WITHIN_SECONDS:
+                break
+    return verdict
+
+
+def _wait_for_main(store: dist.TCPStore, patience_seconds: float) -> str:
+    # The main process gives up first, and says why.
+    limit = timedelta(seconds=patience_seconds + 2 * _TOLD_WITHIN_SECONDS)
+    try:
+        store.wait([_VERDICT], limit)
+        verdict = store.get(_VERDICT).decode()
+        store.add(_NUM_TOLD, 1)
+    except dist.DistError:
+        return "the main process ended, or fell silent, before all processes came: see what it says"
+    return verdict
+
+
+def _who_is_missing(store: dist.TCPStore, world: World, missing: list[int]) -> str:
+    absent = set(missing)
+    came: dict[str, list[int]] = {}
+    for rank in range(world.size):
+        if rank not in absent:
+            came.setdefault(store.get(_key(rank)).decode(), []).append(rank)
+    expected = _hosts_of_deepspeeds_launcher()
+    gone: dict[str, list[int]] = {}
+    for rank in missing:
+        gone.setdefault(expected[rank] if rank < len(expected) else "", []).append(rank)
+    return (
+        f"{len(missing)} of {world.size} processes have not come: {_by_host(gone)}; "
+        f"here are {_by_host(came)}"
+    )
+
+
+def _by_host(ranks: dict[str, list[int]]) -> str:
+    parts = []
+    for host, of_host in ranks.items():
+        shown = ", ".join(map(str, of_host[:8])) + (", ..." if len(of_host) > 8 else "")
+        parts.append(f"{host} (rank {shown})" if host else f"rank {shown}")
+    return ", ".join(parts)
+
+
+def _hosts_of_deepspeeds_launcher() -> list[str]:
+    """The host that the hostfile gives each rank; empty where another launcher started this.
+
+    DeepSpeed's launcher on each host has the whole file in its command line (0.19.8,
+    launcher/launch.py, --world_info: base64 of JSON, host name to local ranks).
+    """
+    try:
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+        given = [word for word in command if word.startswith("--world_info=")]
+        hosts = json.loads(base64.urlsafe_b64decode(given[0].partition("=")[2]))
+        return [host for host, slots in hosts.items() for _ in slots]
+    except (OSError, IndexError, ValueError, AttributeError):
+        return []

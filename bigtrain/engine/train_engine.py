@@ -1,0 +1,262 @@
+"""One optimizer step of one rank on a DeepSpeed engine, without pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
+from bigtrain.engine.optimizers.skip_step import Judge, StepFigures, UpdateGate, mean_loss
+from bigtrain.engine.prefetch import DeviceFeed
+from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.models.layers.compilation import uncompiled
+from bigtrain.models.layers.isolation import Isolation
+from bigtrain.models.layers.router_logits import auxiliary_loss
+from bigtrain.models.parallel.sequence import SequenceParallel
+from bigtrain.settings.batch_plan import BatchPlan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; tensors stay on the device so that nothing waits for it.
+
+    loss_sum: this process's share of the summed cross-entropy, in nats.
+    num_targets: target tokens of the whole global batch.
+    figures: what the step was judged by; None where it was not.
+    """
+
+    loss_sum: torch.Tensor
+    num_targets: torch.Tensor
+    figures: StepFigures | None = None
+
+
+class TrainEngine:
+    """Trains one model by optimizer steps. Every method is collective over all processes.
+
+    isolation: how the model is told of documents. mark: called with what the engine does next, in
+    words; for whoever watches it. is_compiled: whether its layers are.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        plan: BatchPlan,
+        device: torch.device,
+        mesh: Mesh,
+        isolation: Isolation,
+        sequence: SequenceParallel | None = None,
+        *,
+        computes_loss: bool = False,
+        is_compiled: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.plan = plan
+        self.device = device
+        self.mesh = mesh
+        self.isolation = isolation
+        self.sequence = sequence
+        self._computes_loss = computes_loss
+        self.is_compiled = is_compiled
+        self._feed = DeviceFeed(device)
+        self.mark: Callable[[str], object] = _unwatched
+        config: Any = self.module.config
+        self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
+        self._norm: torch.Tensor | None = None
+        self._gate = UpdateGate(engine, self._norm_before_update)
+        if isinstance(engine.optimizer, torch.optim.Optimizer):
+            engine.clip_fp32_gradients = self._clip_gradients
+
+    @property
+    def module(self) -> nn.Module:
+        """The Hugging Face model; its parameters may be partitioned."""
+        module: nn.Module = self.engine.module
+        return module
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], lr: float, judge: Judge | None = None
+    ) -> StepResult:
+        """Forward and backward of this process's micro-batches, then one optimizer update.
+
+        Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this very update;
+        `judge`, which decides whether it is made (with one, the host waits for the device).
+        """
+        assert len(micro_batches) == self.plan.accumulation
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.mark("counting target tokens")
+        num_targets = self._count_targets(micro_batches)
+        # DeepSpeed divides the summed gradients by the number of replicas, and the processes that
+        # share a sample are replicas to it.
+        scale = dist.get_world_size(self.mesh.replicas) / num_targets.clamp(min=1)
+        loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
+        self.engine.train()
+        for batch, moved in self._feed(micro_batches):
+            self._accumulate(batch, moved, scale, loss_sum)
+            if batch is micro_batches[-1]:
+                self.mark("optimizer update")
+                self._norm = self._gradient_norm_before_step()
+                self._gate.watch(judge, self._own_share(loss_sum), num_targets)
+            self.engine.step()
+        return StepResult(loss_sum, num_targets, self._gate.close())
+
+    def _own_share(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """What this process adds to a sum over all processes: each loss counts once."""
+        return loss_sum if self._speaks else torch.zeros_like(loss_sum)
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process has the loss of its samples; one of each copy of the model does."""
+        return self.mesh.coordinates.tensor_rank == 0
+
+    def _norm_before_update(self) -> Any:
+        """The norm of the gradient when DeepSpeed has measured it, and not yet used it."""
+        norm = self._norm
+        return self.engine.optimizer._global_grad_norm if norm is None else norm
+
+    def _accumulate(
+        self, batch: MicroBatch, moved: MicroBatch, scale: torch.Tensor, loss_sum: torch.Tensor
+    ) -> None:
+        """Forward and backward of a micro-batch; adds its loss to `loss_sum`."""
+        self.mark("forward pass")
+        cross_entropy, outputs = self._cross_entropy(batch, moved, scale)
+        loss_sum += cross_entropy.detach()
+        loss = cross_entropy * scale
+        auxiliary = auxiliary_loss(outputs)
+        if auxiliary is not None:
+            loss = loss + self._aux_coefficient * auxiliary / self.plan.accumulation
+        self.mark("backward pass")
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def _clip_gradients(self) -> None:
+        # As the method of DeepSpeed (0.19.8, runtime/engine.py:3502) that this stands for, which
+        # throws the norm away: measuring it once more would be another pass over all gradients.
+        limit = self.engine.gradient_clipping()
+        self._norm = clip_gradients(self.module.parameters(), limit, self.mesh)
+
+    def _gradient_norm_before_step(self) -> torch.Tensor | None:
+        # The plain torch optimizer of fp32 ZeRO 0 keeps no norm, and after step() the gradients
+        # are gone; every other engine, and `_clip_gradients`, measures it while it clips.
+        plain = isinstance(self.engine.optimizer, torch.optim.Optimizer)
+        if not plain:
+            mark_gradients(self.module.parameters())
+        if not plain or self.engine.gradient_clipping() > 0:
+            return None
+        return total_norm(self.module.parameters(), self.mesh)
+
+    def gradient_norm(self) -> float:
+        """Norm of the whole last gradient before clipping. Waits for the device."""
+        norm = self._norm if self._norm is not None else self.engine.get_global_grad_norm()
+        return float(norm) if norm is not None else float("nan")
+
+    def step_loss(self, result: StepResult) -> float:
+        """Mean loss of a step over the global batch, in nats per token. Waits for the device."""
+        if result.figures is not None:
+            return result.figures.loss
+        total = mean_loss(self._own_share(result.loss_sum), result.num_targets)
+        dist.all_reduce(total)
+        return float(total)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+        """Mean loss in nats per token, and the number of tokens, over all processes' `batches`.
+
+        Every process must bring the same number of batches.
+        """
+        totals = torch.zeros(2, device=self.device, dtype=torch.float64)
+        self.engine.eval()
+        for batch, moved in self._feed(batches):
+            totals[0] += self._cross_entropy(batch, moved)[0]
+            totals[1] += int((self._labels(batch) != IGNORED_LABEL).sum())
+        self.engine.train()
+        dist.all_reduce(totals, group=self.mesh.replicas)
+        num_tokens = int(totals[1])
+        return float(totals[0]) / max(1, num_tokens), num_tokens
+
+    @torch.no_grad()
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits of `input_ids` [samples, tokens] in evaluation mode: float32, on the CPU.
+
+        Every process computes the same; all must call it with the same input.
+        """
+        self.engine.eval()
+        alone = self.sequence.whole_samples() if self.sequence else nullcontext()
+        with alone, uncompiled() if self.is_compiled else nullcontext():
+            outputs = self.engine(input_ids=self._to_device(input_ids), use_cache=False)
+        self.engine.train()
+        logits: torch.Tensor = outputs.logits.float().cpu()
+        return logits
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the model."""
+        self._gate.remove()
+        self.engine.destroy()
+        if self.sequence is not None:
+            self.sequence.close()
+
+    def _labels(self, batch: MicroBatch) -> torch.Tensor:
+        """The labels of the tokens that this process computes, where `batch` is."""
+        return self.sequence.part(batch.labels) if self.sequence else batch.labels
+
+    def _cross_entropy(
+        self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """The summed loss of this process's tokens, and all else that the model returned.
+
+        `moved` is `batch` on the device; `factor` what the loss is going to be multiplied by.
+        """
+        if self._computes_loss:
+            # Labels on the host: which tokens have none is so known without waiting.
+            targets = self._labels(batch)
+            outputs = self._forward(batch, moved, targets=targets, factor=factor)
+            return outputs.loss, outputs
+        outputs = self._forward(batch, moved)
+        return summed_cross_entropy(outputs.logits, self._labels(moved)), outputs
+
+    def _forward(self, batch: MicroBatch, moved: MicroBatch, **more: Any) -> Any:
+        with self.isolation.told(batch.position_ids):
+            return self.engine(**self._inputs(batch, moved), use_cache=False, **more)
+
+    def _inputs(self, batch: MicroBatch, moved: MicroBatch) -> dict[str, Any]:
+        if self.sequence is not None:
+            return dict(self.sequence.inputs(moved.input_ids, moved.position_ids))
+        # Some models flatten them with `view`.
+        inputs: dict[str, Any] = {"input_ids": moved.input_ids.contiguous()}
+        if moved.position_ids is not None:
+            # Without an attention mask and a cache, transformers keeps apart what positions that
+            # start anew keep apart; `models.isolation` has shown it for this model.
+            inputs["position_ids"] = moved.position_ids
+        for name, value in self.isolation.arguments(batch.position_ids).items():
+            inputs[name] = self._to_device(value) if torch.is_tensor(value) else value
+        return inputs
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        own = sum(int((self._labels(batch) != IGNORED_LABEL).sum()) for batch in micro_batches)
+        # Filled on the device: copying it there would wait for all that the device has to do.
+        count = torch.full((), own, device=self.device, dtype=torch.int64)
+        dist.all_reduce(count, group=self.mesh.replicas)
+        return count
+
+
+def _unwatched(_phase: str) -> None:
+    pass
+
+
+def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in nats summed over targets: logits [B, T, V] any dtype, labels [B, T]."""
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+    )

@@ -1,1 +1,0 @@
-"""Where processes run: hostfiles, Slurm, Kubernetes, and the doctor that looks at hosts first."""

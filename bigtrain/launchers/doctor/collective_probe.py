@@ -1,0 +1,98 @@
+"""What `bigtrain doctor` starts on all hosts at once, under torchrun: do devices and network work?
+
+One matrix product per device, timed; all-reduce within each host and over all of them, its latency
+and bandwidth; rank 0 prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.launchers.doctor.host_probe import MARK
+
+_REPEATS = 5
+
+
+def main(seconds: str) -> int:
+    """Measure, collectively over all processes that torchrun started."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=float(seconds))
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
+    world_size, local_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes: list[int] = [0] * world_size
+    dist.all_gather_object(nodes, int(os.environ["GROUP_RANK"]))
+    within = None
+    for node in sorted(set(nodes)):
+        group = dist.new_group([rank for rank, its_node in enumerate(nodes) if its_node == node])
+        within = group if node == nodes[dist.get_rank()] else within
+    numbers = 2**24 if cuda else 2**18
+    mine = {
+        "host": socket.gethostname(),
+        "local_rank": int(os.environ["LOCAL_RANK"]),
+        "matmul_seconds": _matmul_seconds(device, size=8192 if cuda else 512),
+        "within": _all_reduce(device, numbers, within) if local_size > 1 else None,
+        "between": _all_reduce(device, numbers, None) if world_size > local_size else None,
+    }
+    everyone: list[object] = [None] * world_size
+    dist.all_gather_object(everyone, mine)
+    if dist.get_rank() == 0:
+        print(MARK + json.dumps(everyone), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _matmul_seconds(device: torch.device, size: int) -> float:
+    """The best time of one product of two `size` x `size` matrices: what the device can do,
+    whatever else ran meanwhile."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left = torch.ones(size, size, device=device, dtype=dtype)
+
+    def multiply() -> None:
+        torch.mm(left, left)
+
+    return min(_times(multiply, device))
+
+
+def _all_reduce(
+    device: torch.device, numbers: int, group: dist.ProcessGroup | None
+) -> dict[str, float]:
+    """Latency of 4 bytes, and bus bandwidth of `numbers` float32 (nccl-tests' definition)."""
+    size = dist.get_world_size(group)
+    small = torch.zeros(1, device=device)
+    large = torch.zeros(numbers, device=device)
+    latency = statistics.median(_times(lambda: dist.all_reduce(small, group=group), device))
+    elapsed = statistics.median(_times(lambda: dist.all_reduce(large, group=group), device))
+    moved = 4 * numbers * 2 * (size - 1) / size
+    return {"latency_seconds": latency, "bytes_per_second": moved / elapsed}
+
+
+def _times(work: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of each repeat, after one to warm up."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        started_at = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started_at)
+    return times[1:]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,173 @@
+"""The order in which `bigtrain doctor` looks at hosts; those without an answer are left out.
+
+Nothing here waits without a limit, and what is written is deleted.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import LaunchError
+from bigtrain.launchers.doctor import verdicts as judge
+from bigtrain.launchers.doctor.transport import Reply, Transport, ask_all, probe_command
+from bigtrain.launchers.doctor.verdicts import Finding
+from bigtrain.launchers.hostfile import Host
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What to look at: hosts, the directory that runs will write below, a port (None: any free
+    one), the limit of each step in seconds, and whether devices are to compute."""
+
+    hosts: Sequence[Host]
+    transport: Transport
+    directory: Path
+    port: int | None
+    limit_seconds: int
+    least_gib: float
+    compute: bool
+
+
+def examine(what: Examination, say: Callable[[str], None]) -> tuple[list[Finding], list[str]]:
+    """Look at every host. Returns the findings, and lines of figures.
+
+    `say` gets a line before each step.
+    """
+    say(f"{len(what.hosts)} hosts: reachable, versions, devices, memory, clock")
+    replies = ask_all(
+        what.hosts,
+        {
+            h.name: probe_command("facts", what.limit_seconds, directory=str(what.directory))
+            for h in what.hosts
+        },
+        what.transport,
+        what.limit_seconds,
+    )
+    found = [judge.judge_reachable(host, replies[host.name].problem) for host in what.hosts]
+    there = [host for host in what.hosts if replies[host.name].problem is None]
+    if not there:
+        return found, []
+    facts = {host.name: replies[host.name].result for host in there}
+    found += judge.judge_versions(facts)
+    for host in there:
+        found += _judge_facts(host, replies[host.name], what.least_gib, alone=len(what.hosts) == 1)
+    say(f"{len(there)} hosts: {what.directory} shared")
+    found += _shared(what, there)
+    say(f"{len(there)} hosts: network between each pair")
+    network = _network(what, there, facts)
+    found += network
+    lines: list[str] = []
+    if what.compute:
+        if any(f.failed and f.check in ("versions", "devices", "network") for f in found):
+            lines.append("no computing: hosts fail what it needs (versions, devices, network)")
+        else:
+            say(f"{len(there)} hosts: a matrix product per device, all-reduce")
+            computed, lines = _compute(what, there, facts)
+            found += computed
+    return found, lines
+
+
+def _judge_facts(host: Host, reply: Reply, least_gib: float, *, alone: bool) -> list[Finding]:
+    fact = reply.result
+    return [
+        judge.judge_devices(host, fact),
+        *judge.judge_memory(host.name, fact, least_gib),
+        judge.judge_clock(host.name, fact["time"], reply.sent_at, reply.received_at),
+        judge.judge_interface(host.name, fact, alone=alone),
+        judge.judge_environment(host.name, fact),
+    ]
+
+
+def _shared(what: Examination, hosts: Sequence[Host]) -> list[Finding]:
+    """Write here, read there; write there, read here."""
+    directory, token = str(what.directory), secrets.token_hex(8)
+    written = _ask_here(what, "announce", directory=directory, token=token)
+    if written.problem or written.result["problem"]:
+        problem = written.problem or written.result["problem"]
+        raise LaunchError(f"{directory} cannot be written here: {problem}")
+    probes = {
+        host.name: probe_command(
+            "shared", what.limit_seconds, directory=directory, token=token, name=host.name
+        )
+        for host in hosts
+    }
+    replies = ask_all(hosts, probes, what.transport, what.limit_seconds)
+    made = written.result["made"]
+    read = _ask_here(what, "collect", directory=directory, token=token, made=made)
+    found = []
+    for host in hosts:
+        reply = replies[host.name]
+        problem = reply.problem or reply.result["problem"] or read.problem
+        if problem is None and host.name not in read.result["hosts"]:
+            problem = "what it writes there is not seen here"
+        found.append(judge.judge_shared(host.name, directory, problem))
+    return found
+
+
+def _ask_here(what: Examination, probe: str, **arguments: Any) -> Reply:
+    """Of this machine, in a process of its own as well: a file system that does not answer would
+    hold this one for ever."""
+    here = Host("localhost", 1, 0)
+    command = probe_command(probe, what.limit_seconds, **arguments)
+    return ask_all([here], {here.name: command}, "ssh", what.limit_seconds)[here.name]
+
+
+def _network(what: Examination, hosts: Sequence[Host], facts: dict[str, Any]) -> list[Finding]:
+    if len(hosts) == 1 and what.port is None:
+        return []
+    ports = {host.name: what.port or facts[host.name]["free_port"] for host in hosts}
+    probes = {
+        host.name: probe_command(
+            "network",
+            what.limit_seconds,
+            port=ports[host.name],
+            peers={name: port for name, port in ports.items() if name != host.name},
+            me=host.name,
+            seconds=what.limit_seconds * 0.5,
+        )
+        for host in hosts
+    }
+    replies = ask_all(hosts, probes, what.transport, what.limit_seconds)
+    return [judge.judge_network(n, reply.result, reply.problem) for n, reply in replies.items()]
+
+
+def _compute(
+    what: Examination, hosts: Sequence[Host], facts: dict[str, Any]
+) -> tuple[list[Finding], list[str]]:
+    port = what.port or facts[hosts[0].name]["free_port"]
+    common = ["--nnodes", str(len(hosts))]
+    main = "127.0.0.1" if len(hosts) == 1 else hosts[0].name
+    address = ["--master_addr", main, "--master_port", str(port)]
+    commands = {
+        host.name: [
+            # Ended on its own host as well, where nobody is left to be told.
+            *(
+                "timeout",
+                "-k",
+                "10",
+                str(what.limit_seconds),
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+            ),
+            *(*common, "--nproc_per_node", str(host.slots)),
+            *("--node_rank", str(rank), *address),
+            *("-m", "bigtrain.launchers.doctor.collective_probe", str(what.limit_seconds)),
+        ]
+        for rank, host in enumerate(hosts)
+    }
+    replies = ask_all(hosts, commands, what.transport, what.limit_seconds)
+    main_reply = replies[hosts[0].name]
+    if main_reply.problem is None:
+        devices = main_reply.result
+        return judge.judge_compute(hosts, devices), judge.describe_collectives(devices)
+    said = [
+        f"{host.name}: {replies[host.name].problem}" for host in hosts if replies[host.name].problem
+    ]
+    remedy = "a longer --seconds, or run it with TORCH_DISTRIBUTED_DEBUG=DETAIL and NCCL_DEBUG=INFO"
+    return [Finding(hosts[0].name, "compute", "; ".join(said), remedy)], []

@@ -1,0 +1,202 @@
+"""What `bigtrain doctor` runs on each host: looks, says one line of JSON, ends in time.
+
+``python -m bigtrain.launchers.doctor.host_probe NAME ARGUMENTS`` with ARGUMENTS as a JSON object.
+Imports the standard library only: a host on which torch is broken must still be able to say so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import bigtrain
+from bigtrain.launchers.deepspeed_env import NAME, inspect_environment_file
+from bigtrain.launchers.doctor.verdicts import SHARED_BUFFERS
+from bigtrain.system.machine import available_memory_bytes
+from bigtrain.system.versions import library_versions
+
+MARK = "BIGTRAIN-PROBE "
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_RETRY_SECONDS = 0.2
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def facts(directory: str) -> dict[str, Any]:
+    """Versions, devices, memory, disk below `directory`, clock, network of this host."""
+    existing = next(path for path in (Path(directory), *Path(directory).parents) if path.exists())
+    files = {Path.home() / NAME, Path.cwd() / NAME}
+    return {
+        "hostname": socket.gethostname(),
+        "versions": {
+            **library_versions(),
+            "driver": _driver(),
+        },
+        "bigtrain_at": str(Path(bigtrain.__file__).parent),
+        "devices": _num_devices(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_available_gib": (available_memory_bytes() or 0) / 2**30,
+        "disk_free_gib": shutil.disk_usage(existing).free / 2**30,
+        "shm_free_gib": shutil.disk_usage(_SHARED_MEMORY).free / 2**30,
+        "shm_left_behind_gib": _left_behind_bytes(_SHARED_MEMORY) / 2**30,
+        "interfaces": [name for _, name in socket.if_nameindex()],
+        "interface_variables": {
+            name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ
+        },
+        "own_address": _address(socket.gethostname()),
+        "free_port": _free_port(),
+        "environment_files": [p for path in sorted(files) for p in inspect_environment_file(path)],
+        "time": time.time(),  # last, and so the nearest to when it is received
+    }
+
+
+def announce(directory: str, token: str) -> dict[str, Any]:
+    """Leave a file in `directory` for other hosts to read; `made` are the folders it took."""
+    folder = Path(directory)
+    made = [str(path) for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f".doctor-{token}").write_text(token, encoding="utf-8")
+    except OSError as error:
+        return {"problem": error.strerror, "made": made}
+    return {"problem": None, "made": made}
+
+
+def collect(directory: str, token: str, made: list[str]) -> dict[str, Any]:
+    """The hosts whose files are seen in `directory`; deletes them, and the folders `made`."""
+    mine = f".doctor-{token}"
+    found = list(Path(directory).glob(f"{mine}*"))
+    for path in found:
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # somebody else may use them by now
+        for folder in made:
+            Path(folder).rmdir()
+    return {"hosts": [path.name.removeprefix(f"{mine}-") for path in found]}
+
+
+def shared(directory: str, token: str, name: str) -> dict[str, Any]:
+    """Read what the doctor wrote into `directory`, and leave a file of this host's there."""
+    folder = Path(directory)
+    try:
+        read = (folder / f".doctor-{token}").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {"problem": "does not see what was written there from here"}
+    if read != token:
+        return {"problem": "sees a file of that name with other contents"}
+    (folder / f".doctor-{token}-{name}").write_text(token, encoding="utf-8")
+    return {"problem": None}
+
+
+def network(port: int, peers: dict[str, int], me: str, seconds: float) -> dict[str, Any]:
+    """Listen at `port`, connect to every peer's, until all have met or `seconds` are over.
+
+    Returns the peers that could not be connected to, with the last reason.
+    """
+    try:
+        listener = socket.create_server(("", port), backlog=len(peers) + 1)
+    except OSError as error:
+        return {"port": f"port {port} cannot be used: {error.strerror}", "unreachable": {}}
+    deadline = time.monotonic() + seconds
+    seen: set[str] = set()
+    threading.Thread(target=_accept, args=(listener, seen), daemon=True).start()
+    unreachable = dict.fromkeys(peers, "not tried")
+    while time.monotonic() < deadline and (unreachable or len(seen) < len(peers)):
+        for name in list(unreachable):
+            left = max(0.1, min(5.0, deadline - time.monotonic()))
+            try:
+                with socket.create_connection((name, peers[name]), timeout=left) as connection:
+                    connection.sendall(me.encode())
+                del unreachable[name]
+            except OSError as error:
+                unreachable[name] = str(error)
+        if unreachable or len(seen) < len(peers):
+            time.sleep(_RETRY_SECONDS)
+    listener.close()
+    return {"port": None, "unreachable": unreachable}
+
+
+def _accept(listener: socket.socket, seen: set[str]) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection:
+            connection.settimeout(5.0)
+            try:
+                seen.add(connection.recv(256).decode())
+            except (OSError, UnicodeDecodeError):
+                continue
+
+
+def _driver() -> str | None:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    words = text.split("\n", 1)[0].split()
+    return next((word for word in words if word[:1].isdigit() and "." in word), text[:40])
+
+
+def _num_devices() -> int | None:
+    """GPUs that a process started here may use; None on a machine without NVIDIA's driver."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    if not folder.is_dir():
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len([d for d in visible.split(",") if d]) if visible else len(list(folder.iterdir()))
+
+
+def _left_behind_bytes(folder: Path) -> int:
+    """Of DeepSpeed's buffers in `folder`, those that no process uses as far as this one may see."""
+    buffers = {str(path): path.lstat().st_size for path in folder.glob(SHARED_BUFFERS)}
+    for maps in Path("/proc").glob("[0-9]*/maps") if buffers else ():
+        try:
+            used = {line.split()[-1] for line in maps.read_text(errors="replace").splitlines()}
+        except OSError:  # somebody else's, or it has ended
+            continue
+        buffers = {path: size for path, size in buffers.items() if path not in used}
+    return sum(buffers.values())
+
+
+def _address(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+PROBES: dict[str, Callable[..., dict[str, Any]]] = {
+    "facts": facts,
+    "announce": announce,
+    "collect": collect,
+    "shared": shared,
+    "network": network,
+}
+
+
+def main(name: str, arguments: str, limit_seconds: str) -> int:
+    """Run one probe and print its result; the alarm ends it where it hangs."""
+    signal.alarm(int(limit_seconds))
+    result = PROBES[name](**json.loads(arguments))
+    print(MARK + json.dumps(result), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

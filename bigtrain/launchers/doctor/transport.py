@@ -1,0 +1,130 @@
+"""Running a command on hosts: here, over ssh, as a step of a Slurm job; never without a limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from bigtrain.launchers.deepspeed_env import KEEP_ALIVE, select_environment
+from bigtrain.launchers.doctor.host_probe import MARK
+from bigtrain.launchers.hostfile import Host
+from bigtrain.system.shipped_files import checkout
+
+Transport = Literal["ssh", "srun"]
+_GRACE_SECONDS = 15  # for the connection, on top of what the probe itself may take
+_KILLED_SECONDS = 5
+_TIMED_OUT = 124  # exit code of `timeout`
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back from a host: the probe's result, or in one line why there is none.
+
+    sent_at, received_at: this machine's clock, in seconds since the epoch.
+    """
+
+    result: Any
+    problem: str | None
+    sent_at: float
+    received_at: float
+
+
+def ask_all(
+    hosts: Sequence[Host],
+    commands: Mapping[str, Sequence[str]],
+    transport: Transport,
+    limit_seconds: int,
+) -> dict[str, Reply]:
+    """Run each host's command on it, all at once. Returns within `limit_seconds` and a little."""
+    if not hosts:
+        return {}
+    with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
+        replies = pool.map(
+            lambda host: _ask(host, commands[host.name], transport, limit_seconds), hosts
+        )
+        return {host.name: reply for host, reply in zip(hosts, replies, strict=True)}
+
+
+def probe_command(probe: str, limit_seconds: int, **arguments: Any) -> list[str]:
+    """The command that runs a probe of `bigtrain.launchers.doctor.host_probe`."""
+    module = [sys.executable, "-m", "bigtrain.launchers.doctor.host_probe", probe]
+    return [*module, json.dumps(arguments), str(limit_seconds)]
+
+
+def _ask(host: Host, command: Sequence[str], transport: Transport, limit_seconds: int) -> Reply:
+    sent_at = time.time()
+    silent = f"no answer within {limit_seconds} s"
+    # Files, not pipes: a grandchild that outlives the command would keep a pipe open for ever.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                _carried(host, command, transport),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Reply(None, str(error), sent_at, time.time())
+        try:
+            code = process.wait(limit_seconds + _GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # held by a file system that is gone
+                process.wait(_KILLED_SECONDS)
+            return Reply(None, silent, sent_at, time.time())
+        received_at = time.time()
+        for line in _lines(output):
+            _, marked, text = line.partition(MARK)
+            if marked:
+                return Reply(json.loads(text), None, sent_at, received_at)
+        if code in (-signal.SIGALRM, 128 + signal.SIGALRM, _TIMED_OUT):
+            return Reply(None, silent, sent_at, received_at)
+        said = _lines(errors) or ["said nothing"]
+        return Reply(None, f"exit code {code}: {said[-1][:200]}", sent_at, received_at)
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    file.seek(0)
+    lines = file.read().decode("utf-8", errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _carried(host: Host, command: Sequence[str], transport: Transport) -> list[str]:
+    """`command` as it is started here so that it runs on `host`, in this working directory."""
+    variables = select_environment(os.environ).variables
+    variables["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(checkout()), variables.get("PYTHONPATH")])
+    )
+    env = ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
+    if transport == "srun":
+        step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}"]
+        return [*step, "--immediate=30", "--quiet", *env]
+    if is_this_machine(host.name):
+        return env
+    options = ["-o", "BatchMode=yes", *shlex.split(KEEP_ALIVE)]
+    return [
+        "ssh",
+        *options,
+        "--",
+        host.name,
+        f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(env)}",
+    ]
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether `name` is this machine's own, so that no ssh is needed."""
+    return name in ("localhost", "127.0.0.1", socket.gethostname())

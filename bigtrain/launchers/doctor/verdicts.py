@@ -1,0 +1,202 @@
+"""What the doctor's probes found, judged: one verdict per host and check, with the remedy. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bigtrain.launchers.hostfile import Host
+
+MOST_CLOCK_SKEW_SECONDS = 2.0
+SLOW_DEVICE_FACTOR = 1.25  # a device this much slower than the median holds every step back
+LEAST_SHM_GIB = 1.0
+# Of DeepSpeed's launcher on CPUs, which never removes them; bigtrain's runs make none.
+SHARED_BUFFERS = "deepspeed_allreduce_buffer_*"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check of one host. `text` says what is there; a failed one has a remedy."""
+
+    host: str
+    check: str
+    text: str
+    remedy: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.remedy is not None
+
+
+def judge_reachable(host: Host, problem: str | None) -> Finding:
+    """Whether the first probe came back at all."""
+    if problem is None:
+        return Finding(host.name, "reachable", "yes")
+    remedy = (
+        f"`ssh {host.name} true` must work without a password, and this Python and this checkout "
+        "must be there under the same paths; or take the host out"
+    )
+    return Finding(host.name, "reachable", problem, remedy)
+
+
+def judge_versions(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Every version that is not the one most hosts have."""
+    usual = {
+        name: Counter(fact["versions"][name] for fact in facts.values()).most_common(1)[0][0]
+        for name in next(iter(facts.values()))["versions"]
+    }
+    findings = []
+    for host, fact in facts.items():
+        different = {n: v for n, v in fact["versions"].items() if v != usual[n]}
+        if not different:
+            findings.append(Finding(host, "versions", "equal"))
+            continue
+        text = ", ".join(f"{n} {v} (others: {usual[n]})" for n, v in different.items())
+        remedy = "install the versions of constraints.txt there, or share one .venv"
+        if "driver" in different:
+            remedy += "; drivers are the administrator's to update"
+        findings.append(Finding(host, "versions", text, remedy))
+    return findings
+
+
+def judge_devices(host: Host, fact: Mapping[str, Any]) -> Finding:
+    """Whether there is a GPU, or where there are none a core, for every slot."""
+    kind, number = ("GPUs", fact["devices"]) if fact["devices"] is not None else ("cores", None)
+    number = fact["cores"] if number is None else number
+    text = f"{number} {kind} for {host.slots} slots"
+    if number >= host.slots:
+        return Finding(host.name, "devices", text)
+    remedy = f"slots={number} in the hostfile, or look for the missing ones (nvidia-smi)"
+    return Finding(host.name, "devices", text, remedy)
+
+
+def judge_memory(host: str, fact: Mapping[str, Any], least_gib: float) -> list[Finding]:
+    """Free memory, /dev/shm and disk."""
+    findings = []
+    more_shared = "give the container more: --shm-size 16g"
+    left_behind = fact["shm_left_behind_gib"]
+    if left_behind:
+        more_shared = f"find /dev/shm -name '{SHARED_BUFFERS}' -mmin +60 -delete, or {more_shared}"
+    for check, key, least, remedy in (
+        ("memory", "memory_available_gib", least_gib, "end what else runs there"),
+        ("disk", "disk_free_gib", least_gib, "free some, or write elsewhere (--directory)"),
+        ("/dev/shm", "shm_free_gib", LEAST_SHM_GIB, more_shared),
+    ):
+        found = fact[key]
+        text = f"{found:.1f} GiB"
+        if check == "/dev/shm" and left_behind:
+            text += f", {left_behind:.1f} GiB of DeepSpeed runs that ended"
+        short = found < least
+        findings.append(
+            Finding(host, check, text, f"at least {least:g} GiB: {remedy}" if short else None)
+        )
+    return findings
+
+
+def judge_clock(host: str, remote: float, sent_at: float, received_at: float) -> Finding:
+    """The clock, as far as the time that the question took allows to tell."""
+    ahead, behind = remote - received_at, sent_at - remote
+    skew = max(ahead, behind, 0.0)
+    if skew <= MOST_CLOCK_SKEW_SECONDS:
+        return Finding(host, "clock", "right")
+    way = "ahead" if ahead > behind else "behind"
+    return Finding(host, "clock", f"{skew:.1f} s {way}", "let it follow NTP (timedatectl)")
+
+
+def judge_interface(host: str, fact: Mapping[str, Any], *, alone: bool) -> Finding:
+    """Whether gloo and NCCL can find the network card that others reach this host by.
+
+    A host that is `alone` may as well talk to itself.
+    """
+    named = fact["interface_variables"]
+    for variable, value in named.items():
+        wanted = value.lstrip("^=").split(",")
+        if not any(name.startswith(w) for name in fact["interfaces"] for w in wanted):
+            text = f"{variable}={value}, and there are {', '.join(fact['interfaces'])}"
+            return Finding(host, "interface", text, f"set {variable} to one of those")
+    address = fact["own_address"]
+    if not alone and not named and (address is None or address.startswith("127.")):
+        where = f"its own name is {address}" if address else "its own name has no address"
+        remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or correct its /etc/hosts"
+        return Finding(host, "interface", where, remedy)
+    return Finding(host, "interface", ", ".join(named.values()) or str(address))
+
+
+def judge_environment(host: str, fact: Mapping[str, Any]) -> Finding:
+    """``.deepspeed_env`` files with secrets that others may read, or that DeepSpeed dies of."""
+    problems = fact["environment_files"]
+    if not problems:
+        return Finding(host, ".deepspeed_env", "safe")
+    return Finding(host, ".deepspeed_env", "unsafe", "; ".join(problems))
+
+
+def judge_shared(host: str, directory: str, problem: str | None) -> Finding:
+    """Whether the host sees what others write below `directory`, and they what it writes."""
+    if problem is None:
+        return Finding(host, "shared", "yes")
+    remedy = f"mount the same file system at {directory} on every host, or name another --directory"
+    return Finding(host, "shared", problem, remedy)
+
+
+def judge_network(host: str, result: Mapping[str, Any] | None, problem: str | None) -> Finding:
+    """Whether the host could listen, and reach every other one."""
+    if result is None:
+        return Finding(host, "network", problem or "", "see what the host says; run it again")
+    if result["port"]:
+        return Finding(host, "network", result["port"], "end what holds it, or another --port")
+    if result["unreachable"]:
+        text = ", ".join(f"{name} ({why})" for name, why in result["unreachable"].items())
+        remedy = "open the ports between them (firewall), or set the interface that connects them"
+        return Finding(host, "network", f"does not reach {text}", remedy)
+    return Finding(host, "network", "reaches all")
+
+
+def judge_compute(hosts: Sequence[Host], devices: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Devices that are slower than their peers, by host."""
+    median = statistics.median(device["matmul_seconds"] for device in devices)
+    findings = []
+    of_all = iter(devices)  # in the order of ranks
+    for host in hosts:
+        own = list(itertools.islice(of_all, host.slots))
+        slow = [d for d in own if d["matmul_seconds"] > SLOW_DEVICE_FACTOR * median]
+        text = f"{statistics.median(d['matmul_seconds'] for d in own) * 1e3:.2f} ms per product"
+        if not slow:
+            findings.append(Finding(host.name, "compute", text))
+            continue
+        shown = ", ".join(
+            f"device {d['local_rank']} takes {d['matmul_seconds'] / median:.2f} times the median"
+            for d in slow
+        )
+        remedy = "look for heat, power limits and other programs (nvidia-smi -q -d PERFORMANCE)"
+        findings.append(Finding(host.name, "compute", shown, remedy))
+    return findings
+
+
+def describe_collectives(devices: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All-reduce within hosts and over all of them: the slowest process counts."""
+    lines = []
+    for key, where in (("within", "within each host"), ("between", "over all hosts")):
+        found = [device[key] for device in devices if device[key] is not None]
+        if found:
+            latency = max(one["latency_seconds"] for one in found) * 1e6
+            bandwidth = min(one["bytes_per_second"] for one in found) / 1e9
+            lines.append(f"all-reduce {where}: {latency:.0f} us, {bandwidth:.2f} GB/s")
+    return lines
+
+
+def render(hosts: Sequence[Host], findings: Sequence[Finding]) -> str:
+    """A table of hosts and checks, then every failure with its remedy."""
+    checks = list(dict.fromkeys(finding.check for finding in findings))
+    cells = {(f.host, f.check): "FAIL" if f.failed else f.text for f in findings}
+    rows = [["host", *checks]]
+    rows += [[h.name, *(cells.get((h.name, check), "-") for check in checks)] for h in hosts]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    for finding in findings:
+        if finding.failed:
+            lines.append(f"{finding.host}: {finding.check}: {finding.text}\n  -> {finding.remedy}")
+    return "\n".join(lines)

@@ -1,0 +1,279 @@
+"""Manifests for Kubeflow Trainer: a ConfigMap with the run, a TrainingRuntime, a TrainJob. Pure.
+
+Written for trainer.kubeflow.org/v1alpha1 (kubeflow/trainer 8c0f505), whose torch policy gives the
+container ``node`` the PET_* variables that torchrun reads. Rules go by the messages of failed jobs
+(JobSet 0.10 and newer), for every failure that a podFailurePolicy names has the same reason.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from bigtrain.errors import EXIT_STOPPED, EXIT_USER_ERROR, ConfigError, Problem
+from bigtrain.launchers.pods import PodSettings, check_pod, environment_of, patched, placed
+from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
+from bigtrain.settings.loading import find_config
+from bigtrain.settings.resolve import ResolvedRun, resolve_run_files
+
+API = "trainer.kubeflow.org/v1alpha1"
+_SETTINGS = "/etc/bigtrain"
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")  # also a prefix of pods' names
+
+
+@dataclass(frozen=True)
+class KubernetesRequest:
+    """A run, and where it runs.
+
+    `claim` is a PersistentVolumeClaim that every node can write, seen at `mount`; `gpus` 0 means
+    CPUs with `processes_per_node` processes. A pod that wrote nothing for `hang_minutes` is taken
+    for hung and everything starts again, `restarts` times at most, each from the newest checkpoint.
+    `save_seconds` are left to a pod that is evicted. `rdma` are further resources of each node by
+    name. `queue` is Kueue's.
+    """
+
+    name: str
+    config: str
+    overrides: tuple[str, ...]
+    nodes: int
+    gpus: int
+    processes_per_node: int
+    image: str
+    claim: str
+    mount: str
+    deepspeed_config: str | None = None
+    namespace: str | None = None
+    cpus: int | None = None
+    memory: str | None = None
+    shared_memory: str = "16Gi"
+    restarts: int = 10
+    hang_minutes: int = 60
+    save_seconds: int = 600
+    rdma: Mapping[str, str] = field(default_factory=dict)
+    queue: str | None = None
+    pod: PodSettings = field(default_factory=PodSettings)
+
+
+def render_manifests(request: KubernetesRequest) -> str:
+    """The manifests as one YAML stream. Raises ConfigError with everything that is wrong."""
+    resolved = resolve_run_files(
+        request.config,
+        request.overrides,
+        request.nodes * request.processes_per_node,
+        request.deepspeed_config,
+        "cuda" if request.gpus else "cpu",
+    )
+    problems = [*_check_request(request), *_check_paths(request, resolved)]
+    problems += check_pod(request.pod)
+    if problems:
+        raise ConfigError(problems, "the Kubernetes job")
+    files = {"run.yaml": find_config(request.config).read_text(encoding="utf-8")}
+    ds_config = find_deepspeed_config(resolved.config.engine.deepspeed_config)
+    files["deepspeed.json"] = ds_config.read_text(encoding="utf-8")
+    documents = [
+        {**_head("v1", "ConfigMap", request, "-run"), "data": files},
+        {**_head(API, "TrainingRuntime", request, ""), "spec": _runtime(request, resolved)},
+        {**_head(API, "TrainJob", request, ""), "spec": _job(request)},
+    ]
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines stand as they are, so that people can read and change them; values
+    that occur twice are written twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _head(api: str, kind: str, request: KubernetesRequest, suffix: str) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": f"{request.name}{suffix}"}
+    if request.namespace:
+        metadata["namespace"] = request.namespace
+    if request.queue and kind == "TrainJob":
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": request.queue}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata}
+
+
+def _arguments(request: KubernetesRequest) -> list[str]:
+    files = ["--config", f"{_SETTINGS}/run.yaml", "--deepspeed_config"]
+    return [*files, f"{_SETTINGS}/deepspeed.json", *request.overrides]
+
+
+def _job(request: KubernetesRequest) -> dict[str, Any]:
+    resources: dict[str, Any] = {}
+    if request.cpus:
+        resources["cpu"] = str(request.cpus)
+    if request.memory:
+        resources["memory"] = request.memory
+    if request.gpus:
+        resources["nvidia.com/gpu"] = str(request.gpus)
+    resources |= request.rdma
+    trainer: dict[str, Any] = {
+        "image": request.image,
+        "numNodes": request.nodes,
+        "numProcPerNode": request.processes_per_node,
+        "command": ["python3", "-m", "bigtrain.launchers.agent"],
+        "args": ["bigtrain/train.py", *_arguments(request)],
+    }
+    if resources:
+        trainer["resourcesPerNode"] = {"requests": resources, "limits": resources}
+    reference = {"apiGroup": API.split("/")[0], "kind": "TrainingRuntime", "name": request.name}
+    return {"runtimeRef": reference, "trainer": trainer}
+
+
+def _runtime(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
+    """The runtime: what every pod has, and when everything starts again."""
+    # In the order of `why_failed`.
+    restart = {
+        "maxRestarts": request.restarts,
+        "rules": [
+            # A pod was taken away, or its peers saved and stopped with it: no failure of the run.
+            _rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", "[01]"),
+            # A run that is wrong stays wrong: `check` below ends it at its first start.
+            _rule("wrongrun", "FailJobSet", "2"),
+        ],
+    }
+    why_failed: list[dict[str, Any]] = [
+        {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        _exit_code("node", EXIT_STOPPED),
+        _exit_code("check", EXIT_USER_ERROR),
+    ]
+    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    job = {
+        "metadata": {"labels": labels},
+        "spec": {
+            "backoffLimit": 0,  # one pod alone cannot rejoin: the whole set starts again
+            "podFailurePolicy": {"rules": [{"action": "FailJob", **why} for why in why_failed]},
+            "template": patched({"spec": _pod(request, resolved)}, request.pod.patch),
+        },
+    }
+    replicated = [{"name": "node", "template": job}]
+    return {
+        "mlPolicy": {"numNodes": request.nodes, "torch": {}},
+        "template": {"spec": {"failurePolicy": restart, "replicatedJobs": replicated}},
+    }
+
+
+def _rule(name: str, action: str, indices: str) -> dict[str, Any]:
+    """Of JobSet, for failures that rules of the pods' policy name (kubernetes 1.26 to 1.34)."""
+    return {
+        "name": name,
+        "action": action,
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [f"matching FailJob rule at index {indices}$"],
+    }
+
+
+def _exit_code(container: str, code: int) -> dict[str, Any]:
+    return {"onExitCodes": {"containerName": container, "operator": "In", "values": [code]}}
+
+
+def _pod(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
+    volumes = [
+        {"name": "data", "persistentVolumeClaim": {"claimName": request.claim}},
+        {"name": "run", "configMap": {"name": f"{request.name}-run"}},
+        # Gloo, NCCL and data loaders share memory there; a container's default is 64 MiB.
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": request.shared_memory}},
+    ]
+    mounts = [
+        {"name": "data", "mountPath": request.mount},
+        {"name": "run", "mountPath": _SETTINGS, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    defaults = {"HF_HOME": f"{request.mount}/.hf"}
+    if request.cpus:  # torchrun would say 1
+        defaults["OMP_NUM_THREADS"] = str(max(1, request.cpus // request.processes_per_node))
+    world_size = str(request.nodes * request.processes_per_node)
+    check = ["bigtrain", "check", "--show", "output.directory", "--world-size", world_size]
+    directory = resolved.config.output.directory
+    common = {
+        "image": request.image,
+        **environment_of(request.pod, defaults),
+        "volumeMounts": mounts,
+    }
+    # RDMA pins the memory that network cards read.
+    pins = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if request.rdma else {}
+    return {
+        "restartPolicy": "Never",
+        # From SIGTERM on: `bigtrain.launchers.agent` hands it on and waits for the save.
+        "terminationGracePeriodSeconds": request.save_seconds,
+        # The image's user is none of the volume's owners, which are root's when they are new.
+        "securityContext": {
+            "fsGroup": request.pod.fs_group,
+            "fsGroupChangePolicy": "OnRootMismatch",
+        },
+        **placed(request.pod),
+        "initContainers": [{"name": "check", "command": [*check, *_arguments(request)], **common}],
+        "containers": [
+            {
+                "name": "node",
+                **common,
+                **pins,
+                "readinessProbe": {
+                    "exec": {"command": ["test", "-s", f"{directory}/log.txt"]},
+                    "periodSeconds": 30,
+                },
+                "livenessProbe": {
+                    "exec": {"command": liveness_command(directory, request.hang_minutes)},
+                    "periodSeconds": 60,
+                    "timeoutSeconds": 30,
+                    "failureThreshold": 3,
+                    "terminationGracePeriodSeconds": 30,  # what hangs does not save
+                },
+            }
+        ],
+        "volumes": volumes,
+    }
+
+
+def liveness_command(directory: str, minutes: int) -> list[str]:
+    """True while process 1 is younger than `minutes`, or the run wrote something since then."""
+    run = shlex.quote(directory)
+    script = (
+        f'[ -z "$(find /proc/1 -maxdepth 0 -mmin +{minutes})" ] || '
+        f'[ -n "$(find {run}/metrics.jsonl {run}/log.txt {run}/checkpoints -mmin -{minutes})" ]'
+    )
+    return ["sh", "-c", script]
+
+
+def _check_request(request: KubernetesRequest) -> list[Problem]:
+    problems = []
+    if not _NAME.fullmatch(request.name):
+        rule = "is no name for Kubernetes: small letters, digits and -, at most 53, a letter first"
+        problems.append(Problem("--name", request.name, rule))
+    if request.restarts < 0:
+        rule = "must be 0 (none) or more"
+        problems.append(Problem("--restarts", request.restarts, rule))
+    if not PurePosixPath(request.mount).is_absolute() or request.mount == "/":
+        rule = "must be an absolute path, and not /"
+        problems.append(Problem("--mount", request.mount, rule, "--mount /data"))
+    return problems
+
+
+def _check_paths(request: KubernetesRequest, resolved: ResolvedRun) -> list[Problem]:
+    """Paths that pods would write or look for outside of what they share."""
+    config = resolved.config
+    paths = {"output.directory": config.output.directory}
+    paths |= {config.data.key_of(i): s.path for i, s in enumerate(config.data.mixture)}
+    problems = []
+    for key, path in paths.items():
+        if not PurePosixPath(path).is_relative_to(request.mount):
+            rule = f"is not on the shared volume, which pods see at {request.mount}"
+            remedy = f"{key}={request.mount}/{Path(path).name}"
+            problems.append(Problem(key, path, rule, remedy))
+    return problems

@@ -1,0 +1,94 @@
+"""How many nodes a run may be given, and whether its batch divides on every number. Pure.
+
+Where a launcher may give a run other numbers of nodes at each start, the global batch stays and
+accumulation is derived anew, so every number of the range must divide it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.settings.loading import load_run_config
+from bigtrain.settings.resolve import resolve_run_files
+
+_NODES = re.compile(r"([1-9][0-9]*)(?:-([1-9][0-9]*))?")
+# A batch that divides on every number of a wide range may be absurdly large.
+_MOST_GROWTH = 4
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """Fewest and most nodes of "4" or "1-4". Raises ConfigError."""
+    match = _NODES.fullmatch(text)
+    if match is None or (match[2] and int(match[1]) > int(match[2])):
+        rule, remedy = "is no number of nodes", "write 4, or 1-4 for as many as there are"
+        raise ConfigError(Problem("--nodes", text, rule, remedy))
+    return int(match[1]), int(match[2] or match[1])
+
+
+def check_on_every_number(
+    config: str,
+    overrides: Sequence[str],
+    deepspeed_config: str | None,
+    *,
+    nodes: str,
+    processes_per_node: int,
+    gpus: bool,
+) -> None:
+    """Resolve the run for each number of nodes in `nodes`.
+
+    Raises ConfigError with what is wrong on the smallest number where anything is; where others
+    can run, also with these numbers, and the nearest batch that divides on all.
+    """
+    smallest, largest = node_range(nodes)
+    failures: dict[int, ConfigError] = {}
+    for number in range(smallest, largest + 1):
+        try:
+            resolve_run_files(
+                config,
+                overrides,
+                number * processes_per_node,
+                deepspeed_config,
+                "cuda" if gpus else "cpu",
+            )
+        except ConfigError as error:
+            failures[number] = error
+    if not failures:
+        return
+    number, first = next(iter(failures.items()))
+    problems = list(first.problems)
+    fitting = [n for n in range(smallest, largest + 1) if n not in failures]
+    if fitting:
+        rule = f"the run can be divided on {_listed(fitting)} nodes, not on {_listed([*failures])}"
+        remedy = _batch_for_all(config, overrides, smallest, largest, processes_per_node)
+        last = next((n - 1 for n in failures if n > fitting[0]), largest)
+        fewer = f"--nodes {fitting[0]}" + (f"-{last}" if last > fitting[0] else "")
+        remedy = f"{remedy}, or {fewer}" if remedy else fewer
+        problems.append(Problem("--nodes", nodes, rule, remedy))
+    where = f"{first.source}, on {number} nodes x {processes_per_node} processes"
+    raise ConfigError(problems, where) from first
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+
+
+def _batch_for_all(
+    config: str, overrides: Sequence[str], smallest: int, largest: int, processes_per_node: int
+) -> str | None:
+    """The nearest global batch that divides on every number of nodes; None where it is far off."""
+    run = load_run_config(config, overrides)
+    inner = run.parallel.tensor * run.parallel.pipeline * run.parallel.sequence
+    worlds = [n * processes_per_node for n in range(smallest, largest + 1)]
+    if any(world % inner for world in worlds):
+        return None
+    divisor = run.batch.micro_samples * math.lcm(*(world // inner for world in worlds))
+    samples = run.batch.samples_per_step
+    nearest = max(1, round(samples / divisor)) * divisor
+    if nearest > _MOST_GROWTH * samples:
+        return None
+    if run.batch.global_tokens is not None:
+        return f"batch.global_tokens: {nearest * run.batch.sequence_length} divides on all"
+    return f"batch.global_samples: {nearest} divides on all"

@@ -1,0 +1,63 @@
+"""Serve the rendezvous of an elastic run on a machine that stays, whichever of its nodes die.
+
+    python -m bigtrain.launchers.rendezvous_server HOST:PORT [ADDRESS]
+
+It asks nobody for a password, so it listens at one address: ADDRESS, or the one that HOST has here.
+Without it the agent of one of the nodes serves, and the end of that node is the end of the run.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+from bigtrain.system.listening import listen_where_reached
+
+
+def serve(host: str, port: int, address: str | None = None) -> int:
+    """Serve on `port` of `address`, or else of the one that `host` has here, until SIGINT comes.
+
+    Where nodes could not reach that one, a loopback address say, it serves on all of this machine.
+    Returns 2 where the port or `address` cannot be used.
+    """
+    import torch.distributed as dist
+
+    here = socket.gethostname()
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+        bound = listen_where_reached(address or host, port)
+        if bound is None and address is not None:
+            raise OSError(f"{address} is none of this machine's addresses")
+        at = bound.getsockname()[0] if bound is not None else "every address"
+        store = dist.TCPStore(
+            "localhost" if bound is None else at,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=None if bound is None else bound.detach(),
+        )
+    except (OSError, RuntimeError) as error:
+        print(
+            f"rendezvous: port {port} of {here} cannot be used: {error} -> end what holds it, or "
+            "give `bigtrain launch torchrun` another in --rendezvous",
+            file=sys.stderr,
+        )
+        return 2
+    print(f"rendezvous: serving on port {store.port} of {here}, {at}", flush=True)
+    if bound is None:
+        rule = f"{host} is here no address that nodes reach, so every address is served"
+        remedy = "let a firewall close those that nodes do not use, or call it with serve ADDRESS"
+        print(f"rendezvous: {rule} -> {remedy}", file=sys.stderr)
+    try:
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        return 0
+
+
+if __name__ == "__main__":
+    named, _, number = sys.argv[1].rpartition(":")
+    sys.exit(serve(named.strip("[]"), int(number), *sys.argv[2:3]))

@@ -1,0 +1,170 @@
+"""A script for each node of an elastic run under torchrun: nodes may die, and others join. Pure.
+
+What it sets beyond torchrun's own (torch 2.13; tests/cluster/test_elastic.py):
+
+- TORCH_DISABLE_SHARE_RDZV_TCP_STORE: an agent that stays remembers where the processes met before,
+  and a node that joins would be told an address where nobody is (dynamic_rendezvous.py:1204).
+- ``setpriv --pdeathsig KILL``: torchrun starts its processes in sessions of their own, so those of
+  an agent that was killed would train on, unknown to the rendezvous, and hold the others.
+- A node is given up after `dead_seconds` without a sign; by default 15 s, in three signs.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.launchers.node_range import check_on_every_number, node_range
+from bigtrain.system.shipped_files import checkout
+
+_ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})")
+_SIGNS = 3  # missed in a row before a node counts as dead
+
+_SCRIPT = """\
+#!/bin/bash
+# Trains {name} on {nodes} nodes under torchrun: nodes may die, come back, or be replaced.
+# Written by `bigtrain launch torchrun`. Start it on every node, and on one that joins later:
+#
+#   bash {file}
+#
+# {endpoint} is where they meet. Whoever serves it must not die: the first start on a node of that
+# name does, or, on a machine that is none of the nodes, started before all others:
+#
+#   bash {file} serve
+#
+# After a run has ended, start the serving one anew.
+
+set -u
+{setup}checkout={checkout}
+python={python}
+endpoint={endpoint}
+arguments=({arguments})
+
+fail() {{
+  echo "{file}: $*" >&2
+  exit 2
+}}
+cd {directory} || fail "the folder of this run must be there under the same path on every node"
+[ -f "$checkout/bigtrain/train.py" ] || fail "$checkout is no checkout on this node"
+[ -x "$python" ] || fail "$python is not there on this node"
+# DeepSpeed compiles its CPU operators with the ninja that lies beside python.
+export PATH="${{python%/*}}:$PATH" PYTHONPATH="$checkout${{PYTHONPATH:+:$PYTHONPATH}}"
+
+if [ "${{1:-}}" = serve ]; then
+  exec "$python" -m bigtrain.launchers.rendezvous_server "$endpoint" "${{@:2}}"
+fi
+[ "$#" = 0 ] || fail "no arguments, or: serve [ADDRESS]"
+command -v setpriv >/dev/null || fail "setpriv is not there: install util-linux"
+directory=$("$python" -m bigtrain.cli check --world-size {most_processes} \\
+  --show output.directory --config "${{arguments[@]}}") || exit 2
+echo "{file}: on $(hostname), run directory $directory"
+
+# Without it a node that joins is told where the processes met before.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{threads}}}"
+# The processes of an agent that dies die with it, so that the other nodes notice.
+exec "$python" -m bigtrain.launchers.agent \\
+  --nnodes={nnodes} --nproc-per-node={processes} --max-restarts={restarts} \\
+  --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id={name} \\
+  --rdzv-conf={settings} \\
+  --monitor-interval=1 --no-python \\
+  setpriv --pdeathsig KILL "$python" -u "$checkout/bigtrain/train.py" --config "${{arguments[@]}}"
+"""
+
+
+@dataclass(frozen=True)
+class TorchrunRequest:
+    """A run and the nodes it may get.
+
+    `nodes` is a number or a range ("1-4"); `endpoint` is HOST:PORT where agents meet; `name` tells
+    the run from others that meet there; `restarts` after failures, of each agent; a node without a
+    sign for `dead_seconds` is given up; after a change `gather_seconds` are left for others to
+    come; `threads` of each process for OpenMP; `python` runs it and `directory` is where relative
+    paths of the run begin, both the same on every node; `file` is what the script will be called;
+    `setup` are shell lines that run first.
+    """
+
+    name: str
+    config: str
+    overrides: tuple[str, ...]
+    nodes: str
+    processes_per_node: int
+    endpoint: str
+    directory: str
+    python: str
+    file: str
+    deepspeed_config: str | None = None
+    gpus: bool = True
+    restarts: int = 100
+    dead_seconds: int = 15
+    gather_seconds: int = 15
+    threads: int = 1
+    setup: tuple[str, ...] = ()
+
+
+def render_torchrun(request: TorchrunRequest) -> str:
+    """The script for `request`. Raises ConfigError with all that is wrong with it or its run."""
+    problems = _check_request(request)
+    if problems:
+        raise ConfigError(problems, "the torchrun job")
+    check_on_every_number(
+        request.config,
+        request.overrides,
+        request.deepspeed_config,
+        nodes=request.nodes,
+        processes_per_node=request.processes_per_node,
+        gpus=request.gpus,
+    )
+    smallest, largest = node_range(request.nodes)
+    arguments = [request.config, *request.overrides]
+    if request.deepspeed_config is not None:
+        arguments[1:1] = ["--deepspeed_config", request.deepspeed_config]
+    return _SCRIPT.format(
+        name=request.name,
+        nodes=request.nodes.replace("-", " to "),
+        file=request.file,
+        endpoint=request.endpoint,
+        setup="".join(f"{line}\n" for line in request.setup),
+        checkout=shlex.quote(str(checkout())),
+        python=shlex.quote(request.python),
+        arguments=shlex.join(arguments),
+        directory=shlex.quote(request.directory),
+        most_processes=largest * request.processes_per_node,
+        threads=request.threads,
+        nnodes=f"{smallest}:{largest}",
+        processes=request.processes_per_node,
+        restarts=request.restarts,
+        settings=",".join(f"{key}={value}" for key, value in _settings(request).items()),
+    )
+
+
+def _settings(request: TorchrunRequest) -> dict[str, int]:
+    """Of torch's c10d rendezvous, in seconds but for the number of signs."""
+    interval = max(1, request.dead_seconds // _SIGNS)
+    return {
+        "join_timeout": 600,  # for the fewest nodes
+        "last_call_timeout": request.gather_seconds,
+        "keep_alive_interval": interval,
+        "keep_alive_max_attempt": max(1, request.dead_seconds // interval),
+        # Within which an agent that is cut off ends itself and its processes.
+        "read_timeout": max(30, 2 * request.dead_seconds),
+    }
+
+
+def _check_request(request: TorchrunRequest) -> list[Problem]:
+    """What is wrong with `request`, its run aside."""
+    problems: list[Problem] = []
+    try:
+        node_range(request.nodes)
+    except ConfigError as error:
+        problems += error.problems
+    match = _ENDPOINT.fullmatch(request.endpoint)
+    if match is None or not 0 < int(match["port"]) < 65536:
+        rule, remedy = "is no HOST:PORT", "write node-1:29400"
+        problems.append(Problem("--rendezvous", request.endpoint, rule, remedy))
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", request.name):
+        rule = "may hold letters, digits and ._- alone"
+        problems.append(Problem("--name", request.name, rule, "give the run a --name"))
+    return problems

@@ -1,0 +1,311 @@
+"""Building any Hugging Face causal LM, with random or trained weights, whole or partitioned.
+
+deepspeed is not imported here: whoever partitions parameters while the model is built passes a
+`Partitioning` that says how.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+
+from bigtrain.errors import ModelError
+from bigtrain.models.layers.parameters import freeze
+from bigtrain.models.parallel.grouped_experts import fit_experts
+from bigtrain.models.parallel.sharding import full_shape
+from bigtrain.models.weights.import_hf import Weights, find_weights
+from bigtrain.models.weights.lazy_tensors import room
+from bigtrain.settings.run_config import ModelSection
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """How parameters are split over processes while the model is built (ZeRO-3).
+
+    construct: context in which every new parameter is partitioned as soon as its module exists.
+    gather: context in which the given parameters are whole; what `writes_weights`' process wrote
+        to them is on every process afterwards. Collective over all processes.
+    writes_weights: whether this process is the one whose values count inside `gather`.
+    prepare: called once with the whole constructed model, before random weights are filled in; it
+        may take parts away. Then `gather` is also what cuts full parameters, trained or random, on
+        leaving.
+    """
+
+    construct: Callable[[], AbstractContextManager[Any]]
+    gather: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
+    writes_weights: bool
+    prepare: Callable[[PreTrainedModel], None] | None = None
+
+
+WHOLE = Partitioning(construct=nullcontext, gather=lambda _: nullcontext(), writes_weights=True)
+
+
+def build_model(
+    section: ModelSection,
+    hf_config: PreTrainedConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    partitioning: Partitioning = WHOLE,
+    weights: Literal["read", "left"] = "read",
+) -> PreTrainedModel:
+    """The run's model on the CPU (partitioned models: where `partitioning` puts them).
+
+    Random weights depend on `seed` and parameter names alone: not on dtype beyond rounding, the
+    number of processes, partitioning or device. Trained ones (`section.path`) are read into a whole
+    model (`weights`: read); a partitioned one is filled by its engine, and holds until then what
+    happens to be in memory (left). Collective over all processes when partitioned.
+    Raises ModelError for what cannot be built, and as `find_weights`.
+    """
+    # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
+    # zero/partition_parameters.py) loses its decorators' constructor afterwards.
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    # The model's own: what is set below, and by transformers, is not the configuration's to keep.
+    model = _construct(copy.deepcopy(hf_config), section, seed, dtype, partitioning)
+    # Counts layers, so it comes before any are taken away.
+    _set_gradient_checkpointing(model, section)
+    freeze(model, section.frozen)
+    if partitioning.prepare is not None:
+        partitioning.prepare(model)
+    if section.path is None:
+        initialize_weights(model, seed, partitioning)
+    else:
+        _make_room(model, partitioning)
+        if weights == "read":
+            find_weights(section.path, hf_config).fill_model(model)
+    fit_experts(model)
+    model.config.use_cache = False
+    return model
+
+
+@torch.no_grad()
+def _make_room(model: PreTrainedModel, partitioning: Partitioning) -> None:
+    """Bring parameters to the size they will have, and fill the buffers that no file holds."""
+    if partitioning.prepare is not None:
+        for parameter in model.parameters():
+            with partitioning.gather([parameter]):
+                pass
+    for _, module, owner in _post_order(model, "", model, True):
+        if module._buffers and not module._parameters:
+            owner._init_weights(module)
+
+
+@torch.no_grad()
+def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
+    """Let a model that was built without weights read each layer's when it is called.
+
+    They are let go of after, so that a forward pass holds those of one layer.
+    """
+
+    def read(name: str, parameter: nn.Parameter) -> None:
+        parameter.data = room(tuple(weights.tensors[name].shape), parameter.dtype)
+        weights.fill(name, (0,) * parameter.ndim, parameter.data)
+
+    def let_go(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+    for prefix, _, module, recurse in _units(model, "", model):
+        dot = f"{prefix}." if prefix else ""
+        names = {dot + name: p for name, p in module.named_parameters(recurse=recurse)}
+        if not recurse:
+            for name, parameter in names.items():
+                read(name, parameter)
+            continue
+
+        def before(_: nn.Module, __: object, names: dict[str, nn.Parameter] = names) -> None:
+            for name, parameter in names.items():
+                read(name, parameter)
+
+        let_go(module)
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(lambda module, *_: let_go(module))
+    for name, buffer in model.named_buffers():
+        if name in weights.tensors:
+            weights.fill(name, (0,) * buffer.ndim, buffer)
+
+
+def empty_model(hf_config: PreTrainedConfig) -> PreTrainedModel:
+    """The model on the meta device: names and shapes, nothing allocated."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+    return model
+
+
+def _construct(
+    hf_config: PreTrainedConfig,
+    section: ModelSection,
+    seed: int,
+    dtype: torch.dtype,
+    partitioning: Partitioning,
+) -> PreTrainedModel:
+    try:
+        with torch.random.fork_rng(devices=[]), no_init_weights(), partitioning.construct():
+            # Few constructors draw numbers themselves; `_init_weights` does nearly all of it.
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=dtype, attn_implementation=_implementation(section.attention)
+            )
+    except (ValueError, ImportError) as error:
+        key = "model.config" if section.path is None else f"model.path = {section.path!r}"
+        raise ModelError(_why_not_built(key, section.attention, error)) from error
+    # no_init_weights also leaves out the tying that post_init would do.
+    model.tie_weights()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _implementation(attention: str) -> str | None:
+    """transformers chooses where it is given None."""
+    return None if attention == "auto" else attention
+
+
+def _why_not_built(key: str, attention: str, error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    if attention not in ("auto", "eager") and (
+        "attention" in text.lower() or "flash" in text.lower()
+    ):
+        first_sentence = text.split(" yet. ", 1)[0]
+        other = "eager" if attention == "sdpa" else "sdpa"
+        return f"model.attention = {attention!r}: {first_sentence} -> set model.attention={other}"
+    return f"{key}: {text}"
+
+
+def _set_gradient_checkpointing(model: PreTrainedModel, section: ModelSection) -> None:
+    if section.gradient_checkpointing == "none":
+        return
+    every = 1 if section.gradient_checkpointing == "full" else section.gradient_checkpointing
+    # Releases before transformers 5.23 may know it by its old name only.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    enable = enable or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False}, every_n_layers=every)
+    except ValueError as error:
+        raise ModelError(
+            f"model.gradient_checkpointing = {section.gradient_checkpointing!r}: {error}"
+        ) from error
+
+
+@torch.no_grad()
+def initialize_weights(
+    model: PreTrainedModel, seed: int, partitioning: Partitioning = WHOLE
+) -> None:
+    """Fill every parameter by the model's own rules, from a random stream of its own.
+
+    The values come from the architecture's `_init_weights`, called as transformers calls it
+    (children before parents), but each module draws from a CPU generator seeded with (seed,
+    module name), in float32. So they are the same at every ZeRO stage and world size and on every
+    device, and one layer at a time is whole. Collective over all processes when partitioned.
+    """
+    done: set[int] = set()
+    for prefix, owner, module, recurse in _units(model, "", model):
+        parameters = _unique(module.parameters(recurse=recurse), done)
+        with partitioning.gather(parameters):
+            if partitioning.writes_weights:
+                with _float32_on_cpu(parameters), torch.random.fork_rng(devices=[]):
+                    for name, child, child_owner in _post_order(module, prefix, owner, recurse):
+                        if not getattr(child, "is_hollow", False):
+                            torch.manual_seed(_seed_of(seed, name))
+                            child_owner._init_weights(child)
+        for parameter in parameters:
+            # transformers' init functions leave flagged tensors alone: a tied weight, or a layer
+            # that a container's rule would touch again when it is no longer whole.
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            done.add(id(parameter))
+
+
+def _units(
+    module: nn.Module, prefix: str, owner: PreTrainedModel
+) -> Iterator[tuple[str, PreTrainedModel, nn.Module, bool]]:
+    """Split the tree where it is wide: layers are units, what holds lists of them is walked.
+
+    Yields (name, owning PreTrainedModel, module, whether its whole subtree belongs to the unit).
+    """
+    if isinstance(module, PreTrainedModel):
+        owner = module
+    if not any(isinstance(child, nn.ModuleList) for child in module.modules()):
+        yield prefix, owner, module, True
+        return
+    for name, child in module.named_children():
+        yield from _units(child, f"{prefix}.{name}" if prefix else name, owner)
+    yield prefix, owner, module, False
+
+
+def _post_order(
+    module: nn.Module, prefix: str, owner: PreTrainedModel, recurse: bool
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    if isinstance(module, PreTrainedModel):
+        owner = module
+    if recurse:
+        for name, child in module.named_children():
+            yield from _post_order(child, f"{prefix}.{name}" if prefix else name, owner, True)
+    yield prefix, module, owner
+
+
+def _unique(parameters: Iterable[nn.Parameter], done: set[int]) -> list[nn.Parameter]:
+    return list({id(p): p for p in parameters if id(p) not in done}.values())
+
+
+@contextmanager
+def _float32_on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Let the parameters be float32 CPU tensors inside, rounded back into place after.
+
+    They keep what the constructor gave them, since some rules leave such parameters as they are.
+    """
+    homes = [parameter.data for parameter in parameters]
+    for parameter, home in zip(parameters, homes, strict=True):
+        parameter.data = home.to(device="cpu", dtype=torch.float32, copy=True)
+    try:
+        yield
+    finally:
+        for parameter, home in zip(parameters, homes, strict=True):
+            home.copy_(parameter.data)
+            parameter.data = home
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """Parameters that decay and those that do not, each in the model's order."""
+
+    decay: list[nn.Parameter]
+    no_decay: list[nn.Parameter]
+
+
+def split_by_decay(model: nn.Module, *, decay_embeddings: bool) -> ParameterGroups:
+    """Decay matrices, not biases, norms or other vectors; embeddings as asked.
+
+    Frozen parameters are in neither group. Partitioned parameters are judged by their full shape.
+    """
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    groups = ParameterGroups([], [])
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        num_dims = len(full_shape(parameter))
+        decays = num_dims >= 2 and (decay_embeddings or id(parameter) not in embeddings)
+        (groups.decay if decays else groups.no_decay).append(parameter)
+    return groups

@@ -1,0 +1,143 @@
+"""How a model keeps documents apart that share a sample: tried on a small copy of it.
+
+transformers sees from ``position_ids`` which start anew where documents begin, and builds a
+block-diagonal causal mask (``masking_utils.find_packed_sequence_indices``), of sequence squared.
+Where the model takes its attention from transformers' registry, documents attend each for itself
+instead, without it. Both are up to every architecture's own code: some bring masks of their own
+(ALiBi, chunks), some have state that runs through (recurrent layers, convolutions), and nothing
+says so. So it is tried, not looked up.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from bigtrain.errors import ModelError, Problem
+from bigtrain.models.equivalence.proxy_model import (
+    MODEL_FAILURES,
+    VOCABULARY,
+    sharpen,
+    small_copy,
+    with_heads,
+)
+from bigtrain.models.layers.document_attention import attend_by_document
+from bigtrain.models.layers.document_masks import (
+    document_attention,
+)
+from bigtrain.models.layers.isolation import MASKED, NOT_ISOLATED, Isolation
+from bigtrain.models.layers.rotary import choose_by_document
+from bigtrain.settings.run_config import RunConfig
+
+TOLERANCE = 1e-4
+"""Of the largest logit: far above float32 rounding, far below what one wrong token does."""
+
+_DOCUMENT_TOKENS = ((7, 9, 8), (1, 20, 3))
+
+
+def plan_isolation(
+    config: RunConfig, hf_config: PreTrainedConfig
+) -> tuple[Isolation, list[Problem]]:
+    """How a run of `config` keeps documents apart, if it does, and what is wrong with that."""
+    if not config.data.isolates:
+        return NOT_ISOLATED, []
+    found, reason = find_isolation(
+        hf_config,
+        config.model.attention,
+        config.batch.sequence_length,
+        compiled=config.model.compile != "off",
+    )
+    if not reason:
+        return found, []
+    rule = f"cannot be had of model_type {hf_config.model_type}: {reason}"
+    key, value, remedy = "data.document_boundaries", "isolate", "data.document_boundaries=ignore"
+    if config.data.packing == "best_fit":
+        key, value, remedy = "data.packing", "best_fit", "data.packing=concatenate"
+    return MASKED, [Problem(key, value, rule, f"set {remedy}, or take another architecture")]
+
+
+def find_isolation(
+    hf_config: PreTrainedConfig, attention: str, sequence_length: int, *, compiled: bool = False
+) -> tuple[Isolation, str]:
+    """How models of `hf_config` keep documents apart in samples of `sequence_length`, and why they
+    do not, or nothing.
+
+    Builds a few narrow layers with random weights on the CPU and compares the logits of two samples
+    of three documents each with those of the six documents alone. Takes a second or so.
+    """
+    try:
+        # Kernels that a CPU does not have get masks and lengths from the same code.
+        tried = attention if attention in ("sdpa", "eager") else "auto"
+        model = small_copy(hf_config, tried, [with_heads(2)], sequence_length=sequence_length)
+        sharpen(model).eval()
+        own = model.config._attn_implementation
+        if own not in ("sdpa", "eager"):
+            return MASKED, f"its attention is {own}"
+        if attention.startswith("flash"):
+            lengths = Isolation("lengths")
+            with document_attention(model):
+                return lengths, _difference(model, lengths)
+        # A graph that knows lengths would be compiled anew for others.
+        if attention in ("auto", "sdpa", "eager") and not compiled:
+            documents = Isolation("documents")
+            give_back = attend_by_document(model)
+            try:
+                reason = _difference(model, documents)
+            except (ModelError, *MODEL_FAILURES) as error:
+                reason = str(error)
+            if not reason:
+                return documents, ""
+            give_back()
+        return MASKED, _difference(model, MASKED)
+    except MODEL_FAILURES as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        return MASKED, f"a small copy of it could not be tried: {reason}"
+
+
+def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
+    """How documents that share a sample differ from documents alone, or nothing."""
+    alone, packed, mixed = _logits(model, isolation)
+    limit = TOLERANCE * float(alone.abs().max())
+    if not float((mixed - alone).abs().max()) > 10 * limit:
+        return "random weights do not show whether documents see each other"
+    difference = float((packed - alone).abs().max())
+    if not difference <= limit:
+        return (
+            "it does not: documents that share a sample have other logits than alone (by "
+            f"{difference:.2g}, rounding is below {limit:.2g})"
+        )
+    return ""
+
+
+@torch.no_grad()
+def _logits(
+    model: PreTrainedModel, isolation: Isolation
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [B, T, V] of documents alone, of samples with boundaries, and of samples without."""
+    rows = len(_DOCUMENT_TOKENS)
+    tokens = sum(_DOCUMENT_TOKENS[0])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, VOCABULARY, (rows, tokens), generator=generator)
+    positions = torch.stack(
+        [torch.cat([torch.arange(length) for length in lengths]) for lengths in _DOCUMENT_TOKENS]
+    )
+    alone = torch.stack(
+        [
+            torch.cat(
+                [
+                    model(input_ids=document[None], use_cache=False).logits[0]
+                    for document in ids[row].split(list(lengths))
+                ]
+            )
+            for row, lengths in enumerate(_DOCUMENT_TOKENS)
+        ]
+    )
+    more = isolation.arguments(positions)
+    undo = choose_by_document(model)
+    try:
+        with isolation.told(positions):
+            packed = model(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
+    finally:
+        undo()
+    mixed = model(input_ids=ids, use_cache=False).logits
+    return alone, packed, mixed

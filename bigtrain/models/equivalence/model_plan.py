@@ -1,0 +1,85 @@
+"""What is chosen for a model before it is built: each tried on a small copy of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.models.build import empty_model
+from bigtrain.models.equivalence.document_isolation import plan_isolation
+from bigtrain.models.equivalence.loss import choose_loss
+from bigtrain.models.equivalence.pipeline_stages import plan_stages
+from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
+from bigtrain.models.layers.isolation import Isolation
+from bigtrain.models.layers.loss_plan import LossPlan
+from bigtrain.models.layers.parameters import check_frozen
+from bigtrain.models.parallel.stage_layout import StagePlan
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How a run's model is cut, told of documents, and asked for its loss.
+
+    stages: None without pipeline stages.
+    """
+
+    stages: StagePlan | None
+    isolation: Isolation
+    loss: LossPlan
+
+    def lines(self, accumulation: int) -> list[str]:
+        """What people are told; `accumulation` micro-batches are in a pipeline together."""
+        stages = self.stages.describe(accumulation) if self.stages else ""
+        return [line for line in (stages, self.isolation.reason, self.loss.reason) if line]
+
+
+def choose(
+    config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
+) -> tuple[Choices | None, list[Problem]]:
+    """The choices for a run of micro-batches as in `plan`, or what its model's own code rules out.
+
+    A second or so for each kind of parallelism and packing; `check_tensor_size` comes first.
+    """
+    problems, stages, isolation = try_model(config, hf_config)
+    if problems:
+        return None, problems
+    loss, problems = choose_loss(config, hf_config, plan)
+    return Choices(stages, isolation, loss), problems
+
+
+def require_choices(config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan) -> Choices:
+    """As `choose`. Raises ConfigError with what is ruled out."""
+    chosen, problems = choose(config, hf_config, plan)
+    if chosen is None or problems:
+        raise ConfigError(problems, "the run's inputs")
+    return chosen
+
+
+def try_model(
+    config: RunConfig, hf_config: PreTrainedConfig
+) -> tuple[list[Problem], StagePlan | None, Isolation]:
+    """What the model's own code rules out of `config`, and how it is cut and told of documents."""
+    attention, parallel = config.model.attention, config.parallel
+    length = config.batch.sequence_length
+    problems: list[Problem] = []
+    if config.model.frozen:
+        problems += check_frozen(empty_model(hf_config), config.model.frozen)
+    isolation, not_isolated = plan_isolation(config, hf_config)
+    problems += not_isolated
+    if parallel.sequence > 1 and not problems:
+        problems += check_sequence_parallel(
+            hf_config,
+            attention,
+            parallel.sequence,
+            sequence_length=length,
+            isolate=config.data.isolates,
+            tensor_size=parallel.tensor,
+        )
+    stages = None
+    if parallel.pipeline > 1 and not problems:
+        stages, problems = plan_stages(hf_config, attention, parallel.pipeline, length)
+    return problems, stages, isolation

@@ -1,0 +1,259 @@
+"""Whether a model computes the same in stages: tried on a narrow copy of it, before a run begins.
+
+All stages run one after another in this process; logits and every gradient are compared with the
+whole model's. What an architecture does that the cut does not know of shows here, and is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from bigtrain.errors import ModelError, Problem
+from bigtrain.models.build import empty_model
+from bigtrain.models.equivalence.proxy_model import (
+    MODEL_FAILURES,
+    fewer_experts,
+    set_heads,
+    small_copy,
+    with_heads,
+)
+from bigtrain.models.equivalence.thresholds import TOKENS
+from bigtrain.models.layers.router_logits import auxiliary_loss
+from bigtrain.models.parallel.stage_balance import StageCosts, balanced_cuts
+from bigtrain.models.parallel.stage_layout import StageLayout, StagePlan, find_layout
+from bigtrain.models.parallel.stages import Payload, Stage
+from bigtrain.settings.compatibility.check import Facts, check_model
+
+_TOLERANCE = 1e-5
+"""Of the largest logit and of the largest gradient; float32 sums in another order make 1e-7."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of a model in stages from the whole one, relative to the largest value there is.
+
+    parameter: the one whose gradient differs most. auxiliary: of the router's loss, relative to it.
+    """
+
+    logits: float
+    gradients: float
+    parameter: str
+    auxiliary: float = 0.0
+
+
+def plan_stages(
+    hf_config: PreTrainedConfig, attention: str, num_stages: int, sequence_length: int
+) -> tuple[StagePlan | None, list[Problem]]:
+    """How to cut a model of `hf_config` into `num_stages` for samples of `sequence_length`, or why
+    it cannot be.
+
+    Builds a narrow copy with all of its layers on the CPU; takes seconds. Not collective: all
+    processes come to the same plan.
+    """
+
+    def refused(rule: str, remedy: str) -> tuple[None, list[Problem]]:
+        return None, [Problem("parallel.pipeline", num_stages, rule, remedy)]
+
+    without = "parallel.pipeline=1"
+    try:
+        model = small_copy(
+            hf_config,
+            attention,
+            _NARROWER,
+            _runs,
+            all_layers=True,
+            sequence_length=sequence_length,
+        )
+        ids = _tokens(model)
+        layout = find_layout(model, ids)
+        facts = Facts(pipeline_size=num_stages, num_layers=layout.num_layers)
+        if problems := check_model(facts):
+            return None, problems
+        cuts = balanced_cuts(stage_costs(hf_config, layout), num_stages)
+        plan, reason = prove(model, layout, cuts, ids)
+    except (ModelError, *MODEL_FAILURES) as error:
+        plan, reason = None, " ".join(str(error).split())[:300] or type(error).__name__
+    if plan is None:
+        rule = f"cannot be had of model_type {hf_config.model_type}: {reason}"
+        return refused(rule, f"{without}, or another architecture")
+    return plan, []
+
+
+def prove(
+    model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int], input_ids: torch.Tensor
+) -> tuple[StagePlan | None, str]:
+    """The plan that makes `model` compute the same in stages, or the reason why none does.
+
+    Where the layout has tokens on the first stage alone, and that is wrong, tokens on every stage
+    are tried.
+    """
+    reason = ""
+    for everywhere in sorted({layout.tokens_everywhere, True}):
+        tried = replace(layout, tokens_everywhere=everywhere)
+        try:
+            found = difference(model, tried, cuts, input_ids)
+        except MODEL_FAILURES as error:
+            reason = reason or f"a stage of it fails ({' '.join(str(error).split())[:200]})"
+            continue
+        if max(found.logits, found.gradients, found.auxiliary) <= _TOLERANCE:
+            return StagePlan(tried, tuple(cuts)), ""
+        reason = reason or (
+            f"in stages it computes something else (logits differ by {found.logits:.1g} of the "
+            f"largest, gradients by {found.gradients:.1g}, most at {found.parameter}, the router's "
+            f"loss by {found.auxiliary:.1g})"
+        )
+    return None, reason
+
+
+def difference(
+    model: PreTrainedModel,
+    layout: StageLayout,
+    cuts: Sequence[int],
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+) -> Difference:
+    """Of `model` cut at `cuts` from itself whole, for a random gradient of the logits and, if it
+    has one, the router's auxiliary loss."""
+    model.zero_grad(set_to_none=True)
+    whole = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    expected: torch.Tensor = whole.logits.detach()
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+
+    def objective(outputs: Any) -> torch.Tensor:
+        total: torch.Tensor = (outputs.logits * direction).sum()
+        auxiliary = auxiliary_loss(outputs)
+        # About as large as the rest of it.
+        return total if auxiliary is None else total + expected.numel() ** 0.5 * auxiliary
+
+    objective(whole).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    # Parameters are shared, so what stages give to their gradients adds up.
+    tensors = [*model.parameters(), *model.buffers()]
+    # What forward passes leave behind cannot be copied.
+    tensors += [t for m in model.modules() for t in vars(m).values() if torch.is_tensor(t)]
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    stages = [
+        Stage(copy.deepcopy(model, dict(shared)), layout, cuts, index)
+        for index in range(len(cuts) - 1)
+    ]
+    outputs = run_in_turn(stages, input_ids, position_ids, objective)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
+    worst, where = 0.0, ""
+    for name, gradient in gradients.items():
+        zero = torch.zeros(())
+        wanted, other = (zero if g is None else g for g in (gradient, found[name]))
+        distance = float((other - wanted).abs().max()) / largest
+        if not distance <= worst:
+            worst, where = distance, name
+    logits = float((outputs.logits - expected).detach().abs().max() / expected.abs().max())
+    return Difference(logits, worst, where, _auxiliary_difference(whole, outputs))
+
+
+def _auxiliary_difference(whole: Any, outputs: Any) -> float:
+    wanted, found = auxiliary_loss(whole), auxiliary_loss(outputs)
+    if wanted is None or found is None:
+        return 0.0 if wanted is found else float("inf")
+    return float((found - wanted).detach().abs() / wanted.detach().abs().clamp(min=1e-30))
+
+
+def run_in_turn(
+    stages: Sequence[Stage],
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    objective: Callable[[Any], torch.Tensor],
+) -> Any:
+    """The last stage's outputs, of stages run one after another, and the gradients of a scalar
+    `objective` of these in the stages' parameters."""
+    sent: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    payload: Any = None
+    for stage in stages[:-1]:
+        payload = stage(payload, input_ids, position_ids)
+        leaving: list[torch.Tensor] = []
+        arriving: list[torch.Tensor] = []
+        payload = _cut(payload, leaving, arriving)
+        sent.append((leaving, arriving))
+    outputs = stages[-1](payload, input_ids, position_ids)
+    objective(outputs).backward()
+    for leaving, arriving in reversed(sent):
+        pairs = [(a, b.grad) for a, b in zip(leaving, arriving, strict=True) if b.grad is not None]
+        torch.autograd.backward([a for a, _ in pairs], [b for _, b in pairs])
+    return outputs
+
+
+def _cut(payload: Payload, leaving: list[torch.Tensor], arriving: list[torch.Tensor]) -> Payload:
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        copied = tensor.detach().clone()
+        if tensor.requires_grad:
+            copied.requires_grad_()
+            leaving.append(tensor)
+            arriving.append(copied)
+        return copied
+
+    return payload.map(cut)
+
+
+def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
+    """Multiply-adds per token, and parameters, of a model's parts; nothing of it is allocated."""
+    text: Any = hf_config.get_text_config()
+    model = empty_model(hf_config)
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    active = chosen / experts if experts and chosen else 1.0
+
+    def time(parameter: torch.Tensor) -> float:
+        # Stacked matrices are experts.
+        return parameter.numel() * (active if parameter.ndim > 2 else 1.0)
+
+    layers = list(model.get_submodule(layout.layers).children())
+    outside = {
+        name: p
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if not name.startswith(f"{layout.layers}.")
+    }
+    head = model.get_output_embeddings()
+    first = [p for name, p in outside.items() if name in layout.prologue]
+    last = [p for name, p in outside.items() if name in layout.epilogue]
+    return StageCosts(
+        layer_time=tuple(sum(time(p) for p in layer.parameters()) for layer in layers),
+        layer_memory=tuple(float(sum(p.numel() for p in x.parameters())) for x in layers),
+        # A lookup costs nothing; the head is a matrix also where it is the embedding's.
+        last_time=float(head.weight.numel()) if head is not None else 0.0,
+        first_memory=float(sum(p.numel() for p in first)),
+        last_memory=float(sum(p.numel() for p in last)),
+    )
+
+
+def _slim(config: Any) -> None:
+    key_heads = getattr(config, "num_key_value_heads", None)
+    set_heads(config, 2, 2 if key_heads == config.num_attention_heads else 1, head_size=16)
+    fewer_experts(config)
+
+
+def _narrow(config: Any) -> None:
+    with_heads(2)(config)
+    fewer_experts(config)
+
+
+_NARROWER = (_slim, _narrow, with_heads(2))
+
+
+@torch.no_grad()
+def _runs(model: PreTrainedModel) -> None:
+    """Raise whatever an architecture says to sizes that do not fit together; in evaluation mode."""
+    model.eval()
+    model(input_ids=_tokens(model), use_cache=False)
+
+
+def _tokens(model: PreTrainedModel) -> torch.Tensor:
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, vocabulary, (2, TOKENS), generator=generator)

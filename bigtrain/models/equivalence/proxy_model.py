@@ -1,0 +1,173 @@
+"""A small copy of an architecture: few narrow layers with every option of the real one.
+
+What a model does with masks or process groups is up to its own code, and is the same code in the
+copy. So it is tried there, in a second, instead of looked up.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from bigtrain.models.configuration import text_config
+from bigtrain.models.equivalence.thresholds import TOKENS, cross_thresholds
+from bigtrain.models.parallel.grouped_experts import fit_experts
+
+VOCABULARY = 64
+_MAX_PARAMETERS = 300_000_000
+_LAYERS = 4
+
+_INNER_WIDTHS = (
+    "intermediate_size",
+    "ffn_dim",
+    "n_inner",
+    "ffn_hidden_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+MODEL_FAILURES = (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError)
+"""What the code of a model raises where it is used as its author did not think of."""
+
+Change = Callable[[Any], None]
+
+
+def small_copy(
+    hf_config: PreTrainedConfig,
+    attention: str,
+    narrower: Sequence[Change],
+    usable: Callable[[PreTrainedModel], None] = lambda model: None,
+    *,
+    all_layers: bool = False,
+    sequence_length: int = 0,
+    tokens: int = TOKENS,
+) -> PreTrainedModel:
+    """A float32 model on the CPU, as narrow as its class can be built; the same on every process.
+
+    `narrower` are ways to change the widths of a text configuration, the narrowest first. `usable`
+    raises for a copy that cannot be used, and the next larger one is tried. It has a few layers, of
+    every kind one, or `all_layers`. Samples of `tokens` cross every length that those of
+    `sequence_length` do (`bigtrain.models.equivalence.thresholds`). Raises ValueError with the
+    first reason where none can.
+    """
+    failure: Exception | None = None
+    shorter: tuple[Change, ...] = () if all_layers else (fewer_layers,)
+    steps: tuple[tuple[Change, ...], ...] = (
+        *((*shorter, fewer_tokens, change) for change in narrower),
+        *((fewer_tokens, change) for change in narrower),
+        (*shorter, fewer_tokens),
+        shorter,
+        (),
+    )
+    for shrink in steps:
+        config = copy.deepcopy(hf_config)
+        try:
+            for change in shrink:
+                change(text_config(config))
+            cross_thresholds(text_config(config), sequence_length, tokens)
+            with torch.device("meta"):
+                size = sum(p.numel() for p in _build(copy.deepcopy(config), attention).parameters())
+            if size > _MAX_PARAMETERS:
+                raise ValueError(f"it still has {size} parameters")
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = _build(config, attention)
+            usable(model)
+            return model
+        except Exception as error:  # whatever an architecture's constructor says to odd values
+            failure = failure or error
+    raise ValueError(failure)
+
+
+def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config,
+        dtype=torch.float32,
+        attn_implementation=None if attention == "auto" else attention,
+    )
+    fit_experts(model)
+    return model
+
+
+@torch.no_grad()
+def sharpen(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with matrices that keep the size of what they are given.
+
+    As they are drawn, narrow layers hardly add to what passes by them and their attention is almost
+    the same everywhere: what depends on which token attends to which would not show.
+    """
+    for parameter in model.parameters():
+        if parameter.ndim >= 2 and (spread := float(parameter.std())) > 0:
+            parameter.div_(spread * parameter.shape[-1] ** 0.5)
+    return model
+
+
+def fewer_layers(config: Any) -> None:
+    """Four layers, or as many as it takes to have one of every kind."""
+    kinds = getattr(config, "layer_types", None)
+    count = min(_LAYERS, config.num_hidden_layers)
+    if kinds:
+        # One layer of every kind at least.
+        count = max(count, max(kinds.index(kind) for kind in set(kinds)) + 1)
+        with suppress(AttributeError):  # some derive it from the number of layers
+            config.layer_types = list(kinds[:count])
+    config.num_hidden_layers = count
+
+
+def fewer_tokens(config: Any) -> None:
+    """A vocabulary of `VOCABULARY` to twice as many tokens, none of them special."""
+    config.vocab_size = max(VOCABULARY, min(config.vocab_size, 2 * VOCABULARY))
+    if isinstance(getattr(config, "vocab_size_per_layer_input", None), int):
+        config.vocab_size_per_layer_input = config.vocab_size
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, name, None)
+
+
+def set_heads(config: Any, heads: int, key_value_heads: int, head_size: int | None = None) -> None:
+    """`heads` attention heads of `head_size` (None: as they are, since rotary embeddings depend on
+    it), and inner widths in proportion; `key_value_heads` only where it is set at all."""
+    own = getattr(config, "head_dim", None)
+    if head_size is None:
+        head_size = own or config.hidden_size // config.num_attention_heads
+    elif own:
+        config.head_dim = head_size
+    if getattr(config, "linear_num_heads", None):  # of linear attention, slow without its kernels
+        config.linear_num_heads = heads
+    config.hidden_size = heads * head_size
+    config.num_attention_heads = heads
+    if getattr(config, "num_key_value_heads", None):
+        config.num_key_value_heads = key_value_heads
+    for name in _INNER_WIDTHS:
+        width = getattr(config, name, None)
+        if isinstance(width, int):
+            setattr(config, name, heads * head_size)
+        elif isinstance(width, list):  # one for each layer
+            setattr(config, name, [heads * head_size] * len(width))
+
+
+def with_heads(heads: int) -> Change:
+    """The change to `heads` attention heads of the size they have, half as many for keys where the
+    model groups them."""
+
+    def change(config: Any) -> None:
+        key_heads = getattr(config, "num_key_value_heads", None)
+        grouped = key_heads != config.num_attention_heads
+        set_heads(config, heads, heads // 2 if grouped else heads)
+
+    return change
+
+
+def fewer_experts(config: Any) -> None:
+    """Twice as many experts as a token is sent to."""
+    chosen = [getattr(config, name) for name in _CHOSEN if getattr(config, name, None)]
+    for name in _EXPERTS:
+        if isinstance(getattr(config, name, None), int) and chosen:
+            setattr(config, name, min(getattr(config, name), 2 * int(chosen[0])))

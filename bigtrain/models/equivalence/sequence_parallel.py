@@ -1,0 +1,202 @@
+"""Whether a model computes the same on parts of samples: tried on a small copy of it.
+
+Convolutions and recurrent layers see beyond the tokens of one process, and nothing in a
+configuration says so; attention outside transformers' registry, or with a parameter for each head,
+does not divide. So it is tried, before there is a process group: threads take the processes' part.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from bigtrain.errors import BigtrainError, Problem
+from bigtrain.models.configuration import text_config
+from bigtrain.models.equivalence.proxy_model import (
+    MODEL_FAILURES,
+    VOCABULARY,
+    sharpen,
+    small_copy,
+    with_heads,
+)
+from bigtrain.models.layers.rotary import choose_by_document
+from bigtrain.models.layers.router_logits import auxiliary_loss
+from bigtrain.models.parallel.sequence import SequenceParallel
+from bigtrain.settings.compatibility.check import Facts, check_model
+
+TOLERANCE = 1e-4
+"""Of the largest logit: far above float32 rounding, far below what one wrong token does."""
+
+_TOKENS_OF_PART = 8
+_DEADLOCK_SECONDS = 60.0
+
+
+def check_sequence_parallel(
+    hf_config: PreTrainedConfig,
+    attention: str,
+    size: int,
+    *,
+    sequence_length: int,
+    isolate: bool,
+    tensor_size: int = 1,
+) -> list[Problem]:
+    """Problems with samples of a model of `hf_config` split over `size` processes; or none.
+
+    `sequence_length`: tokens of these samples. `isolate`: documents in a sample are kept apart.
+    `tensor_size`: processes that the attention heads are divided among already. Builds a few narrow
+    layers of it with random weights on the CPU and compares logits. Takes a second or so.
+    """
+    text = text_config(hf_config)
+    heads = getattr(text, "num_attention_heads", None)
+    problems = check_model(
+        Facts(
+            sequence_size=size,
+            tensor_size=tensor_size,
+            attention_heads=heads if isinstance(heads, int) else None,
+        )
+    )
+    if problems:
+        return problems
+    try:
+        model = small_copy(
+            hf_config,
+            attention,
+            [with_heads(2 * size)],
+            sequence_length=sequence_length,
+            tokens=size * _TOKENS_OF_PART,
+        )
+        sharpen(model).eval()
+        (whole, loss), parts, lonely = _outputs(model, size, isolate=isolate)
+    except BigtrainError as error:
+        return [_refusal(size, str(error))]
+    except MODEL_FAILURES as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        return [_refusal(size, f"a small copy of {hf_config.model_type} failed: {reason}")]
+    limit = TOLERANCE * float(whole.abs().max())
+    if not float((_joined(lonely) - whole).abs().max()) > 10 * limit:
+        return [_refusal(size, "random weights do not show whether parts see each other")]
+    difference = float((_joined(parts) - whole).abs().max())
+    if not difference <= limit:
+        return [
+            _refusal(
+                size,
+                f"a {hf_config.model_type} has other logits in parts than whole (by "
+                f"{difference:.2g}, rounding is below {limit:.2g}): it mixes tokens outside "
+                "attention",
+            )
+        ]
+    if not all(abs(other - loss) <= TOLERANCE * abs(loss) for _, other in parts):
+        return [
+            _refusal(
+                size,
+                f"the router of a {hf_config.model_type} has another auxiliary loss in parts "
+                f"({parts[0][1]:.4g}) than whole ({loss:.4g})",
+            )
+        ]
+    return []
+
+
+def _refusal(size: int, reason: str) -> Problem:
+    return Problem("parallel.sequence", size, reason, "parallel.sequence=1")
+
+
+_Outputs = tuple[torch.Tensor, float]
+"""Logits [B, T, V], or of T tokens' part, and the router's auxiliary loss (0 without one)."""
+
+
+@torch.no_grad()
+def _outputs(
+    model: PreTrainedModel, size: int, *, isolate: bool
+) -> tuple[_Outputs, list[_Outputs], list[_Outputs]]:
+    """Of whole samples, of `size` parts together, and of parts each alone."""
+    length = size * _TOKENS_OF_PART
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, VOCABULARY, (2, length), generator=generator)
+    positions = torch.arange(length).expand(2, length)
+    if isolate:
+        # Boundaries inside parts, and none at their edges.
+        positions = positions.clone()
+        positions[:, 4:] -= 4
+        positions[1, length - 3 :] = torch.arange(3)
+    if isolate:  # what `find_isolation` has found right
+        undo = choose_by_document(model)
+        whole = _run(model, {"input_ids": ids, "position_ids": positions})
+        undo()
+    else:  # as it is on its own: some do not count positions from 0
+        whole = _run(model, {"input_ids": ids})
+    lonely = [
+        _run(model, {"input_ids": part, "position_ids": place})
+        for part, place in zip(
+            ids.split(_TOKENS_OF_PART, 1), positions.split(_TOKENS_OF_PART, 1), strict=True
+        )
+    ]
+    return whole, _in_parts(model, ids, positions if isolate else None, size), lonely
+
+
+def _in_parts(
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None, size: int
+) -> list[_Outputs]:
+    exchange = _Threads(size)
+    sequence = SequenceParallel(model, exchange)
+
+    def compute(rank: int) -> _Outputs:
+        with exchange.as_rank(rank), torch.no_grad():
+            return _run(model, sequence.inputs(ids, positions))
+
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(compute, range(size)))
+    finally:
+        sequence.close()
+
+
+def _run(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> _Outputs:
+    outputs = model(**inputs, use_cache=False)
+    loss = auxiliary_loss(outputs)
+    return outputs.logits, 0.0 if loss is None else float(loss)
+
+
+def _joined(parts: list[_Outputs]) -> torch.Tensor:
+    return torch.cat([logits for logits, _ in parts], 1)
+
+
+class _Threads:
+    """An exchange among the threads of this process; each says first which rank it is."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._local = threading.local()
+        self._barrier = threading.Barrier(size, timeout=_DEADLOCK_SECONDS)
+        self._sent: list[Any] = [None] * size
+
+    @property
+    def rank(self) -> int:
+        rank: int = self._local.rank
+        return rank
+
+    @contextmanager
+    def as_rank(self, rank: int) -> Iterator[None]:
+        """The thread that takes the part of process `rank`.
+
+        When it fails it lets the others go, which would wait for it.
+        """
+        self._local.rank = rank
+        try:
+            yield
+        except BaseException:
+            self._barrier.abort()
+            raise
+
+    def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
+        """See `bigtrain.models.parallel.sequence.Exchange`."""
+        self._sent[self.rank] = blocks
+        self._barrier.wait()
+        received = torch.stack([sent[self.rank] for sent in self._sent])
+        self._barrier.wait()
+        return received

@@ -1,0 +1,333 @@
+"""Cross-entropy in chunks of tokens, so that the logits of all tokens never exist together.
+
+Logits take tokens x vocabulary x 4 bytes, several times over: more than all activations of a model
+of a few billion parameters. Here the head gets a few tokens at a time; loss and gradients of a
+chunk are computed at once and its logits forgotten (as Liger's fused linear cross-entropy does,
+arXiv 2410.10989).
+
+What an architecture does around its head (multipliers, soft-capping, biases) is its own code, and
+is run, not copied: the model's forward method runs once as always, up to the head. There, for
+every chunk, it is entered anew with its base model standing aside for the chunk's hidden states.
+The chunks are inside the one call of the head module, so that whatever hooks it has (ZeRO-3 gathers
+its weight and reduces its gradient there) act once. That the result is that of the plain loss is
+tried on a small copy before a run (`bigtrain.models.equivalence.loss`).
+
+Shapes: B = samples, T = tokens of a sample, H = hidden size, V = vocabulary, N = tokens in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from bigtrain.errors import ModelError
+
+IGNORED_LABEL = -100
+
+Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""Summed cross-entropy of hidden states [N, H], a weight [V, H], a bias [V] and labels [N]."""
+
+
+@dataclass
+class SummedLoss(ModelOutput):  # type: ignore[misc]
+    """What a forward pass with `targets` returns: `loss` in nats, summed over the targets."""
+
+    loss: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+
+
+class ChunkedLoss:
+    """Gives `model` a forward method that takes `targets` and then returns a `SummedLoss`.
+
+    chunk_tokens: tokens whose logits exist at a time.
+    fused: computes hidden states, head and loss in one, instead of chunks; only for models whose
+        logits are what the head gives (`bigtrain.models.equivalence.loss` finds out).
+
+    Install it when the model is complete: cut, sharded, its head's forward final. Without `targets`
+    the forward method is the model's own. Raises ModelError for a model whose parts are not found.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, chunk_tokens: int, fused: Fused | None = None
+    ) -> None:
+        assert chunk_tokens >= 1
+        self._model = model
+        self._chunk_tokens = chunk_tokens
+        self._fused = fused
+        self._head_name, self._base_name = _head_and_base(model)
+        self._head: Any = model.get_submodule(self._head_name)
+        self._base: Any = model.get_submodule(self._base_name)
+        self._plain_forward: Callable[..., Any] = model.forward
+        self._plain_head: Callable[..., Any] = self._head.forward
+        # State of one forward pass.
+        self._inputs: dict[str, Any] = {}
+        self._labels: torch.Tensor | None = None
+        self._factor: torch.Tensor | None = None
+        self._base_outputs: Any = None
+        self._loss: torch.Tensor | None = None
+        vars(model)["forward"] = self.forward
+        vars(self._head)["forward"] = self._head_forward
+
+    def remove(self) -> None:
+        """Give the model its own forward method back."""
+        vars(self._model)["forward"] = self._plain_forward
+        vars(self._head)["forward"] = self._plain_head
+
+    def forward(
+        self,
+        *args: Any,
+        targets: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """As the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`.
+
+        `targets` are the labels of the very tokens (not shifted), -100 for none. They may lie on
+        the host: then tokens without a label take no time. `factor` float32 [], above zero: what
+        the loss is going to be multiplied by. With it, 16-bit gradients are rounded as those of the
+        plain loss are: all but a power of two of it (which might leave float16's range) is
+        multiplied before they are rounded, not after.
+        """
+        if targets is None:
+            return self._plain_forward(*args, **inputs)
+        self._inputs, self._labels, self._factor = inputs, targets, factor
+        try:
+            with self._standing_in(self._run_base, self._run_head):
+                outputs = self._plain_forward(*args, **inputs)
+            if self._loss is None:
+                raise ModelError(f"the forward method does not call {self._head_name}")
+            return SummedLoss(loss=self._loss, aux_loss=getattr(outputs, "aux_loss", None))
+        finally:
+            self._inputs, self._labels, self._factor = {}, None, None
+            self._base_outputs = self._loss = None
+
+    def _run_base(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._base_outputs = module(*args, **kwargs)
+        return self._base_outputs
+
+    def _run_head(self, *_: Any, **__: Any) -> torch.Tensor:
+        """What stands in for the head: keeps the loss, and gives logits that nobody looks at."""
+        if self._base_outputs is None:
+            raise ModelError(f"the forward method does not call {self._base_name}")
+        hidden = self._base_outputs.last_hidden_state
+        self._loss = self._head(hidden)
+        size = self._model.config.get_text_config().vocab_size
+        unused: torch.Tensor = hidden.new_zeros(1, 1, size)
+        return unused
+
+    def _head_forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The head module's forward: in a pass with targets the loss, between all its hooks."""
+        if self._labels is None:
+            output: torch.Tensor = self._plain_head(hidden, *args, **kwargs)
+            return output
+        weights = list(self._head.parameters())
+        if not torch.is_grad_enabled():
+            return self._compute(hidden, weights, None)
+        mantissa = None if self._factor is None else torch.frexp(self._factor).mantissa
+        loss: torch.Tensor = _Loss.apply(self._compute, mantissa, hidden, *weights)  # type: ignore[no-untyped-call]
+        return loss
+
+    def _compute(
+        self,
+        hidden: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        gradients: list[torch.Tensor | None] | None,
+        mantissa: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The summed loss of `hidden` [B, T, H]; fills in `gradients` of it and of `weights`, times
+        `mantissa`."""
+        assert self._labels is not None
+        rows = hidden.detach().flatten(0, -2)
+        labels, index = _targets(self._labels, rows.device)
+        if index is not None:
+            rows = rows[index]
+        loss = torch.zeros((), device=rows.device, dtype=torch.float32)
+        of_rows = torch.empty_like(rows) if gradients is not None else None
+        sums = [_Sum(w) if w.requires_grad else None for w in weights]
+        chunk_tokens = len(labels) if self._fused else self._chunk_tokens
+        for start in range(0, len(labels), max(1, chunk_tokens)):
+            part = slice(start, start + chunk_tokens)
+            chunk = rows[part].requires_grad_(gradients is not None)
+            leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
+            with torch.set_grad_enabled(gradients is not None), self._weights(leaves):
+                of_chunk = self._loss_of(chunk, labels[part])
+            loss += of_chunk.detach()
+            if of_rows is not None:
+                wanted = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
+                found = torch.autograd.grad(of_chunk, wanted, mantissa)
+                of_rows[part] = found[0]
+                trained = [total for total in sums if total is not None]
+                for total, gradient in zip(trained, found[1:], strict=True):
+                    total.add(gradient)
+                del found
+            del of_chunk, leaves, chunk
+        if gradients is not None:
+            assert of_rows is not None
+            if index is not None:
+                whole = torch.zeros_like(hidden).flatten(0, -2)
+                of_rows = whole.index_copy_(0, index, of_rows)
+            gradients.append(of_rows.view(hidden.shape))
+            gradients.extend(total.value() if total is not None else None for total in sums)
+        return loss
+
+    def _loss_of(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Summed loss of hidden states `rows` [N, H]."""
+        if self._fused is not None:
+            return self._fused(rows, self._head.weight, getattr(self._head, "bias", None), labels)
+        outputs = type(self._base_outputs)(
+            **{**self._base_outputs, "last_hidden_state": rows.unsqueeze(0)}
+        )
+
+        def head(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._plain_head(*args, **kwargs)
+
+        with self._standing_in(lambda *_, **__: outputs, head):
+            logits = self._plain_forward(**self._inputs).logits
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), labels, ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+
+    @contextmanager
+    def _standing_in(self, base: Callable[..., Any], head: Callable[..., Any]) -> Iterator[None]:
+        """Let the forward method call these; the modules stay where they are.
+
+        What stands in a module's own dict is found before what nn.Module looks up.
+        """
+        names = vars(self._model)
+        before = {name: names.get(name) for name in (self._base_name, self._head_name)}
+        names[self._base_name] = _Call(self._base, base)
+        names[self._head_name] = _Call(self._head, head)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                names[name] = value
+                if value is None:
+                    del names[name]
+
+    @contextmanager
+    def _weights(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the head find `leaves` in place of its parameters, whose hooks so do not see chunks.
+
+        ZeRO-3's own parameters are gathered here, since the head's forward is running.
+        """
+        places: list[tuple[nn.Module, str]] = []
+        found = dict(zip(map(id, self._head.parameters()), leaves, strict=True))
+        for module in self._head.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                vars(module)[name] = found[id(parameter)]
+                places.append((module, name))
+        try:
+            yield
+        finally:
+            for module, name in places:
+                del vars(module)[name]
+
+
+class _Call:
+    """Stands in for a module, and those inside it, in its model's forward method.
+
+    Calls go to `call`, with the module first; attributes are the module's.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        self._module, self._call = module, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._module, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        # Some call a part of their base model (OPT its decoder).
+        return _Call(value, self._call) if isinstance(value, nn.Module) else value
+
+
+class _Sum:
+    """A sum of gradients like `parameter`, in float32 where there are several."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._like = parameter
+        self._first: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        if self._first is None and self._total is None:
+            self._first = gradient
+            return
+        if self._total is None:
+            assert self._first is not None
+            self._total, self._first = self._first.float(), None
+        self._total += gradient
+
+    def value(self) -> torch.Tensor:
+        total = self._total if self._total is not None else self._first
+        return torch.zeros_like(self._like) if total is None else total.to(self._like.dtype)
+
+
+class _Loss(torch.autograd.Function):
+    """Computes gradients with the loss, and multiplies them when it is known by what."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compute: Callable[..., torch.Tensor],
+        mantissa: torch.Tensor | None,
+        hidden: torch.Tensor,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.mantissa, ctx.gradients = mantissa, []
+        return compute(hidden, weights, ctx.gradients, mantissa)
+
+    @staticmethod
+    def backward(ctx: Any, *factors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "a second backward pass through the same loss"
+        # In place: that of the head is as large as the head.
+        left = factors[0] if ctx.mantissa is None else factors[0] / ctx.mantissa
+        return (None, None, *(None if g is None else g.mul_(left) for g in gradients))
+
+
+def _targets(
+    labels: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Labels of the tokens that have one [N], and which these are (None: all) on `device`.
+
+    Looks only at labels on the host, since a device would have to be waited for.
+    """
+    flat = labels.flatten()
+    index = None
+    if flat.device.type == "cpu":
+        present = flat != IGNORED_LABEL
+        if not bool(present.all()):
+            index = present.nonzero().flatten()
+            flat = flat[index]
+            index = index.to(device, non_blocking=True)
+    return flat.to(device, non_blocking=True), index
+
+
+def _head_and_base(model: PreTrainedModel) -> tuple[str, str]:
+    """Names of the head and of what computes hidden states, both children of `model`."""
+    head = model.get_output_embeddings()
+    children = dict(model.named_children())
+    heads = [name for name, child in children.items() if child is head]
+    if not heads:
+        raise ModelError("its head is not a part of its own")
+    others = [name for name, child in children.items() if child is not head and _is_filled(child)]
+    prefix = str(model.base_model_prefix)
+    if prefix in others:
+        return heads[0], prefix
+    if len(others) != 1:
+        raise ModelError("what computes its hidden states is not one part of it")
+    return heads[0], others[0]
+
+
+def _is_filled(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())

@@ -1,0 +1,192 @@
+"""Attention of every document for itself, where documents share samples.
+
+The same as the model's own attention (sdpa or eager) under a block-diagonal causal mask, without
+the mask, which has sequence squared elements and keeps torch's sdpa from its fast kernels, and
+without the products that the mask throws away.
+
+It hangs on transformers' seams: `AttentionMaskInterface` may make anything for a mask, and layers
+hand it on to `AttentionInterface` as it is (so do flex attention's block masks). Here it is a list
+of lengths. So layers that are computed again in the backward pass have it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from bigtrain.errors import ModelError
+from bigtrain.models.layers.document_masks import edges_of_documents
+
+IMPLEMENTATIONS = {name: f"bigtrain_documents_{name}" for name in ("sdpa", "eager")}
+
+_SIZES: ContextVar[tuple[int, ...] | None] = ContextVar("sizes", default=None)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What layers get for a mask.
+
+    sizes: tokens of the documents of a micro-batch, sample after sample.
+    window: how many tokens a token sees, itself among them; None: all before it in its document.
+    """
+
+    sizes: tuple[int, ...]
+    window: int | None
+
+
+def sizes_of_documents(position_ids: torch.Tensor) -> tuple[int, ...]:
+    """Tokens of each document, sample after sample, of positions as in `edges_of_documents`."""
+    return tuple(edges_of_documents(position_ids).diff().tolist())
+
+
+@contextmanager
+def documents_alone(position_ids: torch.Tensor) -> Iterator[None]:
+    """Inside, what models with this attention make for masks are the documents of `position_ids`.
+
+    [B, T] on the host, of whole samples.
+    """
+    token = _SIZES.set(sizes_of_documents(position_ids))
+    try:
+        yield
+    finally:
+        _SIZES.reset(token)
+
+
+def attend_by_document(model: PreTrainedModel) -> Callable[[], None]:
+    """Let `model`, whose attention is sdpa or eager, attend so; returns what undoes it.
+
+    Outside of `documents_alone` it attends as before. A forward pass inside raises ModelError where
+    the model asks for another mask than a causal one, with or without a sliding window.
+    """
+    before = str(model.config._attn_implementation)
+    name = IMPLEMENTATIONS[before]
+    AttentionInterface.register(name, partial(_attend, before))
+    AttentionMaskInterface.register(name, partial(_mask, before))
+    model.set_attn_implementation(name)
+    return lambda: model.set_attn_implementation(before)
+
+
+def _mask(
+    name: str,
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: Any = None,
+    **more: Any,
+) -> Any:
+    """transformers' mask interface."""
+    sizes = _SIZES.get()
+    if sizes is None:
+        build: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        return build(
+            q_length=q_length,
+            kv_length=kv_length,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=allow_is_causal_skip,
+            local_size=local_size,
+            config=config,
+            **more,
+        )
+    plain = allow_is_causal_skip and attention_mask is None and q_length == kv_length
+    # Asked on the CPU: only the functions that are left out here hold tensors of the device.
+    plain = plain and getattr(config, "attention_chunk_size", None) is None
+    if not plain or not _is_band(mask_function, q_length, local_size):
+        raise ModelError(
+            "documents of a sample cannot be kept apart: the model asks for other masks than "
+            "causal ones -> set data.document_boundaries=ignore"
+        )
+    return Documents(sizes, local_size)
+
+
+def _is_band(mask_function: Callable[..., torch.Tensor], tokens: int, window: int | None) -> bool:
+    """Whether `mask_function` lets a token see itself and those before it, `window` in all.
+
+    Looked at where a window begins to move, and at the end.
+    """
+    width = tokens if window is None else window
+    rows = {0, 1, width - 1, width, width + 1, 2 * width, tokens // 2, tokens - 1}
+    query = torch.tensor(sorted(row for row in rows if 0 <= row < tokens))[:, None]
+    key = torch.arange(tokens)
+    zero = torch.zeros((), dtype=torch.int64)
+    seen = mask_function(zero, zero, query, key).expand(len(query), tokens)
+    return torch.equal(seen, _band(query, key, width))
+
+
+def _band(query: torch.Tensor, key: torch.Tensor, window: int) -> torch.Tensor:
+    """Which tokens [..., keys] see which, by their positions."""
+    return (key <= query) & (key > query - window)
+
+
+def _attend(
+    name: str,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: `query` [B, H, T, D], the result [B, T, H, D]."""
+    base = attention_of(name, module)
+    if not isinstance(attention_mask, Documents):
+        return base(module, query, key, value, attention_mask, **kwargs)[0], None
+    if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
+        raise ModelError(f"{type(module).__name__} attends to more than the tokens before")
+    samples, _, tokens, _ = query.shape
+    # One split of all documents: its backward pass writes each gradient once.
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    sizes = list(attention_mask.sizes)
+    outputs = []
+    for document in zip(*(x.split(sizes) for x in rows), strict=True):
+        parts = [x.transpose(0, 1)[None] for x in document]
+        for q, k, v, mask in _blocks(parts, attention_mask.window or tokens, name):
+            outputs.append(base(module, q, k, v, mask, **kwargs)[0][0])
+    return torch.cat(outputs).unflatten(0, (samples, tokens)), None
+
+
+def _blocks(
+    document: Sequence[torch.Tensor], window: int, name: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """What attends to what in `document`, query, key and value [1, H, L, D], under which mask.
+
+    One that is longer than the window goes in blocks as long, whose masks have window x 2 window
+    elements.
+    """
+    query, key, value = document
+    length = query.shape[2]
+    if length <= window and name == "sdpa":
+        yield query, key, value, None  # causal
+        return
+    positions = torch.arange(length, device=query.device)
+    for start in range(0, length, window):
+        own = slice(start, min(start + window, length))
+        seen = slice(max(0, start - window + 1), own.stop)
+        mask = _band(positions[own, None], positions[seen], window)
+        if name == "eager":
+            lowest = torch.finfo(query.dtype).min
+            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
+                ~mask, lowest
+            )
+        yield query[:, :, own], key[:, :, seen], value[:, :, seen], mask[None, None]
+
+
+def attention_of(name: str, module: Any) -> Callable[..., Any]:
+    """Attention `name`; eager attention is a function of each architecture's own file."""
+    if name != "eager":
+        return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
+    source = __import__(type(module).__module__, fromlist=["eager_attention_forward"])
+    return source.eager_attention_forward  # type: ignore[no-any-return]

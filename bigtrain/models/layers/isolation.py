@@ -1,0 +1,69 @@
+"""How a model keeps documents that share a sample apart, at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from bigtrain.models.layers.document_attention import attend_by_document, documents_alone
+from bigtrain.models.layers.document_masks import (
+    documents_known,
+    lengths_of_documents,
+)
+from bigtrain.models.layers.rotary import choose_by_document
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """How a model is told which tokens of a sample belong together.
+
+    none: all do. masks: transformers makes them from positions. documents: each attends for itself,
+    without a mask (`bigtrain.models.layers.document_attention`). lengths: flash attention's
+    arguments.
+    """
+
+    kind: Literal["none", "masks", "documents", "lengths"]
+
+    @property
+    def reason(self) -> str:
+        """As a line for people; empty where there is nothing to say."""
+        how = {
+            "masks": "by masks that the model makes from positions",
+            "documents": "each attends for itself, without masks",
+            "lengths": "by the lengths that flash attention takes",
+        }
+        return f"documents of a sample are kept apart: {how[self.kind]}" if self.kind in how else ""
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Make `model` keep documents apart so."""
+        if self.kind != "none":
+            choose_by_document(model)
+        if self.kind == "documents":
+            attend_by_document(model)
+
+    @contextmanager
+    def told(self, position_ids: torch.Tensor | None) -> Iterator[None]:
+        """Around every forward pass: `position_ids` [B, T] on the host, whole samples; None where
+        each sample is one document."""
+        if position_ids is None or self.kind != "documents":
+            with documents_known(packed=position_ids is not None):
+                yield
+        else:
+            with documents_known(packed=False), documents_alone(position_ids):
+                yield
+
+    def arguments(self, position_ids: torch.Tensor | None) -> dict[str, Any]:
+        """What the model is given beside positions; tensors are on the host."""
+        if position_ids is None or self.kind != "lengths":
+            return {}
+        return lengths_of_documents(position_ids)
+
+
+NOT_ISOLATED = Isolation("none")
+
+MASKED = Isolation("masks")

@@ -1,0 +1,62 @@
+"""Liger's Triton kernels (arXiv 2410.10989) in place of a model's RMSNorm, RoPE and SwiGLU.
+
+liger-kernel patches the architectures it knows; which these are, it says itself. The loss is not
+its business here: `bigtrain.models.layers.chunked_loss` takes Liger's kernel where it is asked for.
+
+Written against liger-kernel 0.6 and 0.7. The kernels need a CUDA device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from bigtrain.errors import Problem
+
+_WANTED = {
+    "rope": True,
+    "rms_norm": True,
+    "swiglu": True,
+    "geglu": True,
+    "layer_norm": True,
+    "cross_entropy": False,
+    "fused_linear_cross_entropy": False,
+}
+
+
+def check_kernels(hf_config: PreTrainedConfig, kernels: str) -> list[Problem]:
+    """What stands against ``model.kernels`` for models of `hf_config`. Builds nothing."""
+    if kernels == "none":
+        return []
+    if importlib.util.find_spec("liger_kernel") is None:
+        remedy = "pip install 'bigtrain[gpu]', or set model.kernels=none"
+        return [Problem("model.kernels", kernels, "liger-kernel is not installed", remedy)]
+    known = _patches()
+    if hf_config.model_type in known:
+        return []
+    rule = f"liger-kernel has none for model_type {hf_config.model_type}, only for " + ", ".join(
+        sorted(known)
+    )
+    return [Problem("model.kernels", kernels, rule, "model.kernels=none")]
+
+
+def apply_kernels(model: PreTrainedModel) -> None:
+    """Let `model` compute with Liger's kernels; parameters stay as they are.
+
+    Rotary embeddings are a function of transformers' module for the architecture and change for the
+    whole process. `check_kernels` comes first.
+    """
+    patch = _patches()[model.config.model_type]
+    taken = inspect.signature(patch).parameters
+    patch(model=model, **{name: value for name, value in _WANTED.items() if name in taken})
+
+
+def _patches() -> dict[str, Callable[..., Any]]:
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    patches: dict[str, Callable[..., Any]] = MODEL_TYPE_TO_APPLY_LIGER_FN
+    return patches

@@ -1,0 +1,53 @@
+"""Parameters that keep their values: `model.frozen`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from bigtrain.errors import Problem
+
+KEY = "model.frozen"
+
+
+def check_frozen(model: nn.Module, patterns: Sequence[str]) -> list[Problem]:
+    """What is wrong with `patterns` for this model: one that matches nothing, or all match all.
+
+    Freezes what they match; `model` may be on the meta device.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    problems = [
+        Problem(
+            KEY,
+            pattern,
+            "matches the name of no parameter",
+            f"a shell pattern of whole names, such as {names[0]} or {names[0].split('.')[0]}.*",
+        )
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    freeze(model, patterns)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        problems.append(
+            Problem(KEY, list(patterns), "leaves nothing to train", "match fewer parameters")
+        )
+    return problems
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let parameters that have a name of these `patterns` be constants; tied ones have several."""
+    if not patterns:
+        return
+    for names in names_of(model.named_parameters(remove_duplicate=False)).values():
+        if any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
+            model.get_parameter(names[0]).requires_grad_(False)
+
+
+def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[str]]:
+    """Every name of every parameter, by identity; tied ones have several, the first counts."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in parameters:
+        found.setdefault(id(parameter), []).append(name)
+    return found

@@ -1,0 +1,293 @@
+"""How a model can be cut between its layers: found out by one forward pass of a small copy.
+
+transformers' models loop over a list of layers inside a forward method of their own. What one layer
+hands to the next, what else layers are given, and which parameters lie before and after them is
+nowhere declared (``base_model_pp_plan`` names modules, for half of the architectures). So it is
+watched, and no architecture is known by name.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from bigtrain.errors import ModelError
+
+Place = int | str
+"""An argument of a layer's call: its position, or its keyword."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What a layer returns, and where the next layer receives it.
+
+    num_outputs: 0 where the layer returns a bare tensor, else the length of its tuple.
+    routes: for each output, its place in the next layer's call; None for what does not get there.
+    """
+
+    num_outputs: int
+    routes: tuple[Place | None, ...]
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """Where and how a model of this architecture can be cut.
+
+    layers: name of the module list. handovers: one for each layer but the last. shared: keywords
+    of dicts that layers write and later layers read. tokens_everywhere: whether every stage needs
+    the token ids, since layers are given what is computed from them beside their predecessor's
+    output. prologue, epilogue: names of parameters outside the layers that are needed before the
+    first one (or, with tokens_everywhere, before any), and after the last one; tied ones are both.
+    """
+
+    layers: str
+    num_layers: int
+    handovers: tuple[Handover, ...]
+    shared: frozenset[str]
+    tokens_everywhere: bool
+    prologue: frozenset[str]
+    epilogue: frozenset[str]
+
+
+def find_layout(model: PreTrainedModel, input_ids: torch.Tensor) -> StageLayout:
+    """The layout of `model`, from a forward pass of `input_ids` [samples, tokens].
+
+    The model is left as it was; take a small copy. Raises ModelError where it cannot be cut.
+    """
+    name = _layer_list(model, input_ids)
+    layers = list(model.get_submodule(name).children())
+    calls, logits = _watch(model, layers, input_ids)
+    handovers = tuple(_handover(calls, index) for index in range(len(layers) - 1))
+    outside = _parameters_outside(model, name)
+    entering = [tensor for tensor in _tensors(calls[0].arguments) if tensor.requires_grad]
+    beside = [tensor for index in range(1, len(calls)) for tensor in _beside(calls, index)]
+    differentiable = [tensor for tensor in beside if tensor.requires_grad]
+    _refuse_hidden_dependence(layers, calls)
+    return StageLayout(
+        layers=name,
+        num_layers=len(layers),
+        handovers=handovers,
+        shared=frozenset(key for call in calls for key in call.written),
+        tokens_everywhere=bool(differentiable) or any(_is(t, input_ids) for t in beside),
+        prologue=_dependencies([*entering, *differentiable], outside),
+        epilogue=_dependencies([logits], outside),
+    )
+
+
+@dataclass
+class _Call:
+    """One layer's call. `shared`: what each dict among the arguments held when it was made."""
+
+    arguments: dict[Place, Any]
+    shared: dict[str, dict[Any, Any]]
+    outputs: Any = None
+    written: set[str] = field(default_factory=set)
+
+
+def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
+    """The module list whose members a forward pass calls once each, in order.
+
+    What the pipeline plan names comes first, then the list with most parameters.
+    """
+    lists = {
+        name: list(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
+    }
+    order: dict[str, list[int]] = {name: [] for name in lists}
+    handles = [
+        member.register_forward_pre_hook(partial(_note, order[name], index))
+        for name, members in lists.items()
+        for index, member in enumerate(members)
+    ]
+    try:
+        with torch.no_grad():
+            model(input_ids=input_ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    fitting = [name for name, members in lists.items() if order[name] == list(range(len(members)))]
+    planned = set[str](getattr(model.config, "base_model_pp_plan", None) or {})
+    if not fitting:
+        raise ModelError(
+            "it has no list of layers that a forward pass calls once each, one after the other"
+        )
+
+    def preference(name: str) -> tuple[bool, int]:
+        size = sum(p.numel() for member in lists[name] for p in member.parameters())
+        return name.rpartition(".")[2] in planned, size
+
+    chosen: str = max(fitting, key=preference)
+    return chosen
+
+
+def _note(order: list[int], index: int, *_: Any) -> None:
+    order.append(index)
+
+
+def _watch(
+    model: PreTrainedModel, layers: list[nn.Module], input_ids: torch.Tensor
+) -> tuple[list[_Call], torch.Tensor]:
+    """The calls of a forward pass, and its logits as a function of what comes after the layers."""
+    calls: list[_Call] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments: dict[Place, Any] = dict(enumerate(args))
+        arguments.update(kwargs)
+        shared = {k: dict(v) for k, v in kwargs.items() if isinstance(v, (dict, UserDict))}
+        calls.append(_Call(arguments, shared))
+
+    def after(layer: nn.Module, _: Any, outputs: Any) -> Any:
+        call = calls[-1]
+        call.outputs = outputs
+        for key, held in call.shared.items():
+            now = call.arguments[key]
+            if now.keys() != held.keys() or any(now[k] is not held[k] for k in held):
+                call.written.add(key)
+        return _detached(outputs) if layer is layers[-1] else None
+
+    handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
+    handles += [layer.register_forward_hook(after) for layer in layers]
+    try:
+        with torch.enable_grad():
+            logits = model(input_ids=input_ids, use_cache=False).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls, logits
+
+
+def _detached(outputs: Any) -> Any:
+    if torch.is_tensor(outputs):
+        return outputs.detach()
+    return type(outputs)(_detached(x) for x in outputs) if _is_sequence(outputs) else outputs
+
+
+def _handover(calls: list[_Call], index: int) -> Handover:
+    outputs, following = calls[index].outputs, calls[index + 1].arguments
+    parts = outputs if _is_sequence(outputs) else (outputs,)
+    routes = tuple(
+        next((place for place, value in following.items() if value is part), None)
+        if part is not None
+        else None
+        for part in parts
+    )
+    if routes[0] is None:
+        raise ModelError(
+            f"what layer {index} returns is changed before layer {index + 1} is given it"
+        )
+    return Handover(len(parts) if _is_sequence(outputs) else 0, routes)
+
+
+def _beside(calls: list[_Call], index: int) -> Iterator[torch.Tensor]:
+    """Tensors that layer `index` is given and that are not what its predecessors hand over."""
+    handed = {id(tensor) for tensor in _tensors(calls[index - 1].outputs)}
+    written = set().union(*(call.written for call in calls))
+    for place, value in calls[index].arguments.items():
+        if place not in written:
+            yield from (tensor for tensor in _tensors(value) if id(tensor) not in handed)
+
+
+def _refuse_hidden_dependence(layers: list[nn.Module], calls: list[_Call]) -> None:
+    """Refuse layers that are given something computed from earlier layers than the one before."""
+    earlier: list[nn.Parameter] = []
+    for index, layer in enumerate(layers):
+        if index:
+            for tensor in _beside(calls, index):
+                if tensor.requires_grad and _reaches([tensor], earlier):
+                    raise ModelError(
+                        f"layer {index} is given more of the layers before it than what layer "
+                        f"{index - 1} returns"
+                    )
+        earlier += [p for p in layer.parameters() if p.requires_grad]
+
+
+def _reaches(tensors: list[torch.Tensor], parameters: list[nn.Parameter]) -> bool:
+    return any(gradient is not None for gradient in _gradients(tensors, parameters))
+
+
+def _dependencies(tensors: list[torch.Tensor], outside: dict[str, nn.Parameter]) -> frozenset[str]:
+    found = _gradients(tensors, list(outside.values()))
+    return frozenset(
+        name for name, gradient in zip(outside, found, strict=True) if gradient is not None
+    )
+
+
+def _gradients(
+    tensors: list[torch.Tensor], parameters: list[nn.Parameter]
+) -> tuple[torch.Tensor | None, ...]:
+    total = [tensor.sum() for tensor in tensors if tensor.requires_grad and tensor.numel()]
+    if not total or not parameters:
+        return (None,) * len(parameters)
+    return torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
+
+
+def _parameters_outside(model: PreTrainedModel, layers: str) -> dict[str, nn.Parameter]:
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not name.startswith(f"{layers}.") and parameter.requires_grad
+    }
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, (dict, UserDict)):
+        yield from (tensor for item in value.values() for tensor in _tensors(item))
+    elif _is_sequence(value):
+        yield from (tensor for item in value for tensor in _tensors(item))
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """`value` with every tensor in its tuples, lists and dicts replaced by what `function` gives.
+
+    Tensors are visited in a fixed order. Dicts of any kind come out as plain ones.
+    """
+    if torch.is_tensor(value):
+        return function(value)
+    if isinstance(value, (dict, UserDict)):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if _is_sequence(value):
+        return tuple(map_tensors(function, item) for item in value)
+    return value
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, (tuple, list))
+
+
+def _is(tensor: torch.Tensor, input_ids: torch.Tensor) -> bool:
+    return (
+        tensor.shape == input_ids.shape
+        and not tensor.is_floating_point()
+        and bool((tensor == input_ids).all())
+    )
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """How a model is cut, found to compute the same as the whole.
+
+    cuts: layer indices, see `bigtrain.models.parallel.stages.Stage`.
+    """
+
+    layout: StageLayout
+    cuts: tuple[int, ...]
+
+    def describe(self, num_micro_batches: int) -> str:
+        """The stages as one line for people, and how long they wait with so many in a step."""
+        stages = [f"{start}-{stop - 1}" for start, stop in pairwise(self.cuts)]
+        idle = (len(stages) - 1) / (num_micro_batches + len(stages) - 1)
+        return (
+            f"pipeline stages: layers {', '.join(stages)}; with {num_micro_batches} micro-batches "
+            f"in a step they idle {idle:.0%} of the time (more accumulation is less)"
+        )

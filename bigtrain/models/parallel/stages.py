@@ -1,0 +1,277 @@
+"""One pipeline stage of any Hugging Face causal LM: the whole model, with most of it absent.
+
+The model object and its forward method stay. Layers of other stages are replaced where they stand:
+the one before the stage's first returns what the previous stage sent, the one after its last ends
+the forward pass with what the next stage needs. So names of parameters, indices, masks, rotary
+embeddings, multipliers and the head are the model's own, and nothing here knows an architecture.
+Parameters outside the layers that a stage does not need give way to zeros without memory.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from bigtrain.errors import ModelError
+from bigtrain.models.layers.parameters import names_of
+from bigtrain.models.layers.router_logits import recorded
+from bigtrain.models.parallel.stage_layout import Handover, StageLayout, map_tensors
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What one stage hands to the next: a layer's outputs, and the dicts that layers write.
+
+    router_logits: of all layers so far, stacked, where the model's loss is computed from them.
+    """
+
+    outputs: tuple[Any, ...]
+    shared: dict[str, dict[Any, Any]]
+    router_logits: torch.Tensor | None = None
+
+    def map(self, function: Callable[[torch.Tensor], Any]) -> Payload:
+        """The payload with `function` of every tensor in its place, in a fixed order."""
+        return Payload(*map_tensors(function, (self.outputs, self.shared, self.router_logits)))
+
+
+class Absent(nn.Module):
+    """Stands in a layer's place. Has the layer's plain attributes and those of its class."""
+
+    def __init__(self, layer: nn.Module, handover: Handover | None) -> None:
+        super().__init__()
+        self.__dict__["_stands_for"] = type(layer)
+        self._handover = handover
+        for name, value in vars(layer).items():
+            if name.startswith("_") or name == "forward":
+                continue
+            if isinstance(value, (torch.Tensor, nn.Module)):
+                continue
+            self.__dict__.setdefault(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = getattr(self.__dict__["_stands_for"], name, None)
+            if isinstance(value, property) and value.fget is not None:
+                return value.fget(self)
+            if value is None or callable(value):
+                raise
+            return value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The first argument, in the form of the layer's outputs; nobody uses its values."""
+        hidden = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
+        count = self._handover.num_outputs if self._handover is not None else 0
+        return (hidden,) + (None,) * (count - 1) if count else hidden
+
+
+class Entry(Absent):
+    """In place of the layer before a stage's first: gives what the previous stage sent."""
+
+    received: Payload | None = None
+
+    def forward(self, *_: Any, **kwargs: Any) -> Any:
+        assert self.received is not None
+        assert self._handover is not None
+        for key, values in self.received.shared.items():
+            kwargs[key].update(values)
+        routers = recorded()
+        if routers is not None and self.received.router_logits is not None:
+            routers.extend(self.received.router_logits)
+        outputs = self.received.outputs
+        return outputs if self._handover.num_outputs else outputs[0]
+
+
+class _Stop(Exception):
+    def __init__(self, payload: Payload) -> None:
+        self.payload = payload
+
+
+class Exit(Absent):
+    """In place of the layer after a stage's last: ends the forward pass with what it was given."""
+
+    def __init__(self, layer: nn.Module, previous: Handover, shared: frozenset[str]) -> None:
+        super().__init__(layer, None)
+        self._previous = previous
+        self._shared = shared
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def at(place: int | str | None) -> Any:
+            if place is None:
+                return None
+            return args[place] if isinstance(place, int) else kwargs[place]
+
+        shared = {
+            key: dict(value)
+            for key, value in kwargs.items()
+            if key in self._shared and isinstance(value, (dict, UserDict))
+        }
+        outputs = tuple(at(place) for place in self._previous.routes)
+        routers = recorded()
+        # One tensor, since every tensor is a message.
+        raise _Stop(Payload(outputs, shared, torch.stack(routers) if routers else None))
+
+
+class Stage(nn.Module):
+    """Stage `index` of a model cut at `cuts`. The model given is cut in place and kept in `model`.
+
+    cuts: ascending layer indices from 0 to the number of layers; stage i has layers
+    ``cuts[i] : cuts[i + 1]``. Parameters keep their names in the model.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int], index: int
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.is_first, self.is_last = index == 0, index == len(cuts) - 2
+        self.needs_tokens = self.is_first or layout.tokens_everywhere
+        self.replicas = replicated_parameters(model, layout, cuts)
+        own = stages_of_parameters(model, layout, cuts)
+        embedding = model.get_input_embeddings()
+        width = getattr(embedding, "embedding_dim", None)
+        self._width = int(width or model.config.get_text_config().hidden_size)
+        keep = {name for name, stages in own.items() if index in stages}
+        self._entry = _replace_layers(model, layout, cuts[index], cuts[index + 1])
+        _hollow_out(model, keep)
+        self.model = model
+
+    def forward(
+        self,
+        payload: Payload | None,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        **loss: torch.Tensor,
+    ) -> Any:
+        """What the next stage needs (a Payload), or the last stage's ModelOutput.
+
+        `payload` is None on the first stage. Of `input_ids` [B, T] only the shape is looked at
+        where not `needs_tokens`. `loss`, on the last stage: what a `ChunkedLoss` wants.
+        """
+        inputs: dict[str, Any] = {"use_cache": False, **loss}
+        if position_ids is not None:
+            inputs["position_ids"] = position_ids
+        if self.needs_tokens:
+            inputs["input_ids"] = input_ids
+        else:
+            own = next(self.model.parameters())
+            inputs["inputs_embeds"] = own.new_zeros(*input_ids.shape, self._width)
+        if self._entry is not None:
+            self._entry.received = payload
+        try:
+            return self.model(**inputs)
+        except _Stop as stop:
+            return stop.payload
+        finally:
+            if self._entry is not None:
+                self._entry.received = None
+
+
+def stages_of_parameters(
+    model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter of the whole model, by its first name, ascending.
+
+    Raises ModelError where layers of different stages share parameters.
+    """
+    last = len(cuts) - 2
+    found: dict[str, tuple[int, ...]] = {}
+    prefix = f"{layout.layers}."
+    for names in names_of(model.named_parameters(remove_duplicate=False)).values():
+        parameter = model.get_parameter(names[0])
+        layers = {int(n.removeprefix(prefix).split(".")[0]) for n in names if n.startswith(prefix)}
+        stages = {_stage_of(layer, cuts) for layer in layers}
+        if len(stages) > 1:
+            raise ModelError(f"layers of different stages share the parameter {names[0]}")
+        if names[0] in layout.prologue:
+            stages |= set(range(last + 1)) if layout.tokens_everywhere else {0}
+        if names[0] in layout.epilogue:
+            stages.add(last)
+        if not parameter.requires_grad and not stages:
+            stages = set(range(last + 1))  # no gradient told where it is needed
+        # What nothing depends on has to be somewhere, to be saved.
+        found[names[0]] = tuple(sorted(stages or {0}))
+    return found
+
+
+def replicated_parameters(
+    model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """Of `stages_of_parameters`, those on more than one stage: their gradients must be summed."""
+    found = stages_of_parameters(model, layout, cuts)
+    return {name: stages for name, stages in found.items() if len(stages) > 1}
+
+
+def _stage_of(layer: int, cuts: Sequence[int]) -> int:
+    return next(i for i in range(len(cuts) - 1) if cuts[i] <= layer < cuts[i + 1])
+
+
+def _replace_layers(
+    model: PreTrainedModel, layout: StageLayout, start: int, stop: int
+) -> Entry | None:
+    layers: Any = model.get_submodule(layout.layers)
+    assert len(layers) == layout.num_layers
+    assert 0 <= start < stop <= len(layers)
+    entry = None
+    for index, layer in enumerate(layers):
+        handover = layout.handovers[index] if index < len(layout.handovers) else None
+        if start <= index < stop:
+            continue
+        if index == start - 1:
+            entry = Entry(layer, handover)
+            layers[index] = entry
+        elif index == stop:
+            layers[index] = Exit(layer, layout.handovers[stop - 1], layout.shared)
+        else:
+            layers[index] = Absent(layer, handover)
+    return entry
+
+
+def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:
+    """Take away every parameter that is not in `keep`, by first name; its module stays callable."""
+    first_name = {
+        name: names[0]
+        for names in names_of(model.named_parameters(remove_duplicate=False)).values()
+        for name in names
+    }
+    like = next(p for name, p in model.named_parameters() if name in keep)
+    for prefix, module in list(model.named_modules()):
+        drop = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+            and first_name[f"{prefix}.{name}" if prefix else name] not in keep
+        }
+        if drop:
+            for name in drop:
+                del module._parameters[name]
+            shapes = {name: parameter.shape for name, parameter in drop.items()}
+            _give_zeros(module, shapes, like)
+
+
+def _give_zeros(module: nn.Module, shapes: dict[str, torch.Size], like: nn.Parameter) -> None:
+    """Let `module` find zeros of `shapes` under these names: one stored element, never trained.
+
+    They have the dtype and device that `like` has then, so masks made from them have, too.
+    """
+
+    def zeros_of(shape: torch.Size) -> Callable[[nn.Module], torch.Tensor]:
+        def zeros(_: nn.Module) -> torch.Tensor:
+            tensor = torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+            return tensor
+
+        return zeros
+
+    kind = type(module)
+    properties: dict[str, Any] = {n: property(zeros_of(shape)) for n, shape in shapes.items()}
+    # transformers looks up by the class's full name what to record.
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), {"is_hollow": True, **names, **properties})

@@ -1,0 +1,354 @@
+"""Tensor parallelism of any Hugging Face causal LM by the plan that the model itself carries.
+
+The plan (``base_model_tp_plan`` of the configuration, ``_tp_plan`` of class and instance) gives
+modules and parameters a style. Here every style that transformers 5.23 registers is carried out on
+plain local tensors (transformers/distributed/tensor_parallel.py does it with DTensors, which ZeRO
+does not understand), except `sequence_parallel`, which no plan uses. Nothing is known of any single
+architecture; that a plan is right is for `bigtrain.models.equivalence.tensor_parallel` to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from bigtrain.errors import ModelError
+from bigtrain.models.configuration import text_config
+from bigtrain.models.parallel.collectives import (
+    Group,
+    gather_last,
+    split_last,
+    sum_gradient,
+    sum_partial,
+    summed,
+)
+from bigtrain.models.parallel.grouped_experts import GROUPED_UNIT
+from bigtrain.models.parallel.sharding import Shard, even_ranges, padded_range, shard_of, tag_shard
+
+Plan = dict[str, str]
+
+_GATHERED = {"colwise_gather_output", "colwise_rep"}
+_SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
+_COLWISE = {"colwise", "packed_colwise"} | _GATHERED
+_ROWWISE = {"rowwise", "packed_rowwise"} | _SPLIT_INPUT
+_PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+_WHOLE = {
+    _PARTIAL_GRADIENT,
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "mla_kv_a_proj",
+    "all_reduce",
+    "local_params",
+    "replicate",
+}
+_KEY_VALUE = ("k_proj", "v_proj")
+
+
+def tensor_plan(model: PreTrainedModel) -> Plan:
+    """The style of every module and parameter by concrete name, parameters before their module.
+
+    Take it before a pipeline stage drops what it does not hold. Raises ModelError for an
+    architecture without a plan.
+    """
+    plan: Plan = model._expand_parallel_plan(dict(model.tp_plan or {}))
+    plan = _with_tied(model, plan)
+    heads = {name for name in _names_of(model, model.get_output_embeddings())}
+    inputs = {name for name in _names_of(model, model.get_input_embeddings())}
+    if not {name.rpartition(".")[0] for name in plan} - heads - inputs - {""}:
+        raise ModelError(
+            f"parallel.tensor: transformers has no tensor-parallel plan for model_type "
+            f"{model.config.model_type} -> parallel.tensor=1, and ZeRO 3 for models too large for "
+            "one device"
+        )
+    return plan
+
+
+def _with_tied(model: PreTrainedModel, plan: Plan) -> Plan:
+    """`plan`, with the rule that a tied embedding or head lacks beside the other's."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embedding is None or head.weight is not embedding.weight:
+        return plan
+    (head_name, *_), (name, *_) = _names_of(model, head), _names_of(model, embedding)
+    missing: Plan = {}
+    if plan.get(head_name) in _GATHERED and name not in plan:
+        missing = {f"{name}.weight": "embedding_rowwise", name: "embedding_rowwise"}
+    elif plan.get(name) == "embedding_rowwise" and head_name not in plan:
+        missing = {
+            f"{head_name}.{leaf}": "colwise_gather_output"
+            for leaf, _ in head.named_parameters(recurse=False)
+        } | {head_name: "colwise_gather_output"}
+    return {**plan, **missing}
+
+
+def _names_of(model: nn.Module, module: nn.Module | None) -> list[str]:
+    return [n for n, m in model.named_modules(remove_duplicate=False) if m is module]
+
+
+def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
+    """Make `model` compute one process's part: forwards exchange over `group`, parameters are
+    tagged with their shards.
+
+    No weights move: whoever fills the parameters cuts them (`sharding.cut_parameter`), and until
+    then the model is not to be called. Names that the model lacks are passed over: another pipeline
+    stage has them. Not collective. Raises ModelError for a plan that cannot be carried out.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, style, parameter in _styled_parameters(model, plan):
+        shard = _shard_of_style(model, name, style, tuple(parameter.shape), rank, size)
+        known = shard_of(parameter)
+        if known is not None:
+            if known != shard:
+                raise ModelError(f"parallel.tensor: tied weight {name} would be cut in two ways")
+            continue
+        tag_shard(parameter, shard)
+        if parameter.requires_grad and style == _PARTIAL_GRADIENT:
+            parameter.register_hook(lambda gradient: summed(gradient, group))
+        if parameter.requires_grad and _is_shared_key_value(model, name, style, size):
+            parameter.register_hook(_sum_of_holders(shard, group))
+    for name, style in plan.items():
+        if name in modules and not getattr(modules[name], "is_placeholder", False):
+            _wrap(model, name, modules[name], style, group)
+    if _key_value_heads(model, size):
+        _shrink_groups(modules, plan, model, size)
+
+
+def check_shards(model: PreTrainedModel, plan: Plan, size: int) -> None:
+    """Raise ModelError for a parameter that cannot be cut into `size` shards. Moves no weights."""
+    for name, style, parameter in _styled_parameters(model, plan):
+        _shard_of_style(model, name, style, tuple(parameter.shape), 0, size)
+
+
+def _styled_parameters(
+    model: PreTrainedModel, plan: Plan
+) -> Iterator[tuple[str, str, nn.Parameter]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, plan.get(name, "replicate"), parameter
+
+
+def _shard_of_style(
+    model: PreTrainedModel, name: str, style: str, shape: tuple[int, ...], rank: int, size: int
+) -> Shard:
+    whole = Shard(shape, primary=rank == 0)
+    if style in _WHOLE or not shape:
+        return whole
+    is_bias = name.rpartition(".")[2].endswith("bias")
+    if style in ("embedding_rowwise", "embedding_colwise"):
+        dim = 0 if style == "embedding_rowwise" else 1
+    elif style in _COLWISE:
+        dim = len(shape) - 1 if is_bias else max(len(shape) - 2, 0)
+    elif style in _ROWWISE:
+        if is_bias or (len(shape) == 1 and style == "packed_rowwise"):
+            return whole
+        dim = len(shape) - 1
+    else:
+        raise ModelError(f"parallel.tensor: {name}: unknown style {style!r} in the model's plan")
+    if style in _GATHERED or style.startswith("embedding"):
+        span, rows = padded_range(shape[dim], size, rank)
+        return Shard(shape, True, dim, (span,) if span[0] < span[1] else (), rows)
+    if _is_shared_key_value(model, name, style, size):
+        return _key_value_shard(model, shape, dim, rank, size)
+    packed = 2 if style.startswith("packed") else 1
+    dropout = _inner_dropout(model, name) if shape[dim] // packed % size else None
+    if dropout is not None:
+        raise ModelError(
+            f"parallel.tensor: {name} {list(shape)}: with dropout between its layers ({dropout}), "
+            f"{size} processes need equally wide parts, or their random streams part -> a degree "
+            f"that divides {shape[dim] // packed}, or no dropout"
+        )
+    matrices = len(shape) + is_bias == 3  # those of experts, stacked
+    return _unpadded(name, shape, dim, packed, rank, size, GROUPED_UNIT if matrices else 1)
+
+
+def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
+    """The dropout that may act on what the cut parameter `name` puts out, if there is any.
+
+    It is a module or a number of the block that holds the parameter's layer. What lies outside of
+    that block acts on whole hidden states, and attention's on whole heads: all processes draw
+    equally much for those. A configuration may hold numbers that its causal model never reads.
+    """
+    block_name = name.rpartition(".")[0].rpartition(".")[0]
+    for prefix, module in model.get_submodule(block_name).named_modules(prefix=block_name):
+        if isinstance(module, nn.Dropout) and module.p > 0 and "att" not in prefix:
+            return f"{prefix}.p = {module.p}"
+        for key, value in vars(module).items():
+            if isinstance(value, float) and value > 0 and "drop" in key and "att" not in key:
+                return f"{prefix}.{key} = {value}"
+    return None
+
+
+def _unpadded(
+    name: str, shape: tuple[int, ...], dim: int, packed: int, rank: int, size: int, unit: int
+) -> Shard:
+    """Parts of whole units where there are enough of them; of any width where there are not."""
+    width = shape[dim] // packed
+    if width % unit or width // unit < size:
+        unit = 1
+    if shape[dim] % packed or width < size:
+        raise ModelError(
+            f"parallel.tensor: {name} {list(shape)}: dimension {dim} cannot be cut into {packed} x "
+            f"{size} parts -> parallel.tensor={max(1, width)} or less"
+        )
+    start, stop = (edge * unit for edge in even_ranges(width // unit, size, rank))
+    ranges = tuple((n * width + start, n * width + stop) for n in range(packed))
+    return Shard(shape, True, dim, ranges, packed * (stop - start))
+
+
+# --- fewer key-value heads than processes: several hold the same head ---
+
+
+def _key_value_heads(model: PreTrainedModel, size: int) -> int:
+    """Key-value heads where they are fewer than processes and divide them; else 0."""
+    heads = getattr(text_config(model.config), "num_key_value_heads", None)
+    return heads if isinstance(heads, int) and heads < size and size % heads == 0 else 0
+
+
+def _is_shared_key_value(model: PreTrainedModel, name: str, style: str, size: int) -> bool:
+    leaf = name.split(".")[-2] if "." in name else ""
+    return style == "colwise" and leaf in _KEY_VALUE and _key_value_heads(model, size) > 0
+
+
+def _key_value_shard(
+    model: PreTrainedModel, shape: tuple[int, ...], dim: int, rank: int, size: int
+) -> Shard:
+    heads = _key_value_heads(model, size)
+    holders, width = size // heads, shape[dim] // heads
+    head = rank // holders
+    return Shard(shape, rank % holders == 0, dim, ((head * width, (head + 1) * width),), width)
+
+
+def _sum_of_holders(shard: Shard, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Gradient of a shard that several processes hold: the sum of theirs."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        assert shard.dim is not None
+        (start, stop) = shard.ranges[0]
+        full = gradient.new_zeros(shard.shape)
+        full.narrow(shard.dim, start, stop - start).copy_(gradient)
+        dist.all_reduce(full, group=group)
+        return full.narrow(shard.dim, start, stop - start).contiguous()
+
+    return hook
+
+
+def _shrink_groups(modules: dict[str, nn.Module], plan: Plan, model: Any, size: int) -> None:
+    """Tell attention how many query heads are left to each key-value head."""
+    holders = size // _key_value_heads(model, size)
+    for name in plan:
+        parent, _, leaf = name.rpartition(".")
+        if leaf != "k_proj" or name not in modules or plan[name] != "colwise":
+            continue
+        attention: Any = modules[parent]
+        groups = getattr(attention, "num_key_value_groups", None)
+        if not isinstance(groups, int) or groups % holders:
+            heads = _key_value_heads(model, size)
+            raise ModelError(
+                f"parallel.tensor: {parent}: {heads} key-value heads cannot be shared by {size} "
+                f"processes -> parallel.tensor={heads}"
+            )
+        attention.num_key_value_groups = groups // holders
+
+
+# --- forwards ---
+
+
+def _wrap(model: Any, name: str, module: Any, style: str, group: Group) -> None:
+    forward = module.forward
+    if style in _GATHERED:
+        module.forward = _gathered(name, module, forward, group)
+    elif style in _COLWISE:
+        module.forward = lambda x, *a, **k: forward(sum_gradient(x, group), *a, **k)
+    elif style in _SPLIT_INPUT:
+        inner = _rowwise(name, module, forward, group)
+        span = _shard(module.weight).ranges[0]
+        module.forward = lambda x, *a, **k: inner(split_last(x, span, group), *a, **k)
+    elif style in _ROWWISE:
+        module.forward = _rowwise(name, module, forward, group)
+    elif style == "embedding_rowwise":
+        module.forward = _vocabulary_parallel(module, forward, group)
+    elif style == "embedding_colwise":
+        width = _shard(module.weight).shape[1]
+        module.forward = lambda x, *a, **k: gather_last(forward(x, *a, **k), width, group)
+    elif style == "moe_tp_experts":
+        module.forward = _experts(forward, group)
+    elif style == "moe_identity_expert":
+        # Its output is summed with the experts', which are partial.
+        module.forward = lambda x, *a, **k: forward(x / dist.get_world_size(group), *a, **k)
+    elif style == "mla_kv_a_proj":
+        rope = int(text_config(model.config).qk_rope_head_dim)
+        module.forward = _compressed_key_value(forward, rope, group)
+    elif style == "all_reduce":
+        module.forward = lambda *a, **k: sum_partial(forward(*a, **k), group)
+    elif style not in _WHOLE:
+        raise ModelError(f"parallel.tensor: {name}: unknown style {style!r} in the model's plan")
+
+
+def _shard(parameter: nn.Parameter) -> Shard:
+    shard = shard_of(parameter)
+    assert shard is not None
+    return shard
+
+
+def _gathered(name: str, module: Any, forward: Any, group: Group) -> Any:
+    shard = _shard(module.weight)
+    assert shard.dim is not None
+    width = shard.shape[shard.dim]
+    return lambda x, *a, **k: gather_last(forward(sum_gradient(x, group), *a, **k), width, group)
+
+
+def _rowwise(name: str, module: Any, forward: Any, group: Group) -> Any:
+    """Partial products summed, the bias added once after."""
+    if getattr(module, "bias", None) is None:
+        return lambda x, *a, **k: sum_partial(forward(x, *a, **k), group)
+    if type(module) is not nn.Linear:
+        raise ModelError(
+            f"parallel.tensor: {name}: rowwise for a {type(module).__name__} with a bias is not "
+            "known here -> parallel.tensor=1"
+        )
+    return lambda x: sum_partial(F.linear(x, module.weight), group) + module.bias
+
+
+def _vocabulary_parallel(module: Any, forward: Any, group: Group) -> Any:
+    """Every process looks up the ids it has; the sum of all lookups has each row once."""
+    rows = _shard(module.weight).local_size
+    first = dist.get_rank(group) * rows
+    padding = module.padding_idx
+    if padding is not None:
+        padding = padding % _shard(module.weight).shape[0] - first
+        module.padding_idx = padding if 0 <= padding < rows else None
+
+    def lookup(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        foreign = (ids < first) | (ids >= first + rows)
+        found = forward((ids - first).masked_fill(foreign, 0), *args, **kwargs)
+        return sum_partial(found.masked_fill(foreign.unsqueeze(-1), 0.0), group)
+
+    return lookup
+
+
+def _experts(forward: Any, group: Group) -> Any:
+    """Each process has a slice of every expert: (hidden states, chosen, weights, ...)."""
+
+    def run(hidden: Any, *routing: Any, **kwargs: Any) -> Any:
+        shared = [sum_gradient(value, group) for value in routing]
+        named = {key: sum_gradient(value, group) for key, value in kwargs.items()}
+        output = forward(sum_gradient(hidden, group), *shared, **named)
+        return None if output is None else sum_partial(output, group)
+
+    return run
+
+
+def _compressed_key_value(forward: Any, rope: int, group: Group) -> Any:
+    """The rotary part goes to all heads directly, so that its gradient comes back partial."""
+
+    def project(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output = forward(x, *args, **kwargs)
+        compressed, rotary = output.split([output.shape[-1] - rope, rope], -1)
+        return torch.cat([compressed, sum_gradient(rotary, group)], -1)
+
+    return project

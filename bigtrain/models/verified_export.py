@@ -1,0 +1,137 @@
+"""Writing a Hugging Face directory, and proving that it is the model that was trained."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
+from bigtrain.errors import ModelError, OutputError
+from bigtrain.models.build import build_model, read_in_turn
+from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
+from bigtrain.models.weights.checksums import write_checksums
+from bigtrain.models.weights.export_hf import DTYPES, MAX_SHARD_SIZE, write_model, write_tokenizer
+from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.settings.run_config import ModelSection
+from bigtrain.system.files import cannot_be_written
+
+# Relative root-mean-square difference of logits that another kernel, thread count or device makes:
+# about 1e-6 was seen in float32 and 5e-3 in bfloat16; a wrong or misplaced weight makes about 1.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A fixed input and what the trained model answered.
+
+    input_ids: int64 [samples, tokens]. logits: float32 [samples, tokens, vocabulary].
+    dtype: name of the dtype the trained model computed in.
+    """
+
+    input_ids: torch.Tensor
+    logits: torch.Tensor
+    dtype: str
+
+    @staticmethod
+    def make_input(vocabulary_size: int, max_tokens: int, seed: int = 0) -> torch.Tensor:
+        """Token ids [1, up to 32] to probe a model with; the same for the same arguments."""
+        generator = torch.Generator().manual_seed(seed)
+        size = (1, min(32, max_tokens))
+        return torch.randint(0, vocabulary_size, size, generator=generator)
+
+    def save(self, path: Path) -> None:
+        """Write to a safetensors file."""
+        tensors = {"input_ids": self.input_ids, "logits": self.logits.contiguous()}
+        save_file(tensors, path, metadata={"dtype": self.dtype})
+
+    @staticmethod
+    def load(path: Path, dtype: str) -> Probe:
+        """Read what `save` wrote."""
+        tensors = load_file(path)
+        return Probe(tensors["input_ids"], tensors["logits"], dtype)
+
+
+def export_model(
+    weights: Mapping[str, torch.Tensor],
+    hf_config: PreTrainedConfig,
+    tokenizer_directory: Path,
+    output: Path,
+    *,
+    dtype: str,
+    probe: Probe,
+    generation_config: Path | None = None,
+    replace: bool = False,
+    max_shard_size: str = MAX_SHARD_SIZE,
+) -> None:
+    """Write `weights` as a Hugging Face directory that answers `probe` as the trained model did.
+
+    Parameters: `weights`, full tensors by Hugging Face name, tied ones once; `dtype`, name of the
+    dtype they are stored in; `generation_config`, a file to take over as it is, where it exists
+    (otherwise transformers makes one of `hf_config`); `max_shard_size`, of a file, such as 5GB.
+    One process. Of `LazyTensor`s it holds one file's at a time, and for the comparison one layer's.
+    The directory appears under its name only after it has been reloaded with plain transformers and
+    has answered right. Raises ModelError otherwise, or if `output` exists and is not to be
+    replaced; OutputError where it cannot be written. What is to be replaced stays until then.
+    """
+    if output.exists() and not replace:
+        raise ModelError(f"{output}: exists already; choose another --output or remove it")
+    temporary = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
+    disable_progress_bar()
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        is_sharded = write_model(weights, hf_config, temporary, dtype, max_shard_size)
+        if generation_config is not None and generation_config.is_file():
+            shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
+        write_tokenizer(tokenizer_directory, temporary, output)
+        tolerance = max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype])
+        _verify(temporary, probe, output, tolerance, in_turn=is_sharded)
+        write_checksums(temporary)
+        if replace:
+            shutil.rmtree(output, ignore_errors=True)
+        temporary.rename(output)
+    except (OSError, SafetensorError) as error:
+        remedy = "make room, or export the checkpoint to another place: bigtrain export --output"
+        raise OutputError(cannot_be_written(output, error, remedy)) from error
+    finally:
+        enable_progress_bar()
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@torch.no_grad()
+def _verify(
+    directory: Path, probe: Probe, output: Path, tolerance: float, *, in_turn: bool
+) -> None:
+    """Compare what the model in `directory` answers; `in_turn`: a layer of it at a time."""
+    if in_turn:
+        section = ModelSection(path=str(directory))
+        hf_config = load_hf_config(section)
+        dtype = DTYPES[probe.dtype]
+        model = build_model(section, hf_config, seed=0, dtype=dtype, weights="left")
+        read_in_turn(model, find_weights(str(directory), hf_config))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[probe.dtype])
+    model.eval()
+    logits = model(input_ids=probe.input_ids, use_cache=False).logits.float()
+    difference = relative_difference(logits, probe.logits)
+    if not difference <= tolerance:
+        raise ModelError(
+            f"{output}: not written: reloaded, its logits differ from the trained model's by "
+            f"{difference:.1e} (root mean square, relative; limit {tolerance:.0e})"
+        )
+
+
+def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """Root-mean-square difference over the reference's spread; NaN or shape mismatch: infinity."""
+    if ours.shape != reference.shape:
+        return float("inf")
+    spread = (reference - reference.mean()).square().mean().sqrt()
+    difference = float((ours - reference).square().mean().sqrt() / spread.clamp(min=1e-30))
+    return difference if difference == difference else float("inf")

@@ -1,0 +1,319 @@
+"""The trained weights of a Hugging Face directory or hub name, read a rectangle at a time.
+
+Which tensor of which file is, or becomes, which parameter is transformers' to say: its own loading
+runs on a model without memory, with `LazyTensor`s in place of tensors. So nothing is read before a
+part of a parameter is asked for, and then that part alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
+from bigtrain.errors import ModelError
+from bigtrain.models.weights.lazy_tensors import (
+    BLOCK_BYTES,
+    LazyTensor,
+    Offsets,
+    blocks,
+    forget_computed,
+    narrowed,
+)
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a model's files hold.
+
+    tensors: by every name that the model has for them; tied ones are the same tensor. setting: the
+    key and value that named them, for errors. files: that hold them.
+    """
+
+    setting: str
+    tensors: dict[str, LazyTensor]
+    files: tuple[Path, ...]
+
+    def fill(self, name: str, offsets: Offsets, out: torch.Tensor) -> None:
+        """Read a rectangle of a parameter or buffer into `out`, any dtype, device and strides.
+
+        Raises ModelError for a file that cannot be read.
+        """
+        tensor = self.tensors[name]
+        if tensor.ndim == 0:
+            offsets, out = (), out.view(())
+        try:
+            tensor.fill(offsets, out)
+        except _Unreadable as error:
+            raise ModelError(f"{self.setting}: {error}") from error
+
+    @torch.no_grad()
+    def fill_model(self, model: PreTrainedModel) -> None:
+        """Fill a whole model in this process. Raises ModelError as `fill`."""
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name in self.tensors:
+                self.fill(name, (0,) * tensor.ndim, tensor.data)
+        forget_computed()
+
+
+def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.path") -> Weights:
+    """The weights of a causal LM of configuration `hf_config` in `source`, of which none is read.
+
+    `source`: a directory, or the name of a model in the hub's cache or on the hub. `key`: the
+    setting that named it, for errors. Not collective: every process comes to the same end, since
+    only the headers of files are looked at. Raises ModelError for files that are missing or
+    damaged, and for tensors that are missing, unknown, or of another shape or kind than the
+    model's.
+    """
+    setting = f"{key} = {source!r}"
+    try:
+        files = tuple(_files(source, hf_config))
+        found = {name: leaf for path in files for name, leaf in _leaves(path)}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(f"{setting}: {_sentence(error)}") from error
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), dtype=torch.float32)
+    lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in found.items()}
+    problems = _load(model, lazy, found)
+    if problems:
+        shown = problems[:_SHOWN]
+        if len(problems) > _SHOWN:
+            shown.append(f"and {len(problems) - _SHOWN} more")
+        raise ModelError(
+            f"{setting}: its weights are not those of a {hf_config.model_type} causal LM of this "
+            "configuration:\n" + "\n".join(f"  {text}" for text in shown)
+        )
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    for target, origin in model.all_tied_weights_keys.items():
+        both = [tensors[name] for name in (target, origin) if isinstance(tensors[name], LazyTensor)]
+        tensors[target] = tensors[origin] = both[-1]
+    lazies = {n: t for n, t in tensors.items() if isinstance(t, LazyTensor)}
+    return Weights(setting, lazies, files)
+
+
+def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> list[str]:
+    """Let transformers put `lazy` into `model`; what was wrong with them."""
+    settings = LoadStateDictConfig(
+        dtype=torch.float32,
+        device_map={"": "cpu"},
+        weight_mapping=get_model_conversion_mapping(model),
+    )
+    with _quiet():
+        info, _ = convert_and_load_state_dict_in_model(model, dict(lazy), settings, None)
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    problems = [
+        f"{_where(name, found)} has shape {list(there)}, the model's {name} {list(here)}"
+        for name, there, here in sorted(info.mismatched_keys)
+    ]
+    problems += [
+        f"{name}: cannot be made of the tensors there: {text.strip().splitlines()[-1]}"
+        for name, text in sorted(info.conversion_errors.items())
+    ]
+    for target, origin in model.all_tied_weights_keys.items():
+        lacking = {target, origin} & info.missing_keys
+        if len(lacking) == 1:
+            info.missing_keys -= lacking
+        elif not lacking and not torch.equal(*(model.get_parameter(n) for n in (target, origin))):
+            problems.append(
+                f"{_where(target, found)} and {_where(origin, found)} are tied in this "
+                "configuration and hold different values -> set tie_word_embeddings: false"
+            )
+    # Some models let parameters be missing and draw them; trained weights are all there.
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    absent = info.missing_keys & parameters
+    model._adjust_missing_and_unexpected_keys(info)
+    info.missing_keys |= absent
+    wrong = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
+    problems += [
+        f"no tensor there is the model's {name} {shapes[name]}"
+        for name in sorted(info.missing_keys - wrong)
+    ]
+    problems += [f"{_where(n, found)}: the model has none" for n in sorted(info.unexpected_keys)]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, LazyTensor) and tensor.is_floating_point():
+            problems += [
+                f"{leaf} is {str(leaf.dtype).removeprefix('torch.')}, the model's {name} needs "
+                "float64, float32, bfloat16 or float16"
+                for leaf in tensor.origin.sources()
+                if isinstance(leaf, _Leaf) and not leaf.is_plain
+            ]
+    return problems
+
+
+def _where(name: str, found: dict[str, _Leaf]) -> str:
+    """The tensor of a file that becomes `name`, so far as names tell."""
+    alike = [
+        leaf
+        for key, leaf in found.items()
+        if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")
+    ]
+    return str(alike[0]) if alike else f"what becomes {name}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a bar for what takes no time, nor warnings of what is an error here."""
+    log = logging.getLogger("transformers")
+    level = log.level
+    disable_progress_bar()
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        enable_progress_bar()
+
+
+# --- files ---
+
+
+class _Unreadable(Exception):
+    """A file that could be opened and not be read."""
+
+
+def _files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
+    """The files with weights, in the order transformers looks for them."""
+    named = getattr(hf_config, "transformers_weights", None)
+    names = (named,) if named else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    path = next(filter(None, (_find(source, name) for name in names)), None)
+    if path is None:
+        refuse_pickles(source)
+        raise ValueError(f"holds none of {', '.join(names)}")
+    if not path.name.endswith(".index.json"):
+        _refuse_pickle(source, path)
+        return [path]
+    shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    paths = []
+    for name in shards:
+        shard = _find(source, name)
+        if shard is None:
+            raise ValueError(f"{path}: names the file {name}, which is missing")
+        paths.append(shard)
+    for path in paths:
+        _refuse_pickle(source, path)
+    return paths
+
+
+def refuse_pickles(directory: str) -> None:
+    """Raises ValueError for a directory with weights that only a pickle gives."""
+    files = {path.name for path in Path(directory).glob("*")}
+    if not files & {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}:
+        for name in files & {WEIGHTS_NAME, WEIGHTS_INDEX_NAME}:
+            _refuse_pickle(directory, Path(directory, name))
+
+
+def _refuse_pickle(source: str, path: Path | None) -> None:
+    """Raises ValueError for weights that only a pickle gives, which may run code as it is read."""
+    if path is not None and path.suffix != ".safetensors":
+        raise ValueError(
+            f"{path} is a pickle, which can run code when it is read -> convert it, if you trust "
+            'where it comes from: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained({source!r}, dtype='auto').save_pretrained('converted')\""
+        )
+
+
+def _find(source: str, name: str) -> Path | None:
+    if Path(source).is_dir():
+        path = Path(source, name)
+        return path if path.is_file() else None
+    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def _leaves(path: Path) -> Iterator[tuple[str, _Leaf]]:
+    try:
+        file = _Safetensors(path)
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():
+                yield name, _Leaf(file, name, *_header(opened.get_slice(name)))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{path}: cannot be read: {_sentence(error)}") from error
+
+
+def _header(part: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    kind = part.get_dtype()
+    if kind not in str_to_torch_dtype:
+        raise ValueError(f"holds numbers of the kind {kind}, which torch does not have")
+    return tuple(part.get_shape()), str_to_torch_dtype[kind]
+
+
+class _Safetensors:
+    """A safetensors file, mapped anew so often that few of its pages are held at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: Any = None
+        self._num_bytes = 0
+
+    def read(self, name: str, offsets: Offsets, out: torch.Tensor, num_bytes: int) -> None:
+        try:
+            if self._open is None:
+                self._open = safe_open(self.path, framework="pt")
+            part = self._open.get_slice(name)
+            where = tuple(slice(o, o + n) for o, n in zip(offsets, out.shape, strict=True))
+            out.copy_(part[where] if where else self._open.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise _Unreadable(f"{self.path}: cannot be read: {_sentence(error)}") from error
+        self._num_bytes += num_bytes
+        if self._num_bytes >= BLOCK_BYTES:
+            self._open, self._num_bytes = None, 0
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One tensor of a file."""
+
+    file: _Safetensors
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_plain(self) -> bool:
+        return self.dtype.is_floating_point and self.dtype.itemsize > 1
+
+    def __str__(self) -> str:
+        return f"{self.file.path}: {self.name}"
+
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        sizes = tuple(out.shape)
+        # Of rows that are read in part, all pages are mapped.
+        share = max(1, math.prod(self.shape[1:])) / max(1, math.prod(sizes[1:]))
+        itemsize = math.ceil(self.dtype.itemsize * share)
+        for begin, block in blocks(sizes, itemsize):
+            there = tuple(a + b for a, b in zip(offsets, begin, strict=True))
+            num_bytes = math.prod(block) * itemsize
+            self.file.read(self.name, there, narrowed(out, begin, block), num_bytes)
+
+    def sources(self) -> Iterator[object]:
+        yield self
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

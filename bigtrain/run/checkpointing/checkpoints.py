@@ -1,0 +1,354 @@
+"""Checkpoints as directories: what makes one exist, what is wrong with it, which is the newest.
+
+::
+
+    RUN/checkpoints/step-00000200/
+        tensors/rank-00000.safetensors   fp32 masters, optimizer states, buffers; one of each rank
+                        (bigtrain.engine.checkpoint.tensor_files)
+        state.json      step, samples, tokens, held-out loss, configuration, versions, topology
+        probe.safetensors   a fixed input and the logits the model gave for it
+        manifest.json   run, step, every file above with size and xxh3 checksum, and its own
+    RUN/run_id          drawn when the run began; every checkpoint has it
+
+A tensor file is listed with the checksum of its header, which has those of its data: what is read
+proves so, block by block, that it belongs to this step of this run.
+
+A save writes ``step-00000200.partial-ATTEMPT``, where each start of the run is another attempt: so
+a process of an earlier start that is still alive on a host nobody reaches writes beside it, never
+into it. The checkpoint exists once that directory, manifest included, has been renamed. Deleting
+begins with a rename too. What has any other name that begins with ``step-`` is garbage, which the
+next start or save removes. Nothing here is collective: the main process calls it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from bigtrain.engine.checkpoint.tensor_files import Identity, Part, find_parts, verify_parts
+from bigtrain.errors import CheckpointError, DamagedCheckpointError
+from bigtrain.system.files import file_checksum, sync_to_disk
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+STATE = "state.json"
+PROBE = "probe.safetensors"
+TENSORS = "tensors"
+RUN_ID = "run_id"
+_NAME = re.compile(r"step-(\d{8,})")
+_FILE_NAME = re.compile(rf"({TENSORS}/)?[^/.][^/]*")
+
+Contents = Literal["none", "small", "all"]
+"""What is read and compared with its checksum, beside the sizes of all files: `small` is all but
+the data of tensor files, which is compared block by block as a resume reads it."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The save that a checkpoint is of, and its files by path: bytes, and checksum of the whole
+    file, or for those of tensors of the header."""
+
+    identity: Identity
+    files: Mapping[str, tuple[int, str]]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The checksum of each tensor file's header, by its name in ``tensors/``."""
+        prefix = f"{TENSORS}/"
+        return {
+            name.removeprefix(prefix): checksum
+            for name, (_, checksum) in self.files.items()
+            if name.startswith(prefix)
+        }
+
+
+def checkpoint_path(run_directory: Path, step: int) -> Path:
+    """Where the checkpoint after `step` optimizer steps is kept."""
+    return run_directory / "checkpoints" / f"step-{step:08d}"
+
+
+def partial_path(run_directory: Path, step: int, attempt: str) -> Path:
+    """Where it is while it is being written; `attempt` names this start of the run."""
+    final = checkpoint_path(run_directory, step)
+    return final.with_name(f"{final.name}.partial-{attempt}")
+
+
+def prepare(partial: Path) -> None:
+    """An empty directory for a new checkpoint at a `partial_path`."""
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / TENSORS).mkdir(parents=True)
+
+
+def commit(
+    partial: Path,
+    written: Mapping[str, tuple[int, str]],
+    identity: Identity,
+    permit: Callable[[], None] = lambda: None,
+) -> Path:
+    """Make the checkpoint exist: list every file, then rename the directory; returns its path.
+
+    `written`: bytes and checksum of the header by file name below ``tensors/``, as its writers
+    counted them. `permit` is called last before anything but `partial` changes, and may raise.
+    Raises CheckpointError where a size on disk is another one.
+    """
+    files = {f"{TENSORS}/{name}": entry for name, entry in sorted(written.items())}
+    for name, (expected, _) in files.items():
+        path = partial / name
+        num_bytes = path.stat().st_size if path.is_file() else None
+        if num_bytes != expected:
+            raise CheckpointError(
+                f"{path}: {'missing' if num_bytes is None else f'{num_bytes} bytes'} on the "
+                f"main process's host, {expected} bytes were written -> output.directory must "
+                "be on a file system that all hosts share"
+            )
+    for path in sorted(path for path in partial.iterdir() if path.is_file()):
+        sync_to_disk(path)
+        files[path.name] = (path.stat().st_size, file_checksum(path))
+    temporary = partial / f"{MANIFEST}.tmp"
+    temporary.write_text(_manifest_text(Manifest(identity, files)))
+    sync_to_disk(temporary)
+    sync_to_disk(partial / TENSORS)
+    temporary.rename(partial / MANIFEST)
+    sync_to_disk(partial)
+    final = partial.with_name(partial.name.split(".", 1)[0])
+    permit()
+    if final.exists():
+        remove(final)  # damaged and passed over: the run would stand there otherwise
+    partial.rename(final)
+    sync_to_disk(final.parent)
+    return final
+
+
+def _manifest_text(manifest: Manifest) -> str:
+    files = {
+        name: {"bytes": num_bytes, _checksum_key(name): checksum}
+        for name, (num_bytes, checksum) in manifest.files.items()
+    }
+    document = {"format": FORMAT, **asdict(manifest.identity), "files": files}
+    return json.dumps({**document, "xxh3": _document_checksum(document)}, indent=1)
+
+
+def _checksum_key(name: str) -> str:
+    return "header_xxh3" if name.startswith(f"{TENSORS}/") else "xxh3"
+
+
+def _document_checksum(document: Mapping[str, Any]) -> str:
+    """Of the manifest, in the one way of writing it that has no spaces and sorted keys."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of the checkpoint `directory`, of the step that its name says.
+
+    Raises DamagedCheckpointError.
+    """
+    path = directory / MANIFEST
+    try:
+        document = json.loads(path.read_text())
+        if document["format"] == 1:
+            raise DamagedCheckpointError(
+                f"{path}: format 1, whose index is a pickle and is not read any more, this is "
+                f"format {FORMAT} -> export it with the version of bigtrain that wrote it, and "
+                "begin a new run from that by checkpoint.initialize_from"
+            )
+        if document["format"] != FORMAT:
+            raise DamagedCheckpointError(
+                f"{path}: format {document['format']}, this is format {FORMAT}"
+            )
+        if document.pop("xxh3") != _document_checksum(document):
+            raise DamagedCheckpointError(f"{path}: contents do not match their checksum")
+        identity = Identity(*(document[name] for name in asdict(Identity())))
+        files = {
+            name: (int(entry["bytes"]), str(entry[_checksum_key(name)]))
+            for name, entry in document["files"].items()
+        }
+        strange = [name for name in files if _FILE_NAME.fullmatch(name) is None]
+        if strange:
+            raise ValueError(f"it lists {strange[0]!r}")
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{path}: missing") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path}: unreadable ({error})") from error
+    manifest = Manifest(identity, files)
+    if STATE not in files or not manifest.headers:
+        raise DamagedCheckpointError(
+            f"{path}: does not list {f'{TENSORS}/' if STATE in files else STATE}"
+        )
+    name = _NAME.fullmatch(directory.name)
+    if name is not None and int(name[1]) != identity.step:
+        raise DamagedCheckpointError(f"{path}: is of step {identity.step}, {directory.name} is not")
+    return manifest
+
+
+def damage(directory: Path, contents: Contents = "small") -> str | None:
+    """Why the checkpoint cannot be used, naming the file; or None."""
+    try:
+        _verify(directory, contents)
+    except DamagedCheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{directory}: unreadable ({error})"
+    return None
+
+
+def _verify(directory: Path, contents: Contents) -> None:
+    """Raises DamagedCheckpointError, or OSError for what cannot be read."""
+    manifest = read_manifest(directory)
+    for name, (num_bytes, checksum) in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            raise DamagedCheckpointError(f"{path}: missing")
+        if path.stat().st_size != num_bytes:
+            raise DamagedCheckpointError(
+                f"{path}: {path.stat().st_size} bytes, should be {num_bytes}"
+            )
+        is_read = contents != "none" and not name.startswith(f"{TENSORS}/")
+        if is_read and file_checksum(path) != checksum:
+            raise DamagedCheckpointError(f"{path}: contents do not match their checksum")
+    if contents == "none":
+        return
+    _verify_identity(directory, manifest.identity)
+    parts = find_parts(directory / TENSORS, manifest.headers, manifest.identity)
+    if contents == "all":
+        by_file: dict[Path, list[Part]] = {}
+        for part in itertools.chain.from_iterable(parts.values()):
+            by_file.setdefault(part.path, []).append(part)
+        for _, held in sorted(by_file.items()):
+            verify_parts(held)
+
+
+def _verify_identity(directory: Path, identity: Identity) -> None:
+    """That ``state.json`` and the run's directory, if it is in one, name the same run and step."""
+    state = read_state(directory)
+    if (state.get("run"), state.get("step")) != (identity.run, identity.step):
+        raise DamagedCheckpointError(
+            f"{directory / STATE}: is of run {state.get('run')}, step {state.get('step')}, the "
+            f"manifest of run {identity.run}, step {identity.step}"
+        )
+    run_directory = directory.parent.parent
+    is_there = directory == checkpoint_path(run_directory, identity.step)
+    own = read_run_id(run_directory) if is_there else None
+    if own not in (None, identity.run):
+        raise DamagedCheckpointError(
+            f"{directory / MANIFEST}: is of run {identity.run}, and {run_directory / RUN_ID} says "
+            f"{own}: it was copied here from another run -> remove it, or, if it is to be gone on "
+            f"with, {run_directory / RUN_ID}"
+        )
+
+
+def read_run_id(run_directory: Path) -> str | None:
+    """What ``RUN/run_id`` says; None where it is not there or is no such file."""
+    try:
+        text = (run_directory / RUN_ID).read_bytes()[:64].decode("ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return text if re.fullmatch("[0-9a-f]{16}", text) else None
+
+
+def make_run_id(run_directory: Path) -> str:
+    """The run's id, which is written if it is not there: that of its newest checkpoint, or a new
+    one where it begins."""
+    found = read_run_id(run_directory)
+    if found is None:
+        found = secrets.token_hex(8)
+        for step in reversed(steps(run_directory)):
+            with suppress(DamagedCheckpointError):
+                found = read_manifest(checkpoint_path(run_directory, step)).identity.run
+                break
+        run_directory.mkdir(parents=True, exist_ok=True)
+        temporary = run_directory / f".{RUN_ID}.tmp"
+        temporary.write_text(f"{found}\n")
+        sync_to_disk(temporary)
+        temporary.rename(run_directory / RUN_ID)
+        sync_to_disk(run_directory)
+    return found
+
+
+def steps(run_directory: Path) -> list[int]:
+    """Steps that have a checkpoint, oldest first; damage is not looked for."""
+    found = []
+    for path in (run_directory / "checkpoints").glob("step-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append(int(match[1]))
+    return sorted(found)
+
+
+def usable(
+    run_directory: Path, warn: Callable[[str], None], contents: Contents = "small"
+) -> Iterator[Path]:
+    """Checkpoints that are whole, newest first; each damaged one is named to `warn` on the way."""
+    for step in reversed(steps(run_directory)):
+        directory = checkpoint_path(run_directory, step)
+        reason = damage(directory, contents)
+        if reason is None:
+            yield directory
+        else:
+            warn(passed_over(step, reason))
+
+
+def passed_over(step: int, reason: str) -> str:
+    """What is said about a damaged checkpoint that an older one stands in for."""
+    return f"checkpoint of step {step} is damaged and passed over: {reason}"
+
+
+def find(run_directory: Path, step: int | None, contents: Contents = "all") -> Path:
+    """The checkpoint of `step`, or the newest whole one.
+
+    Raises CheckpointError without one.
+    """
+    available = steps(run_directory)
+    if step is not None:
+        directory = checkpoint_path(run_directory, step)
+        if step not in available:
+            known = ", ".join(map(str, available)) or "none"
+            raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
+        reason = damage(directory, contents)
+        if reason is not None:
+            raise CheckpointError(f"checkpoint of step {step} is damaged: {reason}")
+        return directory
+    reasons: list[str] = []
+    newest = next(usable(run_directory, reasons.append, contents), None)
+    if newest is None:
+        raise CheckpointError(
+            f"{run_directory}: holds no usable checkpoint" + "".join(f"; {r}" for r in reasons)
+        )
+    return newest
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint. Raises DamagedCheckpointError."""
+    try:
+        state = json.loads((directory / STATE).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{directory / STATE}: unreadable ({error})") from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpointError(f"{directory / STATE}: not a JSON object")
+    return state
+
+
+def remove(directory: Path) -> None:
+    """Remove a checkpoint; a kill in between leaves garbage, never a part that looks whole."""
+    doomed = directory.with_name(f"{directory.name}.removed-{os.getpid()}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    directory.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clear_garbage(run_directory: Path) -> None:
+    """Remove what interrupted saves and deletions left. No save may be under way."""
+    for path in (run_directory / "checkpoints").glob("step-*"):
+        if not _NAME.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)

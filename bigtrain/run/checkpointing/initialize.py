@@ -1,0 +1,154 @@
+"""A new run that starts from weights that exist: `model.path` and `checkpoint.initialize_from`.
+
+With the latter the model is that of `model.config` and only its weights come from elsewhere; the
+optimizer, the schedule and the data begin anew with both. Of a run or a checkpoint they are the
+fp32 masters, of a Hugging Face directory what its files hold, rounded nowhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigtrain.data.shards.verification import ListedFile, share_of
+from bigtrain.engine.checkpoint.snapshot import read_weights, restore_weights
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
+from bigtrain.models.weights.checksums import (
+    BASE_MODEL,
+    CHECKSUMS,
+    FileSum,
+    Sums,
+    differences,
+    read_sums,
+    sum_of,
+)
+from bigtrain.models.weights.import_hf import Weights, find_weights
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.session import Session
+from bigtrain.settings.run_config import ModelSection, RunConfig
+
+KEY = "checkpoint.initialize_from"
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """Where the weights come from: `checkpoint` (a run's or a checkpoint's directory), or
+    `hugging_face` (a directory or hub name), or neither."""
+
+    checkpoint: Path | None = None
+    hugging_face: str | None = None
+
+    def building(self, config: RunConfig) -> RunConfig:
+        """The configuration to build the model with: without random weights, if it has others."""
+        if self.hugging_face is None or config.model.path is not None:
+            return config
+        section = ModelSection.model_validate(
+            {**config.model.model_dump(), "path": self.hugging_face, "config": None}
+        )
+        return config.model_copy(update={"model": section})
+
+    def find(self, config: RunConfig, hf_config: Any) -> Weights | None:
+        """The Hugging Face weights that a run begins with; None where it has none, or goes on.
+
+        Reads headers of files alone; every process may call it. Raises ModelError as
+        `find_weights`.
+        """
+        if self.hugging_face is None or checkpoints.steps(Path(config.output.directory)):
+            return None
+        return self._find_weights(config, hf_config)
+
+    def _find_weights(self, config: RunConfig, hf_config: Any) -> Weights:
+        assert self.hugging_face is not None
+        key = KEY if config.model.path is None else "model.path"
+        return find_weights(self.hugging_face, hf_config, key)
+
+    def fill(self, session: Session, engine: TrainEngine, weights: Weights | None) -> None:
+        """Give an engine that was just built its weights, `weights` as found. Collective.
+
+        Raises CheckpointError on every process if there is no checkpoint that is whole and of this
+        model, ModelError if files cannot be read or are others than they should be.
+        """
+        if self.hugging_face is not None:
+            inputs = session.inputs
+            weights = weights or self._find_weights(session.run.config, inputs.hf_config)
+            session.base_model = verify_weights(session, weights)
+            read_weights(engine, weights)
+        checkpoint = self.checkpoint
+        if checkpoint is None:
+            return
+        try:
+            directory = session.long_work.on_main_rank(lambda: _find(checkpoint))
+            headers = checkpoints.read_manifest(directory).headers
+            restore_weights(engine, directory / checkpoints.TENSORS, headers)
+        except CheckpointError as error:
+            raise CheckpointError(f"{KEY}: {error}") from error
+        session.say(f"weights initialized from {directory}")
+
+
+def verify_weights(session: Session, weights: Weights) -> Sums:
+    """Checksums of the files of `weights`, which each process reads a part of. Collective.
+
+    Raises ModelError on every process where they are not those that an export listed beside them,
+    or with which an earlier start of this run began.
+    """
+    world, begun = session.world, session.directory / BASE_MODEL
+    exported = weights.files[0].with_name(CHECKSUMS)
+
+    def look() -> tuple[Sums, list[str]]:
+        sums: dict[str, FileSum] = {}
+        problems: list[str] = []
+        try:
+            files = [ListedFile(path.absolute(), path.stat().st_size, "") for path in weights.files]
+            for file in share_of(files, world.rank, world.size):
+                sums[str(file.path)] = sum_of(file.path)
+            names = {Path(path).name: found for path, found in sums.items()}
+            problems += differences(names, read_sums(exported), exported)
+            problems += differences(sums, read_sums(begun), begun)
+        except (OSError, ModelError) as error:
+            problems.append(str(error))
+        return sums, problems
+
+    everything = session.long_work.on_every_rank(look)
+    wrong = sorted({text for _, texts in everything for text in texts})
+    if wrong:
+        raise ModelError(
+            f"{weights.setting}: its files are damaged, or others than before -> restore them; if "
+            f"they are meant, remove the list:\n" + "\n".join(f"  {text}" for text in wrong)
+        )
+    return {path: found for own, _ in everything for path, found in own.items()}
+
+
+def weights_source(config: RunConfig) -> WeightsSource:
+    """What the run starts from. Raises ConfigError where `initialize_from` cannot be used."""
+    source = config.checkpoint.initialize_from
+    if source is None:
+        return WeightsSource(hugging_face=config.model.path)
+    path = Path(source)
+    if path.resolve() == Path(config.output.directory).resolve():
+        raise ConfigError(
+            Problem(
+                KEY,
+                source,
+                "is this run's own output.directory, which a run goes on from by itself",
+                "leave it out, or set another output.directory",
+            )
+        )
+    if (path / "checkpoints").is_dir() or (path / checkpoints.MANIFEST).is_file():
+        return WeightsSource(checkpoint=path)
+    if (path / "config.json").is_file() and not (path / "deepspeed.json").is_file():
+        return WeightsSource(hugging_face=source)
+    if path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
+        what = "is no run, checkpoint or Hugging Face directory" if path.exists() else "not found"
+        raise ConfigError(Problem(KEY, source, what, "name one that holds a checkpoint or weights"))
+    return WeightsSource(hugging_face=source)
+
+
+def _find(directory: Path) -> Path:
+    if not (directory / checkpoints.MANIFEST).is_file():
+        return checkpoints.find(directory, None, "small")
+    reason = checkpoints.damage(directory)
+    if reason is not None:
+        raise CheckpointError(f"damaged: {reason}")
+    return directory

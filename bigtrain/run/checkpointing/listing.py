@@ -1,0 +1,122 @@
+"""What checkpoints a run has, for people. Changes nothing; imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from bigtrain.errors import CheckpointError
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.retention import held_out_loss, newest_good, reasons_to_keep
+from bigtrain.settings.run_config import CheckpointSection
+
+_COLUMNS = ("step", "size", "state", "held-out loss", "written by", "kept")
+
+
+def describe_checkpoints(run_directory: Path) -> list[str]:
+    """A table: step, size, validity (sizes; contents of small files), who wrote it, why it stays.
+
+    Raises CheckpointError where there is none.
+    """
+    found = _steps(run_directory)
+    section = _section(run_directory)
+    damages = {
+        step: checkpoints.damage(checkpoints.checkpoint_path(run_directory, step)) for step in found
+    }
+    whole = [step for step, damage in damages.items() if damage is None]
+    held_out = {step: _loss(run_directory, step, section) for step in whole}
+    reasons = reasons_to_keep(held_out, section, newest_good(run_directory, whole))
+    rows = [_COLUMNS]
+    for step, damage in damages.items():
+        directory = checkpoints.checkpoint_path(run_directory, step)
+        document = _state(directory)
+        loss = document.get("held_out_loss")
+        kept = ", ".join(reasons.get(step, [])) or "until the next save"
+        rows.append(
+            (
+                str(step),
+                _size(directory),
+                "whole" if damage is None else "damaged",
+                f"{loss:.4f}" if isinstance(loss, float) else "-",
+                _topology(document),
+                kept if damage is None else damage,
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[str, bool]]:
+    """A line for each checkpoint and whether it is whole; every byte of it is read.
+
+    Raises CheckpointError where there is none, or none of `step`.
+    """
+    found = _steps(run_directory)
+    if step is not None and step not in found:
+        known = ", ".join(map(str, found))
+        raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
+    for number in found if step is None else [step]:
+        directory = checkpoints.checkpoint_path(run_directory, number)
+        damage = checkpoints.damage(directory, "all")
+        if damage is None:
+            yield f"step {number}: whole, {_size(directory)} compared with its checksums", True
+        else:
+            yield f"step {number}: damaged: {damage}", False
+
+
+def _steps(run_directory: Path) -> list[int]:
+    found = checkpoints.steps(run_directory)
+    if not found:
+        raise CheckpointError(f"{run_directory}: holds no checkpoint")
+    return found
+
+
+def _section(run_directory: Path) -> CheckpointSection:
+    """The section ``checkpoint`` that the run was last started with."""
+    path = run_directory / "config.json"
+    try:
+        return CheckpointSection.model_validate(json.loads(path.read_text())["checkpoint"])
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise CheckpointError(f"{path}: unreadable ({error})") from error
+
+
+def _loss(run_directory: Path, step: int, section: CheckpointSection) -> float | None:
+    return held_out_loss(checkpoints.checkpoint_path(run_directory, step), section)
+
+
+def _state(directory: Path) -> dict[str, Any]:
+    try:
+        return checkpoints.read_state(directory)
+    except CheckpointError:
+        return {}
+
+
+def _topology(document: dict[str, Any]) -> str:
+    """Processes, parallel degrees above 1 and ZeRO stage of the engine that wrote it."""
+    try:
+        topology = document["environment"]["topology"]
+        stage = document["deepspeed"]["zero_optimization"]["stage"]
+        count = topology["world_size"]
+        words = [f"{count} process{'es' if count != 1 else ''}", f"ZeRO {stage}"]
+        for axis in ("tensor", "pipeline", "sequence"):
+            degree = topology[f"{axis}_size"]
+            words += [f"{axis} {degree}"] if degree > 1 else []
+    except (KeyError, TypeError):
+        return "?"
+    return ", ".join(words)
+
+
+def _size(directory: Path) -> str:
+    size = float(sum(p.stat().st_size for p in directory.rglob("*") if p.is_file()))
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.{0 if units[0] == 'B' else 1}f} {units[0]}"

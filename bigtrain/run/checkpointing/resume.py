@@ -1,0 +1,229 @@
+"""Going on with a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bigtrain.data.samples.phases import Phase, differences, first_phase, next_phase
+from bigtrain.engine.checkpoint.snapshot import restore_engine
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import CheckpointError, DamagedCheckpointError
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.health import fencing
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.reporting.progress import OUTPUT_REMEDY
+from bigtrain.run.session import Session
+from bigtrain.run.state import GuardState, TrainState
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.files import writing
+
+# What may differ between a run and the run that goes on with it: none of it changes the
+# mathematics. Everything else must be equal.
+_FREE = {
+    "batch.micro_samples",
+    "model.attention",
+    "model.gradient_checkpointing",
+    "model.loss",
+    "model.loss_chunk_tokens",
+    "model.kernels",
+    "model.compile",
+    "model.activation_offload",
+    # Which tokens, in which proportions, is what the data hash says.
+    "data.path",
+    "data.sources",
+    "data.tokenizer",
+    "data.verify",
+    "data.workers",
+}
+# Settings younger than some checkpoints, with what such a run did.
+_BEFORE: dict[str, Any] = {
+    "model.frozen": [],
+    "data.document_boundaries": "ignore",
+    "data.packing": "concatenate",
+    "data.long_documents": "cut",
+}
+_PACKING = {"batch.sequence_length", "data.packing", "data.long_documents"}
+_FREE_SECTIONS = {
+    "output",
+    "logging",
+    "checkpoint",
+    "evaluation",
+    "engine",
+    "parallel",
+    "profile",
+    "watchdog",
+    "guard",
+}
+
+
+def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
+    """Go on from the newest whole checkpoint of the run directory, or begin. Collective.
+
+    A damaged one is passed over with a warning. Raises CheckpointError on every process if the
+    checkpoint's run was another one, with what differs, or if none of those there are is whole.
+    """
+    usable = _usable(session)
+    while (directory := _next(session, usable)) is not None:
+        document = checkpoints.read_state(directory)
+        phases = resumed_phases(document, session.run.config, session.inputs, directory)
+        headers = checkpoints.read_manifest(directory).headers
+        tensors = directory / checkpoints.TENSORS
+        try:
+            restore_engine(engine, tensors, document["engine"], headers)
+        except DamagedCheckpointError as error:
+            # Found on all processes by what the reading of tensors checks.
+            session.say(checkpoints.passed_over(document["step"], str(error)))
+            continue
+        state = TrainState(
+            document["step"],
+            document["samples"],
+            document["tokens"],
+            phases,
+            GuardState.from_json(document.get("guard")),
+        )
+        session.say(f"resumed at step {state.step} from {directory}")
+        if len(phases) > 1 and phases[-1].first_sample == state.samples:
+            changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))
+            session.say(f"from sample {state.samples} on with other data: {changes}")
+            for text in phases[-1].describe_rests():
+                session.say(text)
+        return state
+    return TrainState(phases=(first_phase(session.run.config, session.inputs.sources),))
+
+
+def _usable(session: Session) -> Iterator[str]:
+    """Checkpoints to try, newest first, on the main process. Raises CheckpointError if all fail."""
+    contents: checkpoints.Contents = (
+        "all" if session.run.config.checkpoint.verify == "contents" else "small"
+    )
+    for directory in checkpoints.usable(session.directory, session.say, contents):
+        yield str(directory)
+    if checkpoints.steps(session.directory):
+        raise CheckpointError(
+            f"{session.directory}: every checkpoint is damaged, so the run cannot go on; mend one, "
+            "or remove them all to begin anew"
+        )
+
+
+def _next(session: Session, usable: Iterator[str]) -> Path | None:
+    """The next checkpoint to try, or None. Collective.
+
+    One process looks, so that all go on from the same checkpoint whatever each would see.
+    """
+    found = session.long_work.on_main_rank(lambda: next(usable, None))
+    return None if found is None else Path(found)
+
+
+def resumed_phases(
+    document: dict[str, Any], config: RunConfig, inputs: Inputs, directory: Path
+) -> tuple[Phase, ...]:
+    """The phases of the data with which a run goes on from the checkpoint that `document` is of.
+
+    One more than there, where the data has changed. Raises CheckpointError with all that differs
+    from the checkpoint's run where that is not among ``checkpoint.allow_changes``, and where a
+    change of the data cannot be followed.
+    """
+    changes = _changed_settings(document["config"], config)
+    if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
+        _refuse_other_packing(changes, directory)
+    phases = tuple(Phase.from_json(phase) for phase in document.get("phases", ()))
+    if not phases:
+        # Written before there were phases: of other data it would not be known what was read.
+        if document["data_hash"] != inputs.data_hash:
+            text = f"{document['data_hash']!r} there, {inputs.data_hash!r} now"
+            _refuse([*changes, ("data", text)], (), directory)
+        length = document["config"]["batch"]["sequence_length"]
+        phases = (first_phase(config, inputs.sources, length),)
+    following = next_phase(phases[-1], config, inputs.sources, document["samples"])
+    named = {key for key, _ in changes}
+    changes += [change for change in differences(phases[-1], following) if change[0] not in named]
+    is_over = config.train.steps <= document["step"]
+    _refuse(changes, config.checkpoint.allow_changes, directory, is_over=is_over)
+    return phases if following is phases[-1] else (*phases, following)
+
+
+def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -> None:
+    packing = [f"  {key}: {text}" for key, text in changes if key in _PACKING]
+    if packing:
+        raise CheckpointError(
+            f"{directory}: documents are packed anew for other settings, so that it cannot be told "
+            "what of the epoch was not read yet; restore them, or export the weights and begin a "
+            "new run with them:\n" + "\n".join(packing)
+        )
+
+
+def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
+    before = _BEFORE | _mathematics(there)
+    now = _mathematics(config.model_dump(mode="json"))
+    return [
+        (key, f"{before.get(key)!r} there, {now.get(key)!r} now")
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+
+
+def _refuse(
+    changes: Sequence[tuple[str, str]],
+    allowed: Sequence[str],
+    directory: Path,
+    *,
+    is_over: bool = False,
+) -> None:
+    # A section that is allowed stands for its keys.
+    refused = [
+        (key, text)
+        for key, text in changes
+        if not any(f"{key}.".startswith(f"{entry}.") for entry in allowed)
+    ]
+    if refused:
+        keys = ",".join(sorted({key for key, _ in refused}))
+        remedy = (
+            "or restore the settings (with these train.steps nothing would be left to do)"
+            if is_over
+            else f"restore the settings, or go on with these by checkpoint.allow_changes=[{keys}]"
+        )
+        raise CheckpointError(
+            f"{directory} belongs to a run with other settings; use another output.directory, "
+            f"{remedy}:\n" + "\n".join(f"  {key}: {text}" for key, text in refused)
+        )
+
+
+def _mathematics(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings that change the mathematics, flat; the batch in samples however it was given."""
+    flat: dict[str, Any] = {}
+    for section, value in config.items():
+        if section in _FREE_SECTIONS:
+            continue
+        for key, item in value.items() if isinstance(value, dict) else [(None, value)]:
+            name = f"{section}.{key}" if key else section
+            if name not in _FREE:
+                flat[name] = item
+    tokens = flat.pop("batch.global_tokens", None)
+    if tokens is not None:
+        flat["batch.global_samples"] = tokens // flat["batch.sequence_length"]
+    return flat
+
+
+def hold_directory(session: Session, state: TrainState) -> bool:
+    """Take the run directory from any earlier start that may still live. Collective.
+
+    Comes after everything that can refuse the run: a refused run takes it from nobody. False: an
+    earlier start has saved until then, since `state` was read; read it again, and call this again.
+    Raises SupersededError on every process (`bigtrain.run.health.fencing.take`), OutputError where
+    the directory cannot be written.
+    """
+
+    def take() -> tuple[bool, int]:
+        is_newest = True
+        if session.hold is None:
+            with writing(session.directory, OUTPUT_REMEDY):
+                session.hold = fencing.take(session.directory, os.environ)
+            # A newer one that was passed over as damaged is so once more.
+            is_newest = max(checkpoints.steps(session.directory), default=0) <= state.step
+        return is_newest, session.hold.holder.generation
+
+    is_newest, session.generation = session.long_work.on_main_rank(take)
+    return is_newest

@@ -1,0 +1,84 @@
+"""Going back to an earlier checkpoint when updates go wrong one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bigtrain.engine.checkpoint.snapshot import restore_engine
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import DamagedCheckpointError, TrainingError
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.session import Session
+from bigtrain.run.state import GuardState, TrainState
+
+
+def go_back(session: Session, engine: TrainEngine, state: TrainState) -> TrainState:
+    """Fill the engine from the newest checkpoint that follows no bad step. Collective.
+
+    Returns the state to go on from: that checkpoint's step, with the samples after `state`'s. No
+    save may be under way. Raises TrainingError on every process without such a checkpoint, and
+    after ``guard.max_rollbacks`` to the same one.
+    """
+    section = session.run.config.guard
+    good = _good_checkpoints(session, state)
+    while (found := _from_main(session, good)) is not None:
+        directory, document = Path(found[0]), found[1]
+        headers = checkpoints.read_manifest(directory).headers
+        tensors = directory / checkpoints.TENSORS
+        try:
+            restore_engine(engine, tensors, document["engine"], headers)
+        except DamagedCheckpointError as error:
+            session.say(checkpoints.passed_over(document["step"], str(error)))
+            continue
+        there = GuardState.from_json(document.get("guard"))
+        again = state.guard.rolled_back_to == document["step"]
+        guard = replace(
+            there,
+            num_skipped=state.guard.num_skipped,
+            rolled_back_to=document["step"],
+            num_rollbacks=state.guard.num_rollbacks + 1 if again else 1,
+        )
+        if guard.num_rollbacks > section.max_rollbacks:
+            raise TrainingError(
+                f"steps went wrong again after the run went back to step {document['step']} "
+                f"{section.max_rollbacks} times (guard.max_rollbacks); look at the events in "
+                f"{session.directory}/metrics.jsonl, then go on with another optimizer.lr or data"
+            )
+        if session.metrics is not None:
+            session.metrics.go_back(document["step"], state.samples)
+            session.metrics.log_event(
+                "rolled_back",
+                step=state.step,
+                first_sample=document["samples"],
+                num_samples=state.samples - document["samples"],
+                to_step=document["step"],
+            )
+        session.say(
+            f"step {state.step}: {state.guard.streak} bad steps in a row; back to step "
+            f"{document['step']}, samples {document['samples']} to {state.samples - 1} passed over"
+        )
+        return replace(state, step=document["step"], guard=guard)
+    raise TrainingError(
+        f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and {session.directory} "
+        "has no checkpoint from before them to go back to -> look at the data and the learning "
+        "rate, and save more often (checkpoint.every_steps)"
+    )
+
+
+def _good_checkpoints(
+    session: Session, state: TrainState
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for directory in checkpoints.usable(session.directory, session.say):
+        document = checkpoints.read_state(directory)
+        streak = GuardState.from_json(document.get("guard")).streak
+        if document["step"] < state.step and streak == 0:
+            yield str(directory), document
+
+
+def _from_main(
+    session: Session, found: Iterator[tuple[str, Mapping[str, Any]]]
+) -> tuple[str, Mapping[str, Any]] | None:
+    return session.long_work.on_main_rank(lambda: next(found, None))

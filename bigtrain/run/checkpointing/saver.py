@@ -1,0 +1,308 @@
+"""Saving a run: a copy is taken between two steps, and written while training goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.engine.checkpoint.io import Staging
+from bigtrain.engine.checkpoint.snapshot import EngineSnapshot, checkpoint_bytes, snapshot_engine
+from bigtrain.engine.checkpoint.tensor_files import Identity
+from bigtrain.engine.startup.process_group import cpu_group
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import BigtrainError, CheckpointError, LostHoldError
+from bigtrain.models.verified_export import Probe
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.retention import retain
+from bigtrain.run.run_directory import describe_environment
+from bigtrain.run.session import Session
+from bigtrain.run.state import TrainState
+from bigtrain.settings.run_config import RunConfig
+
+# How long an error that ends the run waits for a save that is under way. Where another process is
+# gone, the save fails by itself at once.
+_LAST_WAIT_SECONDS = 60.0
+
+MIB = 1 << 20
+# What a save leaves free on the disk, for probe, metadata, log and figures.
+_SPARE_BYTES = 64 * MIB
+
+
+@dataclass
+class _Write:
+    """One save after its copy was taken. error: why it failed, the same on every process; lost:
+    that error where the run holds its directory no longer, as a later start does or it is gone."""
+
+    step: int
+    snapshot: EngineSnapshot
+    probe: Probe
+    document: dict[str, Any]
+    begun_at: float
+    stall_seconds: float = 0.0
+    error: str | None = None
+    lost: LostHoldError | None = None
+    notes: list[str] = field(default_factory=list)
+    thread: threading.Thread | None = None
+    is_reported: bool = False
+
+
+class Saver:
+    """Writes checkpoints, one at a time. Methods are collective over all processes but `report`.
+
+    As a context manager it finishes on leaving: normally, the last save must have succeeded; after
+    an exception, a save under way is given a minute.
+    """
+
+    def __init__(self, session: Session, engine: TrainEngine, data_hash: str) -> None:
+        """Remove what interrupted saves of earlier attempts left.
+
+        The session holds the run directory. `data_hash` identifies the dataset
+        (`bigtrain.run.preflight.data_hash`).
+        """
+        self._session = session
+        self._engine = engine
+        self._section = session.run.config.checkpoint
+        # Of its own: the thread's collectives must not meet those of training.
+        self._group = cpu_group()
+        self._staging = Staging(self._group, copies=self._section.asynchronous)
+        self._pending: _Write | None = None
+        self._num_failures = 0
+        self._run_document: dict[str, Any] = {}
+        self._identity = Identity()
+        self._on_main(lambda: self._begin(data_hash))
+        identity = [self._identity]
+        dist.broadcast_object_list(identity, src=0, group=self._group)
+        self._identity = identity[0]
+
+    def _begin(self, data_hash: str) -> None:
+        session = self._session
+        attempt = session.hold.attempt if session.hold is not None else ""
+        self._identity = Identity(checkpoints.make_run_id(session.directory), 0, attempt)
+        self._run_document = {
+            "format": checkpoints.FORMAT,
+            "run": self._identity.run,
+            "data_hash": data_hash,
+            "config": session.run.config.model_dump(mode="json"),
+            "deepspeed": session.run.engine.deepspeed,
+            "environment": describe_environment(
+                session.run, session.inputs, session.hosts, session.device
+            ),
+        }
+        checkpoints.clear_garbage(session.directory)
+
+    def save(self, state: TrainState, held_out_loss: float | None) -> None:
+        """Save `state`, once the save before is finished. `held_out_loss`: at it, if measured.
+
+        Asynchronous, it returns as soon as a copy is taken. Raises CheckpointError on every process
+        when saves have failed ``checkpoint.max_failures`` times in a row.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        snapshot = snapshot_engine(self._engine, self._staging)
+        document = {
+            **self._run_document,
+            **asdict(state),
+            "held_out_loss": held_out_loss,
+            "engine": snapshot.scalars,
+        }
+        probe = _probe(self._session.run.config, self._engine)
+        write = _Write(state.step, snapshot, probe, document, begun)
+        self._pending = write
+        if self._section.asynchronous:
+            write.stall_seconds = time.perf_counter() - begun
+            # A daemon: where a process has failed, it must not wait for the others of this group.
+            write.thread = threading.Thread(target=self._write, args=(write,), daemon=True)
+            write.thread.start()
+        else:
+            self._write(write)
+            write.stall_seconds = time.perf_counter() - begun
+            self.wait()
+
+    def report(self) -> None:
+        """Say how a save ended that has ended since. Waits for nothing."""
+        write = self._pending
+        if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
+            return
+        if write.lost is not None:
+            return  # log.txt is the later start's, or nobody's
+        write.is_reported = True
+        for note in write.notes:
+            self._session.say(note)
+        if write.error is not None:
+            self._session.say(
+                f"checkpoint of step {write.step} could not be written: {write.error}; older ones "
+                f"stay (failure {self._num_failures + 1} of checkpoint.max_failures = "
+                f"{self._section.max_failures})"
+            )
+
+    def wait(self, *, must_succeed: bool = False) -> None:
+        """Wait until no save is under way.
+
+        Raises CheckpointError on every process when `checkpoint.max_failures` saves in a row have
+        failed, or the last one where it `must_succeed`; what `Hold.check` raises where the last one
+        failed because this start does not hold the run directory any more.
+        """
+        write = self._pending
+        if write is None:
+            return
+        if write.thread is not None:
+            write.thread.join()
+        self.report()
+        self._pending = None
+        if write.lost is not None:
+            raise write.lost
+        if write.error is None:
+            self._num_failures = 0
+            return
+        self._num_failures += 1
+        if must_succeed or self._num_failures >= self._section.max_failures:
+            raise CheckpointError(
+                f"{self._num_failures} checkpoint{'s' if self._num_failures > 1 else ''} in a row "
+                f"could not be written, the last one of step {write.step}: {write.error}; started "
+                "again, the run goes on from the newest whole one"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.wait(must_succeed=True)
+        elif self._pending is not None and self._pending.thread is not None:
+            self._pending.thread.join(_LAST_WAIT_SECONDS)
+            self.report()
+
+    def _write(self, write: _Write) -> None:
+        directory = self._session.directory
+        identity = replace(self._identity, step=write.step)
+        partial = checkpoints.partial_path(directory, write.step, identity.attempt)
+        try:
+            num_bytes = write.snapshot.tensors.num_bytes(self._group)
+            self._on_main(lambda: self._prepare(partial, num_bytes))
+            tensors = partial / checkpoints.TENSORS
+            written = write.snapshot.tensors.write(tensors, self._group, identity)
+            self._on_main(lambda: self._finish(write, partial, written, identity))
+        except Exception as error:
+            # Whatever it is, training does not end for it here, and every process knows.
+            write.lost = self._lost_hold(error)
+            write.error = str(write.lost or error) or type(error).__name__
+            if self._session.world.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _lost_hold(self, error: Exception) -> LostHoldError | None:
+        """What `Hold.check` says, where that is behind `error`: whoever took the directory, or
+        removed it, removes what this start is writing."""
+        if isinstance(error, LostHoldError):
+            return error
+        try:
+            self._on_main(self._session.check_hold)
+        except LostHoldError as found:
+            return found
+        except Exception:
+            return None  # a process is gone
+        return None
+
+    def _on_main(self, action: Callable[[], None]) -> None:
+        """Let the main process do `action`; its error is raised on every process."""
+        failure: list[BigtrainError | None] = [None]
+        if self._session.world.is_main:
+            try:
+                action()
+            except LostHoldError as error:
+                failure = [error]
+            except Exception as error:
+                failure = [CheckpointError(str(error) or type(error).__name__)]
+        dist.broadcast_object_list(failure, src=0, group=self._group)
+        if failure[0] is not None:
+            raise failure[0]
+
+    def _prepare(self, partial: Path, num_bytes: int) -> None:
+        self._session.check_hold()
+        _prepare(partial, num_bytes)
+
+    def _finish(
+        self,
+        write: _Write,
+        partial: Path,
+        written: dict[str, tuple[int, str]],
+        identity: Identity,
+    ) -> None:
+        (partial / checkpoints.STATE).write_text(json.dumps(write.document, indent=1))
+        write.probe.save(partial / checkpoints.PROBE)
+        final = checkpoints.commit(partial, written, identity, self._session.check_hold)
+        seconds = time.perf_counter() - write.begun_at
+        write.notes.append(
+            f"checkpoint of step {write.step}: {final} (written in {seconds:.1f} s"
+            + (
+                f", training stood still for {write.stall_seconds:.2f} s)"
+                if self._section.asynchronous
+                else ")"
+            )
+        )
+        try:
+            retain(self._session.directory, write.step, self._section, self._session.check_hold)
+        except OSError as error:
+            write.notes.append(f"an older checkpoint could not be removed: {error}")
+
+
+def refuse_small_disk(session: Session, engine: TrainEngine) -> None:
+    """Raises CheckpointError on every process where there is no room for a checkpoint. Collective.
+
+    Writes nothing; comes before the first step, which would be lost.
+    """
+    place = session.run.topology.coordinates(session.world.rank)
+    is_first = not (place.data_rank or place.tensor_rank or place.sequence_rank)
+    own = checkpoint_bytes(engine) if is_first else 0
+    total = torch.tensor(own, dtype=torch.int64, device=session.device)
+    dist.all_reduce(total)
+
+    def look() -> None:
+        try:
+            _require_room(session.directory / "checkpoints", int(total))
+        except CheckpointError as error:
+            remedy = "make room, or choose another output.directory"
+            text = f"the run could not save a checkpoint: {error} -> {remedy}"
+            raise CheckpointError(text) from error
+
+    session.long_work.on_main_rank(look)
+
+
+def _prepare(partial: Path, num_bytes: int) -> None:
+    checkpoints.prepare(partial)
+    # Before it is full: then the run's log and figures could not be written either.
+    _require_room(partial.parent, num_bytes)
+
+
+def _require_room(directory: Path, num_bytes: int) -> None:
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    total, _, free = shutil.disk_usage(there)
+    # Some file systems do not say how large they are.
+    if total and free < num_bytes + _SPARE_BYTES:
+        raise CheckpointError(
+            f"no space left for it: {directory} has {free / MIB:,.1f} MiB free, and "
+            f"{num_bytes / MIB:,.1f} MiB are needed, besides {_SPARE_BYTES // MIB} to spare"
+        )
+
+
+def _probe(config: RunConfig, engine: TrainEngine) -> Probe:
+    hf_config = engine.module.config
+    ids = Probe.make_input(
+        hf_config.get_text_config().vocab_size,  # type: ignore[operator, union-attr]
+        config.batch.sequence_length,
+    )
+    return Probe(ids, engine.logits(ids), config.precision.dtype)

@@ -1,0 +1,36 @@
+"""Reading all of the data once before a run, if it asks for that (``data.verify: contents``)."""
+
+from __future__ import annotations
+
+import time
+
+from bigtrain.data.shards.verification import damage, listed_files, share_of
+from bigtrain.errors import DataError
+from bigtrain.run.session import Session
+
+_NAMED = 10
+
+
+def verify_data(session: Session) -> None:
+    """Compare every file of the run's datasets with its checksum, each process a part. Collective.
+
+    Raises DataError on every process, with all files that are damaged.
+    """
+    begun = time.perf_counter()
+    files = listed_files(session.run.config.data)
+    share = share_of(files, session.world.rank, session.world.size)
+    found = session.long_work.on_every_rank(lambda: damage(share))
+    damaged = sorted(text for texts in found for text in texts)
+    if damaged:
+        shown = damaged[:_NAMED]
+        if len(damaged) > _NAMED:
+            shown.append(f"and {len(damaged) - _NAMED} more")
+        raise DataError(
+            f"{len(damaged)} of {len(files)} files of the data are damaged -> restore them, or "
+            "tokenize again:\n" + "\n".join(f"  {text}" for text in shown)
+        )
+    gigabytes = sum(file.num_bytes for file in files) / 1e9
+    session.say(
+        f"data verified: {len(files)} files, {gigabytes:.3g} GB in "
+        f"{time.perf_counter() - begun:.1f} s"
+    )

@@ -1,0 +1,1 @@
+"""What is looked for at each step: bad updates, slow ranks, lack of memory, profiles."""

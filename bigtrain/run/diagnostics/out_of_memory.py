@@ -1,0 +1,132 @@
+"""CUDA out of memory, as an error that says what holds the memory and what to change.
+
+A snapshot of the allocator (https://docs.pytorch.org/memory_viz shows it) is written to the run's
+directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import LaunchError
+from bigtrain.run.diagnostics.profiling import DIRECTORY
+from bigtrain.run.session import Session
+from bigtrain.settings.run_config import RunConfig
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What holds a device's memory, in bytes; `rest` are activations and all else."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    rest: int
+    total: int
+
+    def describe(self) -> str:
+        """One line, in GiB."""
+        parts = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations and all else": self.rest,
+        }
+        shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+        return f"of {self.total / GIB:.2f} GiB: {shown}"
+
+
+def holdings(model: nn.Module, optimizer: Any, allocated: int, total: int) -> Holdings:
+    """What of `allocated` bytes (`total`: those of the device) is what; storages count once.
+
+    `optimizer` is DeepSpeed's or torch's: tensors of its state and its own copies of parameters.
+    """
+    seen: set[int] = set()
+    parameters = _bytes((p.data for p in model.parameters()), seen)
+    parameters += _bytes((p.ds_tensor for p in model.parameters() if hasattr(p, "ds_tensor")), seen)
+    gradients = _bytes((p.grad for p in model.parameters() if p.grad is not None), seen)
+    # Where ZeRO keeps them until its step.
+    gradients += _bytes(_tensors(getattr(optimizer, "averaged_gradients", {})), seen)
+    state = _tensors(getattr(optimizer, "state", {}))
+    state += _tensors([group["params"] for group in getattr(optimizer, "param_groups", [])])
+    held = _bytes(state, seen)
+    rest = max(0, allocated - parameters - gradients - held)
+    return Holdings(parameters, gradients, held, rest, total)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if torch.is_tensor(value):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return [t for item in items for t in _tensors(item)] if isinstance(value, (dict, list)) else []
+
+
+def _bytes(tensors: Any, seen: set[int]) -> int:
+    found = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device.type != "meta" and storage.data_ptr() not in seen and storage.nbytes():
+            seen.add(storage.data_ptr())
+            found += storage.nbytes()
+    return found
+
+
+def remedies(config: RunConfig, zero_stage: int, held: Holdings) -> list[str]:
+    """What to change, the cheapest first, for what holds most."""
+    found = []
+    if held.rest >= held.total / 4:
+        if config.batch.micro_samples > 1:
+            found.append(f"batch.micro_samples={max(1, config.batch.micro_samples // 2)}")
+        if config.model.loss == "plain":
+            found.append("model.loss=auto")
+        if config.model.gradient_checkpointing != "full":
+            found.append("model.gradient_checkpointing=full")
+        elif not config.model.activation_offload:
+            found.append("model.activation_offload=true")
+        if config.model.gradient_checkpointing == "full":
+            found.append(f"parallel.sequence={2 * config.parallel.sequence}")
+    if held.parameters + held.gradients + held.optimizer >= held.total / 4:
+        if zero_stage < 3:
+            found.append(f"ds_configs/zero{zero_stage + 1}.json on more processes")
+        found.append(f"ds_configs/zero{min(3, max(2, zero_stage))}_offload.json")
+    return found or ["more devices, or a smaller model"]
+
+
+@contextmanager
+def explained(session: Session, engine: TrainEngine) -> Iterator[None]:
+    """Turn CUDA's out-of-memory error inside into a LaunchError with figures and remedies."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        # Measured before anything of the step is let go: the traceback holds its activations.
+        device = session.device
+        allocated = torch.cuda.memory_allocated(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        held = holdings(engine.module, engine.engine.optimizer, allocated, total)
+        raise LaunchError(_text(session, held, error)) from error
+
+
+def _text(session: Session, held: Holdings, error: Exception) -> str:
+    directory = session.directory / DIRECTORY
+    path = directory / f"out_of_memory_rank_{session.world.rank}.pickle"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+        written = f"; snapshot: {path}"
+    except (OSError, RuntimeError):
+        written = ""
+    config, stage = session.run.config, session.run.engine.zero_stage
+    reason = str(error).strip().splitlines()[0]
+    return (
+        f"process {session.world.rank} ran out of device memory ({reason}): "
+        f"{held.describe()}{written} -> {', or '.join(remedies(config, stage, held))}"
+    )

@@ -1,0 +1,1 @@
+"""How good the model is: loss on held-out data."""

@@ -1,0 +1,2 @@
+"""Whether the run lives and may write: watchdog, heartbeat, fencing, stopping. Below the
+session."""

@@ -1,0 +1,242 @@
+"""Who may write a run directory: the newest start of the run, and no earlier one that still lives.
+
+::
+
+    RUN/generations/00000007.json              the start that holds the directory
+    RUN/generations/00000006.superseded.json   starts before it: generation, attempt, host, pid, ...
+
+After a link cut a scheduler starts a run again while processes of the start before may live on. So
+every start takes the next generation, by a hard link, which one process alone can make (open with
+O_EXCL where there are none), and renames what earlier starts left. Before everything that changes
+the directory the main process looks whether its own file still has its name: opening a file asks an
+NFS server anew, where listings come from a cache for half a minute. What remains is one operation
+that was permitted the instant before; checkpoints are whole whoever commits them.
+
+The main process calls all this; nothing is collective. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bigtrain.errors import RunRemovedError, SupersededError
+from bigtrain.system.files import sync_to_disk
+
+DIRECTORY = "generations"
+_NAME = re.compile(r"(\d{8,})\.json")
+_SUPERSEDED = ".superseded.json"
+_SECONDS_BETWEEN_LOOKS = 0.5
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A start of a run.
+
+    attempt: drawn at random. launch: what started it, where that starts processes again by itself,
+    or else empty. since: UTC, as people write it.
+    """
+
+    generation: int
+    attempt: str
+    host: str
+    pid: int
+    slurm_job_id: str | None
+    launch: str
+    since: str
+
+    def __str__(self) -> str:
+        job = f", Slurm job {self.slurm_job_id}" if self.slurm_job_id else ""
+        return (
+            f"generation {self.generation} (host {self.host}, process {self.pid}{job}, since "
+            f"{self.since})"
+        )
+
+
+@dataclass
+class Hold:
+    """One start's hold on its run directory."""
+
+    run_directory: Path
+    holder: Holder
+    _looked_at: float = field(default=0.0)
+
+    @property
+    def attempt(self) -> str:
+        return self.holder.attempt
+
+    def check(self) -> None:
+        """Raises SupersededError where a later start has taken the directory, RunRemovedError where
+        it is gone."""
+        if self._is_removed():
+            raise RunRemovedError(
+                f"{self.run_directory} was removed while the run wrote to it, with its checkpoints "
+                "-> restore them, or start the run again to begin anew"
+            )
+        later = self.superseded_by()
+        if later is not None:
+            raise SupersededError(
+                f"{self.run_directory} is held by {later}; this is generation "
+                f"{self.holder.generation}, which has been superseded and writes no more"
+            )
+
+    def lost(self) -> bool:
+        """Whether `check` would raise; looks twice a second at most."""
+        now = time.monotonic()
+        if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
+            return False
+        self._looked_at = now
+        return self._is_removed() or self.superseded_by() is not None
+
+    def _is_removed(self) -> bool:
+        """Neither the records nor what every start writes first: a save may make the rest anew."""
+        return not any(_may_exist(self.run_directory / name) for name in (DIRECTORY, "config.json"))
+
+    def superseded_by(self) -> str | None:
+        """The later start that has taken the directory, in words; or None."""
+        newest = newest_holder(self.run_directory)
+        if newest is not None and newest.generation >= self.holder.generation:
+            return str(newest) if newest.generation > self.holder.generation else None
+        # The listing is older than this start, or its file has been renamed.
+        own = _path(self.run_directory, self.holder.generation)
+        if _read(own) is not None or not _superseded(own).exists():
+            # With neither, somebody removed them by hand, and nobody else holds the directory.
+            return None
+        # The listing is older than the rename.
+        for generation in range(self.holder.generation + 1, self.holder.generation + 10):
+            later = _read(_path(self.run_directory, generation))
+            if later is not None:
+                return str(later)
+        return "a later start of the run"
+
+
+def take(run_directory: Path, environment: Mapping[str, str]) -> Hold:
+    """Hold `run_directory` from now on, in place of whoever holds it; it is made if need be.
+
+    Raises SupersededError where an elastic launcher starts a run again that another launch has
+    taken over meanwhile: the two would take it from each other for ever.
+    """
+    directory = run_directory / DIRECTORY
+    directory.mkdir(parents=True, exist_ok=True)
+    attempt, launch = secrets.token_hex(4), _launch(environment)
+    _refuse_return(run_directory, launch, environment)
+    while True:
+        newest = max(_generations(directory), default=0)
+        holder = Holder(
+            generation=newest + 1,
+            attempt=attempt,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            slurm_job_id=environment.get("SLURM_JOB_ID"),
+            launch=launch,
+            since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        )
+        if not _create(_path(run_directory, holder.generation), holder):
+            continue
+        # One that looked long ago may have got a number that was free again.
+        if max(_generations(directory)) == holder.generation:
+            break
+    for number in _generations(directory):
+        if number < holder.generation:
+            path = _path(run_directory, number)
+            try:
+                path.rename(_superseded(path))
+            except FileNotFoundError:
+                continue  # an even later start was faster
+    return Hold(run_directory, holder)
+
+
+def newest_holder(run_directory: Path) -> Holder | None:
+    """The start that holds the directory, or None."""
+    for number in sorted(_generations(run_directory / DIRECTORY), reverse=True):
+        holder = _read(_path(run_directory, number))
+        if holder is not None:
+            return holder
+    return None
+
+
+def _launch(environment: Mapping[str, str]) -> str:
+    """What torchrun calls this launch; each requeue of a Slurm job is another."""
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+    found = [environment.get(name, "") for name in names]
+    return ":".join(found) if found[0] else ""
+
+
+def _refuse_return(run_directory: Path, launch: str, environment: Mapping[str, str]) -> None:
+    again = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    holder = newest_holder(run_directory)
+    if not (again and launch and holder is not None and holder.launch != launch):
+        return
+    for path in (run_directory / DIRECTORY).glob(f"*{_SUPERSEDED}"):
+        before = _read(path)
+        if before is not None and before.launch == launch:
+            raise SupersededError(
+                f"{run_directory} is held by {holder}, which took it from this launch "
+                f"({launch}); it is not started again -> end this launch"
+            )
+
+
+def _generations(directory: Path) -> list[int]:
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    return [int(match[1]) for match in map(_NAME.fullmatch, names) if match]
+
+
+def _path(run_directory: Path, generation: int) -> Path:
+    return run_directory / DIRECTORY / f"{generation:08d}.json"
+
+
+def _superseded(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(".json") + _SUPERSEDED)
+
+
+def _create(path: Path, holder: Holder) -> bool:
+    """By a link, so that the file never exists without its content."""
+    content = json.dumps(asdict(holder)).encode() + b"\n"
+    draft = path.with_name(f".{holder.attempt}.draft")
+    try:
+        draft.write_bytes(content)
+        sync_to_disk(draft)
+        os.link(draft, path)
+    except FileExistsError:
+        # A link over NFS whose answer was lost is sent again, and finds itself.
+        there = _read(path)
+        return there is not None and there.attempt == holder.attempt
+    except OSError:  # a file system without hard links
+        try:
+            with path.open("xb") as file:
+                file.write(content)
+        except FileExistsError:
+            return False
+    finally:
+        draft.unlink(missing_ok=True)
+    sync_to_disk(path.parent)
+    return True
+
+
+def _may_exist(path: Path) -> bool:
+    """False only if the file system says so: one that does not answer may come back."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _read(path: Path) -> Holder | None:
+    try:
+        return Holder(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,186 @@
+"""A board in the launcher's store where all processes say where they are.
+
+That is the TCPStore at MASTER_ADDR:MASTER_PORT, which the process group was opened with: its server
+is a thread of C++ in the main process, or in torchrun's agent, that answers while Python hangs.
+Each process has a connection of its own for this, apart from those of the groups and their
+timeouts. It may wait for ever for a host that is gone, so one thread does every operation, for
+which nobody waits long; after the first that takes too long the board counts as lost, until another
+connection is made.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from bigtrain.run.health.hang_report import Position
+from bigtrain.system.world import World
+
+_OPERATION_SECONDS = 5.0
+_CONNECT = timedelta(seconds=30)
+_ALARM, _LEADER, _FINISHED, _MOVES = "alarm", "leader", "finished", "moves"
+
+Result = TypeVar("Result")
+
+
+def open_board(world: World) -> Board | None:
+    """The board of all processes, None where this one does not reach it. Collective."""
+    # torchrun's store outlives a start of the processes.
+    token = [secrets.token_hex(8)]
+    dist.broadcast_object_list(token, src=0)
+    place = Place(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), token[0])
+    try:
+        return Board(place, world)
+    except RuntimeError as error:
+        print(
+            f"watchdog: rank {world.rank} does not reach the store at {place.address}:{place.port},"
+            f" so that it hears of no other process: {error}",
+            file=sys.stderr,
+        )
+        return None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a board is: the store's address, and a word for this start of the processes."""
+
+    address: str
+    port: int
+    token: str
+
+
+class Board:
+    """What this process reads and writes there. Nothing raises; None: the board is lost."""
+
+    def __init__(self, place: Place, world: World) -> None:
+        """Raises RuntimeError where the store is not reached within half a minute."""
+        store = dist.TCPStore(
+            place.address, place.port, is_master=False, timeout=_CONNECT, wait_for_workers=False
+        )
+        self._store = dist.PrefixStore(f"watchdog/{place.token}", store)
+        self._place, self._world = place, world
+        self._rank, self._size = world.rank, world.size
+        self.is_lost = False
+        self._requests: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None] = (
+            SimpleQueue()
+        )
+        threading.Thread(target=self._work, name="watchdog-board", daemon=True).start()
+
+    def tell(self, position: Position, moved: bool) -> None:
+        """Where this process is, and whether it has `moved` since it said so last."""
+        text = position.to_json()
+        self._do(lambda: self._store.set(f"place/{self._rank}", text))
+        if moved:
+            self._do(lambda: self._store.add(_MOVES, 1))
+
+    def moves(self) -> int | None:
+        """A number that grows while any process moves."""
+        return self._do(lambda: self._store.add(_MOVES, 0))
+
+    def alarm(self) -> str | None:
+        """What the alarm is called, if it was raised."""
+        return self._do(lambda: self._text(_ALARM))
+
+    def raise_alarm(self, name: str) -> str | None:
+        """Raise the alarm; returns what it is called by whoever raised it first."""
+        return self._do(lambda: self._store.compare_set(_ALARM, "", name).decode())
+
+    def answer(self, position: Position) -> None:
+        """Answer the alarm."""
+        text = position.to_json()
+        self._do(lambda: self._store.set(f"answer/{self._rank}", text))
+
+    def leads(self, is_main: bool, answer_seconds: float, report_seconds: float) -> bool:
+        """Whether this process is to report: the main one, or the first after it has not begun.
+
+        Elsewhere it returns when the report is written, or should have been.
+        """
+        if not is_main and self._wait(_LEADER, answer_seconds):
+            self._wait(_FINISHED, answer_seconds + 2 * report_seconds)
+            return False
+        leader = self._do(lambda: self._store.compare_set(_LEADER, "", str(self._rank)).decode())
+        if leader in (None, str(self._rank)):
+            return True
+        self._wait(_FINISHED, answer_seconds + 2 * report_seconds)
+        return False
+
+    def answers(self, seconds: float) -> dict[int, Position] | None:
+        """Of all processes, as soon as they are there or after `seconds`; then of those there."""
+        until = time.monotonic() + seconds
+        while not self.is_lost:
+            found = self._read("answer")
+            if found is not None and (len(found) == self._size or time.monotonic() > until):
+                return found
+            time.sleep(0.1)
+        return None
+
+    def last_known(self) -> dict[int, Position]:
+        """What processes said last before the alarm."""
+        return self._read("place") or {}
+
+    def finish(self) -> None:
+        """Let those end that wait for the report, and give them a moment for it."""
+        self._do(lambda: self._store.set(_FINISHED, "1"))
+        if self._rank == 0 and not self.is_lost:
+            time.sleep(0.5)  # the store may end with this process
+
+    def reopened(self) -> Board | None:
+        """The same board by a new connection; None where there is none within half a minute."""
+        try:
+            return Board(self._place, self._world)
+        except RuntimeError:
+            return None
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        self.is_lost = True
+        self._requests.put(None)
+
+    def _wait(self, key: str, seconds: float) -> bool:
+        """Whether `key` appears within `seconds`."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.is_lost:
+            if self._do(lambda: self._store.check([key])):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def _read(self, kind: str) -> dict[int, Position] | None:
+        def read() -> dict[int, Position]:
+            texts = {rank: self._text(f"{kind}/{rank}") for rank in range(self._size)}
+            return {rank: Position.from_json(text) for rank, text in texts.items() if text}
+
+        return self._do(read)
+
+    def _text(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _do(self, action: Callable[[], Result]) -> Result | None:
+        if self.is_lost:
+            return None
+        result: SimpleQueue[Any] = SimpleQueue()
+        self._requests.put((action, result))
+        try:
+            kind, value = result.get(timeout=_OPERATION_SECONDS)
+        except Empty:
+            kind, value = "late", None
+        self.is_lost = kind != "done"
+        return value if kind == "done" else None
+
+    def _work(self) -> None:
+        while (request := self._requests.get()) is not None:
+            action, result = request
+            try:
+                result.put(("done", action()))
+            except Exception as error:  # whatever it is, nobody can be asked any more
+                result.put(("failed", error))

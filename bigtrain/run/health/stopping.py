@@ -1,0 +1,83 @@
+"""All processes of a run stop after the same step (`bigtrain.system.stop_signals`: what they stop
+for)."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.errors import BigtrainError
+from bigtrain.run.state import TrainState
+from bigtrain.system.stop_signals import StopSignals, ask_for_restart
+
+# Between two agreements of several processes, where steps are shorter. One costs about 0.1 ms on
+# one machine and grows with the number of processes.
+_SECONDS_BETWEEN = 0.5
+
+_TROUBLE = 1 << 16  # above all signals
+
+
+class StopAgreement:
+    """Makes all processes stop after the same step, whichever of them got a signal, and when the
+    main one finds that nothing can be written any more.
+
+    Parameters: `group`, of all processes on the CPU, for in the training group this would wait for
+    a GPU at every step; None for one process. `trouble`: of the main process, why it must end.
+    """
+
+    def __init__(
+        self,
+        signals: StopSignals,
+        group: dist.ProcessGroup | None,
+        trouble: Callable[[], BigtrainError | None] = lambda: None,
+    ) -> None:
+        self._signals = signals
+        self._trouble = trouble
+        self._group = group
+        self._error: BigtrainError | None = None
+        self._steps_between = self._steps_left = 1
+        self._since = time.perf_counter()
+
+    def agreed(self) -> signal.Signals | None:
+        """Between two steps: the signal to stop for. Collective, and the same on all processes.
+
+        Raises the main process's trouble on all of them.
+        """
+        if self._group is None:
+            return self._verdict(self._own())
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return None
+        step_seconds = (time.perf_counter() - self._since) / self._steps_between
+        worst = torch.tensor([self._own(), step_seconds], dtype=torch.float64)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
+        # The same on every process, as `worst` is; doubling at most, should steps become slow.
+        wanted = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
+        self._steps_between = max(1, min(wanted, 2 * self._steps_between))
+        self._steps_left = self._steps_between
+        self._since = time.perf_counter()
+        return self._verdict(int(worst[0]))
+
+    def _own(self) -> int:
+        self._error = self._trouble()
+        return _TROUBLE if self._error is not None else self._signals.received
+
+    def _verdict(self, number: int) -> signal.Signals | None:
+        if number != _TROUBLE:
+            return signal.Signals(number) if number else None
+        error = [self._error]
+        if self._group is not None:
+            dist.broadcast_object_list(error, src=0, group=self._group)
+        assert error[0] is not None
+        raise error[0]
+
+
+def leave_marker(run_directory: Path, received: signal.Signals, state: TrainState) -> None:
+    """Ask for the run to be started again, unless it was a person who stopped it."""
+    if received != signal.SIGINT:
+        ask_for_restart(run_directory, received.name, state.step)

@@ -1,0 +1,250 @@
+"""Ends a run that does not move, and says who keeps it from moving.
+
+Every process has a thread that sees whether its training thread makes marks
+(`bigtrain.run.health.heartbeat`), and tells where it is on a board
+(`bigtrain.run.health.status_store`). When no process has made progress for
+``watchdog.timeout_seconds``, one raises the alarm. All then dump their stacks to
+``RUN/hangs/step-.../`` and say where they are, one writes the report, and all end with exit code
+76, so that the launcher starts the run again.
+
+A thread needs the interpreter, which a hang inside C code may hold, and a stopped process does not
+run. The others then say that this one does not answer; and an alarm in C (``faulthandler``), which
+every look sets anew, ends a process that only the interpreter keeps (exit code 1). With the board
+gone, each process reports for itself.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.errors import EXIT_HANG
+from bigtrain.run.health.hang_report import Position, Verdict, judge, judge_alone
+from bigtrain.run.health.heartbeat import Heartbeat, Transfers, current_collective
+from bigtrain.run.health.status_store import Board, open_board
+from bigtrain.settings.sections.failures import WatchdogSection
+from bigtrain.system.stop_signals import ask_for_restart
+from bigtrain.system.world import World
+
+DIRECTORY = "hangs"
+# For every process to answer an alarm, and for the report to be written; they end in any case.
+_ANSWER_SECONDS = 4.0
+_REPORT_SECONDS = 3.0
+_LAST_SECONDS = 30.0
+_MOST_REQUEUES_PER_STEP = 3
+_SECONDS_BETWEEN_CONNECTIONS = 60.0
+
+
+class Watchdog:
+    """Watches this process's training thread, with those of all others. A context manager.
+
+    `hold_lost`: whether another start holds the run directory: then nothing of what it writes is
+    touched, neither its log nor the marker.
+    """
+
+    def __init__(
+        self,
+        section: WatchdogSection,
+        world: World,
+        run_directory: Path,
+        heartbeat: Heartbeat,
+        hold_lost: Callable[[], bool],
+    ) -> None:
+        """Collective over all processes."""
+        self._section = section
+        self._world = world
+        self._run_directory = run_directory
+        self._heartbeat = heartbeat
+        self._hold_lost = hold_lost
+        self._host = socket.gethostname()
+        self._hosts = [self._host]
+        self._board: Board | None = None
+        self._limit = section.timeout_seconds
+        self._stop = threading.Event()
+        self._moved_at = time.monotonic()
+        self._transfers = Transfers()
+        self._connects_at = 0.0
+        self._thread: threading.Thread | None = None
+        if self._limit is None:
+            return
+        if world.size > 1:
+            found: list[str | None] = [None] * world.size
+            dist.all_gather_object(found, self._host)
+            self._hosts = [str(host) for host in found]
+            self._board = open_board(world)
+        self._look_seconds = min(5.0, max(0.1, self._limit / 10))
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+        if self._board is not None:
+            self._board.close()
+
+    def _watch(self) -> None:
+        count, moves, self._moved_at = -1, -1, time.monotonic()
+        while True:
+            begun = time.monotonic()
+            if self._stop.wait(self._look_seconds):
+                return
+            now = time.monotonic()
+            overslept = now - begun - self._look_seconds
+            if overslept > 2 * self._look_seconds:
+                self._moved_at += overslept  # a stopped process; its training stood still as well
+            moved = self._heartbeat.count != count
+            moved |= self._heartbeat.slow and self._transfers.went_on()
+            count = self._heartbeat.count
+            if moved:
+                self._moved_at = now
+            limit = self._current_limit()
+            self._set_last_alarm(limit)
+            if self._board is not None and self._board.is_lost:
+                self._connect_again(self._board)
+            if self._board is not None:
+                self._board.tell(self._position(), moved)
+                if self._board.alarm() is not None:
+                    self._end()
+                if now - self._moved_at > limit / 2:
+                    # Somebody's progress is everybody's: one may export while all others wait.
+                    seen = self._board.moves()
+                    if seen is not None and moves not in (-1, seen):
+                        self._moved_at = now
+                    moves = -1 if seen is None else seen
+                else:
+                    moves = -1
+            if now - self._moved_at > limit:
+                self._end()
+
+    def _connect_again(self, lost: Board) -> None:
+        """Begin to, once a minute: one late answer must not part this process for good."""
+
+        def connect() -> None:
+            board = lost.reopened()
+            if board is not None:
+                self._board = board
+
+        now = time.monotonic()
+        if now >= self._connects_at:
+            self._connects_at = now + _SECONDS_BETWEEN_CONNECTIONS
+            threading.Thread(target=connect, name="watchdog-connect", daemon=True).start()
+
+    def _current_limit(self) -> float:
+        assert self._limit is not None
+        slow = max(self._limit, self._section.slow_timeout_seconds)
+        return slow if self._heartbeat.slow else self._limit
+
+    def _set_last_alarm(self, limit: float) -> None:
+        """Seconds until a thread of C ends this process, should this look have been the last."""
+        idle = time.monotonic() - self._moved_at
+        seconds = max(limit - idle, 0) + 2 * self._look_seconds + _ANSWER_SECONDS + _REPORT_SECONDS
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+
+    def _position(self, collective: str | None = None) -> Position:
+        beat = self._heartbeat
+        return Position(
+            rank=self._world.rank,
+            host=self._host,
+            pid=os.getpid(),
+            step=beat.step,
+            phase=beat.phase,
+            module=beat.module,
+            collective=collective,
+        )
+
+    def _end(self) -> None:
+        """Report, and end this process."""
+        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=2)
+        position = self._position(current_collective())
+        name = f"step-{position.step:08d}-{secrets.token_hex(3)}"
+        if self._board is not None:
+            name = self._board.raise_alarm(name) or name
+            self._board.answer(position)
+        directory = self._run_directory / DIRECTORY / name
+        # File systems hang too: then the process ends without its files.
+        dump = threading.Thread(target=self._dump, args=(directory,), daemon=True)
+        dump.start()
+        verdict = self._verdict(position)
+        dump.join(_REPORT_SECONDS)
+        if verdict is not None:
+            write = threading.Thread(target=self._write, args=(directory, verdict), daemon=True)
+            write.start()
+            write.join(_REPORT_SECONDS)
+            if self._board is not None:
+                self._board.finish()
+        sys.stderr.flush()
+        os._exit(EXIT_HANG)
+
+    def _verdict(self, position: Position) -> Verdict | None:
+        """What is to be reported; None where another process does so."""
+        if self._board is None:
+            return judge_alone(position, self._hosts)
+        if not self._board.leads(self._world.is_main, _ANSWER_SECONDS, _REPORT_SECONDS):
+            return None
+        answers = self._board.answers(_ANSWER_SECONDS)
+        if answers is None:
+            return judge_alone(position, self._hosts)
+        return judge(answers, self._board.last_known(), self._hosts)
+
+    def _dump(self, directory: Path) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with (directory / f"rank-{self._world.rank:05d}.txt").open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            _dump_flight_recorder(directory / f"flight-recorder-{self._world.rank:05d}")
+        except (OSError, RuntimeError) as error:
+            print(f"watchdog: {directory} cannot be written: {error}", file=sys.stderr)
+            faulthandler.dump_traceback(2, all_threads=True)
+
+    def _write(self, directory: Path, verdict: Verdict) -> None:
+        idle = time.monotonic() - self._moved_at
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        text = (
+            f"watchdog: no progress for {idle:.0f} s ({now}), this run ends with exit code "
+            f"{EXIT_HANG}; stacks of all processes: {directory}\n{verdict.text}\n"
+        )
+        print(text, end="", file=sys.stderr, flush=True)
+        try:
+            (directory / "report.txt").write_text(text)
+            if self._hold_lost():
+                return
+            with (self._run_directory / "log.txt").open("a") as file:
+                file.write(text)
+            self._ask_for_restart(directory)
+        except OSError as error:
+            print(f"watchdog: the report cannot be written: {error}", file=sys.stderr)
+
+    def _ask_for_restart(self, directory: Path) -> None:
+        """Unless the same step hangs again and again."""
+        step = self._heartbeat.step
+        before = list(directory.parent.glob(f"step-{step:08d}-*"))
+        if len(before) <= _MOST_REQUEUES_PER_STEP:
+            ask_for_restart(self._run_directory, "watchdog", step)
+
+
+def _dump_flight_recorder(path: Path) -> None:
+    """What torch's flight recorder, that of NCCL or of gloo, holds of the last collectives of this
+    process. Names that end in the rank are what its own reader takes."""
+    name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    if dump is not None:  # else torch was built without
+        trace = dump(includeCollectives=True, includeStackTraces=True, onlyActive=False)
+        path.write_bytes(trace)

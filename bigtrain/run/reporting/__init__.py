@@ -1,0 +1,1 @@
+"""Where figures leave a run: metrics.jsonl, the log, trackers."""

@@ -1,0 +1,375 @@
+"""The figures of a run: metrics.jsonl, the trackers, and what people see.
+
+``metrics.jsonl`` holds one JSON object per line, of three kinds. Every logged step::
+
+    {"step", "loss", "lr", "grad_norm", "tokens", "samples", "tokens_per_second", "step_seconds",
+     "model_flops_utilization", "memory_gib"}
+
+every evaluation::
+
+    {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens"}
+
+with "held_out_sources" besides where there are several: by name of the source its "loss",
+"perplexity" and "tokens"; "held_out_loss" is then their mean by the weights of the mixture.
+Trackers get them as ``held_out_loss/NAME``.
+
+and every event, with the samples of the run that it concerns::
+
+    {"step", "event": "skipped", "first_sample", "num_samples", "reason", "loss", "grad_norm",
+     "consecutive"}
+    {"step", "event": "rolled_back", "first_sample", "num_samples", "to_step"}
+    {"step", "event": "straggler", "first_sample", "num_samples", "rank", "host", "work_seconds",
+     "median_seconds"}
+
+Figures that are not known (the utilization of a CPU) or not finite (a loss that overflowed) are
+null. No step stands twice, also after a resume; events of samples that are not read again stay.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+from bigtrain.errors import OutputError
+from bigtrain.run.reporting.progress import (
+    OUTPUT_REMEDY,
+    Progress,
+    close_written,
+    format_duration,
+    format_lr,
+    format_rate,
+    write_line,
+)
+from bigtrain.run.reporting.trackers import Trackers, check_trackers
+from bigtrain.system.files import writing
+
+__all__ = ["HeldOutLoss", "MetricsWriter", "StepMetrics", "check_trackers", "memory_gib"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What is written of one logged optimizer step.
+
+    `step`: optimizer steps done, from 1; `loss`: mean over the target tokens of the steps since the
+    last logged one, or since the run went on from a checkpoint, without steps that were left out;
+    `lr`: used in this step; `grad_norm`: before clipping; `tokens`, `samples`: trained on
+    since the beginning of the run; `tokens_per_second`: of the whole run, mean since the last
+    logged step, as is `step_seconds`; `model_flops_utilization`: between 0 and 1, None where the
+    device's peak is not known; `memory_gib`: see `memory_gib`.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    samples: int
+    tokens_per_second: float
+    step_seconds: float
+    model_flops_utilization: float | None
+    memory_gib: float
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Mean `loss` in nats over `tokens` held-out target tokens."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """Its exponential; infinite where that is too large for a float."""
+        return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
+
+
+class MetricsWriter:
+    """Where the figures of a run go. For its main process only; calls no collective.
+
+    Parameters
+    ----------
+    directory: of the run; must exist. ``metrics.jsonl`` and ``log.txt`` are in it.
+    total_steps: optimizer steps of the whole run.
+    trackers, project: as in the section ``logging`` of the run.
+    run_config: the resolved run, nested, for the trackers.
+    resume_step, resume_samples: where the run goes on from. What stands in ``metrics.jsonl`` about
+        later steps, and a line that a kill cut off, are dropped first; 0 begins with an empty file.
+    terminal: a bar (True) or plain lines (False); None asks standard error what it is.
+
+    Raises LaunchError where a tracker does not start.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        total_steps: int,
+        trackers: Sequence[str],
+        project: str,
+        run_config: Mapping[str, object],
+        resume_step: int = 0,
+        resume_samples: int = 0,
+        terminal: bool | None = None,
+    ) -> None:
+        self._total_steps = total_steps
+        self._failure: OutputError | None = None
+        self._progress = Progress(
+            directory / "log.txt",
+            total_steps=total_steps,
+            first_step=resume_step,
+            terminal=terminal,
+        )
+        try:
+            self._trackers = Trackers(
+                trackers,
+                directory=directory,
+                project=project,
+                run_config=run_config,
+                resume_step=resume_step,
+                report=self.info,
+            )
+        except BaseException:
+            self._progress.close()
+            raise
+        # Last, so that a tracker that does not start costs no line.
+        self._path = directory / "metrics.jsonl"
+        kept, num_dropped = _cut(self._path, resume_step, resume_samples)
+        if num_dropped:
+            self.info(
+                f"metrics.jsonl: dropped {num_dropped} lines of steps after {resume_step}, "
+                f"which are trained again"
+            )
+        self._tally = _Tally(resume_step, kept)
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        """Write one step's figures everywhere. The line is on its way to disk on return."""
+        figures = asdict(metrics)
+        self._write(figures)
+        self._tally.add(metrics)
+        left = (self._total_steps - metrics.step) * self._tally.step_seconds
+        shown = (
+            f"loss {metrics.loss:.4g} lr {format_lr(metrics.lr)} "
+            f"grad_norm {metrics.grad_norm:.3g} "
+            f"tokens/s {format_rate(metrics.tokens_per_second)} left {format_duration(left)}"
+        )
+        line = f"step {metrics.step}/{self._total_steps} {shown}"
+        self._progress.step(metrics.step, line, shown)
+        step = figures.pop("step")
+        self._trackers.log({k: v for k, v in figures.items() if v is not None}, step)
+
+    def log_held_out(
+        self,
+        step: int,
+        loss: float,
+        tokens: int,
+        sources: Mapping[str, HeldOutLoss] = MappingProxyType({}),
+    ) -> None:
+        """Write an evaluation: mean `loss` in nats over `tokens` held-out target tokens; of a
+        mixture the weighted mean of its `sources`, and theirs."""
+        whole = HeldOutLoss(loss, tokens)
+        figures: dict[str, float] = {
+            "held_out_loss": loss,
+            "held_out_perplexity": whole.perplexity,
+            "held_out_tokens": tokens,
+        }
+        details = {
+            name: {"loss": one.loss, "perplexity": one.perplexity, "tokens": one.tokens}
+            for name, one in sources.items()
+        }
+        self._write({"step": step, **figures, **({"held_out_sources": details} if details else {})})
+        self._tally.held_out = (step, loss)
+        text = f"step {step}/{self._total_steps} held-out {_loss_text(loss)}"
+        if sources:
+            each = ", ".join(f"{name} {one.loss:.4f}" for name, one in sources.items())
+            text += f" ({each})"
+        self.info(text)
+        by_source = {f"held_out_loss/{name}": one.loss for name, one in sources.items()}
+        self._trackers.log({**figures, **by_source}, step)
+
+    def log_event(self, event: str, *, step: int, **details: object) -> None:
+        """Write what happened in `step`, as the top of this file lists it; not to trackers."""
+        self._write({"step": step, "event": event, **details})
+
+    def go_back(self, step: int, samples: int) -> None:
+        """The run goes on from `step`, with `samples` read: what was written of later steps goes,
+        but not events. Trackers see those steps twice."""
+        self._failure = close_written(self._file, self._path, self._failure)
+        with writing(self._path, OUTPUT_REMEDY):
+            _cut(self._path, step, samples)
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._tally.go_back(step)
+
+    @property
+    def failure(self) -> OutputError | None:
+        """Why figures or log cannot be written any more; None while they can."""
+        return self._failure or self._progress.failure
+
+    def info(self, text: str) -> None:
+        """Show `text` and append it to log.txt."""
+        self._progress.say(text)
+
+    def summary(self) -> list[str]:
+        """The run in a few lines, from the figures logged so far; give them to `close`."""
+        return self._tally.lines(self._total_steps)
+
+    def close(self, lines: Sequence[str] = ()) -> None:
+        """Show `lines`, then close files and trackers. Does nothing when called again."""
+        if self._file.closed:
+            return
+        self._failure = close_written(self._file, self._path, self._failure)
+        for line in lines:
+            self.info(line)
+        self._trackers.finish()
+        self._progress.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _write(self, figures: Mapping[str, object]) -> None:
+        line = json.dumps(_finite(figures), allow_nan=False)
+        self._failure = self._failure or write_line(self._file, self._path, line)
+
+
+class _Tally:
+    """What the closing summary and the time left are made of."""
+
+    def __init__(self, resume_step: int, kept: Sequence[Mapping[str, object]]) -> None:
+        self._resume_step = resume_step
+        self._begun_at = time.perf_counter()
+        self._logged_step = resume_step
+        self._seconds = self._tokens = 0.0
+        losses = [line["loss"] for line in kept if "loss" in line]
+        self._first_loss = losses[0] if losses else None
+        self._last: StepMetrics | None = None
+        self._memory_gib = 0.0
+        self.held_out: tuple[int, float] | None = None
+
+    def add(self, metrics: StepMetrics) -> None:
+        if self._first_loss is None and self._last is None:
+            self._first_loss = metrics.loss
+        seconds = metrics.step_seconds * (metrics.step - self._logged_step)
+        self._seconds += seconds
+        self._tokens += seconds * metrics.tokens_per_second
+        self._memory_gib = max(self._memory_gib, metrics.memory_gib)
+        self._logged_step, self._last = metrics.step, metrics
+
+    def go_back(self, step: int) -> None:
+        self._logged_step = step
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean seconds of a step, of those this process has done."""
+        return self._seconds / max(1, self._logged_step - self._resume_step)
+
+    def lines(self, total_steps: int) -> list[str]:
+        last = self._last
+        if last is None:
+            return [f"no step after {self._resume_step} of {total_steps} was logged"]
+        rate = format_rate(self._tokens / max(self._seconds, 1e-9))
+        elapsed = format_duration(time.perf_counter() - self._begun_at)
+        since = f" since step {self._resume_step}" if self._resume_step else ""
+        lines = [
+            f"steps     {last.step}/{total_steps}, {last.tokens:,} tokens, "
+            f"{last.samples:,} samples",
+            f"time      {elapsed}{since}, {rate} tokens/s"
+            + _utilization_text(last.model_flops_utilization),
+            f"loss      {_number_text(self._first_loss)} -> {_number_text(last.loss)}",
+            f"memory    {self._memory_gib:.2f} GiB at most on the main process",
+        ]
+        if self.held_out is not None:
+            step, loss = self.held_out
+            lines.insert(3, f"held out  {_loss_text(loss)} at step {step}")
+        return lines
+
+
+def _finite(value: object) -> object:
+    """`value` with null for what is not finite, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _loss_text(loss: float) -> str:
+    perplexity = math.exp(loss) if loss < 100 else math.inf
+    return f"loss {loss:.4f} perplexity {perplexity:,.2f}"
+
+
+def _number_text(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float | int) else "not finite"
+
+
+def _utilization_text(utilization: float | None) -> str:
+    return "" if utilization is None else f", {utilization:.1%} of peak FLOP/s"
+
+
+def _cut(path: Path, last_step: int, samples: int) -> tuple[list[dict[str, object]], int]:
+    """Keep the lines of `path` up to `last_step`, and events of what was read before sample
+    `samples`. Returns them and how many whole ones went.
+
+    The file is written anew beside itself and renamed, so that a kill here loses nothing.
+    """
+    if not path.exists():
+        return [], 0
+    kept: list[dict[str, object]] = []
+    num_dropped = 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue  # cut off by a kill
+            step = line.get("step") if isinstance(line, dict) else None
+            if not isinstance(step, int) or last_step == 0:
+                stays = False
+            elif "event" in line:
+                stays = line["first_sample"] < samples
+            else:
+                stays = step <= last_step
+            if stays:
+                kept.append(line)
+            else:
+                num_dropped += 1
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return kept, num_dropped
+
+
+def memory_gib(device_type: str) -> float:
+    """Peak memory of this process so far in GiB: allocated on its device (`device_type` cuda), or
+    else resident in main memory. A host read; waits for no device."""
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated() / GIB
+    try:
+        # Not ru_maxrss where it can be helped: on Linux that begins with the size of the process
+        # that started this one, VmHWM (proc(5)) with this program.
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:", 1)[1].split(None, 1)[0]) / 2**20
+    except (OSError, IndexError, ValueError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (GIB if sys.platform == "darwin" else 2**20)

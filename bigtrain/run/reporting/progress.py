@@ -1,0 +1,143 @@
+"""What people see of a run: a bar on a terminal, plain lines elsewhere, and log.txt in any case."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import sys
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self, TextIO
+
+from tqdm import tqdm
+
+from bigtrain.errors import OutputError
+from bigtrain.system.files import cannot_be_written
+
+OUTPUT_REMEDY = (
+    "make room, or choose another output.directory; started again, the run goes on from its newest "
+    "checkpoint"
+)
+
+
+class Progress:
+    """Text of one run on standard error and, with the time of each line, in ``log.txt``, which is
+    continued in a new file: an earlier start that still lives has the old one open.
+
+    Parameters: `log_path`; `total_steps` of the run; `first_step`, from which it goes on;
+    `terminal`: a bar (True) or plain lines (False); None asks standard error what it is.
+
+    What cannot be written to the log ends nothing by itself: `failure` says why, for whoever may
+    end the run on all processes.
+    """
+
+    def __init__(
+        self, log_path: Path, *, total_steps: int, first_step: int = 0, terminal: bool | None = None
+    ) -> None:
+        self._stream: TextIO = sys.stderr
+        if log_path.exists():
+            temporary = log_path.with_name(f".{log_path.name}.tmp")
+            shutil.copyfile(log_path, temporary)
+            temporary.replace(log_path)
+        self.failure: OutputError | None = None
+        self._path = log_path
+        self._log = log_path.open("a", encoding="utf-8", buffering=1)
+        self._bar: tqdm[NoReturn] | None = None
+        if self._stream.isatty() if terminal is None else terminal:
+            self._bar = tqdm(
+                total=total_steps,
+                initial=first_step,
+                unit="step",
+                file=self._stream,
+                dynamic_ncols=True,
+                # The step of one log line may take minutes: no estimate from tqdm's own clock.
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}",
+            )
+
+    def step(self, step: int, line: str, figures: str) -> None:
+        """Show that `step` is done: `figures` beside the bar, or else the whole `line`."""
+        self._write(line)
+        if self._bar is None:
+            print(line, file=self._stream, flush=True)
+        else:
+            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.update(step - self._bar.n)
+            self._bar.refresh()
+
+    def say(self, text: str) -> None:
+        """Show any other line or lines."""
+        self._write(text)
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._bar.write(text, file=self._stream)
+
+    def close(self) -> None:
+        """Leave the bar as it stands and close log.txt. May be called again."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        self.failure = close_written(self._log, self._path, self.failure)
+
+    def _write(self, text: str) -> None:
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        if self.failure is None:
+            lines = "\n".join(f"{now} {line}" for line in text.splitlines())
+            self.failure = write_line(self._log, self._path, lines)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def write_line(file: TextIO, path: Path, text: str) -> OutputError | None:
+    """Write a line to a file that is open; why that cannot be, or None."""
+    try:
+        file.write(text + "\n")
+    except OSError as error:
+        return OutputError(cannot_be_written(path, error, OUTPUT_REMEDY))
+    return None
+
+
+def close_written(
+    file: TextIO, path: Path, failure: OutputError | None = None
+) -> OutputError | None:
+    """Close it; `failure`, or else why what was left in its buffer cannot be written."""
+    try:
+        file.close()
+    except OSError as error:
+        return failure or OutputError(cannot_be_written(path, error, OUTPUT_REMEDY))
+    return failure
+
+
+def format_duration(seconds: float) -> str:
+    """`seconds` for people: 42s, 4m10s, 3h07m, 2d05h."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def format_lr(lr: float) -> str:
+    """A learning rate without the zeros of Python's exponents: 1.0e-3, 0."""
+    return re.sub(r"e([-+])0*(\d)", r"e\1\2", f"{lr:.2e}") if lr else "0"
+
+
+def format_rate(per_second: float) -> str:
+    """A rate with thousands separators: 5,300; below ten with two decimals."""
+    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2f}"

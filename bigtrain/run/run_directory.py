@@ -1,0 +1,102 @@
+"""What a start writes down of its run: configuration, environment, tokenizer, hosts."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bigtrain
+from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY
+from bigtrain.models.configuration import save_configuration
+from bigtrain.models.weights.checksums import BASE_MODEL, Sums, write_sums
+from bigtrain.run.preflight import Inputs
+from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.settings.topology import AXES
+from bigtrain.system.shipped_files import checkout
+
+MODEL_CONFIG = "model_config"
+"""Folder of a run directory with the model's Hugging Face configuration, as it was loaded, and its
+generation settings."""
+
+_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "numpy")
+
+
+def write_run_directory(
+    directory: Path,
+    run: ResolvedRun,
+    inputs: Inputs,
+    hosts: Sequence[str],
+    device: torch.device,
+    base_model: Sums | None,
+) -> None:
+    """Write down what `run` is. `hosts`: by rank. `base_model`: checksums of the weights that it
+    begins with, where it reads any."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_json(directory / "config.json", run.config.model_dump(mode="json"))
+    _write_json(directory / "deepspeed.json", run.engine.deepspeed)
+    _write_json(directory / "environment.json", describe_environment(run, inputs, hosts, device))
+    if base_model is not None:
+        write_sums(directory / BASE_MODEL, base_model)
+    save_configuration(run.config.model, inputs.hf_config, directory / MODEL_CONFIG)
+    tokens = Path(run.config.data.mixture[0].path)  # all sources have the same tokenizer
+    shutil.copytree(tokens / TOKENIZER_DIRECTORY, directory / "tokenizer", dirs_exist_ok=True)
+
+
+def describe_environment(
+    run: ResolvedRun, inputs: Inputs, hosts: Sequence[str], device: torch.device
+) -> dict[str, Any]:
+    """Versions, git commit, topology and device: what is needed to run the same again."""
+    return {
+        "bigtrain": bigtrain.__version__,
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "host": socket.gethostname(),
+        "topology": asdict(run.topology),
+        "rank_order": list(AXES),
+        "hosts": {
+            host: [rank for rank, name in enumerate(hosts) if name == host]
+            for host in dict.fromkeys(hosts)
+        },
+        "batch": run.plan.equation(),
+        "packing": [report.to_json() for report in inputs.packing],
+    }
+
+
+def _git_commit() -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(checkout()), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _write_json(path: Path, value: object) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.rename(path)

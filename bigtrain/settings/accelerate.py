@@ -1,0 +1,221 @@
+"""The answers of `accelerate config`, read from what `accelerate launch` puts in the environment.
+
+accelerate 1.15 (utils/launch.py, prepare_deepspeed_cmd_env) hands the answers on DeepSpeed to the
+program as ``ACCELERATE_*``. Here they become the engine configuration, or are held against the one
+that was named. Where the run is silent on what it owns, the answer counts; where it is not, the two
+must agree. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bigtrain.errors import ConfigError, LaunchError, Problem
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, value_at
+from bigtrain.settings.deepspeed.ownership import owned_values
+from bigtrain.settings.run_config import RunConfig
+
+SOURCE = "accelerate config"
+_DTYPES = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_OTHER_ENGINES = {
+    "ACCELERATE_USE_FSDP": "FullyShardedDataParallel",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
+
+_DYNAMO = {
+    "BACKEND": "inductor",
+    "MODE": "default",
+    "USE_FULLGRAPH": "false",
+    "USE_DYNAMIC": "false",
+}
+"""What of the answers on torch dynamo `model.compile` does; it always compiles by regions."""
+
+
+@dataclass(frozen=True)
+class AccelerateSettings:
+    """What was answered.
+
+    tree: the answers as a DeepSpeed JSON would have them. config_file: the DeepSpeed JSON that was
+    named instead; then the tree is empty. mixed_precision: None where nobody said. compiles:
+    whether torch dynamo was asked for. on_engine: whether anything was answered on DeepSpeed.
+    """
+
+    tree: Mapping[str, Any]
+    config_file: str | None
+    mixed_precision: str | None
+    compiles: bool = False
+    on_engine: bool = True
+
+    def fill(self, config: RunConfig) -> RunConfig:
+        """`config` with the answers it is silent on: precision, clipping, compilation."""
+        update: dict[str, Any] = {}
+        dtype = _DTYPES.get(self.mixed_precision or "")
+        if dtype is not None and "dtype" not in config.precision.model_fields_set:
+            update["precision"] = config.precision.model_copy(update={"dtype": dtype})
+        clip = self.tree.get("gradient_clipping")
+        if isinstance(clip, float) and "clip_norm" not in config.optimizer.model_fields_set:
+            update["optimizer"] = config.optimizer.model_copy(update={"clip_norm": clip})
+        if self.compiles and "compile" not in config.model.model_fields_set:
+            update["model"] = config.model.model_copy(update={"compile": "on"})
+        return config.model_copy(update=update)
+
+    def fill_micro_batch(self, config: RunConfig, data_size: int) -> RunConfig:
+        """`config` with the micro-batch that gives the answered accumulation, if it has none."""
+        steps = self.tree.get("gradient_accumulation_steps")
+        per_process, rest = divmod(config.batch.samples_per_step, data_size)
+        silent = "micro_samples" not in config.batch.model_fields_set
+        if not isinstance(steps, int) or not silent or rest or per_process % steps:
+            return config
+        batch = config.batch.model_copy(update={"micro_samples": per_process // steps})
+        return config.model_copy(update={"batch": batch})
+
+    def named_file(self, config: RunConfig, deepspeed_config: str | None) -> str | None:
+        """The DeepSpeed JSON to read; None where the answers themselves are the engine's.
+
+        `deepspeed_config` is that of the command line. Raises ConfigError where two are named.
+        """
+        named, key = deepspeed_config, "--deepspeed_config"
+        if named is None and "deepspeed_config" in config.engine.model_fields_set:
+            named, key = config.engine.deepspeed_config, "engine.deepspeed_config of the run"
+        if named == SOURCE:  # `config` is already resolved
+            return None
+        if not self.on_engine:
+            return named or config.engine.deepspeed_config
+        if self.config_file is None or named is None:
+            return self.config_file or named
+        if find_deepspeed_config(self.config_file).samefile(find_deepspeed_config(named)):
+            return named
+        raise ConfigError(
+            Problem(
+                f"{SOURCE}: deepspeed_config_file",
+                self.config_file,
+                f"contradicts {key} = {named}",
+                "name one of them only",
+            )
+        )
+
+    def contradictions(
+        self, config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], source: str
+    ) -> list[Problem]:
+        """Where the answers say something else than the run or than the JSON `raw`."""
+        problems = []
+        dtype = _DTYPES.get(self.mixed_precision or "")
+        if self.mixed_precision is not None and dtype != config.precision.dtype:
+            known = {dtype: name for name, dtype in _DTYPES.items()}[config.precision.dtype]
+            problems.append(
+                Problem(
+                    f"{SOURCE}: mixed_precision",
+                    self.mixed_precision,
+                    f"contradicts precision.dtype = {config.precision.dtype} of the run, which "
+                    "owns it",
+                    f"answer {known}, or change precision.dtype in the run",
+                )
+            )
+        if self.compiles and config.model.compile == "off":
+            rule = "contradicts model.compile = off of the run, which owns it"
+            remedy = "answer no, or set model.compile=on"
+            problems.append(Problem(f"{SOURCE}: torch dynamo", "yes", rule, remedy))
+        if raw is self.tree:  # then rendering it finds the rest
+            return problems
+        stage = value_at(self.tree, "zero_optimization.stage") or 0
+        for owned in owned_values(config, plan, self.tree, stage):
+            problem = owned.contradiction(self.tree, SOURCE)
+            problems += [problem] if problem is not None else []
+        for path in ("stage", "offload_optimizer.device", "offload_param.device"):
+            key = f"zero_optimization.{path}"
+            answer = value_at(self.tree, key)
+            found = value_at(raw, key) or (0 if path == "stage" else "none")
+            if answer is not None and answer != found:
+                rule = f"contradicts {key} = {found!r} of {source}, which the run is started with"
+                remedy = f"answer as {source} says, or name no DeepSpeed JSON beside the answers"
+                problems.append(Problem(f"{SOURCE}: {key}", answer, rule, remedy))
+        return problems
+
+
+def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None:
+    """The answers in `environment`; None where `accelerate launch` was told nothing that counts.
+
+    Raises LaunchError for an engine that is not DeepSpeed, ConfigError for an answer that bigtrain
+    cannot honour.
+    """
+    for name, engine in _OTHER_ENGINES.items():
+        if environment.get(name) == "true":
+            raise LaunchError(
+                f"{SOURCE}: {engine} was chosen, and bigtrain runs under DeepSpeed: answer yes to "
+                "DeepSpeed, or no to both"
+            )
+    compiles = _compiles(environment)
+    if environment.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        return AccelerateSettings({}, None, None, compiles, on_engine=False) if compiles else None
+    classes = environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+    if classes:
+        key = f"{SOURCE}: deepspeed_moe_layer_cls_names"
+        raise ConfigError(Problem(key, classes, "bigtrain marks no layers as leaves", "answer no"))
+    fields = environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    # "no" is also what stands there where nobody was asked.
+    answered = precision != "no" or "mixed_precision" in fields
+    file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    return AccelerateSettings(
+        tree=_tree(environment) if file == "none" else {},
+        config_file=None if file == "none" else file,
+        mixed_precision=precision if answered else None,
+        compiles=compiles,
+    )
+
+
+def _compiles(environment: Mapping[str, str]) -> bool:
+    """Whether torch dynamo was asked for. Raises ConfigError where as something else than
+    `model.compile` is.
+
+    accelerate 1.15 itself forgets these answers where DeepSpeed was chosen as well.
+    """
+    if environment.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() == "NO":
+        return False
+    for name, honoured in _DYNAMO.items():
+        answer = environment.get(f"ACCELERATE_DYNAMO_{name}", honoured)
+        if answer.lower() != honoured:
+            raise ConfigError(
+                Problem(
+                    f"{SOURCE}: dynamo_{name.lower()}",
+                    answer,
+                    "is not how bigtrain compiles layers",
+                    f"answer {honoured}, or no to torch dynamo, and see model.compile",
+                )
+            )
+    return True
+
+
+def _tree(environment: Mapping[str, str]) -> dict[str, Any]:
+    prefix = "ACCELERATE_DEEPSPEED_"
+    # accelerate's own default, where DeepSpeed was asked for and no stage given.
+    zero: dict[str, Any] = {"stage": _number(environment, f"{prefix}ZERO_STAGE", int, 2)}
+    for block in ("offload_optimizer", "offload_param"):
+        device = environment.get(f"{prefix}{block.upper()}_DEVICE")
+        if device is None:
+            continue
+        zero[block] = {"device": device}
+        path = environment.get(f"{prefix}{block.upper()}_NVME_PATH", "none")
+        if device == "nvme" and path != "none":
+            zero[block]["nvme_path"] = path
+    tree: dict[str, Any] = {"zero_optimization": zero}
+    for name, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
+        value = _number(environment, f"ACCELERATE_{name.upper()}", kind, None)
+        if value is not None:
+            tree[name] = value
+    return tree
+
+
+def _number(
+    environment: Mapping[str, str], name: str, kind: type[int] | type[float], default: int | None
+) -> int | float | None:
+    text = environment.get(name, "auto")
+    if text in ("auto", "none"):
+        return default
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(Problem(f"{SOURCE}: {name}", text, "is no number")) from None

@@ -1,0 +1,193 @@
+"""Rules about parallel degrees: among themselves, with the engine, and with the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bigtrain.settings.compatibility.facts import Facts, Rule, largest_divisor, rule
+
+_STAGE = "ds:zero_optimization.stage"
+_MOST_PROCESSES = 1024
+
+PARALLEL_RULES: tuple[Rule, ...] = (
+    rule(  # utils/groups.py, _create_zero_param_parallel_group: neighbours of the whole world
+        "secondary partition with tensor parallelism",
+        lambda f: f.tensor_size > 1 and f.partition_size > 1,
+        ("ds:zero_optimization.zero_hpz_partition_size", lambda f: f.partition_size),
+        "DeepSpeed makes its groups of neighbouring processes, which hold different shards with "
+        "parallel.tensor above 1",
+        "1, or parallel.tensor=1",
+        lambda f: replace(f, partition_size=1),
+        Facts(zero_stage=3, tensor_size=2, world_size=4, partition_size=2),
+    ),
+    rule(  # utils/groups.py, _get_local_all_to_all_group: likewise
+        "quantized gradients with tensor parallelism",
+        lambda f: f.tensor_size > 1 and f.quantized_gradients,
+        ("ds:zero_optimization.zero_quantized_gradients", lambda f: True),
+        "DeepSpeed reduces them over neighbouring processes, which hold different shards with "
+        "parallel.tensor above 1",
+        "leave it out, or parallel.tensor=1",
+        lambda f: replace(f, quantized_gradients=False),
+        Facts(zero_stage=3, tensor_size=2, world_size=4, quantized_gradients=True),
+    ),
+    rule(
+        "samples that do not divide",
+        lambda f: f.sequence_length % f.sequence_size != 0,
+        ("batch.sequence_length", lambda f: f.sequence_length),
+        "every process of parallel.sequence computes an equal part of each sample",
+        lambda f: (
+            f"{-(-f.sequence_length // f.sequence_size) * f.sequence_size}, or parallel.sequence="
+            f"{largest_divisor(f.sequence_length, f.sequence_size)}"
+        ),
+        lambda f: replace(f, sequence_size=largest_divisor(f.sequence_length, f.sequence_size)),
+        Facts(world_size=3, sequence_size=3, sequence_length=16),
+    ),
+    rule(  # runtime/pipe/engine.py:76, which says so only after the whole model is built
+        "ZeRO 2 and 3 with pipeline",
+        lambda f: f.pipeline_size > 1 and f.zero_stage >= 2,
+        (_STAGE, lambda f: f.zero_stage),
+        "pipeline stages need whole gradients: DeepSpeed's pipeline runs with ZeRO 0 and 1 only",
+        "ds_configs/pipeline_zero1.json, or parallel.pipeline=1",
+        lambda f: replace(f, zero_stage=1),
+        Facts(world_size=2, pipeline_size=2, zero_stage=2),
+    ),
+    rule(  # samples would have to be divided over stages and tokens at once; neither engine does
+        "sequence parallelism with pipeline",
+        lambda f: f.pipeline_size > 1 and f.sequence_size > 1,
+        ("parallel.sequence", lambda f: f.sequence_size),
+        "pipeline stages exchange whole samples",
+        "parallel.sequence=1, or parallel.pipeline=1",
+        lambda f: replace(f, sequence_size=1),
+        Facts(world_size=4, zero_stage=1, pipeline_size=2, sequence_size=2),
+    ),
+    rule(  # engine.py:2310, bf16_optimizer.py; fp16/unfused_optimizer.py:214 with utils.py:575
+        "16-bit pipeline with ZeRO 0",
+        lambda f: f.pipeline_size > 1 and f.zero_stage == 0 and f.dtype != "float32",
+        (_STAGE, lambda f: f.zero_stage),
+        "DeepSpeed's ZeRO 0 adds up the micro-batches of a pipeline in 16 bits and takes the norm "
+        "of that (3% off where tried), in float16 of the first stage alone; ZeRO 1 does it in "
+        "float32 and takes no more memory",
+        "ds_configs/pipeline_zero1.json",
+        lambda f: replace(f, zero_stage=1),
+        Facts(world_size=2, pipeline_size=2, dtype="bfloat16"),
+    ),
+    rule(  # zero/stage_1_and_2.py:971 leaves to hooks what :2294 does not do in a pipeline
+        "overlapped reduction with pipeline",
+        lambda f: f.pipeline_size > 1 and f.overlap_comm,
+        ("ds:zero_optimization.overlap_comm", lambda f: True),
+        "DeepSpeed's ZeRO 1 would never reduce the gradients of a pipeline over its replicas",
+        "false, as in ds_configs/pipeline_zero1.json",
+        lambda f: replace(f, overlap_comm=False),
+        Facts(world_size=2, pipeline_size=2, zero_stage=1, overlap_comm=True),
+    ),
+    rule(  # pipe/engine.py:135 reads a few of its keys, pipe/module.py takes the others
+        "pipeline block with settings",
+        lambda f: bool(f.pipeline_settings),
+        ("ds:pipeline", lambda f: ", ".join(f.pipeline_settings)),
+        "bigtrain divides the model itself, recomputes as model.gradient_checkpointing says, and "
+        "stages exchange whole tensors; the block may only hold pipe_partitioned and "
+        "grad_partitioned, both false",
+        "leave these keys out",
+        lambda f: replace(f, pipeline_settings=()),
+        Facts(
+            world_size=2,
+            zero_stage=1,
+            pipeline_size=2,
+            pipeline_block=True,
+            pipeline_settings=("partition", "stages"),
+        ),
+    ),
+    rule(
+        "pipeline block without pipeline",
+        lambda f: f.pipeline_block and f.pipeline_size == 1,
+        ("ds:pipeline", lambda f: None),
+        "the block does nothing: the run has parallel.pipeline = 1",
+        "ds_configs/zero1.json, or leave the block out",
+        lambda f: replace(f, pipeline_block=False, pipeline_settings=()),
+        Facts(pipeline_block=True),
+    ),
+    rule(  # runtime/engine.py prints from step(), which a pipeline engine never calls
+        "FLOPs profiler with pipeline",
+        lambda f: f.pipeline_size > 1 and f.flops_profiler,
+        ("ds:flops_profiler.enabled", lambda f: True),
+        "DeepSpeed's pipeline never comes to where the profile is printed",
+        "leave the block out; metrics.jsonl has model FLOPs utilization",
+        lambda f: replace(f, flops_profiler=False),
+        Facts(world_size=2, pipeline_size=2, zero_stage=1, flops_profiler=True),
+    ),
+)
+
+
+def _heads_fall(size: int, heads: int, key_heads: int | None) -> bool:
+    """Whether heads fall to `size` processes whole; several may share a key-value head."""
+    shared = key_heads is None or key_heads % size == 0 or size % key_heads == 0
+    return heads % size == 0 and shared
+
+
+def _nearest_degrees(f: Facts) -> list[int]:
+    """The next tensor-parallel sizes below and above that divide the heads."""
+    assert f.cut_heads is not None
+    legal = [n for n in range(1, _MOST_PROCESSES) if _heads_fall(n, f.cut_heads, f.cut_key_heads)]
+    below = [n for n in legal if n < f.tensor_size]
+    return [*below[-1:], *[n for n in legal if n > f.tensor_size][:1]]
+
+
+def _fitting_sequence_size(f: Facts) -> int:
+    assert f.attention_heads is not None
+    heads = f.attention_heads
+    if heads % f.tensor_size:
+        return 1
+    return largest_divisor(heads // f.tensor_size, f.sequence_size - 1)
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    rule(
+        "heads that do not divide among tensor-parallel processes",
+        lambda f: (
+            f.cut_heads is not None and not _heads_fall(f.tensor_size, f.cut_heads, f.cut_key_heads)
+        ),
+        ("parallel.tensor", lambda f: f.tensor_size),
+        lambda f: (
+            f"does not divide the model's num_attention_heads = {f.cut_heads}"
+            + ("" if f.cut_key_heads is None else f" and num_key_value_heads = {f.cut_key_heads}")
+            + " into whole heads"
+        ),
+        lambda f: f"nearest: {' or '.join(map(str, _nearest_degrees(f)))}",
+        lambda f: replace(f, tensor_size=_nearest_degrees(f)[0]),
+        Facts(world_size=3, tensor_size=3, cut_heads=8, cut_key_heads=2),
+    ),
+    rule(
+        "heads that do not divide among sequence-parallel processes",
+        lambda f: (
+            f.sequence_size > 1
+            and f.attention_heads is not None
+            and f.attention_heads % (f.sequence_size * f.tensor_size) != 0
+        ),
+        ("parallel.sequence", lambda f: f.sequence_size),
+        lambda f: (
+            f"does not divide its {f.attention_heads} attention heads"
+            + (f" among parallel.tensor = {f.tensor_size}" if f.tensor_size > 1 else "")
+        ),
+        lambda f: f"parallel.sequence={_fitting_sequence_size(f)}",
+        lambda f: replace(f, sequence_size=_fitting_sequence_size(f)),
+        Facts(world_size=4, sequence_size=4, sequence_length=48, attention_heads=6),
+    ),
+    rule(
+        "more stages than layers",
+        lambda f: f.num_layers is not None and f.pipeline_size > f.num_layers,
+        ("parallel.pipeline", lambda f: f.pipeline_size),
+        lambda f: f"is more than the model's {f.num_layers} layers",
+        lambda f: f"parallel.pipeline={f.num_layers} at most",
+        lambda f: replace(f, pipeline_size=f.num_layers or 1),
+        Facts(world_size=4, zero_stage=1, pipeline_size=4, num_layers=2),
+    ),
+    rule(
+        "samples longer than the model's positions",
+        lambda f: f.max_positions is not None and f.sequence_length > f.max_positions,
+        ("batch.sequence_length", lambda f: f.sequence_length),
+        lambda f: f"is more than the model's max_position_embeddings = {f.max_positions}",
+        lambda f: f"at most {f.max_positions}, or raise model.overrides.max_position_embeddings",
+        lambda f: replace(f, sequence_length=f.max_positions or f.sequence_length),
+        Facts(sequence_length=128, max_positions=64),
+    ),
+)

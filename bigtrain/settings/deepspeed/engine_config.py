@@ -1,0 +1,307 @@
+"""The DeepSpeed JSON: found, read, checked against the run, and rendered without any ``"auto"``.
+
+Pure: imports neither torch nor deepspeed. The run YAML owns what changes the mathematics, the JSON
+owns how the engine does it; where both name a value, they must agree.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.deepspeed.keys import AUTO, check_keys, with_integers
+from bigtrain.settings.deepspeed.ownership import (
+    Owned,
+    check_refused_blocks,
+    optimizer_is_torch,
+    owned_values,
+)
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.shipped_files import ds_configs
+
+# DeepSpeed would print progress and throughput of its own beside bigtrain's.
+_NEVER_PRINT_STEPS = 1_000_000_000
+
+# Elements. DeepSpeed's 5e8 would reserve 2 GB where gradients are reduced in float32.
+_AUTO_BUCKET_SIZE = 50_000_000
+
+# "auto" here means a size that Hugging Face derives from the model; None: DeepSpeed's own default.
+_AUTO_SIZES: dict[str, int | None] = {
+    "zero_optimization.reduce_bucket_size": _AUTO_BUCKET_SIZE,
+    "zero_optimization.allgather_bucket_size": _AUTO_BUCKET_SIZE,
+    "zero_optimization.sub_group_size": None,
+    "zero_optimization.stage3_prefetch_bucket_size": None,
+    "zero_optimization.stage3_param_persistence_threshold": None,
+    "zero_optimization.stage3_max_live_parameters": None,
+    "zero_optimization.stage3_max_reuse_distance": None,
+    "zero_optimization.overlap_comm": None,
+    "zero_force_ds_cpu_optimizer": None,
+    "communication_data_type": None,
+    "data_types.keep_in_fp32_modules": None,
+}
+
+# Owned by the run even where it has no value for them (no plan, or another dtype).
+_ALWAYS_OWNED = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "fp16.initial_scale_power",
+}
+
+DEEPSPEED_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What DeepSpeed is given, and the facts of it that the rest of bigtrain asks for.
+
+    ``deepspeed`` is the dictionary for ``deepspeed.initialize``; ``offload_*`` is "cpu", "nvme" or
+    None; ``source`` is the JSON it came from.
+    """
+
+    deepspeed: dict[str, Any]
+    zero_stage: int
+    offload_optimizer: str | None
+    offload_param: str | None
+    source: str
+
+
+def deepspeed_config_names() -> list[str]:
+    """Names that `--deepspeed_config` takes instead of a path."""
+    return sorted(path.stem for path in ds_configs().glob("*.json"))
+
+
+def find_deepspeed_config(name_or_path: str) -> Path:
+    """The file meant by `--deepspeed_config`: a path, or a name in ``ds_configs/``.
+
+    Raises ConfigError listing the names where it is neither.
+    """
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    if path.parent.name in ("", "ds_configs"):
+        shipped = ds_configs() / f"{path.name.removesuffix('.json')}.json"
+        if shipped.is_file():
+            return shipped
+    names = deepspeed_config_names()
+    close = difflib.get_close_matches(path.name.removesuffix(".json"), names, n=1)
+    remedy = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(
+        Problem(
+            "--deepspeed_config",
+            name_or_path,
+            "neither a file nor the name of a DeepSpeed configuration",
+            f"{remedy}names: {', '.join(names) or 'none'}",
+        )
+    )
+
+
+def label_of(path: Path) -> str:
+    """How problems call the file: a shipped one by its name, any other by its path."""
+    shipped = path.resolve().parent == ds_configs()
+    return path.name if shipped else str(path)
+
+
+def read_deepspeed_config(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises ConfigError with line and column where it is none."""
+    label = label_of(path)
+    try:
+        tree = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=_object_without_duplicates,
+            parse_constant=_refuse_constant,
+        )
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise ConfigError(
+            Problem(label, None, f"is not JSON: {error.msg} at {where}", "correct the file")
+        ) from error
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(Problem(label, None, f"cannot be read: {error}")) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            Problem(label, tree, "must hold one object", 'begin with {"zero_optimization": ...}')
+        )
+    return tree
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in tree:
+            raise ValueError(f"key {name!r} is given twice")
+        tree[name] = value
+    return tree
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def check_file_alone(raw: Mapping[str, Any], source: str) -> list[Problem]:
+    """What is wrong with a DeepSpeed JSON whatever run it is for: keys, values, blocks that
+    bigtrain does not let it own."""
+    return [*check_keys(raw, source), *check_refused_blocks(raw, source)]
+
+
+def render(
+    config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], source: str
+) -> tuple[EngineConfig | None, list[Problem]]:
+    """The dictionary for ``deepspeed.initialize``, or every reason why there is none.
+
+    Without a plan (the batch does not divide) everything else is still checked, and nothing is
+    rendered. ``train_batch_size`` is left out: DeepSpeed would check it against the world size and
+    forget the tensor-parallel degree; micro-batch and accumulation say the same.
+    """
+    problems = check_file_alone(raw, source)
+    tree = with_integers(raw)
+    stage = zero_stage_of(raw)
+    owned = owned_values(config, plan, raw, stage)
+    problems.extend(p for value in owned if (p := value.contradiction(raw, source)))
+    known_autos = {value.key for value in owned} | set(_AUTO_SIZES) | _ALWAYS_OWNED
+    problems.extend(_unresolvable(tree, known_autos, source))
+    if problems or plan is None:
+        return None, problems
+    _resolve_sizes(tree)
+    rendered = _assemble(config, plan, tree, stage)
+    return (
+        EngineConfig(
+            deepspeed=rendered,
+            zero_stage=stage,
+            offload_optimizer=offload_device(raw, "offload_optimizer"),
+            offload_param=offload_device(raw, "offload_param"),
+            source=source,
+        ),
+        [],
+    )
+
+
+def zero_stage_of(raw: Mapping[str, Any]) -> int:
+    """``zero_optimization.stage``; 0 where it is absent or not a stage."""
+    stage = value_at(raw, "zero_optimization.stage")
+    return stage if isinstance(stage, int) and stage in (0, 1, 2, 3) else 0
+
+
+def offload_device(raw: Mapping[str, Any], block: str) -> str | None:
+    """The device that `block` (``offload_optimizer`` or ``offload_param``) names; None for none."""
+    device = value_at(raw, f"zero_optimization.{block}.device")
+    return device if device in ("cpu", "nvme") else None
+
+
+def value_at(tree: Mapping[str, Any], path: str) -> Any:
+    """The value under a dotted path; None where a part of the path is absent or is no block."""
+    return Owned.lookup(tree, path)
+
+
+def _autos(tree: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _autos(value, (*parents, name))
+        elif value == AUTO:
+            yield ".".join((*parents, name))
+
+
+def _unresolvable(tree: Mapping[str, Any], known: set[str], source: str) -> Iterator[Problem]:
+    for path in _autos(tree):
+        if path not in known:
+            yield Problem(
+                f"{source}: {path}",
+                AUTO,
+                "cannot be resolved: the run owns no such value",
+                "give a value, or leave it out for DeepSpeed's default",
+            )
+
+
+def _resolve_sizes(tree: dict[str, Any]) -> None:
+    for path, value in _AUTO_SIZES.items():
+        *parents, name = path.split(".")
+        block: Any = tree
+        for parent in parents:
+            block = block.get(parent, {})
+        if block.get(name) == AUTO:
+            if value is None:
+                del block[name]
+            else:
+                block[name] = value
+
+
+def _assemble(
+    config: RunConfig, plan: BatchPlan, tree: dict[str, Any], stage: int
+) -> dict[str, Any]:
+    """The final dictionary from a checked `tree`; consumes `tree`."""
+    tree.pop("train_batch_size", None)
+    bf16, fp16 = tree.pop("bf16", {}), tree.pop("fp16", {})
+    optimizer, data_types = tree.pop("optimizer", {}), tree.pop("data_types", {})
+    zero = {**tree.pop("zero_optimization", {}), "stage": stage}
+    if config.parallel.pipeline > 1:
+        # DeepSpeed's defaults are true, and 2 GB for a buffer that it allocates at every step.
+        tree["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+        zero.setdefault("reduce_bucket_size", _AUTO_BUCKET_SIZE)
+    defaults = {"steps_per_print": _NEVER_PRINT_STEPS, "wall_clock_breakdown": False}
+    rendered: dict[str, Any] = {
+        **defaults,
+        **tree,
+        "train_micro_batch_size_per_gpu": plan.micro_samples,
+        "gradient_accumulation_steps": plan.accumulation,
+        # Always written: DeepSpeed's default is 1.0, not off.
+        "gradient_clipping": config.optimizer.clip_norm,
+        "optimizer": _render_optimizer(config, optimizer, tree, zero),
+        "zero_optimization": zero,
+    }
+    if config.precision.dtype == "bfloat16":
+        rendered["bf16"] = {**bf16, "enabled": True}
+    if config.precision.dtype == "float16":
+        power = config.precision.initial_loss_scale_power
+        rendered["fp16"] = {**fp16, "enabled": True, "initial_scale_power": power}
+    gradient_dtype = gradient_dtype_of(config, stage)
+    if gradient_dtype is not None:
+        data_types["grad_accum_dtype"] = gradient_dtype
+        # Where it is not said, DeepSpeed reduces in the dtype of the parameters.
+        rendered.setdefault("communication_data_type", gradient_dtype)
+    if data_types:
+        rendered["data_types"] = {k: v for k, v in data_types.items() if v != AUTO}
+    offload = zero.get("offload_optimizer") or {}
+    if offload.get("device", "none") != "none" and optimizer_is_torch(optimizer, tree, zero):
+        rendered["zero_force_ds_cpu_optimizer"] = False
+    return rendered
+
+
+def gradient_dtype_of(config: RunConfig, stage: int) -> str | None:
+    """DeepSpeed's name of the dtype gradients are accumulated in; None: its own choice.
+
+    Its own choice is the dtype of the parameters, which is all that ZeRO 0 can do
+    (deepspeed 0.19.8, runtime/engine.py:2294).
+    """
+    wanted = config.precision.gradient_dtype
+    if config.precision.dtype == "float32" or stage == 0:
+        return None
+    if wanted is not None:
+        return DEEPSPEED_DTYPES[wanted]
+    return "fp32" if config.precision.dtype == "bfloat16" else None
+
+
+def _render_optimizer(
+    config: RunConfig, block: Mapping[str, Any], tree: Mapping[str, Any], zero: Mapping[str, Any]
+) -> dict[str, Any]:
+    """AdamW of torch (``torch_adam``: keys DeepSpeed does not know go to ``torch.optim.AdamW``,
+    runtime/engine.py:2377) with its fused kernel, which needs no compiler at run time."""
+    own = dict(block.get("params", {}))
+    params: dict[str, Any] = {
+        "lr": config.optimizer.lr,
+        "betas": list(config.optimizer.betas),
+        "eps": config.optimizer.eps,
+        "weight_decay": config.optimizer.weight_decay,
+    }
+    if optimizer_is_torch(block, tree, zero):
+        foreach = own.get("foreach", False)
+        params["torch_adam"] = True
+        params["fused"] = own.get("fused", not foreach)
+        if "foreach" in own:
+            params["foreach"] = foreach
+    return {"type": "AdamW", "params": params}

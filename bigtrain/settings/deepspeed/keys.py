@@ -1,0 +1,165 @@
+"""Which keys a DeepSpeed JSON may hold, and what their values may be.
+
+DeepSpeed ignores misspelt top-level keys. The table beside this module names every key that the
+pinned version reads; ``tools/deepspeed_keys.py`` writes it from DeepSpeed itself, so that reading
+it needs neither torch nor deepspeed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import operator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import Problem
+
+AUTO = "auto"
+
+_LISTED_KEYS = 16  # a longer list hides the message it is a part of
+
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+_BOUNDS = {
+    "ge": (operator.ge, "at least"),
+    "gt": (operator.gt, "more than"),
+    "le": (operator.le, "at most"),
+    "lt": (operator.lt, "less than"),
+}
+
+
+@functools.cache
+def key_table() -> Mapping[str, Any]:
+    """The table: ``deepspeed_version``, ``keys`` (nested) and ``removed`` (key to DeepSpeed's
+    message)."""
+    path = Path(__file__).with_name("keys.json")
+    table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return table
+
+
+def check_keys(tree: Mapping[str, Any], source: str) -> list[Problem]:
+    """Every key of `tree` that DeepSpeed does not know, and every value it would not take.
+
+    ``"auto"`` passes everywhere: whether it can be resolved is not a question of the key.
+    """
+    return list(_check_block(tree, key_table()["keys"], (), source))
+
+
+def with_integers(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep copy of `tree` where whole numbers given as 5e7 are integers where DeepSpeed wants
+    integers."""
+    copied: dict[str, Any] = _copy(tree, {"keys": key_table()["keys"]})
+    return copied
+
+
+def _copy(value: Any, node: Mapping[str, Any]) -> Any:
+    if isinstance(value, Mapping):
+        keys = node.get("keys", {})
+        return {name: _copy(child, keys.get(name, {})) for name, child in value.items()}
+    if isinstance(value, list):
+        return [_copy(child, {}) for child in value]
+    if isinstance(value, float) and _is_whole(value, node):
+        return int(value)
+    return value
+
+
+def _is_whole(value: object, node: Mapping[str, Any]) -> bool:
+    types = node.get("types", ())
+    return (
+        isinstance(value, float)
+        and value.is_integer()
+        and "integer" in types
+        and "number" not in types
+    )
+
+
+def _check_block(
+    block: Mapping[str, Any], known: Mapping[str, Any], parents: tuple[str, ...], source: str
+) -> Iterator[Problem]:
+    for name, value in block.items():
+        path = ".".join((*parents, name))
+        key = f"{source}: {path}"
+        removed = key_table()["removed"].get(path)
+        if removed is not None:
+            version = key_table()["deepspeed_version"]
+            yield Problem(
+                key, None, f"was removed from DeepSpeed ({version}): {removed}", f"take {path} out"
+            )
+        elif name not in known:
+            yield _unknown(key, name, value, known, parents)
+        elif "deprecated" in known[name]:
+            newer = known[name]["deprecated"]
+            yield Problem(
+                key,
+                value,
+                "is deprecated in DeepSpeed",
+                f"use {newer}" if newer else f"take {path} out",
+            )
+        elif value != AUTO:
+            yield from _check_value(value, known[name], (*parents, name), source)
+
+
+def _unknown(
+    key: str, name: str, value: object, known: Mapping[str, Any], parents: tuple[str, ...]
+) -> Problem:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    elsewhere = _home_of(name)
+    if close:
+        remedy = f"did you mean {'.'.join((*parents, close[0]))}?"
+    elif elsewhere:
+        remedy = f"it belongs to {elsewhere}: write {elsewhere}.{name}"
+    elif len(known) <= _LISTED_KEYS:
+        remedy = f"known in {'.'.join(parents)}: {', '.join(sorted(known))}"
+    else:
+        remedy = "take it out; bigtrain/settings/deepspeed/keys.json lists the known keys"
+    shown = None if isinstance(value, dict) else value
+    return Problem(key, shown, "unknown key, which DeepSpeed would ignore or reject", remedy)
+
+
+def _home_of(name: str) -> str | None:
+    """The block that `name` is a key of, where there is exactly one."""
+    blocks = key_table()["keys"].items()
+    homes = [block for block, node in blocks if name in node.get("keys", {})]
+    return homes[0] if len(homes) == 1 else None
+
+
+def _check_value(
+    value: Any, node: Mapping[str, Any], path: tuple[str, ...], source: str
+) -> Iterator[Problem]:
+    key = f"{source}: {'.'.join(path)}"
+    if "keys" in node:
+        if isinstance(value, dict):
+            yield from _check_block(value, node["keys"], path, source)
+        else:
+            example = f'{{"{next(iter(node["keys"]))}": ...}}'
+            yield Problem(key, value, "must be a block of settings", f"write {example}")
+        return
+    if "choices" in node and not any(
+        type(value) is type(choice) and value == choice for choice in node["choices"]
+    ):
+        choices = ", ".join(json.dumps(choice) for choice in node["choices"])
+        yield Problem(key, value, f"must be one of {choices}")
+        return
+    types = node.get("types")
+    if types and not _is_whole(value, node) and not _has_type(value, types):
+        yield Problem(key, value, f"must be of JSON type {' or '.join(types)}")
+        return
+    for bound, (holds, words) in _BOUNDS.items():
+        if bound in node and isinstance(value, (int, float)) and not holds(value, node[bound]):
+            yield Problem(key, value, f"must be {words} {node[bound]:g}")
+
+
+def _has_type(value: object, names: list[str]) -> bool:
+    if isinstance(value, bool):
+        return "boolean" in names
+    return any(isinstance(value, _JSON_TYPES[name]) for name in names)

@@ -1,0 +1,295 @@
+"""Who owns which key of a DeepSpeed JSON: the run's values, and blocks the JSON may not hold.
+
+Pure. An owned key must be absent, ``"auto"`` or equal to the run's value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bigtrain.errors import Problem
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.deepspeed.keys import AUTO
+from bigtrain.settings.run_config import RunConfig
+
+_ABSENT = object()
+
+_DTYPE_SPELLINGS = {
+    "float32": ("fp32", "float32", "torch.float32", "float"),
+    "bfloat16": ("bf16", "bfloat16", "torch.bfloat16"),
+    "float16": ("fp16", "float16", "torch.float16", "half"),
+}
+
+# Known to DeepSpeed, but not the JSON's to say (or without effect) in a bigtrain run.
+REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
+    "scheduler": (
+        "the run owns the learning rate over time",
+        "take it out and set schedule.* in the run",
+    ),
+    "torch_autocast": (
+        "the run owns number formats",
+        "take it out and set precision.dtype in the run",
+    ),
+    "bfloat16": ("is the old name of bf16", 'write "bf16"'),
+    "activation_checkpointing": (
+        "has no effect on Hugging Face models",
+        "take it out and set model.gradient_checkpointing in the run",
+    ),
+    "tensor_parallel": ("the run owns parallel degrees", "take it out; parallel.tensor says it"),
+    "sequence_parallel_size": (
+        "the run owns parallel degrees",
+        "take it out; parallel.sequence says it",
+    ),
+    "expert_parallel": ("expert parallelism is not available", "take it out"),
+    "use_data_before_expert_parallelism": ("expert parallelism is not available", "take it out"),
+    "checkpoint": (
+        "bigtrain writes its own checkpoints",
+        "take it out and set checkpoint.* in the run",
+    ),
+    "datastates_ckpt": (
+        "bigtrain writes its own checkpoints",
+        "take it out and set checkpoint.* in the run",
+    ),
+    "data_efficiency": ("the run owns the data and its order", "take it out"),
+    "dataloader_drop_last": ("the run owns the data and its order", "take it out"),
+    "managed_gradient_accumulation": (
+        "the run owns accumulation (batch.global_samples)",
+        "take it out",
+    ),
+    "autotuning": ("bigtrain is not started by DeepSpeed's autotuner", "take it out"),
+    "compile": ("bigtrain does not compile models", "take it out"),
+    "hybrid_engine": ("is an engine for reinforcement learning, not for this", "take it out"),
+    "weight_quantization": ("is for inference", "take it out"),
+    "zero_optimization.zenflow": (
+        "delays the update of most gradients, so ZeRO stages would not compute the same run",
+        "take it out",
+    ),
+    "zero_optimization.elastic_checkpoint": (
+        "bigtrain writes its own checkpoints, and ZeRO 3 does not support it",
+        "take it out; any number of processes goes on from any checkpoint",
+    ),
+    "zero_optimization.load_from_fp32_weights": (
+        "bigtrain writes its own checkpoints",
+        "take it out; masters are always restored as they were",
+    ),
+    "optimizer.legacy_fusion": ("is for LAMB, and the run uses AdamW", "take it out"),
+    "zero_optimization.legacy_stage1": ("is no longer supported by DeepSpeed", "take it out"),
+}
+
+OPTIMIZER_PARAMETERS: Mapping[str, str] = {
+    "lr": "the run's",
+    "betas": "the run's",
+    "eps": "the run's",
+    "weight_decay": "the run's",
+    "torch_adam": "torch.optim.AdamW instead of DeepSpeed's own Adam",
+    "fused": "torch's fused kernel",
+    "foreach": "torch's loop over lists of tensors",
+    "adam_w_mode": "decoupled weight decay",
+    "fp32_optimizer_states": "float32 moments",
+}
+
+
+@dataclass(frozen=True)
+class Owned:
+    """One key of the JSON whose value the run says.
+
+    ``run_value`` is what the run's key holds, for people; ``value`` the same as DeepSpeed is told.
+    """
+
+    key: str
+    run_key: str
+    run_value: object
+    value: object
+    settable: bool = True
+
+    @staticmethod
+    def lookup(tree: Mapping[str, Any], path: str, default: Any = None) -> Any:
+        """The value under a dotted path, or `default`."""
+        node: Any = tree
+        for name in path.split("."):
+            if not isinstance(node, Mapping) or name not in node:
+                return default
+            node = node[name]
+        return node
+
+    def contradiction(self, raw: Mapping[str, Any], source: str) -> Problem | None:
+        """The problem where `raw` says something else than the run, naming both keys."""
+        found = self.lookup(raw, self.key, _ABSENT)
+        if found is _ABSENT or found == AUTO or _same(found, self.value):
+            return None
+        remedy = f'leave it out of {source} or write "auto"'
+        if self.settable:
+            remedy += f", or change {self.run_key} in the run"
+        return Problem(
+            f"{source}: {self.key}",
+            found,
+            f"contradicts {self.run_key} = {self.run_value} of the run, which owns it",
+            remedy,
+        )
+
+
+def _same(found: Any, value: Any) -> bool:
+    if isinstance(found, bool) or isinstance(value, bool):
+        return found is value
+    if isinstance(found, (int, float)) and isinstance(value, (int, float)):
+        return float(found) == float(value)
+    if isinstance(found, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(found) == len(value) and all(map(_same, found, value))
+    if isinstance(found, str) and isinstance(value, str):
+        return found.lower() in _DTYPE_SPELLINGS.get(value, (value.lower(),))
+    return bool(found == value)
+
+
+def owned_values(
+    config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], stage: int
+) -> list[Owned]:
+    """Every key of the JSON that the run owns, with the value it must have."""
+    return [
+        *_owned_batch(config, plan),
+        *_owned_optimizer(config),
+        *_owned_precision(config, stage),
+        Owned("gradient_allreduce_op", "batch (loss is the mean over it)", "mean", "mean", False),
+    ]
+
+
+def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
+    if plan is None:
+        return []
+    size = "batch.global_tokens" if config.batch.global_tokens else "batch.global_samples"
+    in_samples = config.batch.global_tokens or plan.global_samples
+    steps = f"{plan.global_samples} / ({plan.micro_samples} x {plan.data_size})"
+    return [
+        Owned("train_batch_size", size, in_samples, plan.global_samples),
+        Owned(
+            "train_micro_batch_size_per_gpu",
+            "batch.micro_samples",
+            plan.micro_samples,
+            plan.micro_samples,
+        ),
+        Owned(
+            "gradient_accumulation_steps",
+            f"{size} / (batch.micro_samples x data-parallel size)",
+            f"{steps} = {plan.accumulation}",
+            plan.accumulation,
+            settable=False,
+        ),
+    ]
+
+
+def _owned_optimizer(config: RunConfig) -> list[Owned]:
+    optimizer = config.optimizer
+    betas = list(optimizer.betas)
+    masters = "precision (masters and optimizer states)"
+    return [
+        Owned("gradient_clipping", "optimizer.clip_norm", optimizer.clip_norm, optimizer.clip_norm),
+        Owned("optimizer.type", "optimizer.type", optimizer.type, "AdamW"),
+        Owned("optimizer.params.lr", "optimizer.lr", optimizer.lr, optimizer.lr),
+        Owned("optimizer.params.betas", "optimizer.betas", betas, betas),
+        Owned("optimizer.params.eps", "optimizer.eps", optimizer.eps, optimizer.eps),
+        Owned(
+            "optimizer.params.weight_decay",
+            "optimizer.weight_decay",
+            optimizer.weight_decay,
+            optimizer.weight_decay,
+        ),
+        Owned("optimizer.params.adam_w_mode", "optimizer.type", optimizer.type, True),
+        Owned("optimizer.params.fp32_optimizer_states", masters, "float32", True, False),
+    ]
+
+
+def _owned_precision(config: RunConfig, stage: int) -> list[Owned]:
+    precision = config.precision
+    dtype, gradients = precision.dtype, precision.gradient_dtype
+    masters = "precision (masters and optimizer states)"
+    owned = [
+        Owned("bf16.enabled", "precision.dtype", dtype, dtype == "bfloat16"),
+        Owned("fp16.enabled", "precision.dtype", dtype, dtype == "float16"),
+        Owned("data_types.param_dtype", "precision.dtype", dtype, dtype),
+        Owned("fp16.loss_scale", "precision (loss scaling)", "dynamic", 0, False),
+        Owned("bf16.bf16_master_weights_and_grads", masters, "float32", False, False),
+        Owned("bf16.bf16_optimizer_states", masters, "float32", False, False),
+        Owned("fp16.fp16_master_weights_and_grads", masters, "float32", False, False),
+    ]
+    if dtype == "float16":
+        power = precision.initial_loss_scale_power
+        owned.append(
+            Owned("fp16.initial_scale_power", "precision.initial_loss_scale_power", power, power)
+        )
+    default = "float32" if dtype == "bfloat16" and stage > 0 else dtype
+    shown = gradients if gradients is not None else f"{default} (the default)"
+    owned.append(
+        Owned(
+            "data_types.grad_accum_dtype", "precision.gradient_dtype", shown, gradients or default
+        )
+    )
+    return owned
+
+
+def check_refused_blocks(raw: Mapping[str, Any], source: str) -> list[Problem]:
+    """Blocks and optimizer parameters that a JSON for bigtrain may not hold."""
+    problems = [
+        Problem(f"{source}: {path}", None, reason, remedy)
+        for path, (reason, remedy) in REFUSED_BLOCKS.items()
+        if Owned.lookup(raw, path, _ABSENT) is not _ABSENT
+    ]
+    dtype = raw.get("communication_data_type", AUTO)
+    if dtype not in (AUTO, "fp32", "bf16", "fp16"):
+        key = f"{source}: communication_data_type"
+        problems.append(Problem(key, dtype, "must be one of fp32, bf16, fp16"))
+    params = Owned.lookup(raw, "optimizer.params", {})
+    if not isinstance(params, Mapping):
+        return problems
+    known = ", ".join(OPTIMIZER_PARAMETERS)
+    for name, value in params.items():
+        key = f"{source}: optimizer.params.{name}"
+        if name not in OPTIMIZER_PARAMETERS:
+            problems.append(Problem(key, value, "unknown parameter of AdamW", f"known: {known}"))
+        elif name in ("torch_adam", "fused", "foreach") and not isinstance(value, bool):
+            problems.append(Problem(key, value, "must be true or false"))
+    problems.extend(_optimizer_conflicts(raw, params, source))
+    return problems
+
+
+def _optimizer_conflicts(
+    raw: Mapping[str, Any], params: Mapping[str, Any], source: str
+) -> list[Problem]:
+    problems = []
+    torch_adam = optimizer_is_torch(
+        raw.get("optimizer", {}), raw, Owned.lookup(raw, "zero_optimization", {})
+    )
+    for name in ("fused", "foreach"):
+        if name in params and not torch_adam:
+            key = f"{source}: optimizer.params.{name}"
+            rule = "is a parameter of torch's AdamW, and torch_adam is false"
+            problems.append(Problem(key, params[name], rule, "take it out"))
+    if params.get("fused") is True and params.get("foreach") is True:
+        key = f"{source}: optimizer.params.foreach"
+        problems.append(
+            Problem(key, True, "torch's AdamW is fused or foreach, not both", "take one out")
+        )
+    if params.get("torch_adam") is True and raw.get("zero_force_ds_cpu_optimizer") is True:
+        problems.append(
+            Problem(
+                f"{source}: zero_force_ds_cpu_optimizer",
+                True,
+                "contradicts optimizer.params.torch_adam = True",
+                "take one of them out",
+            )
+        )
+    return problems
+
+
+def optimizer_is_torch(
+    optimizer: Mapping[str, Any], tree: Mapping[str, Any], zero: Mapping[str, Any]
+) -> bool:
+    """Whether the run uses ``torch.optim.AdamW``: yes, unless the JSON says otherwise.
+
+    ``zero_force_ds_cpu_optimizer: true`` with an offloaded optimizer says otherwise too.
+    """
+    chosen = Owned.lookup(optimizer, "params.torch_adam")
+    if isinstance(chosen, bool):
+        return chosen
+    offloaded = Owned.lookup(zero, "offload_optimizer.device", "none") != "none"
+    return not (offloaded and tree.get("zero_force_ds_cpu_optimizer") is True)

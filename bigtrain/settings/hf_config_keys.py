@@ -1,0 +1,198 @@
+"""What a Hugging Face configuration may hold, and what rules ask of it, without transformers.
+
+Pure: importing transformers takes seconds, `bigtrain check` a fraction of one. The table beside
+this module names the keys of every causal LM; ``tools/hf_config_keys.py`` writes it from
+transformers itself. What it refuses, the configuration class of the run would refuse too; of
+another release of transformers, what it does not know is left to that class.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import Problem
+from bigtrain.settings.run_config import ModelSection
+
+_JSON_TYPES: dict[str, type] = {
+    "boolean": bool,
+    "integer": int,
+    "number": float,
+    "string": str,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+_FIGURES = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+_AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size")
+
+
+@dataclass(frozen=True)
+class ModelFigures:
+    """What is known of a model before it is built; None where it is not."""
+
+    num_attention_heads: int | None = None
+    num_hidden_layers: int | None = None
+    max_position_embeddings: int | None = None
+
+
+@functools.cache
+def key_table() -> Mapping[str, Any]:
+    """The table: ``transformers_version`` and ``model_types``, each with its ``module``, ``keys``
+    (to JSON types), ``aliases`` and ``defaults``."""
+    path = Path(__file__).with_name("hf_config_keys.json")
+    table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return table
+
+
+def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Problem]]:
+    """The figures of the run's model, and everything wrong with what the run says of it.
+
+    Of a hub name, which may have to be fetched, nothing is known.
+    """
+    problems: list[Problem] = []
+    written: Mapping[str, Any]
+    if isinstance(section.config, dict):
+        where, written = "model.config", section.config
+        problems += _check_type(written["model_type"])
+    else:
+        where, written, problems = _read(section)
+    model_type = {**written, **section.overrides}.get("model_type")
+    known = key_table()["model_types"].get(model_type) if isinstance(model_type, str) else None
+    if where == "model.config":
+        problems += _check_values(written, where, model_type, known)
+    problems += _check_values(section.overrides, "model.overrides", model_type, known)
+    if problems or not written:
+        return ModelFigures(), problems
+    return _figures({**written, **section.overrides}, where, known)
+
+
+def _read(section: ModelSection) -> tuple[str, Mapping[str, Any], list[Problem]]:
+    """The name of a local configuration, and what it holds; nothing where there is none here."""
+    key = "model.path" if section.path is not None else "model.config"
+    source = Path(str(section.path if section.path is not None else section.config))
+    path = source / "config.json" if source.is_dir() else source
+    if not path.is_file() and not source.is_dir():
+        return key, {}, []
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(tree, dict):
+            return str(path), tree, []
+        reason = "it is no object"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    rule = f"the directory holds no usable config.json ({reason})"
+    return key, {}, [Problem(key, str(source), rule, "name a directory of a Hugging Face model")]
+
+
+def _check_type(model_type: object) -> Iterator[Problem]:
+    types = key_table()["model_types"]
+    if model_type in types or not _same_release():
+        return
+    close = difflib.get_close_matches(str(model_type), types, n=3)
+    remedy = f"did you mean {' or '.join(close)}?" if close else ""
+    rule = "transformers knows no such type of causal LM"
+    yield Problem("model.config.model_type", model_type, rule, remedy)
+
+
+def _check_values(
+    values: Mapping[str, Any], section: str, model_type: object, known: Mapping[str, Any] | None
+) -> Iterator[Problem]:
+    for name, value in values.items():
+        key = f"{section}.{name}"
+        wrong = list(_not_json(value, key))
+        yield from wrong
+        if wrong or known is None or name == "model_type":
+            continue
+        if name in known["keys"]:
+            yield from _check_kind(key, value, known["keys"][name])
+        elif not _source_reads(known["module"], name):
+            close = difflib.get_close_matches(str(name), known["keys"], n=1)
+            remedy = f"did you mean {section}.{close[0]}?" if close else ""
+            shown = None if isinstance(value, dict) else value
+            yield Problem(key, shown, f"model_type {model_type} has no such key", remedy)
+
+
+def _not_json(value: object, key: str) -> Iterator[Problem]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _not_json(item, f"{key}.{name}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _not_json(item, f"{key}.{index}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Problem(key, value, "must be a finite number")
+    elif not isinstance(value, (str, int, float, type(None))):
+        yield Problem(key, value, "is not a JSON value", "write a number, a text or a list")
+
+
+def _check_kind(key: str, value: object, kinds: str) -> Iterator[Problem]:
+    if not kinds or any(type(value) is _JSON_TYPES[kind] for kind in kinds.split("|")):
+        return
+    remedy = f"write {value}.0" if type(value) is int and "number" in kinds else ""
+    yield Problem(key, value, f"must be of JSON type {kinds.replace('|', ' or ')}", remedy)
+
+
+def _source_reads(module: str, name: str) -> bool:
+    """Whether the source of the installed architecture names `name`.
+
+    Some models read keys that their configuration does not declare, and that published checkpoints
+    have: Qwen3-MoE's head_dim, for one. Another release may declare more than the table knows.
+    """
+    path = _installed(module)
+    modeling = _installed(module.replace(".configuration_", ".modeling_"))
+    for source in (modeling,) if _same_release() else (modeling, path):
+        if source is None or not source.is_file():
+            continue
+        if re.search(rf"\b{re.escape(str(name))}\b", source.read_text(encoding="utf-8")):
+            return True
+    return False
+
+
+def _installed(module: str) -> Path | None:
+    spec = importlib.util.find_spec("transformers")  # finds a package without importing it
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent.joinpath(*module.split(".")).with_suffix(".py")
+
+
+@functools.cache
+def _same_release() -> bool:
+    try:
+        installed = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:  # a login node without it
+        return True
+    return installed == str(key_table()["transformers_version"])
+
+
+def _figures(
+    values: Mapping[str, Any], where: str, known: Mapping[str, Any] | None
+) -> tuple[ModelFigures, list[Problem]]:
+    """Of the language model's part of a configuration (`get_text_config`)."""
+    text = values.get("text_config")
+    of_text = known
+    if isinstance(text, Mapping):
+        values, where = text, f"{where}.text_config"
+        of_text = key_table()["model_types"].get(text.get("model_type"))
+    aliases = of_text["aliases"] if of_text else {}
+    defaults = known["defaults"] if known else {}
+    problems, found = [], {}
+    for key in _AT_LEAST_ONE:
+        name = next((n for n in (key, aliases.get(key)) if n in values), None)
+        value = defaults.get(key) if name is None else values[name]
+        if type(value) is not int or (key in defaults and defaults[key] is None):
+            continue
+        if value < 1:
+            problems.append(Problem(f"{where}.{name}", value, "must be at least 1", "nearest: 1"))
+        elif key in _FIGURES:
+            found[key] = value
+    return ModelFigures(**found), problems

@@ -1,0 +1,211 @@
+"""Reading the run YAML: recipes by name, overrides, and every problem of a file at once.
+
+Pure: reads YAML, touches nothing else, imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.settings.field_names import field_known_as, why_no_field
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.shipped_files import recipes
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars (1e-4 is a number, off is a word), and no duplicate keys."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:bool")
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(?:(?:[0-9][0-9_]*)?\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*\.?[eE][-+]?[0-9]+"
+        r"|[0-9][0-9_]*\.|\.inf|\.nan)$"
+    ),
+    list("-+0123456789."),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {key!r} is given twice", key_node.start_mark
+            )
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def recipe_names() -> list[str]:
+    """Names that `--config` takes instead of a path."""
+    return sorted(path.stem for path in recipes().glob("*.yaml"))
+
+
+def find_config(name_or_path: str) -> Path:
+    """The file a `--config` argument means: a path, or the name of a shipped recipe."""
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    recipe = recipes() / f"{name_or_path}.yaml"
+    if recipe.is_file():
+        return recipe
+    close = difflib.get_close_matches(name_or_path, recipe_names(), n=1)
+    remedy = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(
+        Problem(
+            "--config",
+            name_or_path,
+            "neither a file nor the name of a recipe",
+            f"{remedy}recipes: {', '.join(recipe_names()) or 'none'}",
+        )
+    )
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """`text` as YAML 1.2 data. Raises ConfigError with file and line where it is not."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    # ValueError: a date or an integer that Python does not have. TypeError: a list as a key.
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            Problem("YAML", None, " ".join(str(error).split()), "correct the file"), source
+        ) from error
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Problem]:
+    """Write `section.key=value` strings into `tree`, in order; the value is read as YAML."""
+    problems = []
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        keys = path.split(".")
+        if not separator or not all(keys):
+            problems.append(
+                Problem(override, None, "is not an override", "write section.key=value")
+            )
+            continue
+        try:
+            value = parse_yaml(text, override)
+        except ConfigError as error:
+            problems.extend(error.problems)
+            continue
+        _assign(tree, keys, value)
+    return problems
+
+
+def _assign(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    node = tree
+    for key in keys[:-1]:
+        child = node.get(key)
+        if not isinstance(child, dict):
+            child = {}
+            node[key] = child
+        node = child
+    node[keys[-1]] = value
+
+
+def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run a YAML file or recipe name and its overrides describe.
+
+    Raises ConfigError with every problem found, never only the first.
+    """
+    path = find_config(name_or_path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem("--config", str(path), f"cannot be read: {error}")) from error
+    tree = parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            Problem("YAML", tree, "the file must hold sections", "begin with `model:`"), str(path)
+        )
+    problems = apply_overrides(tree, overrides)
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        problems.extend(_problem_of(detail) for detail in error.errors())
+    if problems:
+        raise ConfigError(problems, str(path))
+    return config
+
+
+def _problem_of(detail: Any) -> Problem:
+    location = _location(detail["loc"])
+    key = ".".join(location) or "run"
+    if detail["type"] == "extra_forbidden":
+        remedy = f"{_suggestion(location)}known here: {', '.join(_fields_at(location[:-1]))}"
+        return Problem(key, detail["input"], "unknown key", remedy)
+    if detail["type"] == "missing":
+        return Problem(key, None, "is required", f"add {key} to the file or as {key}=VALUE")
+    rule = str(detail["msg"]).removeprefix("Value error, ")
+    value = None if isinstance(detail["input"], (dict, BaseModel)) else detail["input"]
+    return Problem(key, value, rule[:1].lower() + rule[1:])
+
+
+def _suggestion(location: Sequence[str]) -> str:
+    """What is meant by the unknown key at `location`: its name elsewhere, in another section, or
+    misspelt."""
+    name, parent = location[-1], location[:-1]
+    if instead := why_no_field(name):
+        return f"{instead}; "
+    meant = field_known_as(name)
+    if meant is None:
+        homes = [section for section in _fields_at(()) if name in _fields_at((section,))]
+        close = difflib.get_close_matches(name, _fields_at(parent), n=1, cutoff=0.5)
+        if close:
+            meant = ".".join((*parent, close[0]))
+        elif len(homes) == 1:
+            meant = f"{homes[0]}.{name}"
+    return f"did you mean {meant}? " if meant else ""
+
+
+def _location(parts: Sequence[int | str]) -> list[str]:
+    """The YAML path of a pydantic location: union branches are not part of it."""
+    names: list[str] = []
+    model: type[BaseModel] | None = RunConfig
+    for part in parts:
+        if model is None and isinstance(part, str):
+            break
+        names.append(str(part))
+        if model is not None and isinstance(part, str):  # a number is a place in a list of models
+            field = model.model_fields.get(str(part))
+            model = _section_of(field.annotation) if field else None
+    return names
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    candidates = (annotation, *get_args(annotation))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _fields_at(location: Sequence[str]) -> list[str]:
+    model: type[BaseModel] | None = RunConfig
+    for name in location:
+        if name.isdigit():
+            continue
+        field = model.model_fields.get(name) if model else None
+        model = _section_of(field.annotation) if field else None
+    return sorted(model.model_fields) if model else []

@@ -1,0 +1,41 @@
+"""Learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from bigtrain.settings.run_config import ScheduleSection
+
+
+def learning_rate_at(step: int, peak: float, schedule: ScheduleSection, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (0-based: the rate the step itself uses).
+
+    Warm-up is linear, ``peak * (step + 1) / warmup_steps``, and reaches the peak at its last step.
+    After it, with t the fraction of the decay that is over:
+
+    * ``constant``: the peak.
+    * ``linear``: ``peak * (1 - (1 - r) t)``.
+    * ``cosine``: ``peak * (r + (1 - r) (1 + cos(pi t)) / 2)`` (Loshchilov and Hutter 2017,
+      arXiv 1608.03983, without restarts).
+    * ``wsd``: the peak until `decay_steps` before the end, then linear (warm-up, stable, decay; Hu
+      et al. 2024, arXiv 2404.06395).
+
+    where r is ``min_lr_ratio``. Past the end of the decay the rate stays at ``r * peak``.
+    """
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / schedule.warmup_steps
+    if schedule.type == "constant":
+        return peak
+    floor = schedule.min_lr_ratio
+    if schedule.type == "wsd":
+        length = schedule.decay_steps or max(1, total_steps // 10)
+        start = max(schedule.warmup_steps, total_steps - length)
+    else:
+        start = schedule.warmup_steps
+        length = schedule.decay_steps or max(1, total_steps - start)
+    # step + 1: the last step of the run uses the floor itself, and the first step of the decay
+    # is already below the peak, so that no step of it is spent on the value before.
+    done = min(1.0, max(0.0, (step + 1 - start) / length))
+    if schedule.type == "cosine":
+        return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+    return peak * (1 - (1 - floor) * done)

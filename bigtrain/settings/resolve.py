@@ -1,0 +1,250 @@
+"""A run, a number of processes and a DeepSpeed JSON, resolved into what is started. Pure.
+
+`bigtrain check` and `bigtrain/train.py` both come through here, so that what the one accepts the
+other accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.settings.accelerate import SOURCE, AccelerateSettings
+from bigtrain.settings.batch_plan import BatchPlan, plan_batch
+from bigtrain.settings.compatibility.check import Device, Facts, check_legality
+from bigtrain.settings.deepspeed.engine_config import (
+    EngineConfig,
+    check_file_alone,
+    find_deepspeed_config,
+    label_of,
+    offload_device,
+    read_deepspeed_config,
+    render,
+    value_at,
+    zero_stage_of,
+)
+from bigtrain.settings.deepspeed.ownership import optimizer_is_torch
+from bigtrain.settings.hf_config_keys import ModelFigures, inspect_configuration
+from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.topology import Topology, derive_topology
+
+_UNKNOWN_MODEL = ModelFigures()
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run that nothing is known to stand against.
+
+    ``config.engine.deepspeed_config`` is the one in use, wherever it was named.
+    """
+
+    config: RunConfig
+    topology: Topology
+    plan: BatchPlan
+    engine: EngineConfig
+
+
+def resolve_run(
+    config: RunConfig,
+    world_size: int,
+    deepspeed_config: str | None = None,
+    device: Device | None = None,
+    accelerate: AccelerateSettings | None = None,
+    *,
+    async_io: bool | None = None,
+) -> ResolvedRun:
+    """Resolve `config` for `world_size` processes.
+
+    `deepspeed_config` (a name or path) wins over ``engine.deepspeed_config``; `device` is None
+    where it is not known, as on a login node, and so is `async_io`, whether libaio is there;
+    `accelerate` is what `accelerate launch` was told:
+    the engine's configuration where no JSON is named. Raises one ConfigError with everything that
+    is wrong: batch arithmetic, unknown keys, contradictions of the files, illegal combinations.
+    """
+    topology, problems = _topology_of(config, world_size)
+    problems.extend(_check_profile(config, world_size))
+    model, of_model = inspect_configuration(config.model)
+    problems.extend(of_model)
+    plan = None
+    if accelerate is not None:
+        config = accelerate.fill(config)
+    if topology is not None:
+        if accelerate is not None:
+            config = accelerate.fill_micro_batch(config, topology.data_size)
+        plan, of_batch = plan_batch(config.batch, topology.data_size)
+        problems.extend(of_batch)
+    name, raw, source, of_file = _choose(config, deepspeed_config, accelerate)
+    problems.extend(of_file)
+    engine = None
+    if raw is not None:
+        if accelerate is not None:
+            problems.extend(accelerate.contradictions(config, plan, raw, source))
+        engine, of_engine = render(config, plan, raw, source)
+        problems.extend(of_engine)
+        facts = facts_of(config, raw, world_size, device, source, async_io, model)
+        problems.extend(check_legality(facts))
+    if problems or topology is None or plan is None or engine is None:
+        raise ConfigError(problems, f"the run with {source}")
+    used = config.engine.model_copy(update={"deepspeed_config": name})
+    return ResolvedRun(config.model_copy(update={"engine": used}), topology, plan, engine)
+
+
+def resolve_run_files(
+    name_or_path: str,
+    overrides: Sequence[str],
+    world_size: int,
+    deepspeed_config: str | None = None,
+    device: Device | None = None,
+    accelerate: AccelerateSettings | None = None,
+) -> ResolvedRun:
+    """As `resolve_run`, from the run YAML or recipe name.
+
+    Where the YAML itself is wrong, the ConfigError also tells what is wrong with the DeepSpeed JSON
+    on its own, so that both files can be corrected at once.
+    """
+    try:
+        config = load_run_config(name_or_path, overrides)
+    except ConfigError as error:
+        name = deepspeed_config or _deepspeed_config_named_in(name_or_path, overrides)
+        raw, source, problems = _read(name) if name else (None, "", [])
+        if raw is not None:
+            problems = check_file_alone(raw, source)
+        if not problems:
+            raise
+        sources = " and ".join(part for part in (error.source, source) if part)
+        raise ConfigError([*error.problems, *problems], sources) from error
+    return resolve_run(config, world_size, deepspeed_config, device, accelerate)
+
+
+def facts_of(
+    config: RunConfig,
+    raw: Mapping[str, Any],
+    world_size: int,
+    device: Device | None,
+    source: str,
+    async_io: bool | None = None,
+    model: ModelFigures = _UNKNOWN_MODEL,
+) -> Facts:
+    """The facts `bigtrain.settings.compatibility.check` judges; values of a wrong type count as
+    absent."""
+    zero = value_at(raw, "zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    optimizer = value_at(raw, "optimizer")
+    optimizer = optimizer if isinstance(optimizer, Mapping) else {}
+    return Facts(
+        zero_stage=zero_stage_of(raw),
+        world_size=world_size,
+        tensor_size=config.parallel.tensor,
+        pipeline_size=config.parallel.pipeline,
+        sequence_size=config.parallel.sequence,
+        sequence_length=config.batch.sequence_length,
+        dtype=config.precision.dtype,
+        gradient_dtype=config.precision.gradient_dtype,
+        offload_optimizer=offload_device(raw, "offload_optimizer"),
+        offload_optimizer_nvme_path=_text(value_at(zero, "offload_optimizer.nvme_path")),
+        offload_optimizer_ratio=_number(value_at(zero, "offload_optimizer.ratio"), 1.0),
+        offload_param=offload_device(raw, "offload_param"),
+        offload_param_nvme_path=_text(value_at(zero, "offload_param.nvme_path")),
+        super_offload=value_at(zero, "offload_optimizer.super_offload") is True,
+        torch_adam=optimizer_is_torch(optimizer, raw, zero),
+        partition_size=int(_number(zero.get("zero_hpz_partition_size"), 1)),
+        quantized_weights=zero.get("zero_quantized_weights") is True
+        or zero.get("zero_quantized_nontrainable_weights") is True,
+        quantized_gradients=zero.get("zero_quantized_gradients") is True,
+        gradient_predivide_factor=_number(raw.get("gradient_predivide_factor"), 1.0),
+        prescale_gradients=raw.get("prescale_gradients") is True,
+        reduce_scatter=zero.get("reduce_scatter") is not False,
+        overlap_comm=zero.get("overlap_comm") is True,
+        compute_grad_norm=zero.get("compute_grad_norm") is not False,
+        use_gds=value_at(raw, "aio.use_gds") is True,
+        pipeline_block="pipeline" in raw,
+        pipeline_settings=_pipeline_settings(raw.get("pipeline")),
+        flops_profiler=value_at(raw, "flops_profiler.enabled") is True,
+        attention=config.model.attention,
+        isolates=config.data.isolates,
+        loss=config.model.loss,
+        kernels=config.model.kernels,
+        compiles=config.model.compile,
+        activation_offload=config.model.activation_offload,
+        device=device,
+        async_io=async_io,
+        attention_heads=model.num_attention_heads,
+        num_layers=model.num_hidden_layers,
+        max_positions=model.max_position_embeddings,
+        source=source,
+    )
+
+
+def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:
+    rule = f"the run has {world_size} process{'es' if world_size != 1 else ''}, counted from 0"
+    remedy = f"ranks from 0 to {world_size - 1}" if world_size > 1 else "profile.ranks=[0]"
+    return [
+        Problem("profile.ranks", rank, rule, remedy)
+        for rank in config.profile.ranks
+        if rank >= world_size > 0
+    ]
+
+
+def _pipeline_settings(block: object) -> tuple[str, ...]:
+    if not isinstance(block, Mapping):
+        return ()
+    free = ("pipe_partitioned", "grad_partitioned")
+    return tuple(key for key, value in block.items() if key not in free or value is not False)
+
+
+def _topology_of(config: RunConfig, world_size: int) -> tuple[Topology | None, list[Problem]]:
+    if world_size < 1:
+        rule = "must be at least 1"
+        return None, [Problem("world size", world_size, rule, "start at least one process")]
+    return derive_topology(config.parallel, world_size)
+
+
+def _choose(
+    config: RunConfig, deepspeed_config: str | None, accelerate: AccelerateSettings | None
+) -> tuple[str, Mapping[str, Any] | None, str, list[Problem]]:
+    """What configures the engine: its name, its keys, how problems call it, and problems."""
+    name: str | None = deepspeed_config or config.engine.deepspeed_config
+    if accelerate is not None:
+        try:
+            name = accelerate.named_file(config, deepspeed_config)
+        except ConfigError as error:
+            return SOURCE, None, SOURCE, list(error.problems)
+        if name is None:
+            return SOURCE, accelerate.tree, SOURCE, []
+    assert name is not None
+    return name, *_read(name)
+
+
+def _read(name: str) -> tuple[dict[str, Any] | None, str, list[Problem]]:
+    label = Path(name).name
+    try:
+        path = find_deepspeed_config(name)
+        label = label_of(path)
+        return read_deepspeed_config(path), label, []
+    except ConfigError as error:
+        return None, label, list(error.problems)
+
+
+def _deepspeed_config_named_in(name_or_path: str, overrides: Sequence[str]) -> str | None:
+    try:
+        path = find_config(name_or_path)
+        tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (ConfigError, OSError, UnicodeDecodeError):
+        return None
+    if not isinstance(tree, dict):
+        return None
+    apply_overrides(tree, overrides)
+    name = value_at(tree, "engine.deepspeed_config")
+    return name if isinstance(name, str) else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _number(value: object, default: float) -> float:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else default

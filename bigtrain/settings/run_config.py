@@ -1,0 +1,131 @@
+"""The run YAML as frozen pydantic models: the one owner of everything that changes the mathematics.
+
+Pure: no I/O here (`bigtrain.settings.loading` reads files), no torch. Unknown keys are errors at
+any depth. Every field says its unit. What the engine does with memory and communication is owned by
+the DeepSpeed JSON (`ds_configs/`), where processes run by the launcher.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from bigtrain.settings.sections.base import NonNegativeInt, Section
+from bigtrain.settings.sections.data import BatchSection, DataSection, SourceSection
+from bigtrain.settings.sections.failures import GuardSection, WatchdogSection
+from bigtrain.settings.sections.model import ModelSection, PrecisionSection
+from bigtrain.settings.sections.running import (
+    CheckpointSection,
+    EngineSection,
+    EvaluationSection,
+    LoggingSection,
+    OutputSection,
+    ParallelSection,
+    ProfileSection,
+)
+from bigtrain.settings.sections.training import OptimizerSection, ScheduleSection, TrainSection
+
+__all__ = [
+    "BatchSection",
+    "CheckpointSection",
+    "DataSection",
+    "EngineSection",
+    "EvaluationSection",
+    "GuardSection",
+    "LoggingSection",
+    "ModelSection",
+    "OptimizerSection",
+    "OutputSection",
+    "ParallelSection",
+    "PrecisionSection",
+    "ProfileSection",
+    "RunConfig",
+    "ScheduleSection",
+    "Section",
+    "SourceSection",
+    "TrainSection",
+    "WatchdogSection",
+]
+
+
+class RunConfig(Section):
+    """One training run. Read it with `bigtrain.settings.loading.load_run_config`."""
+
+    model: ModelSection
+    data: DataSection
+    batch: BatchSection
+    train: TrainSection
+    optimizer: OptimizerSection
+    output: OutputSection
+    parallel: ParallelSection = ParallelSection()
+    schedule: ScheduleSection = ScheduleSection()
+    precision: PrecisionSection = PrecisionSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    logging: LoggingSection = LoggingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    profile: ProfileSection = ProfileSection()
+    watchdog: WatchdogSection = WatchdogSection()
+    guard: GuardSection = GuardSection()
+    engine: EngineSection = EngineSection()
+    seed: NonNegativeInt = Field(default=0, description="of weights, dropout and sample order")
+
+    @model_validator(mode="after")
+    def _weights_have_one_source(self) -> Self:
+        source = self.checkpoint.initialize_from
+        if source is not None and self.model.path is not None:
+            raise ValueError(
+                f"checkpoint.initialize_from = {source!r} and model.path = {self.model.path!r} "
+                "both name the weights to start from; set model.config instead of model.path, or "
+                "leave out checkpoint.initialize_from"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_known(self) -> Self:
+        if self.checkpoint.keep_best == 0 or self.checkpoint.every_steps is None:
+            return self
+        every, evaluated = self.checkpoint.every_steps, self.evaluation.every_steps
+        if evaluated is None or every % evaluated:
+            raise ValueError(
+                f"checkpoint.keep_best = {self.checkpoint.keep_best} needs a held-out loss at "
+                f"every checkpoint: evaluation.every_steps = {evaluated} must divide "
+                f"checkpoint.every_steps = {every}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_hold_samples(self) -> Self:
+        length, chunk_length = self.batch.sequence_length, self.data.chunk_length
+        if chunk_length is not None and chunk_length % length:
+            raise ValueError(
+                f"data.chunk_length = {chunk_length} is not a multiple of batch.sequence_length = "
+                f"{length}; nearest: {-(-chunk_length // length) * length}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _changes_are_of_settings(self) -> Self:
+        for entry in self.checkpoint.allow_changes:
+            section, _, key = entry.partition(".")
+            fields = getattr(type(getattr(self, section, None)), "model_fields", {})
+            if entry == "seed":
+                raise ValueError(
+                    "checkpoint.allow_changes: seed cannot change in a run: which samples it has "
+                    "read follows from it"
+                )
+            if section not in type(self).model_fields or (key and key not in fields):
+                raise ValueError(
+                    f"checkpoint.allow_changes: {entry} is neither a section nor a key "
+                    "(section.key) of a run"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        if self.schedule.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.schedule.warmup_steps} is more than train.steps = "
+                f"{self.train.steps}"
+            )
+        return self

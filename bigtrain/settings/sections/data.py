@@ -1,0 +1,188 @@
+"""Sections on the data: which shards, how documents become samples, how many to a step."""
+
+from __future__ import annotations
+
+import os.path
+from pathlib import PurePath
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from bigtrain.settings.sections.base import PositiveInt, Section
+
+
+class SourceSection(Section):
+    """One dataset of a mixture."""
+
+    path: str = Field(description="directory written by `bigtrain tokenize`")
+    name: str | None = Field(
+        default=None,
+        description="what its held-out loss is called; default: the directory's own name, or its "
+        "path where two have the same",
+    )
+    weight: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="share of the run's samples, relative to the other sources' weights",
+    )
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="instead of weights: how often this source is read while every other one is "
+        "read as often as its own epochs say; the share is epochs times its number of samples",
+    )
+
+
+class DataSection(Section):
+    """Which token shards, and how samples are cut from them."""
+
+    path: str | None = Field(
+        default=None, description="directory written by `bigtrain tokenize`: the only dataset"
+    )
+    sources: tuple[SourceSection, ...] = Field(
+        default=(),
+        description="instead of path: datasets to mix, each read without repetition until its own "
+        "epoch ends",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="tokenizer the shards must have been made with (directory or hub name); "
+        "default: the one stored beside the shards",
+    )
+    mask_end_of_document: bool = Field(
+        default=False,
+        description="give no loss to the token after an end-of-document token, which cannot be "
+        "predicted from the document before it (Megatron's eod_mask_loss)",
+    )
+    document_boundaries: Literal["ignore", "isolate"] = Field(
+        default="ignore",
+        description="of documents that share a sample; ignore: attention sees the documents "
+        "before; isolate: neither attention nor loss crosses a boundary, and positions, in tokens, "
+        "count from each document's beginning in the sample",
+    )
+    packing: Literal["concatenate", "best_fit"] = Field(
+        default="concatenate",
+        description="how documents become samples; concatenate: one after another, cut where a "
+        "sample is full; best_fit: whole, several in a sample that has room for them "
+        "(best-fit-decreasing), padded at the end, and always isolated",
+    )
+    long_documents: Literal["cut", "truncate"] = Field(
+        default="cut",
+        description="best_fit, of documents longer than a sample; cut: several samples, the later "
+        "ones without what was before; truncate: one, the rest is not trained on",
+    )
+    chunk_length: PositiveInt | None = Field(
+        default=None,
+        description="tokens of the pieces whose order is random, a multiple of "
+        "batch.sequence_length and by default equal to it: the longest sequence with which the run "
+        "can go on and whose tokens follow one another in the data; of a longer one the samples of "
+        "the epoch that was begun are joined of such pieces",
+    )
+    verify: Literal["sizes", "contents"] = Field(
+        default="sizes",
+        description="of the shards before training; contents: also read all of them, divided over "
+        "the processes, and compare their checksums. What a step reads is verified in any case",
+    )
+    workers: PositiveInt = Field(
+        default=1,
+        description="threads of each process that read the batches of coming steps, one step each; "
+        "more hide the delays of a network file system",
+    )
+
+    @model_validator(mode="after")
+    def _one_kind_of_share(self) -> Self:
+        if (self.path is None) == (not self.sources):
+            raise ValueError(
+                "exactly one of data.path (one dataset) and data.sources (a mixture) must be set"
+            )
+        kinds = {(s.weight is not None, s.epochs is not None) for s in self.sources}
+        if kinds and kinds not in ({(True, False)}, {(False, True)}):
+            raise ValueError(
+                "data.sources: every source must have a weight, or every one epochs, and none both"
+            )
+        paths = [os.path.normpath(source.path) for source in self.sources]
+        for second, path in enumerate(paths):
+            first = paths.index(path)
+            if first < second:
+                raise ValueError(
+                    f"data.sources: {path} is listed twice; give it one weight, the sum of those "
+                    f"of data.sources.{first} and data.sources.{second}"
+                )
+        if len(set(self.names)) != len(self.names):
+            raise ValueError("data.sources: two sources have the same name")
+        return self
+
+    @model_validator(mode="after")
+    def _packs_have_no_chunks(self) -> Self:
+        if self.packing == "best_fit" and self.chunk_length is not None:
+            raise ValueError(
+                f"data.chunk_length = {self.chunk_length}: packed documents (data.packing = "
+                "'best_fit') are packed anew for another sequence length; leave it out"
+            )
+        return self
+
+    @property
+    def isolates(self) -> bool:
+        """Whether documents that share a sample are kept apart."""
+        return self.packing == "best_fit" or self.document_boundaries == "isolate"
+
+    @property
+    def mixture(self) -> tuple[SourceSection, ...]:
+        """The sources, however they were given; `path` is a mixture of one."""
+        if self.path is not None:
+            return (SourceSection(path=self.path, weight=1.0),)
+        return self.sources
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the sources of `mixture` are called."""
+        own = [PurePath(source.path).name for source in self.mixture]
+        return tuple(
+            source.name or (name if own.count(name) == 1 else source.path)
+            for source, name in zip(self.mixture, own, strict=True)
+        )
+
+    def key_of(self, source_index: int) -> str:
+        """The configuration key that names the path of a source."""
+        return "data.path" if self.path is not None else f"data.sources.{source_index}.path"
+
+
+class BatchSection(Section):
+    """The global batch (mathematics) and the micro-batch (a memory knob)."""
+
+    sequence_length: PositiveInt = Field(description="tokens per sample")
+    global_samples: PositiveInt | None = Field(
+        default=None, description="samples per optimizer step over all processes"
+    )
+    global_tokens: PositiveInt | None = Field(
+        default=None,
+        description="the same in tokens; must be a multiple of sequence_length",
+    )
+    micro_samples: PositiveInt = Field(
+        default=1, description="samples per forward pass of one process"
+    )
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if (self.global_samples is None) == (self.global_tokens is None):
+            raise ValueError(
+                "exactly one of batch.global_samples and batch.global_tokens must be set"
+            )
+        if self.global_tokens is not None and self.global_tokens % self.sequence_length:
+            below = self.global_tokens // self.sequence_length * self.sequence_length
+            nearest = (
+                f"{below} or {below + self.sequence_length}"
+                if below
+                else (f"{self.sequence_length}")
+            )
+            raise ValueError(
+                f"batch.global_tokens = {self.global_tokens} is not a multiple of "
+                f"batch.sequence_length = {self.sequence_length}; nearest: {nearest}"
+            )
+        return self
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per optimizer step, however the batch was given."""
+        if self.global_samples is not None:
+            return self.global_samples
+        assert self.global_tokens is not None
+        return self.global_tokens // self.sequence_length

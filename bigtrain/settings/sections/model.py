@@ -1,0 +1,110 @@
+"""Sections on the model: which one, how its layers run, in which dtypes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from bigtrain.settings.sections.base import PositiveInt, Section
+
+
+class ModelSection(Section):
+    """Which Hugging Face causal LM, and how its layers run."""
+
+    path: str | None = Field(
+        default=None,
+        description="directory or hub name whose weights and configuration the run starts from",
+    )
+    config: str | dict[str, Any] | None = Field(
+        default=None,
+        description="start from random weights: a directory or hub name whose configuration is "
+        "used, or the configuration itself with its model_type",
+    )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keys of the Hugging Face configuration to change (not the vocabulary when "
+        "weights are loaded)",
+    )
+    attention: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = Field(
+        default="auto",
+        description="attention implementation of transformers; auto: sdpa where the model has it, "
+        "or else eager",
+    )
+    gradient_checkpointing: Literal["none", "full"] | PositiveInt = Field(
+        default="none",
+        description="recompute activations in the backward pass: none, full (every layer), or n "
+        "(every n-th layer, starting with the first)",
+    )
+    frozen: tuple[str, ...] = Field(
+        default=(),
+        description="parameters that are not trained: shell patterns of their names, such as "
+        "model.embed_tokens.*",
+    )
+
+    loss: Literal["auto", "plain", "chunked", "liger"] = Field(
+        default="auto",
+        description="how the cross-entropy is computed, always the same; plain: of all logits of a "
+        "micro-batch; chunked: of some tokens at a time, so that full logits never exist; liger: "
+        "by its fused kernel (CUDA); auto: chunked where the logits are larger than one chunk",
+    )
+    loss_chunk_tokens: PositiveInt | None = Field(
+        default=None,
+        description="tokens whose logits exist at a time; default: as many as take 256 MiB in "
+        "float32",
+    )
+
+    kernels: Literal["none", "liger"] = Field(
+        default="none",
+        description="fused RMSNorm, RoPE and SwiGLU; liger: those of liger-kernel, for the "
+        "architectures it knows (CUDA)",
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        default="off",
+        description="torch.compile of the decoder layers, one compilation for all of them; auto: "
+        "on with CUDA where it is allowed, off on CPU",
+    )
+    activation_offload: bool = Field(
+        default=False,
+        description="keep what recomputation starts from, the inputs of checkpointed layers, in "
+        "host memory (CUDA); for long sequences",
+    )
+
+    @model_validator(mode="after")
+    def _offload_has_inputs(self) -> Self:
+        if self.activation_offload and self.gradient_checkpointing == "none":
+            raise ValueError(
+                "model.activation_offload = true moves the inputs of checkpointed layers, and "
+                "model.gradient_checkpointing = 'none' has none; set it to full"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            raise ValueError(
+                "exactly one of model.path (trained weights) and model.config (random weights) "
+                "must be set"
+            )
+        if isinstance(self.config, dict) and "model_type" not in self.config:
+            raise ValueError("model.config must name a model_type, for example model_type: llama")
+        return self
+
+
+class PrecisionSection(Section):
+    """Number formats."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="bfloat16",
+        description="of parameters in forward and backward; masters and optimizer are float32",
+    )
+    gradient_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="in which gradients are accumulated and reduced; default: float32 wherever "
+        "the engine can, which is everywhere but ZeRO 0 below float32 and float16",
+    )
+    initial_loss_scale_power: Annotated[int, Field(ge=0, le=32)] = Field(
+        default=16, description="float16 only: dynamic loss scaling starts at 2 to this power"
+    )

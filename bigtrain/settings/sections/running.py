@@ -1,0 +1,125 @@
+"""Sections on the run itself: how it is divided, what it saves, measures and writes."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from bigtrain.settings.sections.base import NonNegativeInt, PositiveInt, Section
+
+
+class ParallelSection(Section):
+    """Parallel degrees; the data-parallel size is what remains of the world."""
+
+    tensor: PositiveInt = Field(default=1, description="tensor-parallel size")
+    pipeline: PositiveInt = Field(default=1, description="pipeline stages")
+    sequence: PositiveInt = Field(default=1, description="sequence-parallel (Ulysses) size")
+
+
+class CheckpointSection(Section):
+    """When checkpoints are written and which are kept."""
+
+    every_steps: PositiveInt | None = Field(
+        default=None, description="optimizer steps between saves; default: only at the end"
+    )
+    keep_last: PositiveInt = Field(default=2, description="newest whole checkpoints kept")
+    keep_every_steps: PositiveInt | None = Field(
+        default=None, description="checkpoints of multiples of this many steps are kept for good"
+    )
+    keep_best: NonNegativeInt = Field(
+        default=0, description="checkpoints kept for their held-out loss, the lowest ones"
+    )
+    verify: Literal["sizes", "contents"] = Field(
+        default="sizes",
+        description="of tensor files before a resume: compare sizes, or read and checksum them "
+        "whole; what a resume reads of them is checked in either case",
+    )
+    asynchronous: bool = Field(
+        default=True,
+        description="train on while a copy in host memory is written; false: wait for the disk",
+    )
+    max_failures: PositiveInt = Field(
+        default=3, description="saves failing one after the other that end the run"
+    )
+    initialize_from: str | None = Field(
+        default=None,
+        description="take the weights a new run starts from, and nothing else, from this run "
+        "directory, checkpoint or Hugging Face directory or hub name; the model is model.config's",
+    )
+    allow_changes: tuple[str, ...] = Field(
+        default=(),
+        description="settings that may differ from the checkpoint's when a run goes on: sections "
+        "or keys, such as data, batch.sequence_length, optimizer.lr; other data goes on where each "
+        "source stands, with nothing read twice in its epoch",
+    )
+
+
+class LoggingSection(Section):
+    """What is written down while training."""
+
+    every_steps: PositiveInt = Field(
+        default=10,
+        description="optimizer steps between lines of metrics.jsonl and the log; the loss in a "
+        "line is the mean over them",
+    )
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "comet_ml"], ...] = Field(
+        default=(), description="trackers of accelerate.tracking that get the same metrics"
+    )
+    project: str = Field(default="bigtrain", description="project name given to the trackers")
+
+
+class EvaluationSection(Section):
+    """Loss on the held-out documents."""
+
+    every_steps: PositiveInt | None = Field(
+        default=None, description="optimizer steps between evaluations; default: only at the end"
+    )
+    samples: PositiveInt = Field(
+        default=256,
+        description="held-out samples per evaluation, always the same ones; of each source",
+    )
+
+
+class ProfileSection(Section):
+    """Which optimizer steps are recorded by the torch profiler, to RUN/profile/."""
+
+    steps: tuple[PositiveInt, PositiveInt] | None = Field(
+        default=None, description="first and last optimizer step, counted from 1; default: none"
+    )
+    ranks: tuple[NonNegativeInt, ...] = Field(
+        default=(0,), description="processes that record, by their global rank"
+    )
+
+    @model_validator(mode="after")
+    def _steps_ascend(self) -> Self:
+        if self.steps is not None and self.steps[0] > self.steps[1]:
+            raise ValueError(
+                f"profile.steps = {list(self.steps)}: the first step comes after the last"
+            )
+        return self
+
+
+class OutputSection(Section):
+    """Where the run writes."""
+
+    directory: str = Field(description="run directory; everything a run writes is below it")
+    export: bool = Field(
+        default=True, description="write a verified Hugging Face directory at the end of the run"
+    )
+
+    @field_validator("directory")
+    @classmethod
+    def _names_a_directory(cls, directory: str) -> str:
+        if not directory.strip():
+            raise ValueError("must name the directory of the run, such as runs/mine")
+        return directory
+
+
+class EngineSection(Section):
+    """Which DeepSpeed JSON says how the engine works."""
+
+    deepspeed_config: str = Field(
+        default="zero1",
+        description="name in ds_configs/ or path of a DeepSpeed JSON; --deepspeed_config wins",
+    )

@@ -1,0 +1,194 @@
+"""Output files and directories that exist either whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import xxhash
+
+from bigtrain.errors import DataError, LaunchError, OutputError
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Raises OutputError, which names `path` and `remedy`, for an OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(cannot_be_written(path, error, remedy)) from error
+
+
+def cannot_be_written(path: Path, error: Exception, remedy: str) -> str:
+    """The text of an OutputError."""
+    return f"{path}: cannot be written: {' '.join(str(error).split())} -> {remedy}"
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A directory to fill, which becomes `path` when the block ends without an exception.
+
+    Until then it is ``.NAME.partial`` beside `path`; after an exception nothing of it is left, and
+    what a killed process left is cleared by the next one. Files and directories are synced before
+    the rename, so after a crash of the machine `path` is either absent or whole.
+
+    Raises DataError where `path` exists and is not an empty directory, where another process is
+    writing it, or where it cannot be written. Call it from one process.
+    """
+    require_free(path)
+    partial = path.parent / f".{path.name}.partial"
+    created: list[Path] = []
+    lock: int | None = None
+    try:
+        try:
+            created = make_parents(path.parent)
+            lock = _claim(partial, path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be written: {error}") from error
+        yield partial
+        sync_tree(partial)
+        require_free(path)
+        # Renaming over an empty directory is atomic; over anything else it fails.
+        partial.rename(path)
+        sync_to_disk(path.parent)
+        created = []
+    finally:
+        if lock is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+            os.close(lock)
+        for parent in reversed(created):
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+
+
+def require_free(path: Path) -> None:
+    """Raises DataError where writing `path` would overwrite something.
+
+    Looks once: another process may make `path` at any moment, also between two looks.
+    """
+    try:
+        is_empty = not any(path.iterdir())
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return
+    except NotADirectoryError:
+        if not path.exists():
+            return
+    else:
+        if is_empty:
+            return
+        raise DataError(
+            f"{path} exists and is not empty; nothing was written -> name another --output, "
+            "or remove it first"
+        )
+    raise DataError(f"{path} exists and is not a directory -> name another --output")
+
+
+def make_parents(directory: Path) -> list[Path]:
+    """Create `directory` and what is missing above it; returns what was, innermost last."""
+    missing = [p for p in (directory, *directory.parents) if not p.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    return list(reversed(missing))
+
+
+def _claim(partial: Path, path: Path) -> int:
+    """Lock `partial`, empty. The lock ends with the process, however it ends."""
+    while True:
+        partial.mkdir(exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Between open and lock its owner may have renamed it to `path`, or removed it.
+            if partial.exists() and os.path.samestat(os.fstat(lock), partial.stat()):
+                _clear(partial)
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise DataError(
+                f"{path} is being written by another process -> wait for it, or name another "
+                "--output"
+            ) from None
+        os.close(lock)
+        require_free(path)
+
+
+def _clear(directory: Path) -> None:
+    for entry in directory.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def existing_above(path: Path) -> Path:
+    """The nearest folder above `path` that is there."""
+    return next(parent for parent in path.absolute().parents if parent.is_dir())
+
+
+def sync_tree(directory: Path) -> None:
+    """fsync all files and folders of `directory`."""
+    for root, _, files in os.walk(directory):
+        for name in files:
+            sync_to_disk(Path(root, name))
+        sync_to_disk(Path(root))
+
+
+def sync_to_disk(path: Path) -> None:
+    """fsync a file or directory (of which that makes its entries durable)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes, draft: Path | None = None) -> None:
+    """Write `path` so that it is there whole or not at all, and stays after a crash.
+
+    `draft`: where it is written first, on the same file system, and a name of its own for each of
+    several processes that may write `path` at once (default: beside it).
+    """
+    draft = draft or path.with_name(f"{path.name}.partial")
+    with draft.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+    sync_to_disk(path.parent)
+
+
+def file_checksum(path: Path) -> str:
+    """XXH3-64 of a file as 16 hexadecimal digits."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_new(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write `text` as UTF-8 to `path`, with what the umask leaves of `mode`.
+
+    Raises LaunchError where another text stands there, which somebody may have edited, and where
+    it cannot be written; then nothing is left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+            raise LaunchError(f"{path} exists and differs: delete it, or name another --output")
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            temporary.rename(path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        remedy = "name another --output, or free what hinders it"
+        raise LaunchError(f"cannot write {path}: {error.strerror} -> {remedy}") from error

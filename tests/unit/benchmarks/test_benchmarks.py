@@ -1,0 +1,183 @@
+"""The benchmarks run and say what they measured; what that is, no test asserts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.support import litgpt_loop
+from benchmarks.support.contenders import BareLoop, Point, resolve_point
+from bigtrain.data.loading.loader import open_training_data
+from bigtrain.models.configuration import load_hf_config
+from tests.support.worlds import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "cpu_step.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # where DeepSpeed has to compile its FusedAdam for HF Trainer first
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_contender_is_compared(dtype: str, tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    finished = run(
+        *("--size", "tiny", "--dtype", dtype, "--threads", "1", "--output", str(output)),
+        *("--zero", "1", "--accumulation", "2"),
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = [line.split() for line in finished.stdout.splitlines() if line.split()[:2] == ["1", "2"]]
+    assert [row[2] for row in rows] == ["bare", "bigtrain", "hf"]
+    assert all(float(row[4]) > 0 for row in rows)
+    figures = json.loads(output.read_text())
+    assert figures["machine"]["threads"] == 1
+    (point,) = figures["points"]
+    assert point["loss_difference"] is not None  # the step logged last did the same work
+    assert point["contenders"]["bare"]["ratio"] == 1.0
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    finished = run("--output", str(tmp_path / "absent" / "figures.json"))
+    assert finished.returncode == 2
+    assert "absent/figures.json: no directory" in finished.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_checkpoints_are_compared_with_deepspeed_and_the_disk() -> None:
+    script = ROOT / "benchmarks" / "checkpoint.py"
+    finished = subprocess.run(
+        [sys.executable, str(script), "--size", "tiny", "--rounds", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    figures = json.loads(finished.stdout[finished.stdout.index("{\n") :])
+    assert 12 < figures["bytes_per_parameter"]["bigtrain"] < 14
+    assert {"async stall", "async total", "sync total", "load"} <= figures["seconds"].keys()
+    assert all(seconds > 0 for seconds in figures["seconds"].values())
+
+
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / name), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # HF Trainer may have to compile DeepSpeed's FusedAdam, and layers are
+def test_the_gpu_benchmark_runs_its_whole_path(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    finished = run_script(
+        "gpu_step.py",
+        *("--contenders", "bare", "bigtrain", "hf"),
+        *("--smoke", "--loss", "plain", "chunked", "--checkpointing", "full"),
+        *("--compile", "off", "--peer", "torchtitan=123", "--output", str(output)),
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    first, second = json.loads(output.read_text())["points"]
+    assert list(first["contenders"]) == ["bare", "bigtrain", "hf", "torchtitan"]
+    for point in (first, second):
+        for name in ("bare", "bigtrain", "hf"):
+            assert point["contenders"][name]["tokens_per_second"] > 0, finished.stdout
+            assert point["contenders"][name]["peak_gib"] > 0
+    assert "torchtitan" in finished.stdout
+    assert "picture" in finished.stdout
+
+
+@pytest.mark.skipif(not litgpt_loop.is_installed(), reason="litgpt is not installed")
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about its surroundings
+def test_litgpt_trains_the_same_model(tmp_path: Path) -> None:
+    """From the same weights on the same batches; it decays all parameters, bigtrain not all."""
+    run = resolve_point(
+        Point("tiny", 0, 2, 2, "fp32", 1, 3, 1, (), loss="plain"), tmp_path / "data"
+    )
+    hf_config = load_hf_config(run.config.model)
+    with closing(open_training_data(run.config, run.plan, 0)) as batches:
+        steps = [batches.step(n * run.plan.global_samples) for n in range(3)]
+    loops = (
+        BareLoop(run, hf_config, steps, torch.device("cpu")),
+        litgpt_loop.LitgptLoop(run, hf_config, steps),
+    )
+    for loop in loops:
+        loop.run(3)
+    bare, litgpt = (torch.stack(loop.losses).tolist() for loop in loops)
+    assert litgpt == pytest.approx(bare, abs=1e-5)
+    assert bare[2] != pytest.approx(bare[0], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_benchmark_wants_a_gpu() -> None:
+    finished = run_script("gpu_step.py")
+    assert finished.returncode == 2
+    assert "no CUDA device here; --smoke runs the same path on a CPU" in finished.stderr
+
+
+@pytest.mark.slow
+def test_start_up_is_compared_with_imports() -> None:
+    finished = run_script("startup.py", "--rounds", "1")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    figures = json.loads(finished.stdout[finished.stdout.index("{\n") :])
+    assert figures["run_over_imports"] > 0
+    assert all(seconds > 0 for seconds in figures["seconds"].values())
+
+
+@pytest.mark.slow
+def test_the_loss_in_chunks_is_compared_with_full_logits() -> None:
+    finished = run_script(
+        "loss_memory.py",
+        *("--tokens", "256", "--hidden-size", "32", "--chunk-tokens", "16", "--rounds", "1"),
+        *("--vocabulary", "65536"),
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    figures = json.loads(finished.stdout[finished.stdout.index("{\n") :])
+    assert 0 < figures["ratio"]["peak_gib"] < 1
+
+
+@pytest.mark.slow
+def test_documents_apart_are_compared_with_masks() -> None:
+    finished = run_script(
+        "document_attention.py",
+        *("--tokens", "512", "--document-tokens", "64", "--hidden-size", "64", "--layers", "1"),
+        *("--rounds", "1"),
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    figures = json.loads(finished.stdout[finished.stdout.index("{\n") :])
+    assert all(value > 0 for value in figures["documents_of_masks"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_what_is_exchanged_is_what_the_formulas_say(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    words = ("--size", "tiny", "--steps", "1", "--output", str(output))
+    finished = run_script("parallel_overhead.py", *words)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = {row["layout"]: row for row in json.loads(output.read_text())}
+    assert rows.keys() == {"ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "TP 2", "PP 2", "SP 2"}
+    # Above: norms, counts of targets and padding.
+    assert all(0.99 <= row["exchanged_ratio"] <= 1.05 for row in rows.values())
+    assert all(row["step_seconds"] > 0 for row in rows.values())
+    assert rows["PP 2"]["bubble"] == 0.2

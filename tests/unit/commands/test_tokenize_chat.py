@@ -1,0 +1,301 @@
+"""`bigtrain tokenize --chat-key`: conversations from files to tokens and masks."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from bigtrain.cli import main
+from bigtrain.data.chat.encoder import ChatEncoder
+from bigtrain.data.shards.dataset import open_dataset
+from bigtrain.data.shards.manifest import read_manifest
+from bigtrain.data.shards.verification import damaged_files
+from tests.support.chats import CHATML, QWEN3, chat_tokenizer, save_chat_tokenizer, turns, unmarked
+
+CHATS = [turns(f"What is {n} + {n}?", f"It is {2 * n}." + " é🙂" * (n % 3)) for n in range(60)] + [
+    turns("Hi", "Hello!", "a < b", "<|im_end|>", system="Be brief.")
+]
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_tokenizer(tmp_path_factory.mktemp("tokenizer") / "t")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "chats.jsonl", [{"messages": messages} for messages in CHATS])
+
+
+def tokenize(*arguments: object) -> int:
+    return main(["tokenize", "--chat-key", "messages", *map(str, arguments)])
+
+
+def documents_of(path: Path, split: Any = "train") -> list[tuple[list[int], list[int]]]:
+    found = []
+    for shard in open_dataset(path, check="contents").shards(split):
+        mask = np.unpackbits(shard.mask_bytes, bitorder="little", count=shard.num_tokens)
+        begin = 0
+        for length in shard.sequence_lengths.tolist():
+            tokens = shard.tokens[begin : begin + length].tolist()
+            found.append((tokens, mask[begin : begin + length].tolist()))
+            begin += length
+    return found
+
+
+@cache
+def transformers_tokenizer() -> Any:
+    return chat_tokenizer(CHATML)
+
+
+def expected(messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    result = transformers_tokenizer().apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return result["input_ids"], result["assistant_masks"]
+
+
+def errors_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "errors.jsonl").read_text().splitlines()]
+
+
+def test_tokens_and_masks(
+    source: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d") == 0
+    assert "% of the tokens to learn" in capsys.readouterr().out
+    documents = documents_of(tmp_path / "d")
+    assert documents[:-1] == [expected(messages) for messages in CHATS[:-1]]
+    # The last one spells a control token, which stays text.
+    assert len(documents[-1][0]) > len(expected(CHATS[-1])[0])
+    manifest = read_manifest(tmp_path / "d")
+    assert manifest.is_masked
+    assert manifest.options.chat
+    assert manifest.options.text_keys == ("messages",)
+    assert damaged_files(tmp_path / "d") == []
+    (tmp_path / "d" / "train-00000.mask").unlink()
+    assert "train-00000.mask cannot be read" in damaged_files(tmp_path / "d")[0]
+
+
+@pytest.mark.parametrize("form", ["workers", "parquet", "strings", "arrow", "json", "saved"])
+def test_every_way_to_read_gives_the_same(
+    source: Path, tokenizer: Path, tmp_path: Path, form: str
+) -> None:
+    assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d") == 0
+    options: list[object] = []
+    rows = [{"messages": messages, "other": 1} for messages in CHATS]
+    if form == "workers":
+        options = ["--workers", 2, "--shard-size", 3000]
+    elif form == "strings":
+        rows = [{"messages": json.dumps(messages), "other": 1} for messages in CHATS]
+        source = tmp_path / "chats.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    elif form == "parquet":
+        source = tmp_path / "chats.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist(rows), source, row_group_size=7)
+    elif form == "arrow":
+        source = tmp_path / "chats.arrow"
+        table = pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_file(source, table.schema) as writer:
+            writer.write_table(table)
+    elif form == "json":
+        source = tmp_path / "chats.json"
+        source.write_text(json.dumps(rows))
+    else:
+        from datasets import Dataset
+
+        source = tmp_path / "saved"
+        Dataset.from_list(rows).save_to_disk(source)
+    command = ["--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "e", *options]
+    assert tokenize(*command) == 0
+    assert documents_of(tmp_path / "e") == documents_of(tmp_path / "d")
+
+
+def test_masks_move_with_their_shards(
+    source: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed when all units are done and some files have moved: the next start goes on."""
+    command = ["--input", source, "--tokenizer", tokenizer, "--shard-size", 3000]
+    assert tokenize(*command, "--output", tmp_path / "whole") == 0
+    moved = []
+
+    def move(origin: Path, target: Path) -> None:
+        if len(moved) == 4:
+            raise KeyboardInterrupt
+        moved.append(target.name)
+        origin.rename(target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("bigtrain.data.tokenize_job.commit._move", move)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(*command, "--output", tmp_path / "d")
+    assert moved[:3] == ["train-00000.bin", "train-00000.idx", "train-00000.mask"]
+    with monkeypatch.context() as patched:
+        patched.setattr(ChatEncoder, "encode", None)  # nothing is encoded again
+        assert tokenize(*command, "--output", tmp_path / "d") == 0
+    found, wanted = (
+        {path.name: path.read_bytes() for path in folder.glob("train-*")}
+        for folder in (tmp_path / "d", tmp_path / "whole")
+    )
+    assert found == wanted
+    assert len(wanted) >= 9
+
+
+def test_held_out_conversations(source: Path, tokenizer: Path, tmp_path: Path) -> None:
+    assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d") == 0
+    command = ["--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "e"]
+    assert tokenize(*command, "--held-out", 0.3) == 0
+    train, held_out = (documents_of(tmp_path / "e", split) for split in ("train", "held_out"))
+    assert min(len(train), len(held_out)) > 5
+    assert sorted(train + held_out) == sorted(documents_of(tmp_path / "d"))
+
+
+BAD: list[Any] = [
+    {"messages": turns("a", "b")},
+    {"messages": [{"role": "user", "content": "no answer"}]},
+    {"messages": "hello"},
+    {"texts": 1},
+    {"messages": [{"from": "human", "value": "a"}]},
+    {"messages": [{"role": "user", "text": "a"}, {"role": "assistant", "content": "b"}]},
+    {"messages": turns("c", "d")},
+]
+REASONS = [
+    (2, "there is no token of an assistant to learn from"),
+    (3, "'messages' is no conversation: not a list of messages but str"),
+    (4, "no key 'messages'; keys here: texts"),
+    (
+        5,
+        "'messages' is no conversation: message 1 has no role that is text; keys here: from, value",
+    ),
+    (6, "the chat template refuses it: UndefinedError: "),
+]
+
+
+@pytest.mark.parametrize("options", [[], ["--workers", 2, "--shard-size", 150]])
+def test_bad_conversations_are_listed(tokenizer: Path, tmp_path: Path, options: list[Any]) -> None:
+    source = write_lines(tmp_path / "bad.jsonl", BAD)
+    command = ["--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d", *options]
+    assert tokenize(*command, "--skip-bad") == 0
+    assert documents_of(tmp_path / "d") == [expected(BAD[n]["messages"]) for n in (0, 6)]
+    listed = errors_of(tmp_path / "d")
+    assert [entry["line"] for entry in listed] == [line for line, _ in REASONS]
+    for entry, (_, reason) in zip(listed, REASONS, strict=True):
+        assert entry["reason"].startswith(reason)
+    assert read_manifest(tmp_path / "d").skipped_documents == len(REASONS)
+
+
+@pytest.mark.parametrize("bad", [1, 2, 4, 5])
+@pytest.mark.parametrize("size", [150, 10_000])
+def test_one_bad_conversation_ends_it(
+    tokenizer: Path, tmp_path: Path, bad: int, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"messages": turns("a", "b")}] * 5 + [BAD[bad]] + [{"messages": turns("a", "b")}] * 3
+    source = write_lines(tmp_path / "bad.jsonl", rows)
+    command = ["--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d"]
+    assert tokenize(*command, "--shard-size", size) == 2
+    assert f"bad.jsonl:6: {dict(REASONS)[bad + 1]}" in capsys.readouterr().err
+
+
+def test_rows_of_bad_conversations(tokenizer: Path, tmp_path: Path) -> None:
+    silent = {"messages": [{"role": "user", "content": "no answer"}]}
+    rows = [{"messages": turns("a", "b")}, silent, {"messages": turns("c", "d")}, silent]
+    source = tmp_path / "chats.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    command = ["--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d"]
+    assert tokenize(*command, "--skip-bad") == 0
+    listed = errors_of(tmp_path / "d")
+    assert [entry["row"] for entry in listed] == [1, 3]
+
+
+def test_tools(tmp_path: Path) -> None:
+    tokenizer = save_chat_tokenizer(tmp_path / "t", QWEN3)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    rows = [{"messages": turns("a", "b"), "tools": tools}, {"messages": turns("a", "b")}]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d") == 0
+    with_tools, without = documents_of(tmp_path / "d")
+    assert (
+        with_tools[0]
+        == (
+            chat_tokenizer(QWEN3).apply_chat_template(rows[0]["messages"], tools=tools)["input_ids"]
+        )
+    )
+    assert len(with_tools[0]) > len(without[0])
+
+
+def test_another_template_is_another_dataset(
+    source: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "d"
+    command = ["--input", source, "--tokenizer", tokenizer, "--output", output]
+    assert tokenize(*command) == 0
+    assert tokenize(*command) == 0
+    assert "is already the finished dataset" in capsys.readouterr().out
+    template = tmp_path / "other.jinja"
+    template.write_text(unmarked(CHATML).replace("\n", "\r\n"))
+    assert tokenize(*command, "--chat-template", template) == 2
+    assert "holds a dataset of other chat template; nothing was written" in capsys.readouterr().err
+    command[-1] = tmp_path / "e"
+    assert tokenize(*command, "--chat-template", template) == 0
+    from transformers import AutoTokenizer
+
+    kept = AutoTokenizer.from_pretrained(tmp_path / "e" / "tokenizer")
+    assert kept.chat_template == template.read_text()
+    assert documents_of(tmp_path / "e")[0][0] == kept.apply_chat_template(CHATS[0])["input_ids"]
+    first, second = (read_manifest(path) for path in (output, tmp_path / "e"))
+    assert first.tokenizer.chat_template != second.tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--text-key", "a"], "--text-key and --chat-key messages exclude each other"),
+        (["--input", "IN.txt"], r"IN.txt is text, and --chat-key names a key of it -> conversatio"),
+        (["--chat-template", "none.jinja"], "--chat-template none.jinja cannot be read: "),
+    ],
+)
+def test_options_that_do_not_fit(
+    source: Path,
+    tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("IN.txt").write_text("text")
+    command = ["--input", source, "--tokenizer", tokenizer, "--output", "d"]
+    assert tokenize(*command, *options) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("d").exists()
+
+
+def test_template_without_conversations(
+    source: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["tokenize", "--input", str(source), "--tokenizer", str(tokenizer)]
+    options = ["--output", str(tmp_path / "d"), "--chat-template", "x.jinja"]
+    assert main([*command, *options]) == 2
+    assert "--chat-template is for conversations -> name their key" in capsys.readouterr().err
+
+
+def test_tokenizer_without_template(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = save_chat_tokenizer(tmp_path / "t", None)
+    assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d") == 2
+    assert "has no chat template -> give one: --chat-template FILE" in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()

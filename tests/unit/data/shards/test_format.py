@@ -1,0 +1,231 @@
+"""The shard format byte for byte, and what becomes of damaged files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bigtrain.data.shards.dataset import open_dataset
+from bigtrain.data.shards.format import Shard, token_dtype
+from bigtrain.data.shards.manifest import MANIFEST_NAME, read_manifest
+from bigtrain.data.shards.statistics import token_counts, unigram_entropy
+from bigtrain.data.shards.writer import ShardWriter
+from bigtrain.errors import DataError
+from tests.support.datasets import write_dataset
+
+# By hand, from Megatron-LM's indexed_dataset.py: documents [5, 6, 0], none, [7, 0] of uint16.
+EXPECTED_BIN = bytes.fromhex("0500 0600 0000 0700 0000")
+EXPECTED_IDX = bytes.fromhex(
+    "4d4d49444944580000"  # MMIDIDX and two zero bytes
+    "0100000000000000"  # version
+    "08"  # uint16
+    "0200000000000000"  # sequences
+    "0400000000000000"  # document entries
+    "03000000 02000000"  # lengths
+    "0000000000000000 0600000000000000"  # byte offsets
+    "0000000000000000 0100000000000000 0100000000000000 0200000000000000"  # documents
+)
+
+
+def write_small(directory: Path, dtype: Any = "uint16") -> Path:
+    with ShardWriter(directory, "small", dtype) as writer:
+        writer.add(np.array([5, 6, 0]), np.array([3, 0]), 2)
+        writer.add(np.array([7, 0]), np.array([2]), 1)
+        record = writer.close()
+    assert (record.documents, record.tokens, record.text_bytes) == (3, 5, 3)
+    return directory / "small"
+
+
+def test_bytes_are_megatrons(tmp_path: Path) -> None:
+    write_small(tmp_path)
+    assert sorted(f.name for f in tmp_path.iterdir()) == [
+        "small.bin", "small.blocks", "small.idx"
+    ]  # fmt: skip
+    assert (tmp_path / "small.bin").read_bytes() == EXPECTED_BIN
+    assert (tmp_path / "small.idx").read_bytes() == EXPECTED_IDX
+
+
+def test_int32_for_large_vocabularies(tmp_path: Path) -> None:
+    assert [token_dtype(n) for n in (65_499, 65_500)] == ["uint16", "int32"]
+    write_small(tmp_path, "int32")
+    assert (tmp_path / "small.idx").read_bytes()[17] == 4
+    assert np.fromfile(tmp_path / "small.bin", "<i4").tolist() == [5, 6, 0, 7, 0]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_deepspeed_reads_it(tmp_path: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset
+
+    if dtype == "uint16":
+        # DeepSpeed's copy of the table has drifted from Megatron's, whose files these are.
+        assert indexed_dataset.dtypes[8][0] is np.uint64
+        monkeypatch.setitem(indexed_dataset.dtypes, 8, (np.uint16, None))
+    prefix = write_small(tmp_path, dtype)
+    dataset = indexed_dataset.MMapIndexedDataset(str(prefix), skip_warmup=True)
+    assert [dataset[i].tolist() for i in range(len(dataset))] == [[5, 6, 0], [7, 0]]
+    assert dataset.doc_idx.tolist() == [0, 1, 1, 2]
+
+
+def test_reader_gives_documents_back(tmp_path: Path) -> None:
+    shard = Shard(write_small(tmp_path))
+    shard.check_index()
+    assert [shard.document(i).tolist() for i in range(3)] == [[5, 6, 0], [], [7, 0]]
+    with pytest.raises(DataError, match="has documents 0 to 2, not 3"):
+        shard.document(3)
+
+
+def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), ShardWriter(tmp_path, "x", "uint16") as writer:  # noqa: PT012
+        writer.add(np.array([1]), np.array([1]), 1)
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_damaged_index_is_refused(tmp_path: Path, data: st.DataObject) -> None:
+    """Any truncation, growth or bit flip either still gives the same documents or a DataError."""
+    content = bytearray(EXPECTED_IDX)
+    action = data.draw(st.sampled_from(["flip", "cut", "grow"]))
+    if action == "flip":
+        for _ in range(data.draw(st.integers(1, 3))):
+            content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(
+                st.integers(0, 7)
+            )
+    elif action == "cut":
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    else:
+        content += data.draw(st.binary(min_size=1, max_size=20))
+    (tmp_path / "x.bin").write_bytes(EXPECTED_BIN)
+    (tmp_path / "x.idx").write_bytes(content)
+    with suppress(DataError):
+        shard = Shard(tmp_path / "x")
+        for index in range(min(shard.num_documents, 10)):
+            document = shard.document(index)
+            assert document.nbytes <= len(EXPECTED_BIN)
+    with suppress(DataError):
+        shard = Shard(tmp_path / "x")
+        shard.check_index()
+        assert shard.num_tokens * shard.dtype.itemsize == len(EXPECTED_BIN)
+        assert int(shard.sequence_lengths.sum()) == shard.num_tokens
+
+
+@pytest.mark.parametrize("kept", [0, 1, 9])
+def test_truncated_tokens_are_refused(tmp_path: Path, kept: int) -> None:
+    write_small(tmp_path)
+    (tmp_path / "small.bin").write_bytes(EXPECTED_BIN[:kept])
+    with pytest.raises(DataError, match=r"small\.idx is damaged"):
+        Shard(tmp_path / "small").check_index()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "set", vocab_size=50)
+
+
+@pytest.fixture
+def damaged(dataset: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(dataset, tmp_path / "copy"))
+
+
+def test_dataset_opens(dataset: Path) -> None:
+    opened = open_dataset(dataset, check="contents")
+    assert opened.manifest.num_documents("train") == 60
+    assert sum(s.num_tokens for s in opened.shards("train")) == opened.manifest.num_tokens("train")
+    assert len(opened.shards("held_out")) == 1
+
+
+def test_missing_directory_and_manifest(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing does not exist -> make it with `bigtrain tokeni"):
+        open_dataset(tmp_path / "nothing")
+    with pytest.raises(DataError, match=r"is not a finished token dataset: it has no manifest"):
+        open_dataset(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="is not a directory"):
+        open_dataset(tmp_path / "file")
+
+
+def test_missing_and_shortened_shards(damaged: Path) -> None:
+    shard = damaged / "train_00000.bin"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-2])
+    with pytest.raises(DataError, match=r"train_00000\.bin is damaged: bytes .* the manifest says"):
+        open_dataset(damaged, check="sizes")
+    shard.unlink()
+    with pytest.raises(DataError, match=r"train_00000\.bin cannot be read: No such file"):
+        open_dataset(damaged)
+    shard.write_bytes(content[:-2] + bytes([content[-2] ^ 1, content[-1]]))
+    open_dataset(damaged)
+    with pytest.raises(DataError, match=r"train_00000\.bin is damaged: its checksum"):
+        open_dataset(damaged, check="contents")
+
+
+def test_empty_dataset(damaged: Path) -> None:
+    tree = json.loads((damaged / MANIFEST_NAME).read_text())
+    tree["splits"]["train"] = []
+    (damaged / MANIFEST_NAME).write_text(json.dumps(tree))
+    with pytest.raises(DataError, match="is empty: its training split holds 0 tokens"):
+        open_dataset(damaged)
+
+
+def test_manifest_of_another_version(damaged: Path) -> None:
+    tree = json.loads((damaged / MANIFEST_NAME).read_text())
+    tree["version"] = 1
+    (damaged / MANIFEST_NAME).write_text(json.dumps(tree))
+    with pytest.raises(DataError, match="has format version 1; this bigtrain reads 2"):
+        read_manifest(damaged)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", ".hidden", ""])
+def test_manifest_cannot_name_files_elsewhere(damaged: Path, name: str) -> None:
+    tree = json.loads((damaged / MANIFEST_NAME).read_text())
+    tree["splits"]["train"][0]["name"] = name
+    (damaged / MANIFEST_NAME).write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=r"manifest\.json is damaged: splits\.train"):
+        open_dataset(damaged)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_damaged_manifest_is_refused_or_harmless(damaged: Path, data: st.DataObject) -> None:
+    original = (damaged / MANIFEST_NAME.replace("manifest", "original")).with_suffix(".keep")
+    if not original.exists():
+        original.write_bytes((damaged / MANIFEST_NAME).read_bytes())
+    content = bytearray(original.read_bytes())
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    else:
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (damaged / MANIFEST_NAME).write_bytes(content)
+    try:
+        opened = open_dataset(damaged)
+    except DataError:
+        return
+    for split in ("train", "held_out"):
+        tokens = sum(shard.num_tokens for shard in opened.shards(split))  # type: ignore[arg-type]
+        assert tokens == opened.manifest.num_tokens(split)  # type: ignore[arg-type]
+
+
+def test_unigram_entropy_is_the_formula(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bigtrain.data.shards.statistics.CHUNK_ITEMS", 7)
+    opened = open_dataset(dataset)
+    train, held_out = (
+        np.concatenate([shard.tokens for shard in opened.shards(split)])
+        for split in ("train", "held_out")
+    )
+    counts = [int((train == token).sum()) for token in range(50)]
+    assert token_counts(opened, "train").tolist() == counts
+    losses = [-np.log((counts[token] + 1) / (len(train) + 50)) for token in held_out]
+    assert unigram_entropy(opened) == pytest.approx(np.mean(losses), rel=1e-12)

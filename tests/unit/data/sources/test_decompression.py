@@ -1,0 +1,269 @@
+"""Parquet and arrow compressed as files: the same tokens, nothing left behind, clear errors."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import re
+import resource
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow
+import pytest
+import xxhash
+import zstandard
+from pyarrow import parquet
+
+from bigtrain.cli import main
+from bigtrain.data.documents.bad_documents import Rejects
+from bigtrain.data.documents.open_reader import DocumentReader
+from bigtrain.data.documents.parts import ReadOptions
+from bigtrain.data.sources.discovery import Selection, find_sources
+from bigtrain.data.tokenizers.training import train_tokenizer
+from bigtrain.errors import DataError
+from tests.support.commands import Commands
+
+TEXTS = [f"alpha beta {number * number} épsilon 東京\n" * (number % 7) for number in range(600)]
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "zst": zstandard.ZstdCompressor().compress,
+    "xz": lzma.compress,
+    "bz2": bz2.compress,
+}
+
+
+def content(kind: str, texts: list[str] = TEXTS) -> bytes:
+    """A file of several row groups or record batches; `stream`: arrow's kind without an index."""
+    table = pyarrow.table({"text": texts})
+    sink = pyarrow.BufferOutputStream()
+    if kind == "parquet":
+        parquet.write_table(table, sink, row_group_size=150)
+    else:
+        new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
+        with new(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=150)
+    return bytes(sink.getvalue())
+
+
+def suffix(kind: str) -> str:
+    return "arrow" if kind == "stream" else kind
+
+
+def packed(folder: Path, kind: str, compression: str, texts: list[str] = TEXTS) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / f"a.{suffix(kind)}.{compression}"
+    path.write_bytes(COMPRESS[compression](content(kind, texts)))
+    return path
+
+
+def reader(path: Path, scratch: Path) -> DocumentReader:
+    selection = Selection([str(path)])
+    options = ReadOptions(selection, scratch=scratch)
+    return DocumentReader(find_sources(selection), options, Rejects(False))
+
+
+def nameless() -> list[str]:
+    """Files without a name that this process holds open or mapped."""
+    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+            if os.path.islink(f"/proc/self/fd/{fd}")]  # fmt: skip
+    held += Path("/proc/self/maps").read_text().splitlines()
+    return [name for name in held if name.endswith("(deleted)")]
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("unpacking") / "tokenizer"
+    train_tokenizer([TEXTS], 300).save(directory)
+    return directory
+
+
+def words(tokenizer: Path, source: Path, output: Path, *more: object) -> list[str]:
+    found = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--output", output]
+    return [str(word) for word in (*found, "--encoder", "reference", "--suffix", ".parquet",
+                                   "--suffix", ".arrow", *more)]  # fmt: skip
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "stream"])
+def test_the_same_tokens_as_of_the_plain_file(
+    tokenizer: Path, tmp_path: Path, kind: str, compression: str
+) -> None:
+    plain = tmp_path / f"a.{suffix(kind)}"
+    plain.write_bytes(content(kind))
+    assert main(words(tokenizer, plain, tmp_path / "plain")) == 0
+    source = packed(tmp_path / "in", kind, compression)
+    # A folder is searched for compressed files of the suffix as well.
+    assert main(words(tokenizer, source.parent, tmp_path / "d")) == 0
+    found, expected = files_of(tmp_path / "d"), files_of(tmp_path / "plain")
+    manifest = json.loads(found.pop("manifest.json"))
+    assert found == {name: b for name, b in expected.items() if name != "manifest.json"}
+    (record,) = manifest["sources"]
+    # As of other compressed files: one part, with the checksum of the file as it lies there.
+    checksum = xxhash.xxh3_64_hexdigest(source.read_bytes())
+    assert record["parts"] == [{"begin": 0, "xxh3": checksum}]
+
+
+def test_workers_do_not_change_a_byte(tokenizer: Path, tmp_path: Path) -> None:
+    """Each file is a unit, however small the shards, or shares one with other small files."""
+    for number, compression in enumerate(COMPRESS):
+        texts = [*TEXTS[: 100 * number + 50], "x" * 3000]
+        path = packed(tmp_path / "in", "parquet", compression, texts)
+        path.rename(path.with_name(f"{number}{path.name}"))
+    outputs = []
+    for workers in (1, 2, 4):
+        outputs.append(tmp_path / str(workers))
+        options = ["--workers", workers, "--shard-size", 2500, "--skip-bad"]
+        options += ["--max-document-bytes", 2000]
+        assert main(words(tokenizer, tmp_path / "in", outputs[-1], *options)) == 0
+    first, *others = (files_of(output) for output in outputs)
+    assert all(other == first for other in others)
+    errors = [json.loads(line) for line in first["errors.jsonl"].splitlines()]
+    assert [entry["row"] for entry in errors] == [50, 150, 250, 350]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "stream"])
+def test_progress_and_what_is_left(tmp_path: Path, kind: str) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    path = packed(tmp_path / "in", kind, "gz")
+    documents = reader(path, scratch)
+    before = nameless()
+    done, found = [], []
+    for block in documents.blocks():
+        done.append(documents.bytes_done)
+        found += [text.decode() for text in block]
+        assert not list(scratch.iterdir())
+        assert any(str(scratch) in name for name in nameless())
+    assert found == TEXTS
+    assert done == sorted(done)
+    assert 0 < done[1] < done[-1] < documents.bytes_done == path.stat().st_size
+    assert nameless() == before
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("damage", ["cut", "garbage", "other content", "empty"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_damaged_file_is_named(tmp_path: Path, kind: str, damage: str, compression: str) -> None:
+    path = packed(tmp_path / "in", kind, compression)
+    whole = path.read_bytes()
+    path.write_bytes(
+        {
+            "cut": whole[: len(whole) // 2],
+            "garbage": b"garbage" + whole,
+            "other content": COMPRESS[compression](b"no table" * 99),
+            "empty": b"",
+        }[damage]
+    )
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with pytest.raises(DataError, match=rf"a\.{kind}\.{compression} cannot be read: \S"):
+        list(reader(path, scratch))
+    assert not list(scratch.iterdir())
+
+
+def test_a_disk_without_room(tmp_path: Path) -> None:
+    path = packed(tmp_path / "in", "parquet", "gz")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        with pytest.raises(DataError) as caught:
+            list(reader(path, tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(caught.value) == (
+        f"{path} cannot be decompressed into {tmp_path}, as parquet must be before it is read: "
+        "File too large -> make room there for the largest such file, once for each of --workers, "
+        "or decompress it yourself"
+    )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_work_folder_that_is_removed_meanwhile(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the first of two files of one unit is read."""
+    path = packed(tmp_path / "in", "parquet", "gz")
+    pipe = tmp_path / "in" / "pipe.txt"
+    os.mkfifo(pipe)
+    output = tmp_path / "d"
+
+    def write() -> None:
+        with pipe.open("w") as file:  # once the other side is open
+            shutil.rmtree(output / ".units")
+            file.write("alpha")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert main(words(tokenizer, pipe, output, "--input", path)) == 2
+    writer.join()
+    assert f"{output}/.units was removed meanwhile, by another" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_compressed_tables(tmp_path: Path) -> None:
+    path = packed(tmp_path / "in", "arrow", "zst")
+    output = tmp_path / "new" / "tokenizer"
+    arguments = ["tokenizer", "--input", path, "--vocab-size", 300, "--output", output]
+    assert main([str(argument) for argument in arguments]) == 0
+    assert {entry.name for entry in tmp_path.iterdir()} == {"in", "new"}
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    with Commands(tmp_path_factory.mktemp("logs")) as commands:
+        yield commands
+
+
+def test_killed_while_a_file_is_decompressed(
+    tokenizer: Path, commands: Commands, tmp_path: Path
+) -> None:
+    """The first sync of all is that of the decompressed file, which is whole then."""
+    (temporary := tmp_path / "tmp").mkdir()
+    environment = {"TMPDIR": str(temporary)}
+    source = packed(tmp_path / "in", "parquet", "gz")
+    for name in ("first", "unbroken"):  # the first on a machine takes more steps: it remembers
+        output = tmp_path / name
+        ended = commands.run(*words(tokenizer, source, output), kill_before_step=0)
+        assert ended.code == 0, ended.output
+    synced = next(n for n, step in enumerate(ended.steps, 1) if step.startswith("fsync "))
+    arguments = words(tokenizer, source, tmp_path / "d")
+    killed = commands.run(*arguments, kill_before_step=synced, environment=environment)
+    assert killed.code == -9
+    left = {path.name.split(".", 1)[1] for path in (tmp_path / "d" / ".units").iterdir()}
+    # Who began it, and the shard that it writes: no file of the input's content.
+    assert len(left) == 2
+    assert all(re.fullmatch(r"claim|\w{12}\.train\.bin\.partial", name) for name in left)
+    assert not list(temporary.iterdir())
+    assert commands.run(*arguments, environment=environment).code == 0
+    assert files_of(tmp_path / "d") == files_of(output)
+
+
+def test_memory_does_not_grow_with_the_file(
+    tokenizer: Path, commands: Commands, tmp_path: Path
+) -> None:
+    peaks = []
+    for size_mb in (50, 200):  # with row groups of 5 MB
+        folder = tmp_path / str(size_mb)
+        folder.mkdir()
+        table = pyarrow.table({"text": ["x" * 10_000] * 100 * size_mb + ["alpha"]})
+        with gzip.open(folder / "a.parquet.gz", "wb", 1) as file:
+            plain = {"compression": "none", "use_dictionary": False}
+            parquet.write_table(table, file, row_group_size=500, **plain)  # type: ignore[arg-type]
+        ended = commands.run(
+            *words(tokenizer, folder, folder / "d", "--skip-bad", "--max-document-bytes", 1000)
+        )
+        assert ended.code == 0, ended.output
+        peaks.append(ended.peak_bytes)
+    # Allocators keep some of what was freed.
+    assert peaks[1] - peaks[0] < 75e6, peaks

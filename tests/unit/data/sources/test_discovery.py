@@ -1,0 +1,298 @@
+"""Documents from every kind of input, and what is said of those that cannot be read."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from bigtrain.data.documents.bad_documents import BadDocument, Rejects
+from bigtrain.data.documents.open_reader import DocumentReader, part_reader
+from bigtrain.data.documents.parts import Part, ReadOptions
+from bigtrain.data.sources.discovery import Selection, find_sources
+from bigtrain.errors import DataError
+
+TEXTS = ["first\r\n", "", "zweite Zeile äöü", "第三 \u2028 line", 'tab\tand \\ quote" \0 nul']
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+}
+
+
+def read(
+    *inputs: Path | str,
+    text_key: str = "text",
+    skip: bool = False,
+    limit: int = 1 << 20,
+    bad: list[BadDocument] | None = None,
+    **selection: Any,
+) -> list[str]:
+    chosen = Selection(inputs=[str(i) for i in inputs], **selection)
+    options = ReadOptions(chosen, tuple(text_key.split(",")), limit)
+    rejects = Rejects(skip, (bad if bad is not None else []).append)
+    reader = DocumentReader(find_sources(chosen), options, rejects)
+    documents = list(reader)
+    assert reader.total_bytes is None or reader.bytes_done == reader.total_bytes
+    return documents
+
+
+def lines(texts: Sequence[object] = TEXTS, key: str = "text") -> bytes:
+    return "".join(json.dumps({"id": 1, key: text}) + "\n" for text in texts).encode()
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_json_lines(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"a.jsonl{suffix}", COMPRESS[suffix](lines() + b"\n  \n" + lines()))
+    assert read(path) == TEXTS * 2
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_text_files_are_taken_as_they_stand(tmp_path: Path, suffix: str) -> None:
+    for number, text in enumerate(TEXTS):
+        write(tmp_path / f"{number}.txt{suffix}", COMPRESS[suffix](text.encode()))
+    assert read(tmp_path) == TEXTS
+
+
+def test_several_zstd_frames_and_none(tmp_path: Path) -> None:
+    compress = zstandard.ZstdCompressor().compress
+    path = write(tmp_path / "a.jsonl.zst", compress(lines()) + compress(lines()))
+    assert read(path) == TEXTS * 2
+    assert read(write(tmp_path / "b.jsonl.zst", b"")) == []
+
+
+@pytest.mark.parametrize("suffix", [s for s in COMPRESS if s])
+@pytest.mark.parametrize("damage", ["cut", "garbage"])
+def test_damaged_compression_is_never_the_end_of_the_data(
+    tmp_path: Path, suffix: str, damage: str
+) -> None:
+    content = COMPRESS[suffix](lines([f"{n * n}" for n in range(5000)]))
+    content = content[: len(content) // 2] if damage == "cut" else b"garbage" + content
+    path = write(tmp_path / f"a.jsonl{suffix}", content)
+    with pytest.raises(DataError, match=rf"a\.jsonl{suffix} cannot be read: "):
+        read(path, skip=True)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    table = pyarrow.table({"id": range(5), "body": TEXTS})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path, text_key="body") == TEXTS
+    with pytest.raises(DataError, match=r"a\.parquet: no column 'text' -> --text-key: body, id"):
+        read(tmp_path)
+    with pytest.raises(DataError, match=r"a\.parquet row 0: 'id' is not text but int"):
+        read(tmp_path, text_key="id")
+    write(tmp_path / "b.parquet", b"PAR1 and nothing more")
+    with pytest.raises(DataError, match=r"b\.parquet cannot be read"):
+        read(tmp_path / "b.parquet")
+
+
+def test_whatever_datasets_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write(tmp_path / "a.csv", b'text,n\n"one, two",1\nthree,2\n')
+    assert read(tmp_path / "a.csv") == ["one, two", "three"]
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved") == TEXTS
+    both = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a", None]})})
+    both.save_to_disk(tmp_path / "both")
+    with pytest.raises(DataError, match=r"both row 1: 'text' is not text but nothing"):
+        read(tmp_path / "both")
+    with pytest.raises(DataError, match=r"has no split test -> --dataset-split: train"):
+        read(tmp_path / "both", dataset_split="test")
+    with pytest.raises(DataError, match=r"no column 'body' -> --text-key: text"):
+        read(tmp_path / "saved", text_key="body")
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"text": "a"', "not JSON"),
+        (b'["text"]', "not a JSON object but list"),
+        (b'{"body": "a", "id": 1}', "no key 'text'; keys here: body, id"),
+        (b'{"text": null}', "'text' is not text but nothing"),
+        (b'{"text": 5}', "'text' is not text but int"),
+        (b'{"text": "\xe4"}', "not UTF-8"),
+        (b'{"text": "\\ud800"}', "the text holds half of a surrogate pair"),
+        (b'{"text": ' + b"[" * 100_000, "not JSON"),
+    ],
+)
+def test_bad_lines_are_named_or_skipped(tmp_path: Path, line: bytes, why: str) -> None:
+    good = b'{"text": "good"}\n'
+    path = write(tmp_path / "a.jsonl", good + line + b"\n" + good)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}:2: {why}")
+    assert str(caught.value).endswith("-> correct it, or leave such documents out: --skip-bad")
+    assert read(path, skip=True) == ["good", "good"]
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", b"one\ntwo\nthr\xff")
+    write(tmp_path / "b.txt", b"good")
+    with pytest.raises(DataError, match=r"a\.txt:3: not UTF-8"):
+        read(tmp_path)
+    assert read(tmp_path, skip=True) == ["good"]
+
+
+def test_choice_among_the_files_of_a_folder(tmp_path: Path) -> None:
+    for name in (
+        "b.py",
+        "a.py",
+        "sub/c.py",
+        "sub/d.txt",
+        "skip/e.py",
+        "sub/skip/f.py",
+        "test_g.py",
+    ):
+        write(tmp_path / name, name.encode())
+    assert read(tmp_path) == ["sub/d.txt"]
+    python = {"suffixes": [".py"]}
+    assert read(tmp_path, exclude=["skip"], **python) == ["a.py", "b.py", "sub/c.py", "test_g.py"]
+    assert read(tmp_path, exclude=["sub/*", "test_*"], **python) == ["a.py", "b.py", "skip/e.py"]
+    assert read(f"{tmp_path}/*.py") == ["a.py", "b.py", "test_g.py"]
+    assert read(f"{tmp_path}/**/*.py", exclude=["s*"]) == ["a.py", "b.py", "test_g.py"]
+    assert read(tmp_path / "a.py", f"{tmp_path}/a*") == ["a.py"]
+
+
+def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    write(Path(f"{tmp_path}/a\udce4.txt"), b"x")
+    with pytest.raises(DataError, match=r"a\\udce4\.txt': the name is not UTF-8 -> rename it"):
+        read(tmp_path)
+
+
+def test_inputs_that_match_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "a.md", b"x")
+    with pytest.raises(DataError, match=r"no file there ends with .*; found: \.md \(1\) -> name"):
+        find_sources(Selection([str(tmp_path)]))
+    with pytest.raises(DataError, match="no file matches"):
+        find_sources(Selection([f"{tmp_path}/*.txt"]))
+    for missing in ("nothing.jsonl", f"{tmp_path}/nothing", "./x", "a b"):
+        with pytest.raises(DataError, match="no such file, folder or glob"):
+            find_sources(Selection([missing]))
+    with pytest.raises(DataError, match="no input is left: --exclude matches every file"):
+        find_sources(Selection([f"{tmp_path}/*.md"], exclude=["*.md"]))
+    with pytest.raises(DataError, match="and no dataset of this name can be had from the Hugging"):
+        find_sources(Selection(["nobody/no-such-dataset"]))
+
+
+def test_true_lines_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    """A part that begins anywhere names the line of the file, by counting those before it."""
+    good, bad = b'{"text": "good"}\n', b'{"text": 5}\n'
+    path = write(tmp_path / "a.jsonl", good * 7 + bad + good * 5)
+    size = path.stat().st_size
+    selection = Selection([str(path)])
+    (source,) = find_sources(selection)
+    for begin in range(0, len(good) * 7 + 1):
+        part = Part(source, begin, size, size - begin)
+        reader = part_reader(part, ReadOptions(selection), Rejects(False))
+        with pytest.raises(DataError, match=r"a\.jsonl:8: 'text' is not text but int"):
+            list(reader.blocks())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.xz", "a.parquet"])
+def test_documents_that_are_too_large(tmp_path: Path, name: str) -> None:
+    texts = ["small", "x" * 5000, "small"]
+    path = tmp_path / name
+    if name == "a.parquet":
+        parquet.write_table(pyarrow.table({"text": texts}), path)
+        where = "a.parquet row 1: the document"
+    elif "jsonl" in name:
+        write(path, COMPRESS[".gz" if name.endswith("gz") else ""](lines(texts)))
+        where = f"{name}:2: the line"
+    else:
+        write(path, COMPRESS[".xz" if name.endswith("xz") else ""](b"x" * 5000))
+        where = f"{name}: the document"
+    with pytest.raises(DataError) as caught:
+        read(path, limit=4999)
+    assert f"{where} is larger than --max-document-bytes 4,999 -> " in str(caught.value)
+    bad: list[BadDocument] = []
+    assert read(path, limit=4999, skip=True, bad=bad) == ([] if "txt" in name else ["small"] * 2)
+    assert len(bad) == 1
+    assert len(read(path, limit=5100)) == (1 if "txt" in name else 3)
+
+
+def test_several_text_keys(tmp_path: Path) -> None:
+    rows = [
+        {"title": "T", "body": "B"},
+        {"title": "", "body": "only body"},
+        {"title": None, "body": "no title"},
+        {"body": "neither", "x": 1},
+    ]
+    expected = ["T\nB", "only body", "no title", "neither"]
+    path = write(tmp_path / "a.jsonl", b"".join(json.dumps(r).encode() + b"\n" for r in rows))
+    assert read(path, text_key="title,body") == expected
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", text_key="title,body") == expected
+    assert read(tmp_path / "a.parquet", text_key="missing,body")[0] == "B"
+    write(path, b'{"x": 1}\n')
+    with pytest.raises(DataError, match=r"a.jsonl:1: no key 'title' or 'body'; keys here: x"):
+        read(path, text_key="title,body")
+    write(path, b'{"title": null, "body": 3}\n')
+    with pytest.raises(DataError, match=r":1: 'title' or 'body' is not text but int"):
+        read(path, text_key="title,body")
+
+
+@pytest.mark.parametrize(
+    ("content", "documents"),
+    [
+        (b'text,n\r\n"a ""quoted"" word",1\r\n', ['a "quoted" word']),
+        (b'n,text\n1,"two\r\nlines"\n\n2,\n', ["two\r\nlines", ""]),
+        ("\ufefftext\nä\nnan".encode(), ["ä", "nan"]),
+    ],
+)
+def test_csv(tmp_path: Path, content: bytes, documents: list[str]) -> None:
+    assert read(write(tmp_path / "a.csv", content)) == documents
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "documents"),
+    [
+        (b"text,n\na,1\nb\nc,2\n", r"a\.csv:3: 1 fields, the header has 2", ["a", "c"]),
+        (b'text\n"a\nb"\n\xff\nc\n', r"a\.csv:4: not UTF-8", ["a\nb", "c"]),
+        (b"text,n\n" + b"a" * 60 + b",1\nb,2\n", "larger than --max-document-bytes 50", None),
+        (b'text\n"a', r"a\.csv:2 cannot be read as csv: unexpected end of data", None),
+        (b'text\na\n"b" c\n', r"a\.csv:3 cannot be read as csv: ',' expected after", None),
+        (b'text\n"' + b"a\n" * 60, r"a\.csv:2 cannot be read as csv: field larger", None),
+        (b"", r"a\.csv: no column 'text' -> --text-key: none", None),
+    ],
+)
+def test_csv_that_is_wrong(
+    tmp_path: Path, content: bytes, message: str, documents: list[str] | None
+) -> None:
+    path = write(tmp_path / "a.csv", content)
+    with pytest.raises(DataError, match=message):
+        read(path, limit=50)
+    if documents is not None:
+        assert read(path, limit=50, skip=True) == documents
+
+
+def test_an_input_named_twice_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.txt", b"a")
+    with pytest.raises(DataError, match="is named twice, as input 1 and 3, and would be read once"):
+        find_sources(Selection([str(file), str(tmp_path), f"{tmp_path}/./a.txt"]))
+
+
+def test_what_several_inputs_mean_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write(tmp_path / "a.txt", b"a")
+    write(tmp_path / "b.txt", b"b")
+    assert read(file, tmp_path) == ["a", "b"]
+    assert caplog.messages == [f"1 files are meant by several inputs and read once: {file}"]

@@ -1,0 +1,203 @@
+"""Fast encoders: equal to the reference, or found out and not used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bigtrain.cli import main
+from bigtrain.data.shards.manifest import read_manifest
+from bigtrain.data.tokenizers.encoders import (
+    FAST_ENCODERS,
+    Encoded,
+    Encoder,
+    EncoderError,
+    GigatokenEncoder,
+)
+from bigtrain.data.tokenizers.equivalence import CheckSampler, require_equal
+from bigtrain.data.tokenizers.hard_texts import SENTENCES, hard_sample
+from bigtrain.data.tokenizers.selection import choose_encoder
+from bigtrain.data.tokenizers.tokenizer import Tokenizer
+from bigtrain.data.tokenizers.training import train_tokenizer
+
+FAST = sorted(FAST_ENCODERS)
+GIGATOKEN = f"gigatoken {version('gigatoken')}"
+FASTOKENS = f"fastokens {version('fastokens')}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    trained = train_tokenizer([[*SENTENCES, "The quick brown fox. naïve 東京"] * 3], 900)
+    trained.huggingface.add_tokens(["<plain>"])
+    trained.huggingface.add_tokens(["<extra>"], special_tokens=True)
+    return trained
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer") / "saved"
+    tokenizer.save(directory)
+    return directory
+
+
+def fast(name: str, tokenizer: Tokenizer, parse_special_tokens: bool = False) -> Encoder:
+    reference = tokenizer.encoder(parse_special_tokens)
+    return FAST_ENCODERS[name](
+        reference.tokenizer_json, reference.end_of_document_id, parse_special_tokens
+    )
+
+
+@pytest.fixture(scope="module")
+def encoders(tokenizer: Tokenizer) -> tuple[dict[str, Encoder], dict[str, Encoder]]:
+    reference: Encoder = tokenizer.encoder()
+    return {name: fast(name, tokenizer) for name in FAST}, dict.fromkeys(FAST, reference)
+
+
+@pytest.mark.parametrize("parse_special_tokens", [False, True])
+@pytest.mark.parametrize("name", FAST)
+def test_equal_on_the_hard_sample(
+    name: str, tokenizer: Tokenizer, parse_special_tokens: bool
+) -> None:
+    reference = tokenizer.encoder(parse_special_tokens)
+    contents = [text.encode() for text in hard_sample(reference.tokenizer_json)]
+    require_equal(fast(name, tokenizer, parse_special_tokens), reference, contents)
+
+
+@pytest.mark.parametrize("name", FAST)
+@settings(max_examples=150, deadline=None)
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=50), max_size=4))
+def test_equal_on_anything(
+    name: str, encoders: tuple[dict[str, Encoder], dict[str, Encoder]], texts: list[str]
+) -> None:
+    found, expected = (pair[name].encode(texts) for pair in encoders)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.lengths.tolist() == expected.lengths.tolist()
+
+
+@pytest.mark.parametrize("name", [*FAST, "reference"])
+def test_special_tokens_in_text(name: str, tokenizer: Tokenizer) -> None:
+    text = ["a<|endoftext|>b<extra><plain>"]
+    ids = tokenizer.huggingface.convert_tokens_to_ids(["<|endoftext|>", "<extra>", "<plain>"])
+    for parse, expected in ((False, ids[2:]), (True, ids)):
+        encoder = tokenizer.encoder(parse)
+        chosen = encoder if name == "reference" else fast(name, tokenizer, parse)
+        assert [t for t in chosen.encode(text).tokens[:-1] if t in ids] == expected
+
+
+def test_the_fastest_that_is_right_is_chosen(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = choose_encoder(tokenizer.encoder(), "auto")
+    assert (queue.current.library, queue.reason) == ("gigatoken", "")
+    queue.reject("it was wrong")
+    assert queue.current.library == "fastokens"
+    queue.reject("as well")
+    assert queue.is_reference
+    assert queue.reason == f"not {GIGATOKEN}: it was wrong; not {FASTOKENS}: as well"
+    assert f"encoder {GIGATOKEN} is not used: it was wrong" in caplog.text
+    assert choose_encoder(tokenizer.encoder(), "reference").is_reference
+    assert choose_encoder(tokenizer.encoder(), "fastokens").current.library == "fastokens"
+    once = choose_encoder(tokenizer.encoder(), "auto", read_once=True)
+    assert once.is_reference
+    assert "can be read only once" in once.reason
+    monkeypatch.setitem(FAST_ENCODERS, "gigatoken", WrongOnCombiningMarks)
+    queue = choose_encoder(tokenizer.encoder(), "auto")
+    assert queue.current.library == "fastokens"
+    assert "characters, 'na\\xefve nai\\u0308ve " in queue.reason
+    assert queue.reason.endswith(f"otherwise than tokenizers {version('tokenizers')}")
+
+
+def test_a_tokenizer_that_the_fast_ones_do_not_know() -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from bigtrain.data.tokenizers.encoders import ReferenceEncoder
+
+    backend = Backend(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<unk>")
+    queue = choose_encoder(ReferenceEncoder(wrapped.backend_tokenizer.to_str(), 0), "auto")
+    assert queue.is_reference
+    assert f"not {GIGATOKEN}: it fails with " in queue.reason
+    assert queue.current.encode(["a b"]).tokens.tolist() == [1, 0, 0]
+
+
+class WrongOnCombiningMarks(GigatokenEncoder):
+    """What gigatoken 0.9.0 did with Qwen's tokenizer: composed forms taken for another."""
+
+    def encode_utf8(self, contents: Sequence[bytes]) -> Encoded:
+        return super().encode_utf8([content.replace(b"\xcc\x88", b"") for content in contents])
+
+
+class WrongOnOneWord(GigatokenEncoder):
+    """Right on the hard sample, wrong on this input."""
+
+    def encode_utf8(self, contents: Sequence[bytes]) -> Encoded:
+        return super().encode_utf8([content.replace(b"zebra", b"horse") for content in contents])
+
+
+class Breaks(GigatokenEncoder):
+    """Fails on this input."""
+
+    def encode_utf8(self, contents: Sequence[bytes]) -> Encoded:
+        if any(b"zebra" in content for content in contents):
+            raise EncoderError("it fails with Panic: zebra")
+        return super().encode_utf8(contents)
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {
+        path.name: path.read_bytes()
+        for path in directory.iterdir()
+        if path.suffix in (".bin", ".idx")
+    }
+
+
+@pytest.mark.parametrize("wrong", [WrongOnOneWord, Breaks])
+def test_a_wrong_encoder_is_found_in_the_middle(
+    wrong: type[Encoder], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"document {n} of many" for n in range(2500)]
+    texts[2100] = "a zebra"  # among the first 64 of the last unit, which are compared
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    command = ["tokenize", "--input", str(source), "--tokenizer", str(saved)]
+    command += ["--held-out", "0.1", "--shard-size", "15000"]
+    monkeypatch.setattr("bigtrain.data.documents.open_reader.BATCH_BYTES", 5000)
+    assert main([*command, "--output", str(tmp_path / "a"), "--encoder", "reference"]) == 0
+    monkeypatch.setitem(FAST_ENCODERS, "gigatoken", wrong)
+    assert main([*command, "--output", str(tmp_path / "b")]) == 0
+    assert main([*command, "--output", str(tmp_path / "c"), "--encoder", "gigatoken"]) == 0
+    assert len(files_of(tmp_path / "a")) > 6
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b") == files_of(tmp_path / "c")
+    tokenizers = [read_manifest(tmp_path / name).tokenizer for name in "abc"]
+    assert [t.engine.split()[0] for t in tokenizers] == ["tokenizers", "fastokens", "tokenizers"]
+    assert tokenizers[1].engine_reason.startswith(f"not {GIGATOKEN}: it ")
+    assert "zebra" in tokenizers[1].engine_reason
+
+
+def test_which_documents_are_compared() -> None:
+    sampler = CheckSampler()
+    assert sampler.choose([b"x"] * 300).documents == tuple(range(64))
+    later = sampler.choose([b"x"] * 800 + ["Ω".encode()] * 40)
+    assert later.documents == (700, *range(800, 808)), "number 1000, and the first 8 in Greek"
+    long = sampler.choose([b"x" * 90_000 + "ж".encode() * 90_000])
+    assert long.documents == ()
+    (piece,) = long.pieces
+    assert piece.startswith(b"x" * 256 + "ж".encode())
+    assert len(piece) <= 1 << 12
+
+
+def test_documents_without_tokens(tokenizer: Tokenizer) -> None:
+    for name in FAST:
+        encoded = fast(name, tokenizer).encode(["", "a", ""])
+        assert encoded.lengths.tolist() == [0, 2, 0]
+        assert np.issubdtype(encoded.tokens.dtype, np.integer)

@@ -1,0 +1,307 @@
+"""Architectures that cannot keep documents apart are found before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.test_chunked_loss import gradients
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING, PreTrainedModel, masking_utils
+
+from bigtrain.errors import ConfigError, ModelError
+from bigtrain.models.build import _set_gradient_checkpointing
+from bigtrain.models.equivalence.document_isolation import find_isolation
+from bigtrain.models.equivalence.proxy_model import small_copy, with_heads
+from bigtrain.models.layers.document_attention import (
+    Documents,
+    attend_by_document,
+    documents_alone,
+    sizes_of_documents,
+)
+from bigtrain.models.layers.document_masks import (
+    document_attention,
+    document_numbers,
+    documents_known,
+    lengths_of_documents,
+)
+from bigtrain.models.layers.isolation import Isolation
+from bigtrain.run.preflight import inspect_inputs
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import ModelSection, RunConfig
+from tests.support.datasets import write_dataset
+
+
+def find(model_type: str, attention: str, **values: Any) -> tuple[str, str]:
+    isolation, reason = find_isolation(CONFIG_MAPPING[model_type](**values), attention, 32)
+    return isolation.kind, reason
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [
+        ("llama", "documents"),
+        ("qwen3", "documents"),
+        ("gpt2", "documents"),
+        ("qwen3_moe", "documents"),
+        ("mistral", "documents"),  # sliding windows
+        ("gemma3_text", "documents"),  # windows in some layers
+        ("gemma2", "documents"),  # eager: caps scores, which sdpa does not
+        ("gpt_oss", "documents"),  # eager with sinks; its own masks forget documents
+        ("opt", "documents"),  # its own masks forget documents
+        ("llama4_text", "masks"),  # attends in chunks
+        ("gpt_neo", "masks"),  # does not take its attention from the registry
+    ],
+)
+def test_architectures_that_isolate(model_type: str, kind: str) -> None:
+    assert find(model_type, "auto") == (kind, "")
+    assert find(model_type, "eager") == (kind, "")
+
+
+def test_compiled_layers_get_masks() -> None:
+    """Lengths in a graph would be compiled anew for others."""
+    isolation, reason = find_isolation(CONFIG_MAPPING["llama"](), "auto", 32, compiled=True)
+    assert (isolation.kind, reason) == ("masks", "")
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "falcon"])
+def test_architectures_that_do_not(model_type: str) -> None:
+    for attention in ("auto", "eager"):
+        _, reason = find(model_type, attention)
+        assert reason.startswith("it does not: documents that share a sample have other logits")
+
+
+def test_state_that_runs_through_is_found() -> None:
+    assert find("mamba", "eager", num_hidden_layers=2, hidden_size=64)[1]
+
+
+def test_the_configuration_stays_as_it_was() -> None:
+    config = CONFIG_MAPPING["qwen3"]()
+    before = config.to_dict()
+    find_isolation(config, "sdpa", 32)
+    assert config.to_dict() == before
+
+
+def run_of(data: Path, model_type: str) -> dict[str, Any]:
+    return {
+        "model": {"config": {"model_type": model_type, "vocab_size": 50}},
+        "data": {"path": str(data), "document_boundaries": "isolate"},
+        "batch": {"sequence_length": 8, "global_samples": 4},
+        "train": {"steps": 2},
+        "optimizer": {"lr": 1e-3},
+        "output": {"directory": "unused"},
+    }
+
+
+def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "d", vocab_size=50)
+    inspect_inputs(resolve_run(RunConfig.model_validate(run_of(data, "llama")), 1))
+    with pytest.raises(ConfigError) as caught:
+        inspect_inputs(resolve_run(RunConfig.model_validate(run_of(data, "bloom")), 1))
+    (problem,) = caught.value.problems
+    assert str(problem).startswith(
+        "data.document_boundaries = 'isolate': cannot be had of model_type bloom: it does not: "
+        "documents that share a sample have other logits than alone"
+    )
+    assert problem.remedy == "set data.document_boundaries=ignore, or take another architecture"
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+def test_kernels_that_a_cpu_lacks_are_tried_by_what_they_are_told(attention: str) -> None:
+    for model_type in ("llama", "gemma2", "qwen3_moe"):
+        kind = "lengths" if attention.startswith("flash") else "masks"
+        assert find(model_type, attention) == (kind, "")
+    assert find("falcon", attention, alibi=True)[1]
+
+
+def test_lengths_of_documents() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]])
+    lengths = lengths_of_documents(positions)
+    assert lengths["cu_seq_lens_q"].tolist() == [0, 3, 5, 6, 10, 15]
+    assert lengths["cu_seq_lens_q"].dtype == torch.int32
+    assert lengths["cu_seq_lens_k"] is lengths["cu_seq_lens_q"]
+    assert lengths["max_length_q"] == lengths["max_length_k"] == 5
+    assert sizes_of_documents(positions) == (3, 2, 1, 4, 5)
+
+
+def test_models_are_told_whether_documents_share_samples() -> None:
+    look = masking_utils.find_packed_sequence_indices
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]])
+    assert torch.equal(document_numbers(positions), look(positions))
+    model = small_copy(CONFIG_MAPPING["gemma2"](), "eager", [with_heads(2)]).eval()
+    ids = torch.randint(1, 64, positions.shape, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        looked = model(**inputs).logits
+        with documents_known(packed=True):
+            told = model(**inputs).logits
+        with documents_known(packed=False):
+            mixed = model(**inputs).logits
+    assert torch.equal(told, looked)
+    assert not torch.allclose(mixed, looked, atol=1e-3)
+    with pytest.raises(ZeroDivisionError), documents_known(packed=True):
+        _ = 1 / 0
+    assert masking_utils.find_packed_sequence_indices is look
+
+
+SIZES = ((7, 9, 8), (1, 20, 3))
+POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in SIZES])
+
+
+def alone_and(
+    model: PreTrainedModel, packed: Callable[[dict[str, Any]], torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Gradients of documents alone, and of what `packed` makes of their two samples."""
+    ids = torch.randint(1, 64, POSITIONS.shape, generator=torch.Generator().manual_seed(0))
+    separate = [
+        model(input_ids=document[None], use_cache=False).logits[0].square().sum()
+        for row, lengths in zip(ids, SIZES, strict=True)
+        for document in row.split(lengths)
+    ]
+    wanted = gradients(model, torch.stack(separate).sum())
+    inputs = {"input_ids": ids, "position_ids": POSITIONS, "use_cache": False}
+    return wanted, gradients(model, packed(inputs).square().sum())
+
+
+def assert_equal(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-5 * largest), name
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_documents_by_lengths_are_documents_alone(model_type: str) -> None:
+    """Every gradient; what flash attention is told is held against masks and samples."""
+    model = small_copy(CONFIG_MAPPING[model_type](), "eager", [with_heads(2)]).eval()
+    assert_equal(*alone_and(model, lambda inputs: model(**inputs).logits))
+    with document_attention(model):
+        told = lengths_of_documents(POSITIONS)
+        assert_equal(*alone_and(model, lambda inputs: model(**inputs, **told).logits))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("model_type", "attention"),
+    [
+        ("llama", "sdpa"),
+        ("llama", "eager"),
+        ("mistral", "sdpa"),
+        ("gemma3_text", "sdpa"),
+        ("gemma2", "eager"),
+        ("gpt_oss", "eager"),
+    ],
+)
+def test_documents_that_attend_for_themselves_are_documents_alone(
+    model_type: str, attention: str, checkpointing: bool
+) -> None:
+    """Every gradient, with grouped heads, and windows shorter than some documents and longer than
+    others."""
+    config = CONFIG_MAPPING[model_type]()
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = 6
+    model = small_copy(config, attention, [with_heads(2)]).train(checkpointing)
+    if checkpointing:
+        section = ModelSection(config=model_type, gradient_checkpointing="full")
+        _set_gradient_checkpointing(model, section)
+    isolation = Isolation("documents")
+    isolation.install(model)
+
+    def packed(inputs: dict[str, Any]) -> torch.Tensor:
+        with isolation.told(inputs["position_ids"]):
+            logits: torch.Tensor = model(**inputs).logits
+        return logits
+
+    assert_equal(*alone_and(model, packed))
+
+
+def test_no_mask_of_sequence_squared_is_made() -> None:
+    class Largest(TorchDispatchMode):
+        squares = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            self.squares += torch.is_tensor(out) and tuple(out.shape[-2:]) == (512, 512)
+            return out
+
+    model = small_copy(CONFIG_MAPPING["mistral"](sliding_window=32), "sdpa", [with_heads(2)])
+    positions = torch.arange(512)[None] % 128
+    inputs = {"input_ids": positions % 60, "position_ids": positions, "use_cache": False}
+    with Largest() as by_masks:
+        model(**inputs)
+    isolation = Isolation("documents")
+    isolation.install(model)
+    with isolation.told(positions), Largest() as by_documents:
+        model(**inputs).logits.sum().backward()
+    assert by_masks.squares > 0
+    assert by_documents.squares == 0
+
+
+def test_other_masks_than_causal_ones_are_not_made_up() -> None:
+    model = small_copy(CONFIG_MAPPING["llama"](), "sdpa", [with_heads(2)])
+    attend_by_document(model)
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    common = {"batch_size": 1, "q_length": 24, "kv_length": 24, "config": model.config}
+    sliding = masking_utils.sliding_window_causal_mask_function(5)
+    chunks = masking_utils.chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64))
+    with documents_alone(POSITIONS[:1]):
+        causal = masks(mask_function=masking_utils.causal_mask_function, **common)
+        assert causal == Documents((7, 9, 8), None)
+        assert masks(mask_function=sliding, local_size=5, **common) == Documents((7, 9, 8), 5)
+        for other in (
+            {"mask_function": chunks, "local_size": 5},
+            {"mask_function": sliding},
+            {"mask_function": sliding, "local_size": 6},
+            {"mask_function": masking_utils.bidirectional_mask_function},
+            {"mask_function": masking_utils.causal_mask_function, "allow_is_causal_skip": False},
+        ):
+            with pytest.raises(ModelError, match="asks for other masks than causal ones"):
+                masks(**other, **common)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_documents_by_block_masks_have_the_gradients_of_documents_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """flex attention, not compiled: what torch refuses on a CPU is only its kernels' backward."""
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
+    model = small_copy(CONFIG_MAPPING["llama"](), "eager", [with_heads(2)]).eval()
+    ids = torch.randint(1, 64, (1, 256), generator=torch.Generator().manual_seed(0))
+    sizes = (40, 88, 128)
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    alone = [
+        model(input_ids=part, use_cache=False).logits.square().sum() for part in ids.split(sizes, 1)
+    ]
+    wanted = gradients(model, torch.stack(alone).sum())
+    model.set_attn_implementation("flex_attention")
+    with torch.compiler.set_stance("force_eager"):
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        found = gradients(model, packed.square().sum())
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-5 * largest), name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_documents_by_block_masks_are_documents_alone() -> None:
+    """flex attention, compiled; its forward pass alone, since a CPU has no other."""
+    model = small_copy(CONFIG_MAPPING["llama"](), "eager", [with_heads(2)]).eval()
+    sizes = (40, 88, 128)
+    ids = torch.randint(1, 64, (1, 256), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    with torch.no_grad():
+        alone = torch.cat(
+            [model(input_ids=part, use_cache=False).logits for part in ids.split(sizes, 1)], 1
+        )
+        model.set_attn_implementation("flex_attention")
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        mixed = model(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(packed, alone, rtol=0, atol=1e-5 * float(alone.abs().max()))
+    assert not torch.allclose(mixed, alone, rtol=0, atol=1e-3 * float(alone.abs().max()))

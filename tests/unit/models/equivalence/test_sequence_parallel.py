@@ -1,0 +1,117 @@
+"""Which architectures compute the same on parts of samples, found by trying."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
+from bigtrain.models.parallel import sequence as sequence_parallel
+from bigtrain.models.parallel.sequence import IMPLEMENTATION, SequenceParallel
+
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def problems(
+    model_type: str,
+    size: int = 2,
+    *,
+    sequence_length: int = 32,
+    isolate: bool = False,
+    tensor_size: int = 1,
+    **changes: Any,
+) -> list[Any]:
+    hf_config = CONFIG_MAPPING[model_type](**{**COMMON, **changes})
+    return check_sequence_parallel(
+        hf_config,
+        "auto",
+        size,
+        sequence_length=sequence_length,
+        isolate=isolate,
+        tensor_size=tensor_size,
+    )
+
+
+def test_a_part_is_prepared_while_another_makes_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of the check share the model: documents known to one are never gone again."""
+    known = []
+    find = sequence_parallel.document_numbers
+
+    def watched(positions: torch.Tensor) -> torch.Tensor:
+        known.append((sequence._documents, sequence._positions))
+        return find(positions)
+
+    class Exchange:
+        size, rank = 2, 0
+
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**COMMON))
+    sequence: Any = SequenceParallel(model, Exchange())  # type: ignore[arg-type]
+    monkeypatch.setattr(sequence_parallel, "document_numbers", watched)
+    ids = torch.arange(8).reshape(1, 8)
+    for _ in range(2):
+        sequence.inputs(ids, ids % 4)
+    sequence.close()
+    assert known[0] == (None, None)
+    assert all(value is not None for value in known[1])
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3", "gemma3_text", "olmo2", "phi3", "gpt_neox"]
+)
+def test_attention_in_the_registry_divides(model_type: str, *, isolate: bool) -> None:
+    assert problems(model_type, isolate=isolate) == []
+
+
+def test_more_processes_than_key_heads() -> None:
+    assert problems("llama", 4, num_key_value_heads=1) == []
+
+
+def test_heads_that_do_not_divide() -> None:
+    (problem,) = problems("llama", 3)
+    assert "does not divide its 4 attention heads" in str(problem)
+    assert "parallel.sequence=2" in str(problem)
+
+
+def test_heads_are_divided_among_tensor_parallel_processes_first() -> None:
+    assert problems("llama", 2, tensor_size=2) == []
+    (problem,) = problems("llama", 2, tensor_size=4)
+    assert "4 attention heads among parallel.tensor = 4" in str(problem)
+    assert "parallel.sequence=1" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("bloom", "cannot be replaced"),
+        ("qwen3_next", "outside attention"),
+        ("gpt_oss", "failed"),
+        ("roberta", "roberta"),  # it counts positions from its padding token on
+    ],
+)
+def test_what_does_not_divide_is_refused(model_type: str, reason: str) -> None:
+    (problem,) = problems(model_type)
+    assert reason in str(problem)
+
+
+def test_the_router_loss_is_that_of_whole_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems("qwen3_moe", output_router_logits=True) == []
+    monkeypatch.setattr(SequenceParallel, "_all_router_logits", lambda *_: None)
+    (problem,) = problems("qwen3_moe", output_router_logits=True)
+    assert "another auxiliary loss in parts" in str(problem)
+
+
+def test_the_registry_is_left_unused() -> None:
+    problems("llama")
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**COMMON))
+    assert model.config._attn_implementation != IMPLEMENTATION

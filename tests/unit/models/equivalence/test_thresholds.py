@@ -1,0 +1,111 @@
+"""Self-checks come to every length at which the run's model begins to do something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.test_sequence_check import problems
+from transformers import CONFIG_MAPPING
+from transformers.masking_utils import causal_mask_function
+
+from bigtrain.models.equivalence.document_isolation import find_isolation
+from bigtrain.models.equivalence.proxy_model import small_copy, with_heads
+from bigtrain.models.equivalence.thresholds import cross_thresholds, document_positions
+from bigtrain.models.parallel.sequence import SequenceParallel
+from tests.support.longrope import longrope
+
+
+def test_lengths_that_samples_pass_are_made_small_in_their_order() -> None:
+    config = CONFIG_MAPPING["phi3"](sliding_window=2047, pad_token_id=None, **longrope(48, 4096))
+    cross_thresholds(config, 8192)
+    rotary = config.rope_parameters["original_max_position_embeddings"]
+    assert (config.sliding_window, rotary) == (12, 13)
+    assert config.original_max_position_embeddings == rotary
+
+    config = CONFIG_MAPPING["phi3"](sliding_window=2047, pad_token_id=None, **longrope(48, 4096))
+    cross_thresholds(config, 4096, 64)
+    rotary = config.rope_parameters["original_max_position_embeddings"]
+    assert (config.sliding_window, rotary) == (32, 4096)
+
+    config = CONFIG_MAPPING["llama4_text"]()
+    cross_thresholds(config, 8192)  # the last position is scaled, and no chunk begins
+    assert (config.attention_chunk_size, config.floor_scale) == (8192, 13)
+    with pytest.raises(ValueError, match="2 tokens do not cross 2 different lengths"):
+        cross_thresholds(CONFIG_MAPPING["llama4_text"](floor_scale=7), 10000, 2)
+
+
+def test_layers_keep_their_windows() -> None:
+    config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=8)
+    model = small_copy(config, "sdpa", [with_heads(2)], sequence_length=8192)
+    assert model.config.sliding_window == 12
+    assert model.config.layer_types == config.layer_types[:6]
+    assert config.sliding_window == 4096
+
+
+def test_documents_on_both_sides() -> None:
+    positions = document_positions(4, 16)
+    assert positions.shape == (4, 16)
+    longest = [int(row.max()) + 1 for row in positions]
+    assert longest == [11, 5, 11, 5]
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "gemma3_text": {"sliding_window": 1024, "head_dim": 16, "num_hidden_layers": 6},
+    "llama4_text": {
+        "head_dim": 16,
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 2,
+        "attn_temperature_tuning": False,
+        "no_rope_layers": [1, 1],
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", LARGE)
+def test_ignored_windows_and_chunks_are_found(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `bigtrain parity` and the trial missed: their few tokens never came to the window."""
+    own = SequenceParallel._mask
+
+    def without(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs |= {"mask_function": causal_mask_function, "local_size": None}
+        return own(self, *args, **kwargs)
+
+    assert problems(model_type, sequence_length=16384, **LARGE[model_type]) == []
+    monkeypatch.setattr(SequenceParallel, "_mask", without)
+    (problem,) = problems(model_type, sequence_length=16384, **LARGE[model_type])
+    assert "other logits in parts than whole" in str(problem)
+    assert problems(model_type, sequence_length=1024, **LARGE[model_type]) == []
+
+
+def test_a_choice_by_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: dict[str, Any] = {"pad_token_id": None, **longrope(8, 4096)}
+    for size in (2, 4):
+        for isolate in (False, True):
+            assert problems("phi3", size, sequence_length=8192, isolate=isolate, **keys) == []
+
+    def of_part(_self: Any, position_ids: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(position_ids, int(position_ids.max()) + 1)
+
+    monkeypatch.setattr(SequenceParallel, "_document_lengths", of_part)
+    for size in (2, 4):
+        for isolate in (False, True):
+            (problem,) = problems("phi3", size, sequence_length=8192, isolate=isolate, **keys)
+            assert "other logits in parts than whole" in str(problem)
+    assert problems("phi3", sequence_length=4096, **keys) == []
+
+
+def test_a_run_is_refused_for_what_its_samples_reach_alone() -> None:
+    """From 8192 tokens on llama4 scales by positions that it counts itself."""
+    values = {key: LARGE["llama4_text"][key] for key in ("head_dim", "num_local_experts")}
+    values |= {"intermediate_size_mlp": 64, "num_hidden_layers": 4}
+    assert problems("llama4_text", sequence_length=8191, **values) == []
+    (problem,) = problems("llama4_text", sequence_length=8192, **values)
+    assert problem.remedy == "parallel.sequence=1"
+    config = CONFIG_MAPPING["llama4_text"](**values, num_attention_heads=4, num_key_value_heads=2)
+    assert find_isolation(config, "sdpa", 8191)[1] == ""
+    assert "other logits than alone" in find_isolation(config, "sdpa", 8192)[1]

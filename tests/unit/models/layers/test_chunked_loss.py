@@ -1,0 +1,247 @@
+"""The loss in chunks is the plain loss, with its gradients, and holds no full logits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from bigtrain.models.equivalence.loss import choose_loss
+from bigtrain.models.layers.chunked_loss import ChunkedLoss
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import RunConfig
+from tests.support.worlds import ROOT
+
+VOCAB_SIZE = 97
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},  # tied
+    "gemma2": {"final_logit_softcapping": 2.0, "attention_dropout": 0.0},
+    "granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0},
+    "cohere": {"logit_scale": 0.3},
+    "phi": {},  # a head with a bias
+    "opt": {"word_embed_proj_dim": 16, "ffn_dim": 64},  # calls a part of its base model
+    "qwen3_moe": {**MOE, "output_router_logits": True},
+}
+
+
+def model_of(model_type: str, dtype: torch.dtype = torch.float32, **values: Any) -> Any:
+    wanted = {**COMMON, **MODELS[model_type], **values}
+    config = CONFIG_MAPPING[model_type](**wanted)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def sample() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(1, VOCAB_SIZE, (2, 2, 24), generator=generator)
+    labels[0, 3:15] = -100
+    return ids, labels
+
+
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def both(model: Any, chunk_tokens: int) -> tuple[Any, Any, Any, Any]:
+    """Loss per target and gradients, plain and in chunks; the router's loss belongs to both."""
+    ids, labels = sample()
+    num_targets = (labels != -100).sum()
+    outputs = model(input_ids=ids, use_cache=False)
+    plain = F.cross_entropy(outputs.logits.flatten(0, 1).float(), labels.flatten())
+    aux = getattr(outputs, "aux_loss", None)
+    wanted = gradients(model, plain if aux is None else plain + aux)
+    chunked = ChunkedLoss(model, chunk_tokens)
+    outputs = model(input_ids=ids, use_cache=False, targets=labels)
+    loss = outputs.loss / num_targets
+    found = gradients(model, loss if aux is None else loss + outputs.aux_loss)
+    chunked.remove()
+    return plain.detach(), wanted, loss.detach(), found
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+@pytest.mark.parametrize("model_type", sorted(MODELS))
+def test_equals_the_plain_loss(model_type: str, chunk_tokens: int) -> None:
+    plain, wanted, loss, found = both(model_of(model_type), chunk_tokens)
+    assert float(loss) == pytest.approx(float(plain), abs=1e-6)
+    assert wanted.keys() == found.keys()
+    for name, gradient in wanted.items():
+        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-6), name
+
+
+def test_gradients_of_many_chunks_are_added_up_in_float32() -> None:
+    """Bit for bit what the plain loss gives for one target after the other, rounded at the end."""
+    model, name = model_of("llama", torch.bfloat16), "lm_head.weight"
+    ids, labels = sample()
+    expected = torch.zeros(VOCAB_SIZE, COMMON["hidden_size"])
+    for index in (labels.flatten() != -100).nonzero().flatten():
+        one = torch.full((labels.numel(),), -100)
+        one[index] = labels.flatten()[index]
+        logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
+        expected += gradients(model, F.cross_entropy(logits, one, reduction="sum"))[name]
+    chunked = ChunkedLoss(model, 1)
+    found = gradients(model, model(input_ids=ids, use_cache=False, targets=labels).loss)
+    chunked.remove()
+    assert torch.equal(found[name], expected.bfloat16())
+
+
+def test_16_bit_gradients_are_rounded_as_those_of_the_plain_loss() -> None:
+    """Bit for bit, where the loss is told by what it will be divided."""
+    model = model_of("llama", torch.bfloat16)
+    ids, labels = sample()
+    factor = 1 / (labels != -100).sum()
+    logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
+    summed = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+    wanted = gradients(model, summed * factor)
+    chunked = ChunkedLoss(model, 1000)
+    loss = model(input_ids=ids, use_cache=False, targets=labels, factor=factor).loss
+    found = gradients(model, loss * factor)
+    chunked.remove()
+    for name, gradient in wanted.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def test_without_targets_the_model_is_as_before() -> None:
+    model = model_of("gemma2")
+    ids, labels = sample()
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        chunked = ChunkedLoss(model, 5)
+        assert torch.equal(model(input_ids=ids).logits, expected)
+        loss = model(input_ids=ids, targets=labels).loss
+        none = model(input_ids=ids, targets=torch.full_like(labels, -100)).loss
+        chunked.remove()
+    summed = F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert float(loss) == pytest.approx(float(summed), rel=1e-6)
+    assert float(none) == 0.0
+
+
+def test_frozen_heads_get_no_gradient() -> None:
+    model = model_of("llama")
+    model.lm_head.weight.requires_grad_(False)
+    _, wanted, _, found = both(model, 7)
+    assert wanted.keys() == found.keys()
+    assert "lm_head.weight" not in found
+
+
+def config_of(model_type: str, **model: Any) -> RunConfig:
+    values = {**COMMON, **MODELS[model_type], "model_type": model_type}
+    return RunConfig.model_validate(
+        {
+            "model": {"config": values, **model},
+            "data": {"path": "unused"},
+            "batch": {"sequence_length": 16, "global_samples": 2, "micro_samples": 2},
+            "train": {"steps": 1},
+            "optimizer": {"lr": 1e-3},
+            "output": {"directory": "unused"},
+        }
+    )
+
+
+def choice(model_type: str, **model: Any) -> tuple[str, str, list[str]]:
+    config = config_of(model_type, **model)
+    values = dict(config.model.config) if isinstance(config.model.config, dict) else {}
+    hf_config = CONFIG_MAPPING[values.pop("model_type")](**values)
+    plan, problems = choose_loss(config, hf_config, BatchPlan(2, 2, 1, 1, 16))
+    return plan.kind, plan.reason, [str(problem) for problem in problems]
+
+
+def test_auto_takes_chunks_where_logits_are_larger_than_one() -> None:
+    kind, reason, problems = choice("llama")
+    assert (kind, problems) == ("plain", [])
+    assert "logits of 32 tokens x 97 words take 1.2e-05 GiB in float32" in reason
+    kind, reason, problems = choice("llama", loss_chunk_tokens=31)
+    assert (kind, problems) == ("chunked", [])
+    assert reason.startswith("loss: in chunks of 31 tokens (logits of 32 tokens x 97 words")
+    assert choice("llama", loss_chunk_tokens=32)[0] == "plain"
+
+
+def test_auto_goes_back_to_the_plain_loss_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    own = LlamaForCausalLM.forward
+
+    def shifted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = own(self, *args, **kwargs)
+        # What depends on the neighbours cannot be had of chunks.
+        outputs.logits = outputs.logits + outputs.logits.mean(1, keepdim=True)
+        return outputs
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", shifted)
+    kind, reason, problems = choice("llama", loss_chunk_tokens=8)
+    assert (kind, problems) == ("plain", [])
+    assert "chunks cannot be had of llama: the loss differs by" in reason
+    (problem,) = choice("llama", loss="chunked")[2]
+    assert problem.startswith("model.loss = 'chunked': cannot be had of model_type llama: the loss")
+    assert problem.endswith("-> model.loss=plain")
+
+
+def test_liger_is_refused_where_it_would_be_wrong_or_is_missing() -> None:
+    (problem,) = choice("granite", loss="liger")[2]
+    assert "its logits are not what its head gives (they are scaled, say)" in problem
+    assert problem.endswith("-> model.loss=chunked or plain")
+    for model_type in ("llama", "gemma2"):  # it knows caps
+        (problem,) = choice(model_type, loss="liger")[2]
+        assert problem == (
+            "model.loss = 'liger': liger-kernel is not installed -> pip install 'bigtrain[gpu]', "
+            "or set model.loss=chunked"
+        )
+
+
+PEAK = """
+import sys, torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig
+from bigtrain.models.layers.chunked_loss import ChunkedLoss
+from bigtrain.run.reporting.metrics import memory_gib
+
+config = LlamaConfig(vocab_size=131072, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                     num_attention_heads=2, max_position_embeddings=1024)
+model = AutoModelForCausalLM.from_config(config)
+ids = torch.zeros((1, 512), dtype=torch.int64)
+before = memory_gib("cpu")
+if sys.argv[1] == "chunked":
+    ChunkedLoss(model, 32)
+    model(input_ids=ids, use_cache=False, targets=ids).loss.backward()
+else:
+    logits = model(input_ids=ids, use_cache=False).logits
+    F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten(), reduction="sum").backward()
+print("GiB", memory_gib("cpu") - before)
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory_at_a_vocabulary_of_128k() -> None:
+    """Full logits are 0.25 GiB, several times over; a chunk has a sixteenth of them."""
+    peaks = {}
+    for kind in ("plain", "chunked"):
+        finished = subprocess.run(
+            [sys.executable, "-c", PEAK, kind],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        peaks[kind] = float(finished.stdout.split("GiB", 1)[1])
+    # Beside logits there is the gradient of embedding and head, 0.06 GiB, here and there.
+    assert peaks["plain"] > 0.6
+    assert peaks["chunked"] < peaks["plain"] / 2

@@ -1,0 +1,107 @@
+"""Layers that are compiled one by one share their graphs, keep their names and their numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.test_chunked_loss import COMMON, gradients
+from torch._dynamo.utils import counters
+from torch.profiler import profile
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from bigtrain.errors import ModelError
+from bigtrain.models.layers.activation_offload import offload_checkpoints
+from bigtrain.models.layers.compilation import compile_layers, is_compiled, uncompiled
+
+LAYERS = 4
+
+
+def model_of(model_type: str) -> Any:
+    config = CONFIG_MAPPING[model_type](**{**COMMON, "num_hidden_layers": LAYERS})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def recompute(model: Any, every: int = 1) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    enable = enable or model.gradient_checkpointing_enable  # before transformers 5.23
+    enable({"use_reentrant": False}, every_n_layers=every)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_nothing_is_compiled_after_step_2(model_type: str, checkpointing: bool) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    models = [model_of(model_type), model_of(model_type)]
+    for model in models:
+        model.train()
+        if checkpointing:
+            recompute(model)
+    assert compile_layers(models[1]) == LAYERS
+    assert [n for n, _ in models[1].named_parameters()] == [
+        n for n, _ in models[0].named_parameters()
+    ]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3) for model in models]
+    generator = torch.Generator().manual_seed(0)
+    graphs = []
+    for _ in range(4):
+        ids = torch.randint(1, 97, (2, 16), generator=generator)
+        losses = [m(input_ids=ids, labels=ids, use_cache=False).loss for m in models]
+        assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), abs=1e-5)
+        wanted, found = (gradients(m, loss) for m, loss in zip(models, losses, strict=True))
+        for name, gradient in wanted.items():
+            assert torch.allclose(found[name], gradient, rtol=0, atol=1e-5), name
+        for optimizer in optimizers:
+            optimizer.step()
+        graphs.append(counters["stats"]["unique_graphs"])
+    # Layers share one graph, those of gemma2 with and without a window too: that is in their masks.
+    assert graphs == [1] * 4
+    with uncompiled(), torch.no_grad():
+        models[1](input_ids=ids[:, :5])
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_inputs_of_checkpointed_layers_may_lie_elsewhere(every: int) -> None:
+    """They alone are copied, without a GPU to other memory of the host; gradients are the same."""
+    models = [model_of("llama"), model_of("llama")]
+    for model in models:
+        model.train()
+        recompute(model, every)
+    assert offload_checkpoints(models[1], "cuda") == LAYERS // every
+    ids = torch.randint(1, 97, (2, 16), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for model, num_copies in zip(models, (0, LAYERS // every), strict=True):
+        with profile(record_shapes=True, acc_events=True) as recorded:
+            losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        hidden = [[*ids.shape, COMMON["hidden_size"]]] * 2
+        copies = [e for e in recorded.events() if e.name == "aten::copy_"]
+        assert sum(e.input_shapes[:2] == hidden for e in copies) == num_copies
+    wanted, found = (gradients(m, loss) for m, loss in zip(models, losses, strict=True))
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+def test_offload_needs_layers_that_recompute() -> None:
+    with pytest.raises(ModelError, match=r"model\.activation_offload: a llama has no checkpointed"):
+        offload_checkpoints(model_of("llama"), "cpu")
+
+
+def test_auto_compiles_on_cuda_where_it_may() -> None:
+    assert is_compiled("auto", "cuda", allowed=True)
+    assert not is_compiled("auto", "cuda", allowed=False)
+    assert not is_compiled("auto", "cpu", allowed=True)
+    assert is_compiled("on", "cpu", allowed=True)
+    assert not is_compiled("off", "cuda", allowed=True)
+
+
+def test_models_without_layers_of_transformers_kind_are_refused() -> None:
+    model = model_of("llama")
+    model.model.layers = torch.nn.ModuleList([torch.nn.Identity()])
+    with pytest.raises(ModelError, match=r"model\.compile: a llama has no decoder layers"):
+        compile_layers(model)

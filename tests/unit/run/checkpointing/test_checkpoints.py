@@ -1,0 +1,395 @@
+"""Checkpoint directories: what makes one exist, what is found wrong with it, which ones stay."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from bigtrain.engine.checkpoint.tensor_files import Identity, NewPart, write_parts
+from bigtrain.errors import CheckpointError
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.retention import reasons_to_keep, retain
+from bigtrain.settings.run_config import CheckpointSection
+
+PAYLOAD = bytes(range(256)) * 40
+SHAPE = (len(PAYLOAD),)
+RUN, OTHER_RUN = "0123456789abcdef", "fedcba9876543210"
+FILE = "rank-00000.safetensors"
+
+
+def write_checkpoint(
+    run: Path, step: int, *, finished: bool = True, held_out_loss: float | None = None
+) -> Path:
+    directory = checkpoints.partial_path(run, step, "0123abcd")
+    checkpoints.prepare(directory)
+    write_state(directory, step, held_out_loss=held_out_loss)
+    return commit(directory, step) if finished else directory
+
+
+def write_state(directory: Path, step: int, **more: object) -> None:
+    state = {"run": RUN, "step": step, **more}
+    (directory / checkpoints.STATE).write_text(json.dumps(state))
+
+
+def commit(partial: Path, step: int) -> Path:
+    """With one file of one tensor, of `PAYLOAD`."""
+    identity = Identity(RUN, step, "0123abcd")
+    part = NewPart("m/a", SHAPE, (0,), SHAPE, "U8", lambda: memoryview(PAYLOAD))
+    written = {FILE: write_parts(partial / checkpoints.TENSORS / FILE, identity, 0, [part])}
+    return checkpoints.commit(partial, written, identity)
+
+
+def rewrite(manifest: Path, **changes: object) -> None:
+    """Change the manifest as someone who knows its checksum."""
+    document = {**json.loads(manifest.read_text()), **changes}
+    del document["xxh3"]
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    checksum = xxhash.xxh3_64_hexdigest(text.encode())
+    manifest.write_text(json.dumps({**document, "xxh3": checksum}))
+
+
+def newest(run: Path, warn: Callable[[str], None]) -> Path | None:
+    return next(checkpoints.usable(run, warn), None)
+
+
+def keep(last: int, **more: int) -> CheckpointSection:
+    return CheckpointSection(keep_last=last, **more)
+
+
+def shown(reason: str | None) -> str:
+    assert reason is not None
+    return reason
+
+
+def test_committed_checkpoint_is_whole(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 200)
+    assert directory == tmp_path / "checkpoints" / "step-00000200"
+    assert checkpoints.damage(directory, "all") is None
+    assert checkpoints.steps(tmp_path) == [200]
+    assert newest(tmp_path, pytest.fail) == directory
+    assert checkpoints.read_state(directory) == {"run": RUN, "step": 200, "held_out_loss": None}
+    listed = json.loads((directory / checkpoints.MANIFEST).read_text())["files"]
+    assert listed.keys() == {f"tensors/{FILE}", "state.json"}
+    assert listed[f"tensors/{FILE}"]["bytes"] > len(PAYLOAD)
+    assert {path.name for path in directory.iterdir()} == {"tensors", "state.json", "manifest.json"}
+
+
+def test_unfinished_checkpoint_does_not_exist(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 4, finished=False)
+    assert checkpoints.steps(tmp_path) == []
+    assert newest(tmp_path, pytest.fail) is None
+    assert shown(checkpoints.damage(directory)) == f"{directory / 'manifest.json'}: missing"
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4; steps: none"):
+        checkpoints.find(tmp_path, 4)
+
+
+def test_truncated_file_is_damage(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    file = directory / "tensors" / FILE
+    contents = file.read_bytes()
+    file.write_bytes(contents[:-1])
+    expected = f"{file}: {len(contents) - 1} bytes, should be {len(contents)}"
+    assert checkpoints.damage(directory) == expected
+
+
+def test_flipped_byte_is_found_by_checksum_only(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    file = directory / "tensors" / FILE
+    flipped = bytearray(file.read_bytes())
+    flipped[-5000] ^= 1
+    file.write_bytes(flipped)
+    assert checkpoints.damage(directory) is None
+    expected = f"{file}: contents do not match their checksum"
+    assert checkpoints.damage(directory, "all") == expected
+
+
+@pytest.mark.parametrize("name", [f"tensors/{FILE}", "state.json"])
+def test_missing_file_is_damage(tmp_path: Path, name: str) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    (directory / name).unlink()
+    assert checkpoints.damage(directory) == f"{directory / name}: missing"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not json",
+        "[1, 2]",
+        "3",
+        '{"format": 2}',
+        "[" * 100_000,
+        "\udcff",
+    ],
+)
+def test_manifest_of_garbage_is_damage(tmp_path: Path, text: str) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    manifest = directory / checkpoints.MANIFEST
+    manifest.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert shown(checkpoints.damage(directory)).startswith(f"{manifest}: unreadable (")
+
+
+def test_manifest_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    manifest = directory / checkpoints.MANIFEST
+    rewrite(manifest, format=3)
+    assert checkpoints.damage(directory) == f"{manifest}: format 3, this is format 2"
+
+
+def test_a_checkpoint_with_an_index_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    manifest = directory / checkpoints.MANIFEST
+    manifest.write_text('{"format": 1, "files": {"tensors/.metadata": {"bytes": 1, "xxh3": "0"}}}')
+    assert checkpoints.damage(directory) == (
+        f"{manifest}: format 1, whose index is a pickle and is not read any more, this is format 2 "
+        "-> export it with the version of bigtrain that wrote it, and begin a new run from that by "
+        "checkpoint.initialize_from"
+    )
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"state.json": 3},
+        {"state.json": {"bytes": 1, "xxh3": "0"}, f"tensors/{FILE}": {"bytes": 1, "xxh3": "0"}},
+        {"state.json": {"bytes": "one", "xxh3": "0"}},
+        {"../state.json": {"bytes": 1, "xxh3": "0"}},
+        {"/etc/shadow": {"bytes": 1, "xxh3": "0"}},
+        [],
+        7,
+    ],
+)
+def test_manifest_of_other_things_is_damage(tmp_path: Path, files: object) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    manifest = directory / checkpoints.MANIFEST
+    rewrite(manifest, files=files)
+    assert shown(checkpoints.damage(directory)).startswith(f"{manifest}: unreadable (")
+
+
+def test_any_other_manifest_does_not_match_its_checksum(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    manifest = directory / checkpoints.MANIFEST
+    manifest.write_text(manifest.read_text().replace("0123abcd", "0123abce"))
+    expected = f"{manifest}: contents do not match their checksum"
+    assert checkpoints.damage(directory) == expected
+
+
+def test_an_older_checkpoint_under_a_newer_name_is_damage(tmp_path: Path) -> None:
+    older = write_checkpoint(tmp_path, 10)
+    newer = checkpoints.checkpoint_path(tmp_path, 20)
+    shutil.copytree(older, newer)
+    expected = f"{newer / 'manifest.json'}: is of step 10, step-00000020 is not"
+    assert checkpoints.damage(newer, "none") == expected
+    rewrite(newer / "manifest.json", step=20)
+    expected = (
+        f"{newer / 'state.json'}: is of run {RUN}, step 10, the manifest of run {RUN}, step 20"
+    )
+    assert checkpoints.damage(newer) == expected
+    said: list[str] = []
+    assert newest(tmp_path, said.append) == older
+    assert len(said) == 1
+
+
+def test_a_tensor_file_of_another_step_is_damage(tmp_path: Path) -> None:
+    older, newer = write_checkpoint(tmp_path, 10), write_checkpoint(tmp_path, 20)
+    file = newer / "tensors" / FILE
+    shutil.copyfile(older / "tensors" / FILE, file)
+    assert file.stat().st_size == (older / "tensors" / FILE).stat().st_size
+    assert checkpoints.damage(newer) == f"{file}: contents do not match their checksum"
+    files = json.loads((older / "manifest.json").read_text())["files"]
+    state = json.loads((newer / "manifest.json").read_text())["files"]["state.json"]
+    rewrite(newer / "manifest.json", files={**files, "state.json": state})
+    expected = f"{file}: is of run {RUN}, step 10, and not of run {RUN}, step 20"
+    assert checkpoints.damage(newer) == expected
+
+
+def test_a_checkpoint_of_another_run_is_damage(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "run", 10)
+    assert checkpoints.damage(directory) is None
+    assert checkpoints.make_run_id(tmp_path / "run") == RUN  # as its checkpoints say
+    assert checkpoints.make_run_id(tmp_path / "run") == RUN
+    assert checkpoints.damage(directory) is None
+    own = checkpoints.make_run_id(tmp_path / "other")
+    assert own != RUN
+    copy = checkpoints.checkpoint_path(tmp_path / "other", 10)
+    shutil.copytree(directory, copy)
+    said = shown(checkpoints.damage(copy))
+    assert (
+        f"{copy / 'manifest.json'}: is of run {RUN}, and {tmp_path}/other/run_id says {own}" in said
+    )
+    (tmp_path / "other" / "run_id").unlink()
+    assert checkpoints.damage(copy) is None
+
+
+def test_newest_valid_passes_over_damage_and_says_so(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        write_checkpoint(tmp_path, step)
+    (checkpoints.checkpoint_path(tmp_path, 40) / "state.json").unlink()
+    (checkpoints.checkpoint_path(tmp_path, 30) / "manifest.json").write_text("{")
+    write_checkpoint(tmp_path, 50, finished=False)
+    said: list[str] = []
+    assert newest(tmp_path, said.append) == checkpoints.checkpoint_path(tmp_path, 20)
+    assert len(said) == 2
+    assert "checkpoint of step 40 is damaged and passed over" in said[0]
+    assert "state.json: missing" in said[0]
+    assert "checkpoint of step 30 is damaged and passed over" in said[1]
+
+
+def test_find_names_what_there_is(tmp_path: Path) -> None:
+    for step in (10, 20):
+        write_checkpoint(tmp_path, step)
+    assert checkpoints.find(tmp_path, None) == checkpoints.checkpoint_path(tmp_path, 20)
+    assert checkpoints.find(tmp_path, 10) == checkpoints.checkpoint_path(tmp_path, 10)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 15; steps: 10, 20"):
+        checkpoints.find(tmp_path, 15)
+    (checkpoints.checkpoint_path(tmp_path, 20) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 20 is damaged: .*state\.json"):
+        checkpoints.find(tmp_path, 20)
+    (checkpoints.checkpoint_path(tmp_path, 10) / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match="holds no usable checkpoint; checkpoint of step 20"):
+        checkpoints.find(tmp_path, None)
+
+
+def test_find_in_a_directory_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere: holds no usable checkpoint$"):
+        checkpoints.find(tmp_path / "nowhere", None)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_state_must_be_an_object(tmp_path: Path, text: str) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    (directory / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"state\.json: "):
+        checkpoints.read_state(directory)
+
+
+@pytest.mark.parametrize(("keep_last", "left"), [(1, [40]), (2, [30, 40]), (9, [10, 20, 30, 40])])
+def test_retain_keeps_the_newest(tmp_path: Path, keep_last: int, left: list[int]) -> None:
+    for step in (10, 40, 20, 30):
+        write_checkpoint(tmp_path, step)
+    retain(tmp_path, 40, keep(keep_last))
+    assert checkpoints.steps(tmp_path) == left
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {f"step-{step:08d}" for step in left}
+
+
+def test_retain_removes_what_unfinished_saves_left(tmp_path: Path) -> None:
+    kept = write_checkpoint(tmp_path, 10)
+    write_checkpoint(tmp_path, 20, finished=False)
+    (tmp_path / "checkpoints" / "notes.txt").write_text("not ours")
+    retain(tmp_path, 10, keep(1))
+    assert checkpoints.damage(kept, "all") is None
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "notes.txt",
+        "step-00000010",
+    }
+
+
+def test_retain_never_gives_up_what_was_just_saved(tmp_path: Path) -> None:
+    """A run that went on from step 8, past a damaged step 12, and saved step 10."""
+    for step in (8, 10, 12):
+        write_checkpoint(tmp_path, step)
+    (checkpoints.checkpoint_path(tmp_path, 12) / "state.json").unlink()
+    retain(tmp_path, 10, keep(1))
+    assert checkpoints.steps(tmp_path) == [10]
+
+
+def test_commit_replaces_a_damaged_checkpoint_of_the_step(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, 10)
+    (directory / "state.json").unlink()
+    assert write_checkpoint(tmp_path, 10) == directory
+    assert checkpoints.damage(directory, "all") is None
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+def test_commit_refuses_files_that_are_not_what_was_written(tmp_path: Path) -> None:
+    partial = write_checkpoint(tmp_path, 10, finished=False)
+    (partial / "tensors" / FILE).write_bytes(PAYLOAD)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.\w+: 10240 bytes on .* 99 bytes"):
+        checkpoints.commit(partial, {FILE: (99, "0" * 16)}, Identity())
+    with pytest.raises(CheckpointError, match=r"rank-00001\.\w+: missing on the main .* share"):
+        checkpoints.commit(partial, {"rank-00001.safetensors": (99, "0" * 16)}, Identity())
+    assert checkpoints.steps(tmp_path) == []
+
+
+def test_removal_renames_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_checkpoint(tmp_path, 10)
+    rmtree = shutil.rmtree
+
+    def killed(path: Path, **_: object) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.remove(directory)
+    assert checkpoints.steps(tmp_path) == []
+    [left] = directory.parent.iterdir()
+    assert (left / "tensors" / FILE).exists()
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    checkpoints.clear_garbage(tmp_path)
+    assert list(directory.parent.iterdir()) == []
+
+
+def test_reasons_to_keep() -> None:
+    held_out = {10: 3.0, 20: 1.5, 30: None, 40: 2.0, 50: 2.5, 60: 2.25}
+    section = keep(2, keep_every_steps=30, keep_best=2)
+    assert reasons_to_keep(held_out, section) == {
+        60: ["newest", "every 30 steps"],
+        50: ["one of the last 2"],
+        30: ["every 30 steps"],
+        20: ["held-out loss 1.5000"],
+        40: ["held-out loss 2.0000"],
+    }
+    assert reasons_to_keep({}, section) == {}
+
+
+def test_retain_keeps_the_best_and_what_stays_for_good(tmp_path: Path) -> None:
+    for step, loss in ((10, 3.0), (20, 1.5), (30, 2.0), (40, 2.5), (50, float("nan"))):
+        write_checkpoint(tmp_path, step, held_out_loss=loss)
+    retain(tmp_path, 50, keep(1, keep_every_steps=40, keep_best=1))
+    assert checkpoints.steps(tmp_path) == [20, 40, 50]
+
+
+def test_retain_keeps_what_a_run_may_go_back_to(tmp_path: Path) -> None:
+    for step, streak in ((10, 0), (20, 0), (30, 3), (40, 13)):
+        partial = write_checkpoint(tmp_path, step, finished=False)
+        write_state(partial, step, guard={"streak": streak})
+        commit(partial, step)
+    retain(tmp_path, 40, keep(1))
+    assert checkpoints.steps(tmp_path) == [20, 40]
+    reasons = reasons_to_keep({20: None, 40: None}, keep(1), 20)
+    assert reasons == {40: ["newest"], 20: ["newest before bad steps"]}
+
+
+def test_retain_counts_whole_checkpoints_only(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        write_checkpoint(tmp_path, step)
+    for step in (20, 30):
+        (checkpoints.checkpoint_path(tmp_path, step) / "state.json").unlink()
+    retain(tmp_path, 40, keep(2, keep_every_steps=20))
+    assert checkpoints.steps(tmp_path) == [10, 20, 40]
+
+
+@pytest.mark.parametrize("missing", ["state.json", f"tensors/{FILE}"])
+def test_manifest_that_lists_too_little_is_damage(tmp_path: Path, missing: str) -> None:
+    manifest = write_checkpoint(tmp_path, 1) / checkpoints.MANIFEST
+    files = json.loads(manifest.read_text())["files"]
+    del files[missing]
+    rewrite(manifest, files=files)
+    assert checkpoints.damage(manifest.parent) == (
+        f"{manifest}: does not list {missing.removesuffix(FILE)}"
+    )
+
+
+def test_steps_of_more_digits_are_in_order(tmp_path: Path) -> None:
+    for step in (5, 123_456_789, 99_999_999):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints" / "step-7").mkdir()
+    (tmp_path / "checkpoints" / "step-00000007.partial-0123abcd").mkdir()
+    assert checkpoints.steps(tmp_path) == [5, 99_999_999, 123_456_789]

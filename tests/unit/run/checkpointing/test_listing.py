@@ -1,0 +1,95 @@
+"""What `bigtrain checkpoints` and `bigtrain verify` say, and that they need no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bigtrain.cli import main
+from bigtrain.engine.checkpoint.tensor_files import Identity, NewPart, write_parts
+from bigtrain.run.checkpointing import checkpoints
+from tests.support.worlds import ROOT
+
+FILE = "rank-00000.safetensors"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Checkpoints of steps 10 to 40, that of 30 with a byte flipped, that of 20 cut off."""
+    for step, loss in ((10, 2.25), (20, 3.0), (30, 2.5), (40, None)):
+        partial = checkpoints.partial_path(tmp_path, step, "0123abcd")
+        checkpoints.prepare(partial)
+        topology = {"world_size": 4, "data_size": 2, "tensor_size": 2}
+        topology |= {"pipeline_size": 1, "sequence_size": 1}
+        state = {
+            "run": "0123456789abcdef",
+            "step": step,
+            "held_out_loss": loss,
+            "environment": {"topology": topology},
+            "deepspeed": {"zero_optimization": {"stage": 3}},
+        }
+        (partial / "state.json").write_text(json.dumps(state))
+        identity = Identity("0123456789abcdef", step, "0123abcd")
+        part = NewPart("m/a", (3000,), (0,), (3000,), "U8", lambda: memoryview(bytes(3000)))
+        written = {FILE: write_parts(partial / "tensors" / FILE, identity, 0, [part])}
+        checkpoints.commit(partial, written, identity)
+    tensors = [tmp_path / f"checkpoints/step-000000{n}/tensors/{FILE}" for n in (20, 30)]
+    tensors[0].write_bytes(tensors[0].read_bytes()[:-1])
+    tensors[1].write_bytes(tensors[1].read_bytes()[:-1] + b"\1")
+    section = {"keep_last": 1, "keep_best": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"checkpoint": section}))
+    return tmp_path
+
+
+def test_checkpoints_lists_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "--run", str(run)]) == 0
+    path = checkpoints.checkpoint_path(run, 20) / "tensors" / FILE
+    num_bytes = path.stat().st_size + 1
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == "step size state held-out loss written by kept".split()
+    rows = [[cell for cell in line.split("  ") if cell] for line in lines]
+    assert [[cell.strip() for cell in (row[0], *row[2:])] for row in rows] == [
+        ["10", "whole", "2.2500", "4 processes, ZeRO 3, tensor 2", "held-out loss 2.2500"],
+        [
+            "20",
+            "damaged",
+            "3.0000",
+            "4 processes, ZeRO 3, tensor 2",
+            f"{path}: {num_bytes - 1} bytes, should be {num_bytes}",
+        ],
+        ["30", "whole", "2.5000", "4 processes, ZeRO 3, tensor 2", "until the next save"],
+        ["40", "whole", "-", "4 processes, ZeRO 3, tensor 2", "newest"],
+    ]
+    assert all("KiB" in row[1] for row in rows)
+
+
+def test_verify_reads_every_byte(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--run", str(run)]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[:2] for line in lines] == [
+        ["step 10", lines[0].split(":")[1]],
+        ["step 20", " damaged"],
+        ["step 30", " damaged"],
+        ["step 40", lines[3].split(":")[1]],
+    ]
+    assert lines[0].startswith("step 10: whole, ")
+    assert lines[2].endswith(f"{FILE}: contents do not match their checksum")
+    assert main(["verify", "--run", str(run), "--step", "40"]) == 0
+    assert capsys.readouterr().out.startswith("step 40: whole, ")
+
+
+def test_what_is_not_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--run", str(run), "--step", "15"]) == 2
+    assert "no checkpoint of step 15; steps: 10, 20, 30, 40" in capsys.readouterr().err
+    for command in ("checkpoints", "verify"):
+        assert main([command, "--run", str(run / "nowhere")]) == 2
+        assert f"{run / 'nowhere'}: holds no checkpoint" in capsys.readouterr().err
+
+
+def test_no_torch_is_imported() -> None:
+    program = "import sys, bigtrain.run.checkpointing.listing; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

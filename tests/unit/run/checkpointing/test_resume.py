@@ -1,0 +1,183 @@
+"""Which changed settings make another run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigtrain.data.samples.identity import SourceIdentity
+from bigtrain.data.samples.phases import Phase, first_phase
+from bigtrain.errors import CheckpointError
+from bigtrain.models.equivalence.model_plan import Choices
+from bigtrain.models.layers.isolation import Isolation
+from bigtrain.models.layers.loss_plan import LossPlan
+from bigtrain.run.checkpointing.resume import resumed_phases
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.state import TrainState
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import RunConfig
+
+SHARDS = SourceIdentity("shards", "h", 1001)
+MORE = SourceIdentity("more", "m", 2001)
+
+
+def tree(**data: Any) -> dict[str, Any]:
+    return {
+        "model": {"config": {"model_type": "llama"}},
+        "data": data or {"path": "shards"},
+        "batch": {"sequence_length": 8, "global_samples": 4},
+        "train": {"steps": 2},
+        "optimizer": {"lr": 1e-3},
+        "output": {"directory": "unused"},
+    }
+
+
+def inputs(*sources: SourceIdentity, data_hash: str = "h") -> Inputs:
+    choices = Choices(None, Isolation("none"), LossPlan("plain", 1, "loss: plain"))
+    return Inputs(None, data_hash, sources or (SHARDS,), (), (), choices)
+
+
+def stored(config: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint from before there were phases."""
+    run = RunConfig.model_validate(config)
+    return {"config": run.model_dump(mode="json"), "data_hash": "h", "samples": 12, "step": 1}
+
+
+def with_phases(config: dict[str, Any], *sources: SourceIdentity) -> dict[str, Any]:
+    phase = first_phase(RunConfig.model_validate(config), sources or (SHARDS,))
+    return {**stored(config), "phases": json.loads(json.dumps([asdict(phase)]))}
+
+
+def resume(
+    document: dict[str, Any], now: dict[str, Any], inputs_now: Inputs | None = None
+) -> tuple[Phase, ...]:
+    run = RunConfig.model_validate(now)
+    return resumed_phases(document, run, inputs_now or inputs(), Path("checkpoint"))
+
+
+def test_a_checkpoint_from_before_mixtures_and_boundaries_goes_on() -> None:
+    document = stored(tree())
+    del document["config"]["data"]["sources"], document["config"]["data"]["document_boundaries"]
+    assert resume(document, tree()) == (first_phase(RunConfig.model_validate(tree()), (SHARDS,)),)
+    with pytest.raises(
+        CheckpointError, match=r"data\.document_boundaries: 'ignore' there, 'isolate' now"
+    ):
+        resume(document, tree(path="shards", document_boundaries="isolate"))
+
+
+def test_a_path_may_become_a_mixture_of_one() -> None:
+    mixture = tree(sources=[{"path": "moved", "weight": 2}])
+    for document in (stored(tree()), with_phases(tree())):
+        assert len(resume(document, mixture)) == 1
+
+
+def test_other_data_is_another_run() -> None:
+    allowed = {**tree(), "checkpoint": {"allow_changes": ["data"]}}
+    for now in (tree(), allowed):  # what was read before there were phases is not known
+        with pytest.raises(CheckpointError, match=r"data: 'h' there, 'other' now"):
+            resume(stored(tree()), now, inputs(data_hash="other"))
+
+
+MIXTURE = {"sources": [{"path": "shards", "weight": 1}, {"path": "more", "weight": 3}]}
+
+
+def test_changes_are_refused_with_what_differs_and_followed_where_they_are_allowed() -> None:
+    changed = {**tree(**MIXTURE), "batch": {"sequence_length": 4, "global_samples": 8}}
+    changed["optimizer"] = {"lr": 2e-3}
+    document, now = with_phases(tree()), inputs(SHARDS, MORE)
+    with pytest.raises(CheckpointError) as caught:
+        resume(document, changed, now)
+    assert str(caught.value).splitlines() == [
+        "checkpoint belongs to a run with other settings; use another output.directory, restore "
+        "the settings, or go on with these by checkpoint.allow_changes="
+        "[batch.global_samples,batch.sequence_length,data.sources,optimizer.lr]:",
+        "  batch.global_samples: 4 there, 8 now",
+        "  batch.sequence_length: 8 there, 4 now",
+        "  optimizer.lr: 0.001 there, 0.002 now",
+        "  data.sources: more is new",
+        "  data.sources: share of shards: 1 there, 0.25 now",
+    ]
+    for keys in (["data", "batch", "optimizer.lr"], ["optimizer", "batch", "data.sources"]):
+        first, second = resume(document, {**changed, "checkpoint": {"allow_changes": keys}}, now)
+        assert (first.first_sample, first.sequence_length) == (0, 8)
+        assert (second.first_sample, second.sequence_length, second.chunk_length) == (12, 4, 8)
+        # One chunk in a group of one, of which both halves were read: nothing is left out.
+        assert [(s.path, s.weight, s.start) for s in second.sources] == [
+            ("shards", 1, 24),
+            ("more", 3, 0),
+        ]
+    partly = {**changed, "checkpoint": {"allow_changes": ["batch", "optimizer"]}}
+    with pytest.raises(CheckpointError, match=r"allow_changes=\[data.sources\]:\n  data.sources:"):
+        resume(document, partly, now)
+
+
+def test_fewer_steps_than_are_done_are_not_advised() -> None:
+    """With them allowed, the run would be at its end, and nothing would be trained."""
+    document = {**with_phases({**tree(), "train": {"steps": 500}}), "step": 500}
+    with pytest.raises(CheckpointError) as caught:
+        resume(document, {**tree(), "train": {"steps": 20}})
+    assert str(caught.value).splitlines() == [
+        "checkpoint belongs to a run with other settings; use another output.directory, or restore "
+        "the settings (with these train.steps nothing would be left to do):",
+        "  train.steps: 500 there, 20 now",
+    ]
+
+
+def test_the_phases_of_a_run_add_up() -> None:
+    document = with_phases(tree())
+    changed = {**tree(**MIXTURE), "checkpoint": {"allow_changes": ["data"]}}
+    phases = resume(document, changed, inputs(SHARDS, MORE))
+    document |= {
+        "config": RunConfig.model_validate(changed).model_dump(mode="json"),
+        "samples": 20,
+        "phases": [asdict(phase) for phase in phases],
+    }
+    assert resume(document, changed, inputs(SHARDS, MORE)) == phases
+    back = {**tree(), "checkpoint": {"allow_changes": ["data"]}}
+    again = resume(document, back, inputs(SHARDS))
+    assert [phase.first_sample for phase in again] == [0, 12, 20]
+    assert sum(source.start for source in again[-1].sources) == 20
+
+
+def test_tokens_are_counted_at_the_length_they_were_read() -> None:
+    state = TrainState(phases=())
+    for length in (8, 8, 4):
+        state = state.after_step(BatchPlan(4, 2, 1, 2, length))
+    assert (state.step, state.samples, state.tokens) == (3, 12, 80)
+
+
+def test_allowed_changes_are_settings() -> None:
+    for entry in ("data", "batch.sequence_length", "optimizer.lr"):
+        RunConfig.model_validate({**tree(), "checkpoint": {"allow_changes": [entry]}})
+    with pytest.raises(ValueError, match="seed cannot change in a run"):
+        RunConfig.model_validate({**tree(), "checkpoint": {"allow_changes": ["seed"]}})
+    for entry in ("dataa", "batch.sequence", "seed.x", ""):
+        with pytest.raises(ValueError, match="neither a section nor a key"):
+            RunConfig.model_validate({**tree(), "checkpoint": {"allow_changes": [entry]}})
+
+
+@pytest.mark.parametrize("there", ["concatenate", "best_fit"])
+def test_packed_documents_go_on_as_they_were_packed(there: str) -> None:
+    before = tree(path="shards", packing=there)
+    allowed = {"checkpoint": {"allow_changes": ["data", "batch"]}}
+    now = {**tree(path="shards", packing="best_fit", long_documents="truncate"), **allowed}
+    now["batch"] = {"sequence_length": 4, "global_samples": 4}
+    with pytest.raises(CheckpointError, match="documents are packed anew") as caught:
+        resume(with_phases(before), now)
+    lines = ["batch.sequence_length: 8 there, 4 now"]
+    lines.append("data.long_documents: 'cut' there, 'truncate' now")
+    if there == "concatenate":
+        lines.append("data.packing: 'concatenate' there, 'best_fit' now")
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == lines
+    packed = tree(path="shards", packing="best_fit")
+    assert len(resume(with_phases(packed), packed)) == 1
+
+
+def test_a_checkpoint_from_before_packing_goes_on() -> None:
+    document = with_phases(tree())
+    del document["config"]["data"]["packing"], document["config"]["data"]["long_documents"]
+    assert len(resume(document, tree())) == 1

@@ -1,0 +1,135 @@
+"""Which steps are recorded, what a run out of memory says, and how batches reach the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+from torch.profiler import profile
+
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.engine.prefetch import DeviceFeed
+from bigtrain.run.diagnostics.out_of_memory import GIB, Holdings, holdings, remedies
+from bigtrain.run.diagnostics.profiling import NUM_DEAREST, Profiler, dearest
+from bigtrain.settings.run_config import RunConfig
+
+
+def config_of(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"config": {"model_type": "llama"}, **sections.pop("model", {})},
+            "data": {"path": "unused"},
+            "batch": {"sequence_length": 16, "global_samples": 8, "micro_samples": 4},
+            "train": {"steps": 9},
+            "optimizer": {"lr": 1e-3},
+            "output": {"directory": "unused"},
+            **sections,
+        }
+    )
+
+
+def session_of(directory: Path, rank: int, **section: Any) -> tuple[Any, list[str]]:
+    said: list[str] = []
+    run = SimpleNamespace(config=config_of(profile=section))
+    world = SimpleNamespace(rank=rank)
+    place = {"directory": directory, "device": torch.device("cpu"), "say": said.append}
+    return SimpleNamespace(run=run, world=world, **place), said
+
+
+def train(profiler: Profiler, steps: range, last: int = 0) -> None:
+    for step in steps:
+        profiler.before(step)
+        torch.ones(8, 8) @ torch.ones(8, 8)
+        profiler.after(step, last=step == last)
+
+
+def test_chosen_steps_of_chosen_ranks_are_recorded(tmp_path: Path) -> None:
+    session, said = session_of(tmp_path, 1, steps=[3, 4], ranks=[1, 2])
+    train(Profiler(session), range(1, 7))
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank_1_steps_3-4.json"]
+    assert said[0].startswith("profile of steps 3 to 4: ")
+    assert any(line.endswith("aten::mm") for line in said)
+    session, said = session_of(tmp_path / "other", 0, steps=[3, 4], ranks=[1, 2])
+    train(Profiler(session), range(1, 7))
+    assert not said
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_a_run_has_of_the_steps_is_recorded(tmp_path: Path) -> None:
+    session, _ = session_of(tmp_path, 0, steps=[3, 8])
+    train(Profiler(session), range(5, 7), last=6)  # resumed after 4, over after 6
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank_0_steps_5-6.json"]
+
+
+def test_the_dearest_operations_come_first() -> None:
+    with profile(acc_events=True) as recorded:
+        a = torch.ones(200, 200)
+        for _ in range(20):
+            a = a @ a
+            torch.ones(2).add(1).mul(2).sub(3).div(4).exp().log().sin().cos().tan().neg().abs()
+    head, *rows = dearest(recorded, "cpu")
+    assert head.split() == ["ms", "share", "calls", "operation"]
+    assert len(rows) == NUM_DEAREST
+    times = [float(row.split()[0]) for row in rows]
+    assert times == sorted(times, reverse=True)
+
+
+def test_steps_must_ascend() -> None:
+    with pytest.raises(ValidationError, match=r"profile\.steps = \[4, 3\]: the first step comes"):
+        config_of(profile={"steps": [4, 3]})
+
+
+def test_offload_needs_checkpointed_layers() -> None:
+    with pytest.raises(ValidationError, match=r"set it to full"):
+        config_of(model={"activation_offload": True})
+
+
+def test_holdings_count_every_storage_once() -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    size = 4 * (64 * 64 + 64)
+    held = holdings(model, optimizer, 6 * size, 10 * size)
+    assert held.parameters == held.gradients == size
+    assert 2 * size <= held.optimizer <= 2 * size + 8  # and two step counts
+    assert held.rest == 6 * size - held.parameters - held.gradients - held.optimizer
+    assert Holdings(GIB, GIB // 2, 2 * GIB, 4 * GIB, 8 * GIB).describe() == (
+        "of 8.00 GiB: parameters 1.00, gradients 0.50, optimizer 2.00, activations and all else "
+        "4.00"
+    )
+
+
+def test_remedies_are_for_what_holds_most() -> None:
+    activations = Holdings(1, 1, 1, 90, 100)
+    states = Holdings(20, 20, 50, 5, 100)
+    assert remedies(config_of(model={"loss": "plain"}), 1, activations) == [
+        "batch.micro_samples=2",
+        "model.loss=auto",
+        "model.gradient_checkpointing=full",
+    ]
+    full = config_of(model={"gradient_checkpointing": "full"})
+    assert "model.activation_offload=true" in remedies(full, 1, activations)
+    assert remedies(full, 1, states) == [
+        "ds_configs/zero2.json on more processes",
+        "ds_configs/zero2_offload.json",
+    ]
+    assert remedies(full, 3, states) == ["ds_configs/zero3_offload.json"]
+
+
+def test_micro_batches_come_in_order_as_they_were() -> None:
+    batches = [
+        MicroBatch(torch.full((1, 2), n), torch.full((1, 2), -n), torch.arange(2)[None])
+        for n in range(3)
+    ]
+    pairs = list(DeviceFeed(torch.device("cpu"))(iter(batches)))
+    assert [host for host, _ in pairs] == batches
+    for host, moved in pairs:
+        assert torch.equal(host.input_ids, moved.input_ids)
+        assert torch.equal(host.labels, moved.labels)
+        assert moved.position_ids is not None

@@ -1,0 +1,182 @@
+"""Who lags, by where all processes are; and the marks that say where."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bigtrain.run.diagnostics.stragglers import find_stragglers
+from bigtrain.run.health.hang_report import Position, Verdict, judge, judge_alone
+from bigtrain.run.health.heartbeat import Heartbeat, Transfers, current_collective
+from bigtrain.run.health.status_store import Board, Place
+from bigtrain.system.world import World
+from tests.support.worlds import free_port
+
+HOSTS = ["n0", "n0", "n1", "n1"]
+
+
+def position(rank: int, **changes: Any) -> Position:
+    place: dict[str, Any] = {
+        "rank": rank,
+        "host": HOSTS[rank],
+        "pid": 100 + rank,
+        "step": 7,
+        "phase": "backward pass",
+        "module": None,
+        "collective": "all_reduce",
+    }
+    return Position(**(place | changes))
+
+
+def verdict(*positions: Position) -> Verdict:
+    return judge({p.rank: p for p in positions}, {}, HOSTS[: len(positions)])
+
+
+def test_a_process_outside_of_the_collective_lags() -> None:
+    asleep = position(2, collective=None, phase="forward pass", module="model.layers.3")
+    found = verdict(position(0), position(1), asleep, position(3))
+    assert found.ranks == (2,)
+    assert found.text.splitlines()[:4] == [
+        "lagging:",
+        "  rank 2 on n1 (process 102): step 7, forward pass, model.layers.3, in no collective (the "
+        "others wait for it in a collective)",
+        "waiting:",
+        "  rank 0 on n0 (process 100): step 7, backward pass, in all_reduce",
+    ]
+
+
+def test_a_process_that_does_not_answer_comes_first() -> None:
+    answers = {0: position(0, collective=None), 1: position(1), 3: position(3)}
+    found = judge(answers, {2: position(2, module="model.layers.1")}, HOSTS)
+    assert found.ranks == (2,)
+    assert found.text.splitlines()[1] == (
+        "  rank 2 on n1 does not answer: it was last in step 7, backward pass, model.layers.1"
+    )
+    assert "rank 2 on n1 does not answer: never did" in judge(answers, {}, HOSTS).text
+
+
+def test_an_earlier_step_then_another_collective() -> None:
+    others = [position(0), position(1), position(2)]
+    assert verdict(*others, position(3, step=6)).ranks == (3,)
+    assert verdict(*others, position(3, collective="broadcast")).ranks == (3,)
+    alike = verdict(*others, position(3))
+    assert alike.ranks == ()
+    assert "all processes are at the same place" in alike.text
+
+
+def test_one_process_and_one_that_hears_nobody() -> None:
+    assert verdict(position(0, collective=None)).ranks == (0,)
+    alone = judge_alone(position(3), HOSTS)
+    assert alone.ranks == (0,)
+    assert "rank 0 on n0 does not answer, or its store: no process hears" in alone.text
+    first = judge_alone(position(0), HOSTS)
+    assert first.ranks == ()
+    assert "the launcher's store does not answer" in first.text
+
+
+def test_a_thousand_that_wait_are_not_all_listed() -> None:
+    hosts = ["n"] * 1000
+    answers = {rank: Position(rank, "n", 1, 1, "x", None, "all_reduce") for rank in range(999)}
+    text = judge(answers, {}, hosts).text
+    assert len(text.splitlines()) == 20
+    assert text.endswith("and 983 more")
+
+
+def test_a_position_survives_the_board() -> None:
+    assert Position.from_json(position(1).to_json()) == position(1)
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2)])[0] for _ in range(2))
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            tensor = layer(tensor)
+        return tensor
+
+
+def test_marks_of_layers_in_both_passes_change_no_number() -> None:
+    torch.manual_seed(0)
+    model, beat = Layered(), Heartbeat()
+    example = torch.ones(1, 2)
+    model(example).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    seen: list[tuple[str, str | None]] = []
+    beat._enter = lambda *place: seen.append(place)  # type: ignore[method-assign]
+    beat.follow(model)
+    model(example).sum().backward()
+    assert seen == [
+        ("forward pass", "layers.0"),
+        ("forward pass", "layers.1"),
+        ("backward pass", "layers.1"),
+        ("backward pass", "layers.0"),
+    ]
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_first_step_of_a_process_may_take_long() -> None:
+    beat = Heartbeat()
+    assert beat.slow
+    beat.begin_step(501)
+    assert beat.slow
+    beat.begin_step(502)
+    assert not beat.slow
+    beat.at("saving", slow=True)
+    assert beat.slow
+    assert beat.count == 3
+
+
+def test_large_files_are_progress(tmp_path: Path) -> None:
+    transfers = Transfers()
+    assert not transfers.went_on()
+    (tmp_path / "weights").write_bytes(bytes(1 << 20))
+    assert transfers.went_on()
+    assert not transfers.went_on()
+    (tmp_path / "log").write_text("a line")
+    assert not transfers.went_on()
+    (tmp_path / "weights").read_bytes()
+    assert transfers.went_on()
+
+
+def test_a_board_is_found_again_after_its_store_was_away() -> None:
+    port = free_port()
+    serve = partial(dist.TCPStore, "127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = serve()
+    board = Board(Place("127.0.0.1", port, "token"), World(0, 1, 0))
+    board.tell(position(0), moved=True)
+    assert board.moves() == 1
+    assert board.last_known() == {0: position(0)}
+    del store
+    assert board.moves() is None
+    assert board.is_lost
+    assert board.last_known() == {}
+    store = serve()
+    again = board.reopened()
+    assert again is not None
+    assert again.moves() == 0
+    again.close()
+    board.close()
+    del store
+
+
+def test_outside_of_any_collective() -> None:
+    assert current_collective() is None
+
+
+def test_stragglers_are_compared_with_their_own_kind() -> None:
+    assert find_stragglers([1.0, 1.1, 1.0, 2.0], [0, 0, 0, 0], 3.0, 1.5)[0].rank == 3
+    assert find_stragglers([1.0, 1.0, 2.0, 2.0], [0, 0, 1, 1], 3.0, 1.5) == []
+    # Slow by half, of something that hardly counts.
+    assert find_stragglers([0.001, 0.002], [0, 0], 3.0, 1.5) == []
+    assert find_stragglers([1.0], [0], 3.0, 1.5) == []
+    (one,) = find_stragglers([1.0, 4.0], [0, 0], 5.0, 1.5)
+    assert (one.rank, one.work_seconds, one.median_seconds) == (1, 4.0, 1.0)

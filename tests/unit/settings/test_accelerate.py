@@ -1,0 +1,213 @@
+"""What `accelerate launch` puts in the environment: the engine's configuration, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.settings.accelerate import read_accelerate
+from bigtrain.settings.resolve import ResolvedRun, resolve_run
+from bigtrain.settings.run_config import RunConfig
+from tests.support.worlds import ROOT
+
+DEEPSPEED = "ACCELERATE_DEEPSPEED_"
+ANSWERED = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage,gradient_accumulation_steps,mixed_precision",
+    f"{DEEPSPEED}ZERO_STAGE": "3",
+    f"{DEEPSPEED}OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+    f"{DEEPSPEED}OFFLOAD_PARAM_DEVICE": "none",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+    "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+}
+
+
+def run_config(**sections: dict[str, Any]) -> RunConfig:
+    tree: dict[str, Any] = {
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"path": "shards"},
+        "batch": {"sequence_length": 8, "global_samples": 16},
+        "train": {"steps": 1},
+        "optimizer": {"lr": 1e-3},
+        "output": {"directory": "run"},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return RunConfig.model_validate(tree)
+
+
+def resolve(
+    config: RunConfig, environment: dict[str, str], deepspeed_config: str | None = None
+) -> ResolvedRun:
+    accelerate = read_accelerate(environment)
+    return resolve_run(config, 2, deepspeed_config, accelerate=accelerate)
+
+
+def refused(
+    config: RunConfig, environment: dict[str, str], deepspeed_config: str | None = None
+) -> str:
+    """The one problem of the two."""
+    with pytest.raises(ConfigError) as raised:
+        resolve(config, environment, deepspeed_config)
+    assert len(raised.value.problems) == 1, str(raised.value)
+    return str(raised.value.problems[0])
+
+
+def test_answers_are_the_engine_where_the_run_is_silent() -> None:
+    run = resolve(run_config(), ANSWERED)
+    assert run.engine.source == "accelerate config"
+    assert (run.engine.zero_stage, run.engine.offload_optimizer, run.engine.offload_param) == (
+        3,
+        "cpu",
+        None,
+    )
+    assert run.plan.accumulation == 2
+    assert run.config.batch.micro_samples == 4
+    assert run.config.optimizer.clip_norm == 0.5
+    assert run.engine.deepspeed["gradient_clipping"] == 0.5
+    assert run.config.precision.dtype == "float32"
+    assert run.config.engine.deepspeed_config == "accelerate config"
+    # What train.py does again as soon as it knows the device.
+    assert resolve(run.config, ANSWERED).engine == run.engine
+
+
+def test_without_accelerate_nothing_changes() -> None:
+    for environment in ({}, {"ACCELERATE_MIXED_PRECISION": "no"}):
+        run = resolve(run_config(), environment)
+        assert (run.engine.source, run.config.precision.dtype) == ("zero1.json", "bfloat16")
+
+
+def test_precision_that_nobody_was_asked_for_is_no_answer() -> None:
+    run = resolve(
+        run_config(),
+        {"ACCELERATE_USE_DEEPSPEED": "true"}
+        | {
+            "ACCELERATE_MIXED_PRECISION": "no",
+            "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
+            f"{DEEPSPEED}CONFIG_FILE": str(ROOT / "ds_configs" / "zero2.json"),
+        },
+    )
+    assert run.config.precision.dtype == "bfloat16"
+    assert (run.engine.source, run.engine.zero_stage) == ("zero2.json", 2)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"precision": {"dtype": "bfloat16"}},
+            "accelerate config: mixed_precision = 'no': contradicts precision.dtype = bfloat16",
+        ),
+        (
+            {"optimizer": {"clip_norm": 1.0}},
+            "accelerate config: gradient_clipping = 0.5: contradicts optimizer.clip_norm = 1.0",
+        ),
+        (
+            {"batch": {"micro_samples": 8}},
+            "accelerate config: gradient_accumulation_steps = 2: contradicts batch.global_samples",
+        ),
+        (
+            {"engine": {"deepspeed_config": "zero3"}},
+            "accelerate config: zero_optimization.offload_optimizer.device = 'cpu': contradicts "
+            "zero_optimization.offload_optimizer.device = 'none' of zero3.json",
+        ),
+    ],
+)
+def test_contradictions_name_both(sections: dict[str, dict[str, Any]], said: str) -> None:
+    problem = refused(run_config(**sections), ANSWERED)
+    assert problem.startswith(said)
+    assert " -> " in problem
+
+
+def test_answers_that_agree_with_what_is_named() -> None:
+    answers = {**ANSWERED, f"{DEEPSPEED}OFFLOAD_OPTIMIZER_DEVICE": "none"}
+    run = resolve(run_config(optimizer={"clip_norm": 0.5}), answers, "zero3")
+    assert run.engine.source == "zero3.json"
+    assert run.plan.accumulation == 2
+
+
+def test_two_files_are_one_too_many() -> None:
+    answers = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        f"{DEEPSPEED}CONFIG_FILE": str(ROOT / "ds_configs" / "zero2.json"),
+    }
+    assert resolve(run_config(), answers, "zero2").engine.zero_stage == 2
+    problem = refused(run_config(), answers, "zero3")
+    assert problem.startswith("accelerate config: deepspeed_config_file = ")
+    assert "contradicts --deepspeed_config = zero3" in problem
+    problem = refused(run_config(engine={"deepspeed_config": "zero1"}), answers)
+    assert "contradicts engine.deepspeed_config of the run = zero1" in problem
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    with pytest.raises(LaunchError, match="FullyShardedDataParallel was chosen"):
+        read_accelerate({"ACCELERATE_USE_FSDP": "true"})
+    moe = {**ANSWERED, f"{DEEPSPEED}MOE_LAYER_CLS_NAMES": "MixtralSparseMoeBlock"}
+    with pytest.raises(ConfigError, match="deepspeed_moe_layer_cls_names"):
+        read_accelerate(moe)
+    fp8 = {**ANSWERED, "ACCELERATE_MIXED_PRECISION": "fp8"}
+    assert "mixed_precision = 'fp8'" in refused(run_config(), fp8)
+    # accelerate forgets the path it asked for.
+    nvme = {**ANSWERED, f"{DEEPSPEED}OFFLOAD_OPTIMIZER_DEVICE": "nvme"}
+    assert "offload_optimizer.nvme_path" in refused(run_config(), nvme)
+    with pytest.raises(ConfigError, match="GRADIENT_CLIPPING = 'much': is no number"):
+        read_accelerate({**ANSWERED, "ACCELERATE_GRADIENT_CLIPPING": "much"})
+
+
+def dynamo_answers(*options: str) -> dict[str, str]:
+    """What `accelerate launch` itself makes of them, without DeepSpeed."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    arguments = launch_command_parser().parse_args(
+        [
+            *options,
+            "--num_machines=1",
+            "--num_processes=1",
+            "--mixed_precision=no",
+            "--cpu",
+            "train.py",
+        ]
+    )
+    _, environment = prepare_simple_launcher_cmd_env(arguments)
+    return {name: text for name, text in environment.items() if name.startswith("ACCELERATE_")}
+
+
+def test_torch_dynamo_compiles_the_layers() -> None:
+    answers = dynamo_answers("--dynamo_backend=inductor")
+    run = resolve(run_config(), answers)
+    assert run.config.model.compile == "on"
+    # The engine and everything else are the run's: nothing was answered on DeepSpeed.
+    assert (run.engine.source, run.config.precision.dtype) == ("zero1.json", "bfloat16")
+    assert resolve(run.config, answers).config == run.config
+    assert resolve(run_config(), answers, "zero2").engine.zero_stage == 2
+    beside = {
+        **ANSWERED,
+        **answers,
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        f"{DEEPSPEED}ZERO_STAGE": "1",
+    }
+    assert resolve(run_config(), beside).config.model.compile == "on"
+    problem = refused(run_config(model={"compile": "off"}), answers)
+    assert problem.startswith("accelerate config: torch dynamo = 'yes': contradicts model.compile")
+    assert (
+        resolve(run_config(), dynamo_answers("--dynamo_backend=no")).config.model.compile == "off"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--dynamo_backend=eager"], "dynamo_backend = 'EAGER'"),
+        (["--dynamo_mode=max-autotune"], "dynamo_mode = 'max-autotune'"),
+        (["--dynamo_use_fullgraph"], "dynamo_use_fullgraph = 'True'"),
+        (["--dynamo_use_dynamic"], "dynamo_use_dynamic = 'True'"),
+    ],
+)
+def test_torch_dynamo_as_layers_are_not_compiled(options: list[str], said: str) -> None:
+    answers = dynamo_answers("--dynamo_backend=inductor", *options)
+    with pytest.raises(ConfigError, match=f"{said}: is not how bigtrain compiles layers -> answer"):
+        read_accelerate(answers)

@@ -1,0 +1,183 @@
+"""Every rule of the legality table refuses what it says, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from bigtrain.settings.compatibility.check import RULES, Facts, Rule, check_legality, check_model
+from bigtrain.settings.deepspeed.engine_config import render
+from bigtrain.settings.loading import load_run_config
+from tests.support.worlds import ROOT
+
+ZERO3 = {"zero_stage": 3}
+OF_RULES = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+
+# Neighbours of the violations that must pass.
+LEGAL: list[dict[str, Any]] = [
+    *({"zero_stage": stage} for stage in range(4)),
+    {"pipeline_size": 4, "dtype": "float32"},
+    {"zero_stage": 1, "pipeline_size": 4},
+    {"zero_stage": 1, "pipeline_size": 1, "overlap_comm": True},
+    {"zero_stage": 1, "pipeline_size": 2, "pipeline_block": True, "dtype": "float16"},
+    {"zero_stage": 1, "pipeline_size": 2, "offload_optimizer": "cpu"},
+    {"zero_stage": 1, "flops_profiler": True},
+    {"zero_stage": 2, "offload_optimizer": "cpu", "device": "cpu", "async_io": False},
+    {**ZERO3, "offload_optimizer": "cpu", "offload_param": "cpu", "device": "cpu"},
+    {**ZERO3, "offload_optimizer": "nvme", "offload_optimizer_nvme_path": "/disk"},
+    {**ZERO3, "offload_param": "nvme", "offload_param_nvme_path": "/disk", "async_io": True},
+    {"dtype": "float16"},
+    {"dtype": "float16", "device": "cuda"},
+    {"zero_stage": 1, "gradient_dtype": "bfloat16"},
+    {"zero_stage": 1, "gradient_dtype": "float32"},
+    {"gradient_dtype": "bfloat16"},
+    {"dtype": "float32", "gradient_dtype": "float32", "device": "cpu"},
+    {**ZERO3, "quantized_weights": True, "quantized_gradients": True, "device": "cuda"},
+    {**ZERO3, "quantized_weights": True},
+    {**ZERO3, "partition_size": 8, "world_size": 16},
+    {**ZERO3, "partition_size": 8, "world_size": 2},
+    {**ZERO3, "prescale_gradients": True, "reduce_scatter": False},
+    {"tensor_size": 4, "cut_heads": 8, "cut_key_heads": 2},
+    {"tensor_size": 3, "attention_heads": 8},
+    {"tensor_size": 2, "sequence_size": 2, "attention_heads": 4},
+    {"zero_stage": 1, "pipeline_size": 4, "num_layers": 4},
+    {"sequence_length": 64, "max_positions": 64},
+    {"attention": "flash_attention_2", "isolates": True, "tensor_size": 2, "device": "cuda"},
+    {"loss": "liger", "kernels": "liger", "activation_offload": True, "device": "cuda"},
+    {"zero_stage": 2, "compiles": "on", "device": "cpu"},
+    {"zero_stage": 1, "pipeline_size": 2, "compiles": "on"},
+    {**ZERO3, "compiles": "auto", "device": "cuda"},
+]
+
+
+def test_names_are_unique() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+@OF_RULES
+def test_example_is_refused_by_its_rule_alone(rule: Rule) -> None:
+    facts = replace(rule.example, source="x.json")
+    (problem,) = check_legality(facts)
+    assert problem == rule.problem(facts)
+    assert problem.key.removeprefix("x.json: ") == rule.key.removeprefix("ds:")
+    assert problem.rule
+    assert problem.remedy
+    # The example is told from what is legal by what it says, not by a default.
+    assert facts != Facts(source="x.json")
+    assert check_legality(Facts()) == []
+
+
+@OF_RULES
+def test_the_nearest_alternative_is_legal(rule: Rule) -> None:
+    nearest = rule.nearest(rule.example)
+    assert nearest != rule.example
+    assert check_legality(nearest) == []
+
+
+@OF_RULES
+def test_what_is_not_known_is_not_refused(rule: Rule) -> None:
+    """A rule that needs what a login node cannot know lets pass without it."""
+    optional = [name for name, value in vars(Facts()).items() if value is None]
+    known = [
+        name
+        for name in optional
+        if getattr(rule.example, name) is not None
+        and name in ("device", "async_io", "attention_heads", "cut_heads", "num_layers")
+    ]
+    for name in known:
+        assert not rule.violated(replace(rule.example, **{name: None})), name
+
+
+@pytest.mark.parametrize("facts", LEGAL, ids=str)
+def test_legal_neighbours_pass(facts: dict[str, Any]) -> None:
+    assert check_legality(Facts(**facts)) == []
+
+
+def test_nearest_partition_divides() -> None:
+    (problem,) = check_legality(Facts(zero_stage=3, partition_size=8, world_size=12))
+    assert problem.remedy.startswith("6 for 12 processes")
+
+
+def test_gradient_dtype_remedy_names_the_dtype_of_the_run() -> None:
+    (problem,) = check_legality(Facts(zero_stage=0, dtype="bfloat16", gradient_dtype="float32"))
+    assert problem.remedy == "precision.gradient_dtype=bfloat16, or ds_configs/zero1.json"
+
+
+def test_nearest_is_legal_where_several_rules_are_violated() -> None:
+    """Taking every remedy, one after the other, ends at something legal."""
+    facts = Facts(
+        zero_stage=3,
+        world_size=8,
+        tensor_size=3,
+        pipeline_size=4,
+        sequence_size=3,
+        sequence_length=100,
+        dtype="float16",
+        device="cpu",
+        overlap_comm=True,
+        partition_size=3,
+        offload_optimizer="nvme",
+        async_io=False,
+        attention_heads=8,
+        cut_heads=8,
+        num_layers=2,
+        max_positions=64,
+    )
+    for _ in range(2 * len(RULES)):
+        broken = [rule for rule in RULES if rule.violated(facts)]
+        if not broken:
+            break
+        facts = broken[0].nearest(facts)
+    assert check_legality(facts) == []
+
+
+def test_rules_of_the_model_need_nothing_of_the_engine() -> None:
+    (problem,) = check_model(Facts(pipeline_size=5, num_layers=4, zero_stage=3))
+    assert str(problem) == (
+        "parallel.pipeline = 5: is more than the model's 4 layers -> parallel.pipeline=4 at most"
+    )
+
+
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("legality_tool", ROOT / "tools" / "legality.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_tool_writes() -> None:
+    written = (ROOT / "docs" / "legality.md").read_text(encoding="utf-8")
+    assert written == tool().page(), "run tools/legality.py --output docs/legality.md"
+
+
+def test_every_trap_is_refused_or_made_right_and_tested() -> None:
+    names = {rule.name for rule in RULES}
+    traps = tool().TRAPS
+    for trap in traps:
+        assert trap.tests, trap.text
+        assert trap.rules or trap.code or trap.refused, trap.text
+        assert set(trap.rules) <= names, trap.text
+        for place in (*trap.code, *trap.tests):
+            file, _, name = place.partition("::")
+            text = (ROOT / file).read_text(encoding="utf-8")
+            assert not name or re.search(rf"^(def|class) {name}\b", text, re.MULTILINE), place
+
+
+def test_every_key_that_a_trap_names_is_refused() -> None:
+    config = load_run_config("quickstart")
+    for key in {key for trap in tool().TRAPS for key in trap.refused}:
+        raw: dict[str, Any] = {}
+        *parents, name = key.split(".")
+        block = raw
+        for parent in parents:
+            block = block.setdefault(parent, {})
+        block[name] = True
+        _, problems = render(config, None, raw, "x.json")
+        assert any(problem.key == f"x.json: {key}" for problem in problems), key

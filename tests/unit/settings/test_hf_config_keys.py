@@ -1,0 +1,106 @@
+"""What `bigtrain check` knows of a model without transformers is what transformers says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from bigtrain.errors import ModelError
+from bigtrain.models.configuration import load_hf_config, text_config
+from bigtrain.settings.hf_config_keys import ModelFigures, inspect_configuration
+from bigtrain.settings.run_config import ModelSection
+from tests.support.worlds import ROOT
+
+TYPES = ("llama", "gpt2", "qwen3_moe", "gemma3", "mamba", "bloom", "gpt_neox", "phi3")
+
+
+def problems_of(**values: Any) -> list[str]:
+    config = {"model_type": "llama", **values}
+    return [str(problem) for problem in inspect_configuration(ModelSection(config=config))[1]]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_what_transformers_writes_is_accepted(model_type: str) -> None:
+    config = CONFIG_MAPPING[model_type]()
+    written = json.loads(config.to_json_string())
+    section = ModelSection(config={**written, "model_type": model_type})
+    load_hf_config(section)
+    figures, problems = inspect_configuration(section)
+    assert problems == []
+    text = text_config(config)
+    for name in ("num_attention_heads", "num_hidden_layers", "max_position_embeddings"):
+        assert getattr(figures, name) == getattr(text, name, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"hidden_sise": 64},
+            "hidden_sise = 64: model_type llama has no such key -> did you mean",
+        ),
+        ({"rms_norm_eps": float("nan")}, "model.config.rms_norm_eps = nan: must be a finite"),
+        ({"hidden_size": [64]}, "model.config.hidden_size = [64]: must be of JSON type integer"),
+        ({"num_attention_heads": True}, "= True: must be of JSON type integer"),
+        ({"use_cache": 1}, "model.config.use_cache = 1: must be of JSON type boolean"),
+        ({"rms_norm_eps": 1}, "must be of JSON type number -> write 1.0"),
+        ({"model_type": "lama"}, "model.config.model_type = 'lama': transformers knows no such"),
+        ({"model_type": "gpt2", "n_layers": 2}, "did you mean model.config.n_layer?"),
+    ],
+)
+def test_both_refuse_what_a_configuration_cannot_hold(values: dict[str, Any], said: str) -> None:
+    (text,) = problems_of(**values)
+    assert said in text
+    if "nan" not in text:  # which transformers takes, and the weights get
+        with pytest.raises(ModelError):
+            load_hf_config(ModelSection(config={"model_type": "llama", **values}))
+
+
+def test_not_finite_at_any_depth() -> None:
+    (text,) = problems_of(rope_parameters={"rope_type": "linear", "factor": float("inf")})
+    assert text.startswith("model.config.rope_parameters.factor = inf: must be a finite number")
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "vocab_size"])
+def test_counts_are_positive(key: str) -> None:
+    assert problems_of(**{key: 0}) == [f"model.config.{key} = 0: must be at least 1 -> nearest: 1"]
+
+
+def test_keys_that_only_the_model_reads_are_known() -> None:
+    """As `load_hf_config` has it: published checkpoints have them."""
+    assert problems_of(model_type="qwen3_moe", head_dim=64) == []
+
+
+def test_local_configuration_is_read_with_overrides(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    section = ModelSection(path=str(tmp_path), overrides={"n_positions": 128})
+    assert inspect_configuration(section) == (ModelFigures(4, 3, 128), [])
+    section = ModelSection(path=str(tmp_path), overrides={"n_position": 128})
+    (problem,) = inspect_configuration(section)[1]
+    assert "model.overrides.n_position = 128: model_type gpt2 has no such key" in str(problem)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_local_directory_without_a_configuration(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    (problem,) = inspect_configuration(ModelSection(path=str(tmp_path)))[1]
+    assert "the directory holds no usable config.json" in str(problem)
+
+
+def test_hub_names_are_left_to_the_run() -> None:
+    section = ModelSection(path="nobody/has-this-model")
+    assert inspect_configuration(section) == (ModelFigures(), [])
+
+
+@pytest.mark.slow
+def test_the_table_is_that_of_transformers() -> None:
+    command = [sys.executable, ROOT / "tools/hf_config_keys.py", "--check"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,379 @@
+"""The run YAML, the topology, the batch arithmetic and the schedule."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bigtrain.errors import BigtrainError, ConfigError, Problem
+from bigtrain.settings.batch_plan import plan_batch
+from bigtrain.settings.loading import find_config, load_run_config, parse_yaml, recipe_names
+from bigtrain.settings.lr_schedule import learning_rate_at
+from bigtrain.settings.run_config import BatchSection, ParallelSection, RunConfig, ScheduleSection
+from bigtrain.settings.topology import derive_topology
+
+
+def make_tree() -> dict[str, Any]:
+    return {
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"path": "shards"},
+        "batch": {"sequence_length": 8, "global_samples": 16, "micro_samples": 2},
+        "train": {"steps": 10},
+        "optimizer": {"lr": 0.001},
+        "output": {"directory": "run"},
+    }
+
+
+def write(tmp_path: Path, tree: object) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree), encoding="utf-8")
+    return str(path)
+
+
+def problems_of(tmp_path: Path, tree: object, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(write(tmp_path, tree), overrides)
+    return [str(problem) for problem in caught.value.problems]
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_recipe_loads_by_name(recipe: str) -> None:
+    config = load_run_config(recipe)
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_run_is_frozen() -> None:
+    config = RunConfig.model_validate(make_tree())
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 1  # type: ignore[misc]
+
+
+def test_unknown_recipe_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean quickstart\? recipes: .*quickstart"):
+        find_config("quikstart")
+
+
+def test_missing_file_and_unreadable_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a file nor the name of a recipe"):
+        load_run_config(str(tmp_path / "none.yaml"))
+    (text,) = problems_of(tmp_path, "model: [")
+    assert "line 1" in text
+    (text,) = problems_of(tmp_path, "- 1")
+    assert "the file must hold sections" in text
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    (text,) = problems_of(tmp_path, "train: {steps: 1}\ntrain: {steps: 2}\n")
+    assert "key 'train' is given twice" in text
+    assert "line 2" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("2.0e-3", 2e-3),
+        ("1E5", 1e5),
+        ("-.5", -0.5),
+        ("5.", 5.0),
+        ("7", 7),
+        ("off", "off"),
+        ("yes", "yes"),
+        ("true", True),
+        ("null", None),
+        ("[1e-1, 2]", [0.1, 2]),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    parsed = parse_yaml(text, "test")
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_overrides_are_read_as_yaml_in_order(tmp_path: Path) -> None:
+    path = write(tmp_path, make_tree())
+    config = load_run_config(
+        path,
+        [
+            "optimizer.lr=1e-4",
+            "optimizer.lr=2e-4",
+            "model.overrides.num_hidden_layers=3",
+            "optimizer.betas=[0.8, 0.9]",
+            "checkpoint.every_steps=null",
+        ],
+    )
+    assert config.optimizer.lr == 2e-4
+    assert config.model.overrides == {"num_hidden_layers": 3}
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.checkpoint.every_steps is None
+
+
+@pytest.mark.parametrize("override", ["optimizer.lr", "=3", "optimizer..lr=3", ".lr=1"])
+def test_what_is_no_override_is_refused(tmp_path: Path, override: str) -> None:
+    (text,) = problems_of(tmp_path, make_tree(), override)
+    assert text == f"{override}: is not an override -> write section.key=value"
+
+
+# --- every problem at once, with key, value, rule and remedy -----------------------------------
+
+
+def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
+    tree = make_tree()
+    tree["train"] = {"stps": 3}
+    tree["optimizer"]["lr"] = -1.0
+    tree["precision"] = {"dtype": "fp8"}
+    texts = problems_of(tmp_path, tree, "oops")
+    assert len(texts) == 5
+    joined = "\n".join(texts)
+    assert "oops: is not an override" in joined
+    assert "train.steps: is required -> add train.steps to the file or as train.steps=VALUE" in (
+        joined
+    )
+    assert "train.stps = 3: unknown key -> did you mean train.steps? known here: steps" in joined
+    assert "optimizer.lr = -1.0: input should be greater than 0" in joined
+    assert "precision.dtype = 'fp8': input should be 'float32', 'bfloat16' or 'float16'" in joined
+
+
+def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
+    (text,) = problems_of(tmp_path, {**make_tree(), "checkpoints": {}})
+    assert text.startswith("checkpoints = {}: unknown key -> did you mean checkpoint? known here:")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.path=x"], "exactly one of model.path (trained weights) and model.config"),
+        (["model.config=null"], "exactly one of model.path (trained weights) and model.config"),
+        (["model.config={hidden_size: 8}"], "model.config must name a model_type"),
+        (["batch.global_tokens=128"], "exactly one of batch.global_samples and batch.global_t"),
+        (
+            ["batch.global_samples=null", "batch.global_tokens=100"],
+            "batch.global_tokens = 100 is not a multiple of batch.sequence_length = 8; nearest: 96 "
+            "or 104",
+        ),
+        (
+            ["batch.global_samples=null", "batch.global_tokens=5"],
+            "batch.sequence_length = 8; nearest: 8",
+        ),
+        (
+            ["schedule.warmup_steps=11"],
+            "schedule.warmup_steps = 11 is more than train.steps = 10",
+        ),
+        (["optimizer.lr=.nan"], "optimizer.lr = nan: input should be a finite number"),
+        (["model.gradient_checkpointing=some"], "model.gradient_checkpointing = 'some'"),
+        (["optimizer.betas=[0.9, 1.0]"], "optimizer.betas.1 = 1.0: input should be less than 1"),
+        (
+            ["data.chunk_length=100"],
+            "data.chunk_length = 100 is not a multiple of batch.sequence_length = ",
+        ),
+    ],
+)
+def test_values_that_do_not_fit(tmp_path: Path, overrides: list[str], message: str) -> None:
+    assert message in "\n".join(problems_of(tmp_path, make_tree(), *overrides))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "data: exactly one of data.path (one dataset) and data.sources (a mixture)"),
+        ({"path": "a", "sources": [{"path": "b", "weight": 1}]}, "data: exactly one of data.path"),
+        ({"sources": [{"path": "a"}]}, "data: data.sources: every source must have a weight, or"),
+        (
+            {"sources": [{"path": "a", "weight": 1}, {"path": "b", "epochs": 2}]},
+            "data: data.sources: every source must have a weight, or every one epochs",
+        ),
+        (
+            {"sources": [{"path": "a", "weight": 1, "epochs": 1}]},
+            "data: data.sources: every source must have a weight, or every one epochs, and none",
+        ),
+        (
+            {"sources": [{"path": "a", "weight": 1}, {"path": "a", "weight": 1}]},
+            "data: data.sources: a is listed twice; give it one weight, the sum of those of "
+            "data.sources.0 and data.sources.1",
+        ),
+        (
+            {"sources": [{"path": path, "weight": 1} for path in ("b", "a", "./a/")]},
+            "data: data.sources: a is listed twice; give it one weight, the sum of those of "
+            "data.sources.1 and data.sources.2",
+        ),
+        ({"sources": [{"path": "a", "weight": 0}]}, "data.sources.0.weight = 0: input should be"),
+        (
+            {"sources": [{"path": "a", "weight": 1, "epoch": 1}]},
+            "data.sources.0.epoch = 1: unknown key -> did you mean data.sources.0.epochs? known "
+            "here: epochs, name, path, weight",
+        ),
+    ],
+)
+def test_mixtures_that_are_refused(tmp_path: Path, data: object, message: str) -> None:
+    problems = problems_of(tmp_path, make_tree() | {"data": data})
+    assert any(problem.startswith(message) for problem in problems), problems
+
+
+def test_errors_carry_problems_source_and_exit_code() -> None:
+    error = ConfigError([Problem("a", 1, "is odd", "take 2"), Problem("b", None, "is absent")], "f")
+    assert isinstance(error, BigtrainError)
+    assert error.exit_code == 2
+    assert str(error) == "2 problems in f\n  a = 1: is odd -> take 2\n  b: is absent"
+
+
+# --- topology and batch ------------------------------------------------------------------------
+
+
+def test_the_world_is_divided_by_the_degrees() -> None:
+    topology, problems = derive_topology(ParallelSection(tensor=2, pipeline=2), 8)
+    assert problems == []
+    assert topology is not None
+    assert (topology.data_size, topology.tensor_size, topology.pipeline_size) == (2, 2, 2)
+
+
+def test_a_world_that_does_not_divide_names_the_nearest() -> None:
+    topology, (problem,) = derive_topology(ParallelSection(tensor=4), 6)
+    assert topology is None
+    assert str(problem) == (
+        "world size = 6: must be a multiple of parallel.tensor x pipeline x sequence = 4 x 1 x 1 = "
+        "4 -> start 4 or 8 processes"
+    )
+
+
+def test_the_equation_shows_the_arithmetic() -> None:
+    batch = BatchSection(sequence_length=256, global_samples=16, micro_samples=4)
+    plan, problems = plan_batch(batch, 2)
+    assert problems == []
+    assert plan is not None
+    assert plan.equation() == (
+        "16 samples per step = 4 per micro-batch x 2 data-parallel x 2 accumulation; 4096 tokens "
+        "per step = 16 samples x 256 tokens"
+    )
+
+
+def test_a_batch_that_does_not_divide_names_what_would() -> None:
+    batch = BatchSection(sequence_length=8, global_samples=12, micro_samples=4)
+    plan, (problem,) = plan_batch(batch, 2)
+    assert plan is None
+    assert str(problem) == (
+        "batch.global_samples = 12: must be a multiple of batch.micro_samples x data-parallel size "
+        "= 4 x 2 = 8 -> nearest: 8 or 16, or batch.micro_samples: 3"
+    )
+    tokens = BatchSection(sequence_length=8, global_tokens=96, micro_samples=4)
+    _, (problem,) = plan_batch(tokens, 2)
+    assert str(problem).startswith("batch.global_tokens = 96: must be a multiple of")
+    assert "= 8 samples = 64 tokens -> nearest: 64 or 128, or batch.micro_samples: 3" in (
+        str(problem)
+    )
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8), st.integers(1, 16))
+def test_a_plan_gives_every_sample_once(samples: int, micro: int, data: int, length: int) -> None:
+    batch = BatchSection(sequence_length=length, global_samples=samples, micro_samples=micro)
+    plan, problems = plan_batch(batch, data)
+    if samples % (micro * data):
+        assert plan is None
+        assert len(problems) == 1
+        return
+    assert plan is not None
+    given_out = [
+        (micro_step * plan.data_size + rank) * plan.micro_samples + row
+        for micro_step in range(plan.accumulation)
+        for rank in range(plan.data_size)
+        for row in range(plan.micro_samples)
+    ]
+    assert sorted(given_out) == list(range(samples))
+
+
+@given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 9))
+def test_the_remedies_of_a_batch_do_divide(samples: int, micro: int, data: int) -> None:
+    batch = BatchSection(sequence_length=1, global_samples=samples, micro_samples=micro)
+    _, problems = plan_batch(batch, data)
+    for problem in problems:
+        nearest = problem.remedy.removeprefix("nearest: ")
+        sizes, _, smaller = nearest.partition(", or batch.micro_samples: ")
+        for size in sizes.split(" or "):
+            assert int(size) % (micro * data) == 0
+        if smaller:
+            assert samples % (int(smaller) * data) == 0
+
+
+# --- schedule ----------------------------------------------------------------------------------
+
+
+def rates(total: int, peak: float = 1.0, **settings: Any) -> list[float]:
+    schedule = ScheduleSection(**settings)
+    return [learning_rate_at(step, peak, schedule, total) for step in range(total)]
+
+
+def test_warmup_is_linear_and_ends_at_the_peak() -> None:
+    assert rates(6, type="constant", warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_reaches_the_floor_at_the_last_step() -> None:
+    values = rates(5, type="linear", min_lr_ratio=0.5, warmup_steps=1)
+    assert values == pytest.approx([1.0, 0.875, 0.75, 0.625, 0.5])
+
+
+def test_cosine_is_half_way_in_the_middle() -> None:
+    values = rates(4, type="cosine", min_lr_ratio=0.0)
+    assert values[1] == pytest.approx(0.5)
+    assert values[-1] == pytest.approx(0.0)
+    assert values[0] == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_wsd_decays_only_at_the_end() -> None:
+    values = rates(10, type="wsd", decay_steps=2, min_lr_ratio=0.0, warmup_steps=2)
+    assert values == pytest.approx([0.5, 1.0, 1, 1, 1, 1, 1, 1, 0.5, 0.0])
+
+
+def test_the_floor_holds_after_the_decay() -> None:
+    values = rates(8, type="linear", decay_steps=4, min_lr_ratio=0.1)
+    assert values[3:] == pytest.approx([0.1] * 5)
+
+
+@given(
+    st.sampled_from(["cosine", "linear", "constant", "wsd"]),
+    st.integers(1, 60),
+    st.data(),
+)
+def test_rates_stay_between_zero_and_the_peak(kind: str, total: int, data: st.DataObject) -> None:
+    warmup = data.draw(st.integers(0, total))
+    decay = data.draw(st.one_of(st.none(), st.integers(1, 80)))
+    floor = data.draw(st.floats(0, 1))
+    values = rates(
+        total, type=kind, warmup_steps=warmup, decay_steps=decay, min_lr_ratio=floor, peak=2.0
+    )
+    assert all(0 <= value <= 2.0 + 1e-12 for value in values)
+    after = values[warmup:]
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(after))
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+def test_weights_have_one_source(tmp_path: Path) -> None:
+    tree = make_tree()
+    tree["model"] = {"path": "hf"}
+    problems = problems_of(tmp_path, tree, "checkpoint.initialize_from=old")
+    assert len(problems) == 1
+    assert "checkpoint.initialize_from = 'old' and model.path = 'hf' both name" in problems[0]
+
+
+@pytest.mark.parametrize(("evaluated", "fits"), [("3", False), ("null", False), ("2", True)])
+def test_the_best_checkpoints_have_a_held_out_loss(
+    tmp_path: Path, evaluated: str, fits: bool
+) -> None:
+    overrides = ["checkpoint.every_steps=4", "checkpoint.keep_best=1"]
+    overrides.append(f"evaluation.every_steps={evaluated}")
+    if fits:
+        load_run_config(write(tmp_path, make_tree()), overrides)
+        return
+    (problem,) = problems_of(tmp_path, make_tree(), *overrides)
+    shown = "None" if evaluated == "null" else evaluated
+    assert f"evaluation.every_steps = {shown} must divide checkpoint.every_steps = 4" in problem

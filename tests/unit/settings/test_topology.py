@@ -1,0 +1,62 @@
+"""Ranks and axes: every process has one place, and groups cut the world the way the axes say."""
+
+from itertools import product
+
+import pytest
+
+from bigtrain.settings.topology import AXES, Coordinates, Topology
+
+SHAPES = [
+    Topology(1, 1),
+    Topology(8, 2, 2, 2),
+    Topology(12, 3, 1, 2, 2),
+    Topology(24, 1, 4, 3, 2),
+]
+
+
+def test_tensor_is_innermost_and_data_outermost() -> None:
+    topology = Topology(8, data_size=2, tensor_size=2, pipeline_size=2)
+    assert topology.coordinates(5) == Coordinates(1, 0, 0, 1)
+    assert topology.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert topology.groups("pipeline") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert topology.groups("data") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert topology.groups("pipeline", "tensor") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("topology", SHAPES)
+def test_every_place_is_taken_once(topology: Topology) -> None:
+    places = [topology.coordinates(rank) for rank in range(topology.world_size)]
+    assert len(set(places)) == topology.world_size
+    assert {(p.data_rank, p.pipeline_rank, p.sequence_rank, p.tensor_rank) for p in places} == set(
+        product(*(range(topology.size(axis)) for axis in AXES))
+    )
+
+
+@pytest.mark.parametrize("topology", SHAPES)
+@pytest.mark.parametrize("axis", AXES)
+def test_groups_cover_the_world_once(topology: Topology, axis: str) -> None:
+    groups = topology.groups(axis)  # type: ignore[arg-type]
+    assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
+    assert {len(group) for group in groups} == {topology.size(axis)}  # type: ignore[arg-type]
+
+
+def test_people_are_told_of_the_order_of_ranks() -> None:
+    assert Topology(1, 1).describe() == ""
+    assert Topology(4, 4).describe() == "4 processes = 4 data-parallel; rank = data"
+    assert Topology(24, 2, tensor_size=4, pipeline_size=3).describe() == (
+        "24 processes = 2 data x 3 pipeline x 4 tensor-parallel; "
+        "rank = (data * 3 + pipeline) * 4 + tensor"
+    )
+
+
+def test_groups_on_several_hosts_are_told() -> None:
+    topology = Topology(12, 3, tensor_size=4)
+    assert topology.crossings(["a"] * 4 + ["b"] * 8) == []
+    assert Topology(12, 1, pipeline_size=12).crossings(list("abcdefghijkl")) == []
+    (text,) = topology.crossings(["a"] * 6 + ["b"] * 6)
+    assert text == (
+        "1 tensor-parallel groups are on several hosts (ranks 4, 5, 6, 7 on a, b) and exchange in "
+        "every layer -> set parallel.tensor to a divisor of the processes of a host"
+    )
+    (text,) = Topology(4, 1, sequence_size=4).crossings(["a", "b", "a", "b"])
+    assert text.startswith("1 sequence-parallel groups")

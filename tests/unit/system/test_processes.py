@@ -1,0 +1,52 @@
+"""How a process ends, and what the collector does while libraries are imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.support.worlds import ROOT
+
+PROGRAM = """
+import atexit, sys, threading
+from bigtrain.system.processes import leave
+
+class Unloaded:
+    def __del__(self):
+        print("unloaded")
+
+kept = Unloaded()
+may_end = threading.Event()
+threading.Thread(target=lambda: (may_end.wait(), print("thread"))).start()
+atexit.register(print, "atexit", end="")
+sys.stderr.write("to stderr")
+threading.Timer(0.1, may_end.set).start()
+leave(75)
+"""
+
+
+def test_leaving_waits_and_flushes_but_unloads_nothing() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stderr) == (75, "to stderr")
+    assert result.stdout == "thread\natexit"
+
+
+def test_leaving_with_a_closed_stream() -> None:
+    program = (
+        "import sys; from bigtrain.system.processes import leave; sys.stdout.close(); leave(2)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 2
+
+
+def test_the_collector_is_as_it_was() -> None:
+    program = (
+        "import gc; from bigtrain.system.processes import importing\n"
+        "with importing():\n    assert not gc.isenabled()\n"
+        "assert gc.isenabled() and gc.get_freeze_count()\n"
+        "gc.disable()\n"
+        "with importing():\n    pass\n"
+        "assert not gc.isenabled()"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
