@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bigtrain.data.directories import sync_to_disk
+from bigtrain.data.directories import create_whole
 from bigtrain.errors import RunRemovedError, SupersededError
 
 DIRECTORY = "generations"
@@ -201,27 +201,12 @@ def _superseded(path: Path) -> Path:
 
 
 def _create(path: Path, holder: Holder) -> bool:
-    """By a link, so that the file never exists without its content."""
     content = json.dumps(asdict(holder)).encode() + b"\n"
-    draft = path.with_name(f".{holder.attempt}.draft")
-    try:
-        draft.write_bytes(content)
-        sync_to_disk(draft)
-        os.link(draft, path)
-    except FileExistsError:
-        # A link over NFS whose answer was lost is sent again, and finds itself.
-        there = _read(path)
-        return there is not None and there.attempt == holder.attempt
-    except OSError:  # a file system without hard links
-        try:
-            with path.open("xb") as file:
-                file.write(content)
-        except FileExistsError:
-            return False
-    finally:
-        draft.unlink(missing_ok=True)
-    sync_to_disk(path.parent)
-    return True
+    if create_whole(path, content, path.with_name(f".{holder.attempt}.draft")):
+        return True
+    # A link over NFS whose answer was lost is sent again, and finds itself.
+    there = _read(path)
+    return there is not None and there.attempt == holder.attempt
 
 
 def _may_exist(path: Path) -> bool:
