@@ -60,7 +60,7 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
         pin = session.device.type == "cuda"
         batches = open_training_data(run.config, run.plan, 0, device_pin=pin)
         count = point.total_steps + 1
-        steps = [batches.step(i * run.plan.global_samples) for i in range(count)]
+        steps = [batches.step(i * run.plan.global_batch_size) for i in range(count)]
         assert not any((b.labels == IGNORED_LABEL).any() for step in steps for b in step)
         watch = Stopwatch(session.device, point.threads)
         bare = BareLoop(run, inputs.hf_config, steps, session.device)
@@ -141,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=("50m", "tiny"), default="50m", help="of the model")
     parser.add_argument("--zero", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1])
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--micro-samples", type=int, default=4)
+    parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--rounds", type=int, default=10, help="counted rounds")
     parser.add_argument("--steps-per-round", type=int, default=1, help="steps of a turn")
@@ -164,7 +164,7 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
             size=args.size,
             zero_stage=zero_stage,
             accumulation=accumulation,
-            micro_samples=args.micro_samples,
+            micro_batch_size=args.micro_batch_size,
             dtype=args.dtype,
             rounds=args.rounds,
             steps_per_round=args.steps_per_round,
@@ -208,7 +208,7 @@ def main() -> None:
         return
     parser = build_parser()
     args = parser.parse_args()
-    numbers = [args.micro_samples, args.rounds, args.steps_per_round, args.threads]
+    numbers = [args.micro_batch_size, args.rounds, args.steps_per_round, args.threads]
     if min(*numbers, *args.accumulation) < 1:
         parser.error("every number but --zero must be at least 1")
     if args.output is not None and not args.output.parent.is_dir():
@@ -220,7 +220,7 @@ def main() -> None:
     for key, value in machine.items():
         print(f"{key:<13} {value}")
     print(
-        f"{args.size} model, {args.dtype}, micro-batch {args.micro_samples} x "
+        f"{args.size} model, {args.dtype}, micro-batch {args.micro_batch_size} x "
         f"{SIZES[args.size]['sequence_length']} tokens; {args.rounds} rounds in which the "
         f"contenders take turns of {args.steps_per_round} steps in one process\n"
         "zero  accumulation  contender  s per step   ratio  quartiles       CPU ratio"

@@ -56,7 +56,7 @@ def measure(contender: str, args: argparse.Namespace) -> dict[str, float]:
     moved = None if positions is None else positions.to(device)
 
     def loss() -> torch.Tensor:
-        with isolation.told(positions):
+        with isolation.document_mask(positions):
             logits = model(input_ids=ids, position_ids=moved, use_cache=False).logits
         mean: torch.Tensor = logits.float().logsumexp(-1).mean()
         return mean

@@ -62,7 +62,7 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
         batches = open_training_data(run.config, run.plan, 0, device_pin=pin)
         watch = Stopwatch(session.device, torch.get_num_threads())
         steps = (
-            [batches.step(n * run.plan.global_samples) for n in range(point.total_steps + 1)]
+            [batches.step(n * run.plan.global_batch_size) for n in range(point.total_steps + 1)]
             if contender != "bigtrain"
             else []
         )
@@ -115,7 +115,7 @@ def grid(args: argparse.Namespace) -> list[Point]:
             size=size,
             zero_stage=args.zero,
             accumulation=args.accumulation,
-            micro_samples=args.micro_samples,
+            micro_batch_size=args.micro_batch_size,
             dtype="bf16",
             rounds=1 if args.smoke else args.rounds,
             steps_per_round=2 if args.smoke else args.steps_per_round,
@@ -199,7 +199,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=1)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--micro-samples", type=int, default=2)
+    parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
     parser.add_argument("--steps-per-round", type=int, default=5)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=TOKENS_PER_SECOND")

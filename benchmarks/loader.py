@@ -121,7 +121,7 @@ def run_config(data: dict[str, Any], sequence_length: int) -> RunConfig:
         {
             "model": {"config": {"model_type": "llama", "vocab_size": VOCABULARY}},
             "data": data,
-            "batch": {"sequence_length": sequence_length, "global_samples": BATCH_SAMPLES},
+            "batch": {"sequence_length": sequence_length, "global_batch_size": BATCH_SAMPLES},
             "train": {"steps": 1},
             "optimizer": {"lr": 1e-3},
             "output": {"directory": "unused"},

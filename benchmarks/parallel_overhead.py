@@ -43,7 +43,7 @@ from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.world import read_world
 
 FLOAT_BYTES = 4
-GLOBAL_SAMPLES = 8
+GLOBAL_BATCH_SIZE = 8
 CHOSEN_SIZES = ("10m", "tiny")
 
 
@@ -57,8 +57,8 @@ class Layout:
     accumulation: int = 1
 
     @property
-    def micro_samples(self) -> int:
-        return GLOBAL_SAMPLES // (self.accumulation * (2 if self.axis == "data" else 1))
+    def micro_batch_size(self) -> int:
+        return GLOBAL_BATCH_SIZE // (self.accumulation * (2 if self.axis == "data" else 1))
 
 
 LAYOUTS = (
@@ -75,10 +75,10 @@ LAYOUTS = (
 def formula(layout: Layout, shape: dict[str, int], num_parameters: int) -> int:
     """Bytes that one process brings into or takes out of the exchanges of one step (of PP: that
     both send)."""
-    hidden = layout.micro_samples * shape["sequence_length"] * shape["hidden_size"]
+    hidden = layout.micro_batch_size * shape["sequence_length"] * shape["hidden_size"]
     layers, parameters = shape["num_hidden_layers"], num_parameters
     embedding = shape["vocab_size"] * shape["hidden_size"]
-    logits = layout.micro_samples * shape["sequence_length"] * shape["vocab_size"]
+    logits = layout.micro_batch_size * shape["sequence_length"] * shape["vocab_size"]
     numbers = {
         "ZeRO 0": parameters,
         "ZeRO 1": 2 * parameters,
@@ -143,8 +143,8 @@ def run_config(shape: dict[str, int], layout: Layout, data: Path, num_steps: int
             "data": {"path": str(data)},
             "batch": {
                 "sequence_length": sequence_length,
-                "global_samples": GLOBAL_SAMPLES,
-                "micro_samples": layout.micro_samples,
+                "global_batch_size": GLOBAL_BATCH_SIZE,
+                "micro_batch_size": layout.micro_batch_size,
             },
             "train": {"steps": num_steps},
             "parallel": {} if layout.axis in ("data", "none") else {layout.axis: 2},
@@ -168,7 +168,7 @@ def measure(layout: Layout, shape: dict[str, int], data: Path, num_steps: int) -
     seconds, losses = [], []
     exchanged = ExchangedBytes()
     for step in range(num_steps + 2):
-        micro_batches = batches.step(step * GLOBAL_SAMPLES)
+        micro_batches = batches.step(step * GLOBAL_BATCH_SIZE)
         dist.barrier()
         begun = time.perf_counter()
         # The first step allocates, the second is counted, the others are timed.
@@ -239,7 +239,7 @@ def measure_all(size: str, names: list[str], num_steps: int) -> list[dict[str, A
     alone = Layout("one process", "zero0", "none")
     with tempfile.TemporaryDirectory(prefix="parallel_overhead_") as directory:
         data = Path(directory, "shards")
-        num_tokens = (num_steps + 4) * GLOBAL_SAMPLES * shape["sequence_length"] + 1
+        num_tokens = (num_steps + 4) * GLOBAL_BATCH_SIZE * shape["sequence_length"] + 1
         write_random_dataset(data, vocab_size=shape["vocab_size"], num_tokens=num_tokens)
         (before,) = in_world(1, [alone], size, data, num_steps)
         found = in_world(2, layouts, size, data, num_steps)
@@ -303,7 +303,7 @@ def main() -> None:
     rows = measure_all(args.size, args.layouts, args.steps)
     stages = next(layout for layout in LAYOUTS if layout.axis == "pipeline")
     print(
-        f"{args.size} model, float32, {GLOBAL_SAMPLES} samples per step; PP 2 has "
+        f"{args.size} model, float32, {GLOBAL_BATCH_SIZE} samples per step; PP 2 has "
         f"{stages.accumulation} micro-batches, a bubble of {_bubble(stages):.0%}\n"
         "layout   s/step  ratio  without bubble  formula  measured  MB by operator"
     )

@@ -45,7 +45,7 @@ def write_run(directory: Path) -> Path:
     run = {
         "model": {"config": {"model_type": "llama", **shape, "max_position_embeddings": length}},
         "data": {"path": str(directory / "shards")},
-        "batch": {"sequence_length": length, "global_samples": 4},
+        "batch": {"sequence_length": length, "global_batch_size": 4},
         "train": {"steps": 1000},
         "optimizer": {"lr": 1e-4},
         "precision": {"dtype": "float32"},

@@ -11,7 +11,7 @@
     ├── OutputError      files that cannot be written
     ├── TrainingError    loss or gradients that nothing helps against
     ├── LaunchError      this machine or launcher cannot run what was asked for
-    └── LostHoldError    this start does not hold the run directory any more
+    └── LostRunTokenError    this start does not hold the run directory any more
         ├── RunRemovedError   it is gone
         └── SupersededError   a later start of the run holds it (exit code 77)
 
@@ -101,15 +101,15 @@ class LaunchError(BigtrainError):
     """This machine or launcher cannot run what was asked for."""
 
 
-class LostHoldError(BigtrainError):
+class LostRunTokenError(BigtrainError):
     """This start of the run does not hold its directory any more, and has stopped writing."""
 
 
-class RunRemovedError(LostHoldError):
+class RunRemovedError(LostRunTokenError):
     """The run's directory was removed while it ran."""
 
 
-class SupersededError(LostHoldError):
+class SupersededError(LostRunTokenError):
     """A later start of the run holds its directory."""
 
     exit_code = EXIT_SUPERSEDED

@@ -127,7 +127,7 @@ def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
         from bigtrain.engine.startup.mesh import open_mesh
         from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
         from bigtrain.run.checkpointing.initialize import weights_source
-        from bigtrain.run.checkpointing.resume import hold_directory, restore_or_start
+        from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start
         from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
         from bigtrain.run.data_verification import verify_data
         from bigtrain.run.evaluation.held_out import Evaluator
@@ -156,11 +156,11 @@ def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
             inputs.hf_config,
             session.device,
             mesh,
-            inputs.choices,
+            inputs.model_plan,
         )
         topology = run.topology
         placement = [topology.describe(), *topology.crossings(session.hosts)]
-        for line in (*placement, *inputs.choices.lines(run.plan.accumulation)):
+        for line in (*placement, *inputs.model_plan.lines(run.plan.accumulation)):
             if line:
                 session.say(line)
         for report in inputs.packing:
@@ -184,7 +184,7 @@ def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
                 refuse_small_disk(session, engine)
             # Before any process writes; what is asked for until the loop, it does after a step.
             session.signals.listen()
-            if hold_directory(session, state):
+            if acquire_run_directory(session, state):
                 break
             batches.close()
         session.begin_writing(state)

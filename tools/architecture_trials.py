@@ -38,7 +38,7 @@ from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.models.parallel.stages import Stage
 from bigtrain.models.parallel.tensor import shard_model, tensor_plan
 from bigtrain.system.processes import leave
-from bigtrain.system.user_cache import recall, remember
+from bigtrain.system.user_cache import cache_get, cache_put
 from tools.tiny_models import tiny_config, tiny_model
 
 KIND = "architectures"
@@ -330,7 +330,7 @@ def _repeats(model: Any, ids: torch.Tensor) -> bool:
 
 def keep(key: str, outcomes: Mapping[str, Outcome]) -> None:
     """Add outcomes by column to what is known."""
-    remember(KIND, key, {**(recall(KIND, key) or {}), **outcomes})
+    cache_put(KIND, key, {**(cache_get(KIND, key) or {}), **outcomes})
 
 
 def work(tasks: Sequence[Mapping[str, Any]], progress: Path) -> None:

@@ -34,7 +34,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from bigtrain.launchers.local_world import free_port  # noqa: E402
-from bigtrain.system.user_cache import builds, key_of, recall, source_of  # noqa: E402
+from bigtrain.system.user_cache import builds, cache_get, key_of, source_of  # noqa: E402
 
 COLUMNS = ("PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2")
 WORKER = ROOT / "tools" / "architecture_trials.py"
@@ -75,7 +75,7 @@ def sweep(model_types: Sequence[str], columns: Sequence[str] = COLUMNS) -> Outco
     keys = {name: _key(name) for name in model_types or every()}
     tasks: list[dict[str, Any]] = []
     for name, key in keys.items():
-        known = recall("architectures", key) or {}
+        known = cache_get("architectures", key) or {}
         missing = [column for column in columns if column not in known]
         if missing:
             tasks.append({"model_type": name, "key": key, "columns": missing})
@@ -83,7 +83,7 @@ def sweep(model_types: Sequence[str], columns: Sequence[str] = COLUMNS) -> Outco
         _run_world(tasks)
         tasks = [task for task in tasks if not _is_known(task)]
     return {
-        name: {c: tuple((recall("architectures", key) or {})[c]) for c in columns}
+        name: {c: tuple((cache_get("architectures", key) or {})[c]) for c in columns}
         for name, key in keys.items()
     }
 
@@ -98,7 +98,7 @@ def _key(model_type: str) -> str:
 
 
 def _is_known(task: Mapping[str, Any]) -> bool:
-    known = recall("architectures", task["key"]) or {}
+    known = cache_get("architectures", task["key"]) or {}
     return all(column in known for column in task["columns"])
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 PROMPT = "def read(self, "
-GLOBAL_SAMPLES = 8
+GLOBAL_BATCH_SIZE = 8
 
 
 def main() -> int:
@@ -56,13 +56,13 @@ def main() -> int:
 def train_command(shards: Path, run: Path, overrides: list[str]) -> list[str]:
     """`deepspeed` over all devices of this machine, as many as divide the batch."""
     num_devices, dtype = devices()
-    num_processes = max(n for n in range(1, num_devices + 1) if GLOBAL_SAMPLES % n == 0)
+    num_processes = max(n for n in range(1, num_devices + 1) if GLOBAL_BATCH_SIZE % n == 0)
     return [
         *(str(BIN / "deepspeed"), "--num_accelerators", str(num_processes)),
         *("--master_port", str(free_port())),
         *(str(ROOT / "bigtrain/train.py"), "--config", "quickstart"),
         *(f"data.path={shards}", f"output.directory={run}", f"precision.dtype={dtype}"),
-        f"batch.micro_samples={GLOBAL_SAMPLES // num_processes}",
+        f"batch.micro_batch_size={GLOBAL_BATCH_SIZE // num_processes}",
         *overrides,
     ]
 

@@ -90,7 +90,7 @@ class Point:
     size: str
     zero_stage: int
     accumulation: int
-    micro_samples: int
+    micro_batch_size: int
     dtype: str
     rounds: int
     steps_per_round: int
@@ -150,10 +150,10 @@ def resolve_point(point: Point, directory: Path) -> ResolvedRun:
     """The point as a run of bigtrain in one process, and its dataset."""
     shape = SIZES[point.size]
     sequence_length = point.sequence_length or shape["sequence_length"]
-    global_samples = point.micro_samples * point.accumulation
+    global_batch_size = point.micro_batch_size * point.accumulation
     # A round more than is trained: the loader reads ahead, and the loop must not reach its end,
     # where it would evaluate and save.
-    num_tokens = (point.total_steps + 2) * global_samples * sequence_length + 1
+    num_tokens = (point.total_steps + 2) * global_batch_size * sequence_length + 1
     write_random_dataset(
         directory / "shards", vocab_size=shape["vocab_size"], num_tokens=num_tokens
     )
@@ -167,8 +167,8 @@ def resolve_point(point: Point, directory: Path) -> ResolvedRun:
         "data": {"path": str(directory / "shards")},
         "batch": {
             "sequence_length": sequence_length,
-            "global_samples": global_samples,
-            "micro_samples": point.micro_samples,
+            "global_batch_size": global_batch_size,
+            "micro_batch_size": point.micro_batch_size,
         },
         "train": {"steps": point.total_steps + 1},
         "optimizer": {"lr": 1e-4, "clip_norm": 1.0},
@@ -355,7 +355,7 @@ def run_hf_trainer(
     arguments = TrainingArguments(
         output_dir=str(directory / "hf"),
         deepspeed=str(find_deepspeed_config(f"zero{point.zero_stage}")),
-        per_device_train_batch_size=point.micro_samples,
+        per_device_train_batch_size=point.micro_batch_size,
         gradient_accumulation_steps=point.accumulation,
         max_steps=point.total_steps + 1,
         learning_rate=config.optimizer.lr,

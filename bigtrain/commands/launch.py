@@ -83,14 +83,14 @@ def _add_torchrun_arguments(parser: argparse.ArgumentParser) -> None:
         help="starts after failures, from the newest checkpoint each (default: 100)",
     )
     parser.add_argument(
-        "--dead-seconds",
+        "--heartbeat-timeout",
         type=positive_int,
         default=15,
         metavar="S",
         help="a node without a sign for so long is given up (default: 15)",
     )
     parser.add_argument(
-        "--gather-seconds",
+        "--last-call-timeout",
         type=positive_int,
         default=15,
         metavar="S",
@@ -289,8 +289,8 @@ def torchrun_text(args: argparse.Namespace, output: Path) -> str:
             deepspeed_config=args.deepspeed_config and absolute(args.deepspeed_config),
             gpus=gpus > 0,
             restarts=args.restarts,
-            dead_seconds=args.dead_seconds,
-            gather_seconds=args.gather_seconds,
+            heartbeat_timeout=args.heartbeat_timeout,
+            last_call_timeout=args.last_call_timeout,
             threads=args.threads,
             setup=tuple(args.setup),
         )

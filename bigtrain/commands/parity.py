@@ -1,4 +1,5 @@
-"""`bigtrain parity`: train a small copy of the run's model on every legal topology, and compare."""
+"""`bigtrain parity`: train a proxy model of the run's model on every legal topology, and
+compare."""
 
 from __future__ import annotations
 

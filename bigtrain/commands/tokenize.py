@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of, size
-from bigtrain.data.shards.inspection import summary
 from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -84,10 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tokenize and print a summary. Raises DataError; then only finished work is left behind."""
+    from bigtrain.data.shards.inspection import summary
     from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES
     from bigtrain.data.tokenize_job.job import build_dataset
     from bigtrain.data.tokenize_job.request import BuildRequest
-    from bigtrain.data.tokenize_job.work_division import find_share
+    from bigtrain.data.tokenize_job.work_division import find_worker_rank
 
     if args.chat_key is not None and args.text_key:
         raise DataError(f"--text-key and --chat-key {args.chat_key} exclude each other")
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             encoder=args.encoder,
             parse_special_tokens=args.parse_special_tokens,
             workers=args.workers,
-            share=find_share(os.environ, args.rank, args.world_size),
+            share=find_worker_rank(os.environ, args.rank, args.world_size),
         )
     )
     if result.already_finished:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
-from bigtrain.engine.deepspeed_patches import leave_out_needless_work
+from bigtrain.engine.deepspeed_patches import skip_redundant_work
 from bigtrain.engine.layer_options import speed_up
 from bigtrain.engine.optimizers.inner import undo_trial_update
 from bigtrain.engine.partitioning import build_dtype, copy_of, parameter_groups, partitioning_of
@@ -22,7 +22,7 @@ from bigtrain.engine.pipeline.build import build_pipeline_engine
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.build import build_model
-from bigtrain.models.equivalence.model_plan import Choices, require_choices
+from bigtrain.models.equivalence.model_plan import ModelPlan, require_model_plan
 from bigtrain.models.parallel.sequence import GroupExchange, SequenceParallel
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
@@ -36,19 +36,21 @@ def build_engine(
     hf_config: Any,
     device: torch.device,
     mesh: Mesh,
-    choices: Choices | None = None,
+    model_plan: ModelPlan | None = None,
 ) -> TrainEngine:
     """Build the run's model and hand it to DeepSpeed. Collective over all processes.
 
     ZeRO-3 models are partitioned while they are built: no process ever holds the whole model.
-    `choices` are what `inspect_inputs` found; made here where they are not given. Trained weights
-    (``model.path``) are for the caller to read (`engine.checkpoint.read_weights`), or to restore
-    from a checkpoint; until then parameters hold what happens to be in memory.
-    Raises ModelError for a model whose tensor-parallel plan cannot be carried out.
+    `model_plan` are what `inspect_inputs` found; made here where they are not given. Trained
+    weights (``model.path``) are for the caller to read (`engine.checkpoint.read_weights`), or to
+    restore from a checkpoint; until then parameters hold what happens to be in memory. Raises
+    ModelError for a model whose tensor-parallel plan cannot be carried out.
     """
-    choices = choices or require_choices(config, hf_config, plan)
-    if choices.stages is not None:
-        return build_pipeline_engine(config, engine_config, plan, hf_config, device, mesh, choices)
+    model_plan = model_plan or require_model_plan(config, hf_config, plan)
+    if model_plan.stages is not None:
+        return build_pipeline_engine(
+            config, engine_config, plan, hf_config, device, mesh, model_plan
+        )
     model = build_model(
         config.model,
         hf_config,
@@ -57,11 +59,11 @@ def build_engine(
         partitioning=partitioning_of(engine_config, mesh),
         weights="left",
     )
-    choices.isolation.install(model)
+    model_plan.isolation.install(model)
     sequence = None
     if mesh.topology.sequence_size > 1:
         sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
-    computes_loss = choices.loss.install(model) is not None
+    computes_loss = model_plan.loss.install(model) is not None
     compiled = speed_up(model, config, engine_config, device)
     decay_groups = parameter_groups(model, config.optimizer)
     mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
@@ -73,13 +75,13 @@ def build_engine(
         mpu=mpu,
     )
     undo_trial_update(engine)
-    leave_out_needless_work(engine, mesh)
+    skip_redundant_work(engine, mesh)
     return TrainEngine(
         engine,
         plan,
         device,
         mesh,
-        choices.isolation,
+        model_plan.isolation,
         sequence,
         computes_loss=computes_loss,
         is_compiled=compiled,

@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from bigtrain.engine.startup.mesh import Mesh
 
 
-def leave_out_needless_work(engine: Any, mesh: Mesh) -> None:
+def skip_redundant_work(engine: Any, mesh: Mesh) -> None:
     """Call once, right after `deepspeed.initialize`. Every number of a step stays what it was."""
     if dist.get_world_size(mesh.replicas) == 1:
         _leave_out_lone_reduction(engine)

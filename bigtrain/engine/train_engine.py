@@ -14,7 +14,7 @@ from torch import nn
 
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
-from bigtrain.engine.optimizers.skip_step import Judge, StepFigures, UpdateGate, mean_loss
+from bigtrain.engine.optimizers.skip_step import SkipPolicy, SkipStepHook, StepStats, mean_loss
 from bigtrain.engine.prefetch import DeviceFeed
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.compilation import uncompiled
@@ -35,7 +35,7 @@ class StepResult:
 
     loss_sum: torch.Tensor
     num_targets: torch.Tensor
-    figures: StepFigures | None = None
+    figures: StepStats | None = None
 
 
 class TrainEngine:
@@ -70,7 +70,7 @@ class TrainEngine:
         config: Any = self.module.config
         self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self._norm: torch.Tensor | None = None
-        self._gate = UpdateGate(engine, self._norm_before_update)
+        self._gate = SkipStepHook(engine, self._norm_before_update)
         if isinstance(engine.optimizer, torch.optim.Optimizer):
             engine.clip_fp32_gradients = self._clip_gradients
 
@@ -81,12 +81,12 @@ class TrainEngine:
         return module
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], lr: float, judge: Judge | None = None
+        self, micro_batches: Sequence[MicroBatch], lr: float, skip_policy: SkipPolicy | None = None
     ) -> StepResult:
         """Forward and backward of this process's micro-batches, then one optimizer update.
 
         Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this very update;
-        `judge`, which decides whether it is made (with one, the host waits for the device).
+        `skip_policy`, which decides whether it is made (with one, the host waits for the device).
         """
         assert len(micro_batches) == self.plan.accumulation
         for group in self.engine.optimizer.param_groups:
@@ -103,16 +103,16 @@ class TrainEngine:
             if batch is micro_batches[-1]:
                 self.mark("optimizer update")
                 self._norm = self._gradient_norm_before_step()
-                self._gate.watch(judge, self._own_share(loss_sum), num_targets)
+                self._gate.watch(skip_policy, self._own_share(loss_sum), num_targets)
             self.engine.step()
         return StepResult(loss_sum, num_targets, self._gate.close())
 
     def _own_share(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """What this process adds to a sum over all processes: each loss counts once."""
-        return loss_sum if self._speaks else torch.zeros_like(loss_sum)
+        return loss_sum if self._reports_loss else torch.zeros_like(loss_sum)
 
     @property
-    def _speaks(self) -> bool:
+    def _reports_loss(self) -> bool:
         """Whether this process has the loss of its samples; one of each copy of the model does."""
         return self.mesh.coordinates.tensor_rank == 0
 
@@ -221,7 +221,7 @@ class TrainEngine:
         return summed_cross_entropy(outputs.logits, self._labels(moved)), outputs
 
     def _forward(self, batch: MicroBatch, moved: MicroBatch, **more: Any) -> Any:
-        with self.isolation.told(batch.position_ids):
+        with self.isolation.document_mask(batch.position_ids):
             return self.engine(**self._inputs(batch, moved), use_cache=False, **more)
 
     def _inputs(self, batch: MicroBatch, moved: MicroBatch) -> dict[str, Any]:

@@ -84,11 +84,11 @@ def _batch_for_all(
     worlds = [n * processes_per_node for n in range(smallest, largest + 1)]
     if any(world % inner for world in worlds):
         return None
-    divisor = run.batch.micro_samples * math.lcm(*(world // inner for world in worlds))
+    divisor = run.batch.micro_batch_size * math.lcm(*(world // inner for world in worlds))
     samples = run.batch.samples_per_step
     nearest = max(1, round(samples / divisor)) * divisor
     if nearest > _MOST_GROWTH * samples:
         return None
     if run.batch.global_tokens is not None:
         return f"batch.global_tokens: {nearest * run.batch.sequence_length} divides on all"
-    return f"batch.global_samples: {nearest} divides on all"
+    return f"batch.global_batch_size: {nearest} divides on all"

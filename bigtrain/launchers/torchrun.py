@@ -6,7 +6,7 @@ What it sets beyond torchrun's own (torch 2.13; tests/cluster/test_elastic.py):
   and a node that joins would be told an address where nobody is (dynamic_rendezvous.py:1204).
 - ``setpriv --pdeathsig KILL``: torchrun starts its processes in sessions of their own, so those of
   an agent that was killed would train on, unknown to the rendezvous, and hold the others.
-- A node is given up after `dead_seconds` without a sign; by default 15 s, in three signs.
+- A node is given up after `heartbeat_timeout` without a sign; by default 15 s, in three signs.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class TorchrunRequest:
 
     `nodes` is a number or a range ("1-4"); `endpoint` is HOST:PORT where agents meet; `name` tells
     the run from others that meet there; `restarts` after failures, of each agent; a node without a
-    sign for `dead_seconds` is given up; after a change `gather_seconds` are left for others to
-    come; `threads` of each process for OpenMP; `python` runs it and `directory` is where relative
-    paths of the run begin, both the same on every node; `file` is what the script will be called;
-    `setup` are shell lines that run first.
+    sign for `heartbeat_timeout` is given up; after a change `last_call_timeout` are left for others
+    to come; `threads` of each process for OpenMP; `python` runs it and `directory` is where
+    relative paths of the run begin, both the same on every node; `file` is what the script will be
+    called; `setup` are shell lines that run first.
     """
 
     name: str
@@ -98,8 +98,8 @@ class TorchrunRequest:
     deepspeed_config: str | None = None
     gpus: bool = True
     restarts: int = 100
-    dead_seconds: int = 15
-    gather_seconds: int = 15
+    heartbeat_timeout: int = 15
+    last_call_timeout: int = 15
     threads: int = 1
     setup: tuple[str, ...] = ()
 
@@ -142,14 +142,14 @@ def render_torchrun(request: TorchrunRequest) -> str:
 
 def _settings(request: TorchrunRequest) -> dict[str, int]:
     """Of torch's c10d rendezvous, in seconds but for the number of signs."""
-    interval = max(1, request.dead_seconds // _SIGNS)
+    interval = max(1, request.heartbeat_timeout // _SIGNS)
     return {
         "join_timeout": 600,  # for the fewest nodes
-        "last_call_timeout": request.gather_seconds,
+        "last_call_timeout": request.last_call_timeout,
         "keep_alive_interval": interval,
-        "keep_alive_max_attempt": max(1, request.dead_seconds // interval),
+        "keep_alive_max_attempt": max(1, request.heartbeat_timeout // interval),
         # Within which an agent that is cut off ends itself and its processes.
-        "read_timeout": max(30, 2 * request.dead_seconds),
+        "read_timeout": max(30, 2 * request.heartbeat_timeout),
     }
 
 

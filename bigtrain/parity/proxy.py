@@ -1,4 +1,4 @@
-"""The run that is trained at every topology: the user's, with a small copy of its model."""
+"""The run that is trained at every topology: the user's, with a proxy model of its model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config
 from bigtrain.models.equivalence.loss import choose_loss
-from bigtrain.models.equivalence.proxy_model import VOCABULARY, small_copy, with_heads
+from bigtrain.models.equivalence.proxy_model import VOCABULARY, build_proxy_model, with_heads
 from bigtrain.models.equivalence.tensor_parallel import deterministic, randomize
 from bigtrain.models.equivalence.thresholds import document_positions
 from bigtrain.models.layers.parameters import KEY as FROZEN
@@ -73,12 +73,12 @@ class Proxy:
 
 
 def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
-    """`config` with a small copy of its model (written to `directory`) and a batch for all points.
+    """`config` with a proxy model of its model (written to `directory`) and a batch for all points.
 
     The architecture and its options stay, and so does what the run says of frozen parameters, its
     loss, decay and Adam's betas. The weights are transformers' own initial ones with noise on
     them (ones and zeros hide what is done with them), and clipping, where it is on, bites. Dropout
-    is off. Raises ModelError where no small copy can be built, ConfigError for what the run's
+    is off. Raises ModelError where no proxy model can be built, ConfigError for what the run's
     model or DeepSpeed JSON rules out.
     """
     section, notes = config.model, []
@@ -94,7 +94,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
         attention = "sdpa"
     tokens = 8 * max(2, world_size)
     try:
-        model = small_copy(
+        model = build_proxy_model(
             deterministic(hf_config),
             attention,
             [with_heads(max(2, world_size))],
@@ -102,7 +102,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
             tokens=tokens,
         )
     except ValueError as error:
-        raise ModelError(f"no small copy of the model can be built: {error}") from error
+        raise ModelError(f"no proxy model of the model can be built: {error}") from error
     if getattr(model.config, "output_router_logits", False):
         # The router's loss is a micro-batch's, and the points cut the batch differently.
         model.config.output_router_logits = False
@@ -120,7 +120,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
             loss_chunk_tokens=_CHUNK_TOKENS,
         ),
         data=config.data,
-        batch=BatchSection(sequence_length=tokens, global_samples=2 * world_size),
+        batch=BatchSection(sequence_length=tokens, global_batch_size=2 * world_size),
         train=TrainSection(steps=STEPS),
         optimizer=_optimizer(config.optimizer),
         schedule=ScheduleSection(type="constant"),
@@ -171,15 +171,15 @@ def _optimizer(section: OptimizerSection) -> OptimizerSection:
 
 
 def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tuple[str, ...]:
-    """The run's patterns that match something in the small copy, which has fewer layers."""
+    """The run's patterns that match something in the proxy model, which has fewer layers."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     patterns = config.model.frozen
     kept = tuple(p for p in patterns if any(fnmatchcase(name, p) for name in names))
     left_out = [pattern for pattern in patterns if pattern not in kept]
     if left_out:
-        notes.append(f"{FROZEN}: {', '.join(left_out)} match nothing in the small copy")
+        notes.append(f"{FROZEN}: {', '.join(left_out)} match nothing in the proxy model")
     if all(any(fnmatchcase(name, p) for p in kept) for name in names):
-        rule = "leaves nothing to train in the small copy, which has fewer layers"
+        rule = "leaves nothing to train in the proxy model, which has fewer layers"
         raise ConfigError(Problem(FROZEN, list(patterns), rule, "match fewer parameters"))
     return kept
 
@@ -187,7 +187,7 @@ def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tupl
 def _loss(config: RunConfig, hf_config: Any, notes: list[str]) -> Literal["plain", "chunked"]:
     """How the run computes its loss, as it would choose for its own micro-batches."""
     batch = config.batch
-    plan = BatchPlan(batch.samples_per_step, batch.micro_samples, 1, 1, batch.sequence_length)
+    plan = BatchPlan(batch.samples_per_step, batch.micro_batch_size, 1, 1, batch.sequence_length)
     chosen, _ = choose_loss(config, hf_config, plan)
     if chosen.kind == "liger":
         notes.append("model.loss = liger needs CUDA: the loss in chunks is compared")
@@ -228,16 +228,16 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """The batches of a step for `data_rank`: random tokens, the same samples at every topology."""
     generator = torch.Generator().manual_seed(1000 + step)
-    shape = (plan.global_samples, plan.sequence_length + 1)
+    shape = (plan.global_batch_size, plan.sequence_length + 1)
     tokens = torch.randint(1, VOCABULARY, shape, generator=generator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORED_LABEL
     parts = [inputs, labels]
     if config.data.isolates:
-        positions = document_positions(plan.global_samples, plan.sequence_length)
+        positions = document_positions(plan.global_batch_size, plan.sequence_length)
         labels[:, :-1][positions[:, 1:] == 0] = IGNORED_LABEL
         parts.append(positions)
-    rows = torch.arange(plan.global_samples).reshape(
-        plan.accumulation, plan.data_size, plan.micro_samples
+    rows = torch.arange(plan.global_batch_size).reshape(
+        plan.accumulation, plan.data_size, plan.micro_batch_size
     )[:, data_rank]
     return [MicroBatch(*(part[row] for part in parts)) for row in rows]

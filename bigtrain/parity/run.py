@@ -70,7 +70,7 @@ def reference_of(point: Point, world_size: int) -> Sequence[Figures]:
         return _reference(_key(point), torch.float32 if in_float32 else None)
     except (RuntimeError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"plain transformers cannot train the small copy: {reason}") from error
+        raise ModelError(f"plain transformers cannot train the proxy model: {reason}") from error
 
 
 def reordered_of(point: Point) -> Sequence[Figures]:

@@ -23,7 +23,7 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
     """Leave a run that a signal stopped, after `state` was saved. Collective."""
     engine.close()
     if session.world.is_main:
-        session.check_hold()
+        session.check_run_token()
         with writing(session.directory, OUTPUT_REMEDY):
             leave_marker(session.directory, received, state)
     session.say(
@@ -69,7 +69,7 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
     """
 
     def export() -> list[str]:
-        session.check_hold()
+        session.check_run_token()
         if session.metrics is not None and session.metrics.failure is not None:
             raise session.metrics.failure
         summary = session.metrics.summary() if session.metrics is not None else []

@@ -11,7 +11,7 @@ from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.loss_window import LossWindow
 from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.run.checkpointing.rollback import go_back
+from bigtrain.run.checkpointing.rollback import roll_back
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.diagnostics.out_of_memory import explained
 from bigtrain.run.diagnostics.profiling import Profiler
@@ -61,14 +61,14 @@ def train(
         guard.begin(state)
         profiler.before(state.step + 1)
         with explained(session, engine):
-            result = engine.train_step(micro_batches, lr, guard.judge)
+            result = engine.train_step(micro_batches, lr, guard.skip_policy)
         state = guard.end(state, state.after_step(plan))
         clock.count_step()
         losses.add(result, updated=state.guard.streak == 0)
-        if guard.goes_back(state):
+        if guard.rolls_back(state):
             beat.at("going back", slow=True)
             saver.wait()
-            state = go_back(session, engine, state)
+            state = roll_back(session, engine, state)
             losses.empty()
             continue
         last = state.step == config.train.steps

@@ -14,7 +14,7 @@ from bigtrain.data.samples.packed_samples import PackingReport, packing_reports
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
-from bigtrain.models.equivalence.model_plan import Choices, choose
+from bigtrain.models.equivalence.model_plan import ModelPlan, choose
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.run.reporting.metrics import check_trackers
@@ -29,7 +29,7 @@ class Inputs:
 
     hf_config: the model's Hugging Face configuration. data_hash: `bigtrain.data.samples.identity`.
     sources, datasets: those of the mixture, in its order. packing: what became of their documents.
-    choices: how the model is cut, told of documents and asked for its loss.
+    model_plan: how the model is cut, told of documents and asked for its loss.
     """
 
     hf_config: Any
@@ -37,7 +37,7 @@ class Inputs:
     sources: tuple[SourceIdentity, ...]
     datasets: tuple[TokenDataset, ...]
     packing: tuple[PackingReport, ...]
-    choices: Choices
+    model_plan: ModelPlan
 
 
 def inspect_inputs(run: ResolvedRun) -> Inputs:
@@ -61,10 +61,10 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         problems += _check_best(config, datasets)
     problems += check_tensor_size(hf_config, config.parallel.tensor)
     problems += check_kernels(hf_config, config.model.kernels)
-    choices = None
+    model_plan = None
     if not problems:
-        choices, problems = choose(config, hf_config, run.plan)
-    if choices is None or problems:
+        model_plan, problems = choose(config, hf_config, run.plan)
+    if model_plan is None or problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(
         hf_config,
@@ -72,7 +72,7 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         identify_sources(config, datasets),
         datasets,
         packing_reports(config, datasets),
-        choices,
+        model_plan,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from bigtrain.engine.long_work import LongWork
 from bigtrain.engine.startup.process_group import process_group
-from bigtrain.errors import BigtrainError, LostHoldError
+from bigtrain.errors import BigtrainError, LostRunTokenError
 from bigtrain.models.build import empty_model
 from bigtrain.models.weights.checksums import Sums
 from bigtrain.planner.flops import (
@@ -46,8 +46,8 @@ class Session:
     """A process's part in a run: its place, its device, and (main process) what it writes.
 
     hosts: of every rank. long_work: for what may take one rank long. hold: the main process's, on
-    the run directory, from `bigtrain.run.checkpointing.resume.hold_directory` on. base_model:
-    checksums of the trained weights that this start has read.
+    the run directory, from `bigtrain.run.checkpointing.resume.acquire_run_directory` on.
+    base_model: checksums of the trained weights that this start has read.
     """
 
     run: ResolvedRun
@@ -60,43 +60,43 @@ class Session:
     long_work: LongWork
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     metrics: MetricsWriter | None = field(default=None)
-    hold: fencing.Hold | None = field(default=None)
+    run_token: fencing.RunToken | None = field(default=None)
     base_model: Sums | None = field(default=None)
     generation: int | None = field(default=None)
     _flops_per_token: int | None = field(default=None)
     _said_early: list[str] = field(default_factory=list)
 
-    def check_hold(self) -> None:
+    def check_run_token(self) -> None:
         """Raises on the main process where a later start holds the directory, or it is gone.
 
         Not collective; the other processes have no hold.
         """
-        if self.hold is not None:
-            self.hold.check()
+        if self.run_token is not None:
+            self.run_token.check()
 
     def trouble(self) -> BigtrainError | None:
         """Why the main process can write no more, or None; looks twice a second at most."""
         failure = None if self.metrics is None else self.metrics.failure
-        if self.hold is not None and (failure is not None or self.hold.lost()):
+        if self.run_token is not None and (failure is not None or self.run_token.lost()):
             try:
-                self.hold.check()  # whose text names the cause
-            except LostHoldError as error:
+                self.run_token.check()  # whose text names the cause
+            except LostRunTokenError as error:
                 return error
         return failure
 
     def superseded(self) -> bool:
         """Whether a later start holds the run directory, as far as this process sees."""
-        if self.hold is not None:
-            return self.hold.superseded_by() is not None
+        if self.run_token is not None:
+            return self.run_token.superseded_by() is not None
         newest = fencing.newest_holder(self.directory)
         return newest is not None and newest.generation > (self.generation or 0)
 
     def begin_writing(self, state: TrainState) -> None:
         """Write down what the run is, and open metrics and log where it stands.
 
-        On the main process. Comes after `bigtrain.run.checkpointing.resume.hold_directory`, so that
-        a refused run creates nothing, and overwrites nothing of the run it was not. Collective;
-        raises on every process, OutputError where the directory cannot be written.
+        On the main process. Comes after `bigtrain.run.checkpointing.resume.acquire_run_directory`,
+        so that a refused run creates nothing, and overwrites nothing of the run it was not.
+        Collective; raises on every process, OutputError where the directory cannot be written.
         """
 
         def begin() -> None:
@@ -189,7 +189,7 @@ def open_session(
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
         torch.set_num_threads(max(1, num_threads // local_size))
     directory = Path(run.config.output.directory)
-    patience = run.config.watchdog.arrival_timeout_seconds
+    patience = run.config.watchdog.rendezvous_timeout_seconds
     try:
         with (
             warnings.catch_warnings(),

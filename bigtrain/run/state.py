@@ -55,6 +55,6 @@ class TrainState:
         return replace(
             self,
             step=self.step + 1,
-            samples=self.samples + plan.global_samples,
+            samples=self.samples + plan.global_batch_size,
             tokens=self.tokens + plan.tokens_per_step,
         )

@@ -66,10 +66,10 @@ class AccelerateSettings:
         """`config` with the micro-batch that gives the answered accumulation, if it has none."""
         steps = self.tree.get("gradient_accumulation_steps")
         per_process, rest = divmod(config.batch.samples_per_step, data_size)
-        silent = "micro_samples" not in config.batch.model_fields_set
+        silent = "micro_batch_size" not in config.batch.model_fields_set
         if not isinstance(steps, int) or not silent or rest or per_process % steps:
             return config
-        batch = config.batch.model_copy(update={"micro_samples": per_process // steps})
+        batch = config.batch.model_copy(update={"micro_batch_size": per_process // steps})
         return config.model_copy(update={"batch": batch})
 
     def named_file(self, config: RunConfig, deepspeed_config: str | None) -> str | None:

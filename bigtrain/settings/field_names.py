@@ -13,8 +13,8 @@ _ELSEWHERE = {
     "data.workers": "num_workers dataloader_num_workers",
     "batch.sequence_length": "seq_length seq_len max_seq_length max_seq_len max_length block_size "
     "context_length max_sequence_length",
-    "batch.global_samples": "batch_size global_batch_size train_batch_size total_batch_size",
-    "batch.micro_samples": "micro_batch_size per_device_train_batch_size per_device_batch_size "
+    "batch.global_batch_size": "batch_size global_samples train_batch_size total_batch_size",
+    "batch.micro_batch_size": "micro_samples per_device_train_batch_size per_device_batch_size "
     "train_micro_batch_size_per_gpu local_batch_size",
     "train.steps": "max_steps num_steps total_steps train_iters max_iters num_train_steps "
     "training_steps",
@@ -41,14 +41,15 @@ _ELSEWHERE = {
     "logging.trackers": "report_to loggers",
     "evaluation.every_steps": "eval_steps eval_interval",
     "evaluation.samples": "eval_iters max_eval_samples",
+    "watchdog.rendezvous_timeout_seconds": "arrival_timeout_seconds rdzv_timeout",
     "output.directory": "output_dir out_dir save_dir",
     "engine.deepspeed_config": "deepspeed zero_stage",
     "seed": "random_seed manual_seed",
 }
 _NO_FIELD = {
     "gradient_accumulation_steps accumulation accumulation_steps grad_accum grad_accum_steps": (
-        "accumulation is derived from batch.global_samples, batch.micro_samples and the number of "
-        "processes"
+        "accumulation is derived from batch.global_batch_size, batch.micro_batch_size and "
+        "the number of processes"
     ),
     "epochs num_epochs num_train_epochs max_epochs": (
         "a run has train.steps; data.sources can weigh its datasets by epochs"

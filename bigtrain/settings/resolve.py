@@ -14,7 +14,7 @@ from typing import Any
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.accelerate import SOURCE, AccelerateSettings
 from bigtrain.settings.batch_plan import BatchPlan, plan_batch
-from bigtrain.settings.compatibility.check import Device, Facts, check_legality
+from bigtrain.settings.compatibility.check import Device, Facts, check_compatibility
 from bigtrain.settings.deepspeed.engine_config import (
     EngineConfig,
     check_file_alone,
@@ -86,7 +86,7 @@ def resolve_run(
         engine, of_engine = render(config, plan, raw, source)
         problems.extend(of_engine)
         facts = facts_of(config, raw, world_size, device, source, async_io, model)
-        problems.extend(check_legality(facts))
+        problems.extend(check_compatibility(facts))
     if problems or topology is None or plan is None or engine is None:
         raise ConfigError(problems, f"the run with {source}")
     used = config.engine.model_copy(update={"deepspeed_config": name})

@@ -146,6 +146,31 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def create_whole(path: Path, content: bytes, draft: Path) -> bool:
+    """Create `path` with all of `content`; False, and nothing is changed, where it exists already.
+
+    Of several processes that try, one alone succeeds. By a link to `draft`, a name of this process
+    alone on the same file system, so that `path` never exists without its content; by exclusive
+    creation where there are no hard links.
+    """
+    try:
+        draft.write_bytes(content)
+        sync_to_disk(draft)
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links
+        try:
+            with path.open("xb") as file:
+                file.write(content)
+        except FileExistsError:
+            return False
+    finally:
+        draft.unlink(missing_ok=True)
+    sync_to_disk(path.parent)
+    return True
+
+
 def write_whole(path: Path, content: bytes, draft: Path | None = None) -> None:
     """Write `path` so that it is there whole or not at all, and stays after a crash.
 

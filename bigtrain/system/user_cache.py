@@ -28,8 +28,8 @@ def key_of(parts: Sequence[str | bytes]) -> str:
     return digest.hexdigest()
 
 
-def recall(kind: str, key: str) -> dict[str, Any] | None:
-    """The fact that `remember` was given for `key`; None where there is none."""
+def cache_get(kind: str, key: str) -> dict[str, Any] | None:
+    """The fact that `cache_put` was given for `key`; None where there is none."""
     try:
         fact = json.loads(_path(kind, key).read_bytes())
     except (OSError, ValueError, RuntimeError):
@@ -37,7 +37,7 @@ def recall(kind: str, key: str) -> dict[str, Any] | None:
     return fact if isinstance(fact, dict) else None
 
 
-def remember(kind: str, key: str, fact: dict[str, Any]) -> None:
+def cache_put(kind: str, key: str, fact: dict[str, Any]) -> None:
     """Keep `fact`, which appears whole or not at all."""
     try:
         path = _path(kind, key)

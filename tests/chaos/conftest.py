@@ -49,7 +49,7 @@ def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
             }
         },
         "data": {"path": str(shards)},
-        "batch": {"sequence_length": 16, "global_samples": 4, "micro_samples": 1},
+        "batch": {"sequence_length": 16, "global_batch_size": 4, "micro_batch_size": 1},
         "train": {"steps": STEPS},
         "optimizer": {"lr": 3e-3},
         "schedule": {"warmup_steps": 4},

@@ -82,7 +82,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     run_yaml = root / "run.yaml"
     tree = run_tree(tokenize(texts, tokenizer, root / "shards"), root / "run")
     tree["output"]["export"] = False
-    tree["batch"]["global_samples"] = 12  # divides on one, two and three hosts
+    tree["batch"]["global_batch_size"] = 12  # divides on one, two and three hosts
     run_yaml.write_text(yaml.safe_dump(tree))
     return Inputs(texts, tokenizer, root / "shards", run_yaml)
 

@@ -42,7 +42,7 @@ def two_machines(lab: Lab, launcher: str, **more: str) -> Path:
 def silent_run(lab: Lab, **sections: Any) -> Path:
     """The run of `lab`, which leaves engine, micro-batch and precision to the answers."""
     tree = yaml.safe_load(lab.run_yaml.read_text())
-    del tree["engine"], tree["precision"], tree["batch"]["micro_samples"]
+    del tree["engine"], tree["precision"], tree["batch"]["micro_batch_size"]
     lab.run_yaml.write_text(yaml.safe_dump({**tree, **sections}))
     return lab.run_yaml
 

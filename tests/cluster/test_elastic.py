@@ -41,7 +41,10 @@ class Elastic:
         self.script = lab.folder / "run.torchrun.sh"
         words = ["launch", "torchrun", "--config", str(lab.run_yaml), "--nodes", "1:3"]
         words += ["--gpus-per-node", "0", "--rendezvous", "n0:29400", "--output", str(self.script)]
-        assert bigtrain([*words, "--dead-seconds", "6", "--gather-seconds", "6", *OVERRIDES]) == 0
+        assert (
+            bigtrain([*words, "--heartbeat-timeout", "6", "--last-call-timeout", "6", *OVERRIDES])
+            == 0
+        )
 
     def start(self, host: str, *words: str) -> tuple[psutil.Popen, Path]:
         """Start the script on `host`; returns the process and its log."""

@@ -126,7 +126,7 @@ def test_bad_hostfile_is_named(lab: Lab, text: str, said: str) -> None:
 def test_a_host_that_nobody_knows_is_named_by_the_run(lab: Lab) -> None:
     write_hostfile(lab, "n1", "n9")
     command = [BINARIES / "deepspeed", "--hostfile", "hosts", TRAIN, *ARGUMENTS]
-    code, output = lab.run("n1", *command, "watchdog.arrival_timeout_seconds=5")
+    code, output = lab.run("n1", *command, "watchdog.rendezvous_timeout_seconds=5")
     assert code != 0, output
     assert "1 of 2 processes have not come: n9 (rank 1); here are n1 (rank 0)" in output
     assert not (lab.folder / "run").exists()

@@ -78,9 +78,9 @@ def test_two_nodes_compute_what_one_process_does(
 
 
 def test_wrong_run_fails_before_a_process_starts(lab: Lab, submit: Submit) -> None:
-    job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml, "batch.micro_samples=5"])
+    job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml, "batch.micro_batch_size=5"])
     assert ended(lab, job, log) == "FAILED"
-    assert "batch.global_samples = 12: must be a multiple of" in log.read_text()
+    assert "batch.global_batch_size = 12: must be a multiple of" in log.read_text()
     assert "srun" not in log.read_text()
     assert not (lab.folder / "run").exists()
     assert told(lab, job, "ExitCode") == "2:0"

@@ -86,7 +86,7 @@ def test_recipe_with_ds_config(recipe: str, name: str, world_size: int, dtype: s
     given = run.engine.deepspeed
     assert list(autos(given)) == []
     accepted = DeepSpeedConfig(json.loads(json.dumps(given)))
-    assert accepted.train_micro_batch_size_per_gpu == config.batch.micro_samples
+    assert accepted.train_micro_batch_size_per_gpu == config.batch.micro_batch_size
     assert (
         accepted.train_micro_batch_size_per_gpu
         * accepted.gradient_accumulation_steps
@@ -207,14 +207,14 @@ def test_check_prints_the_run_the_equation_and_the_deepspeed_dict() -> None:
 def test_check_reports_every_problem_and_exits_with_2() -> None:
     result = check(
         "--config", "quickstart", "--world-size", "3", "--deepspeed_config", "pipeline_zero1",
-        "parallel.sequence=3", "batch.global_samples=15",
+        "parallel.sequence=3", "batch.global_batch_size=15",
     )  # fmt: skip
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.startswith(
         "bigtrain check: 3 problems in the run with pipeline_zero1.json"
     )
-    assert "batch.global_samples = 15" in result.stderr
+    assert "batch.global_batch_size = 15" in result.stderr
     assert "batch.sequence_length = 256" in result.stderr
     assert "pipeline_zero1.json: pipeline" in result.stderr
     assert "Traceback" not in result.stderr

@@ -204,7 +204,7 @@ RUNS: dict[str, Run] = {
             ),
         )
     ),
-    "ZeRO 1, accumulation": Run(((2, {ZERO: "zero1", "batch.micro_samples": 1}),)),
+    "ZeRO 1, accumulation": Run(((2, {ZERO: "zero1", "batch.micro_batch_size": 1}),)),
     "ZeRO 2, dropout, documents apart": Run(
         ((2, {ZERO: "zero2", "data.document_boundaries": "isolate"}),), "llama with dropout"
     ),
@@ -212,7 +212,8 @@ RUNS: dict[str, Run] = {
     "ZeRO 2, experts": Run(((2, {ZERO: "zero2"}),), "qwen3_moe"),
     "tensor parallel": Run(((2, {ZERO: "zero1", "parallel.tensor": 2}),)),
     "pipeline": Run(
-        ((2, {ZERO: "pipeline_zero1", "parallel.pipeline": 2, "batch.micro_samples": 1}),), "gpt2"
+        ((2, {ZERO: "pipeline_zero1", "parallel.pipeline": 2, "batch.micro_batch_size": 1}),),
+        "gpt2",
     ),
     "sequence parallel": Run(((2, {ZERO: "zero2", "parallel.sequence": 2}),)),
     "tensor parallel x pipeline": Run(
@@ -223,7 +224,7 @@ RUNS: dict[str, Run] = {
                     ZERO: "pipeline_zero1",
                     "parallel.tensor": 2,
                     "parallel.pipeline": 2,
-                    "batch.micro_samples": 1,
+                    "batch.micro_batch_size": 1,
                 },
             ),
         )
@@ -276,7 +277,7 @@ def _tree(model: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": {"config": model},
         "data": {"path": "unused"},
-        "batch": {"sequence_length": 32, "global_samples": 8, "micro_samples": 2},
+        "batch": {"sequence_length": 32, "global_batch_size": 8, "micro_batch_size": 2},
         "train": {"steps": STEPS},
         "optimizer": {"lr": 3e-3, "clip_norm": 0.5},
         "schedule": {"warmup_steps": 2},

@@ -66,7 +66,7 @@ def run_tree(shards: Path, directory: Path) -> dict[str, Any]:
             }
         },
         "data": {"path": str(shards)},
-        "batch": {"sequence_length": 32, "global_samples": 8, "micro_samples": 2},
+        "batch": {"sequence_length": 32, "global_batch_size": 8, "micro_batch_size": 2},
         "train": {"steps": STEPS},
         "optimizer": {"lr": 5e-3},
         "schedule": {"warmup_steps": 2},

@@ -24,7 +24,7 @@ def silent_run(inputs: Inputs, directory: Path, **sections: Any) -> Path:
     tree: dict[str, Any] = run_tree(inputs.shards, directory / "run")
     for name in ("engine", "precision"):
         del tree[name]
-    del tree["batch"]["micro_samples"]
+    del tree["batch"]["micro_batch_size"]
     tree["output"]["export"] = False
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump({**tree, **sections}))

@@ -124,7 +124,7 @@ def test_value_of_a_wrong_type(refused: Refused) -> None:
 
 
 def test_batch_that_does_not_divide(refused: Refused) -> None:
-    only(refused("batch.micro_samples=3"), "batch.global_samples = 8", "3")
+    only(refused("batch.micro_batch_size=3"), "batch.global_batch_size = 8", "3")
 
 
 def test_all_problems_at_once(refused: Refused) -> None:
@@ -230,7 +230,7 @@ def test_dataset_that_does_not_exist(refused: Refused) -> None:
 def test_dataset_too_short_for_a_batch(refused: Refused, inputs: Inputs, tmp_path: Path) -> None:
     texts = write_documents(tmp_path / "few.jsonl", 8)
     shards = tokenize(texts, inputs.tokenizer, tmp_path / "few")
-    text = refused(f"data.path={shards}", "batch.global_samples=4096")
+    text = refused(f"data.path={shards}", "batch.global_batch_size=4096")
     assert "too short for one global batch" in text
     assert "one step takes 4096" in text
 
@@ -282,7 +282,7 @@ def test_port_that_is_taken(refused: Refused, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.distributed
 def test_two_processes_say_it_once(inputs: Inputs, home: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    arguments = ["--config", inputs.run_yaml, f"output.directory={run}", "batch.micro_samples=8"]
+    arguments = ["--config", inputs.run_yaml, f"output.directory={run}", "batch.micro_batch_size=8"]
     finished = launch([*launcher("torchrun"), *arguments, "optimizer.lr_rate=1"], home)
     assert finished.code != 0
     assert finished.output.count("optimizer.lr_rate = 1: unknown key") == 1
@@ -302,7 +302,7 @@ def test_damaged_contents_are_found_by_all_processes(
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-    arguments = ["--config", inputs.run_yaml, f"output.directory={run}", "batch.micro_samples=4"]
+    arguments = ["--config", inputs.run_yaml, f"output.directory={run}", "batch.micro_batch_size=4"]
     changed = [f"data.path={shards}", "data.verify=contents"]
     finished = launch([*launcher("torchrun"), *arguments, *changed], home)
     assert finished.code != 0

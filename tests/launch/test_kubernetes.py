@@ -204,7 +204,7 @@ def test_the_volume_is_the_images_and_a_save_has_time(capsys: pytest.CaptureFixt
     assert pod["terminationGracePeriodSeconds"] == 600
     [node] = pod["containers"]
     assert node["livenessProbe"]["terminationGracePeriodSeconds"] == 30  # it hangs: no save
-    cpus = documents(capsys, "batch.micro_samples=1", "--gpus-per-node", "4", "--cpus", "48")
+    cpus = documents(capsys, "batch.micro_batch_size=1", "--gpus-per-node", "4", "--cpus", "48")
     [threads] = [e for e in node_pod(cpus)["spec"]["containers"][0]["env"] if "OMP" in e["name"]]
     assert threads["value"] == "12"
 
@@ -281,7 +281,7 @@ def test_liveness_command(tmp_path: Path) -> None:
         (["output.directory=/tmp/run"], "output.directory=/data/run"),
         (["--name", "Run_1"], "--name = 'Run_1': is no name for Kubernetes"),
         (["--mount", "data"], "--mount = 'data': must be an absolute path"),
-        (["--nodes", "3"], "batch.global_samples"),
+        (["--nodes", "3"], "batch.global_batch_size"),
         (["--restarts", "-1"], "--restarts = -1: must be 0"),
         (["--env", "HF_TOKEN=geheim"], "--env = 'HF_TOKEN': holds a secret"),
         (["--env", "https_proxy=http://me:geheim@b"], "--secret-env https_proxy=NAME:KEY"),

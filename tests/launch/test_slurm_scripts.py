@@ -139,7 +139,7 @@ def job(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost"}
         script = ["bash", str(ROOT / "slurm" / "train.sbatch"), "quickstart"]
         finished = subprocess.run(
-            [*script, f"output.directory={tmp_path / 'run'}", "batch.micro_samples=1"],
+            [*script, f"output.directory={tmp_path / 'run'}", "batch.micro_batch_size=1"],
             env={
                 **os.environ,
                 **own,

@@ -24,7 +24,7 @@ MEET = ["--rendezvous", "login:29400"]
 def test_script_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "quick.sh"
     options = ["--nodes", "1:2", "--setup", "module load cuda"]
-    words = [*RUN, *MEET, *options, "--output", str(output), "batch.micro_samples=1", "seed=1"]
+    words = [*RUN, *MEET, *options, "--output", str(output), "batch.micro_batch_size=1", "seed=1"]
     assert bigtrain(words) == 0
     assert f"on every node with  bash {output}" in capsys.readouterr().out
     text = output.read_text()
@@ -34,7 +34,7 @@ def test_script_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in text
     assert 'setpriv --pdeathsig KILL "$python"' in text
     assert text.index("module load cuda") < text.index("fail()")
-    assert "arguments=(quickstart batch.micro_samples=1 seed=1)" in text
+    assert "arguments=(quickstart batch.micro_batch_size=1 seed=1)" in text
     if shutil.which("shellcheck") is not None:
         subprocess.run(["shellcheck", "--severity=warning", output], check=True)
 
@@ -50,7 +50,7 @@ def test_script_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         # 8 samples, micro-batches of 4, 2 processes a node.
         (
             [*MEET, "--nodes", "1-2"],
-            "can be divided on 1 nodes, not on 2 -> batch.global_samples: 16",
+            "can be divided on 1 nodes, not on 2 -> batch.global_batch_size: 16",
         ),
         ([*MEET, "--nodes", "1-64"], "not on 2, 3, 4, 5, 6, 7, 8, 9, ... -> --nodes 1"),
     ],
@@ -65,7 +65,11 @@ def test_what_cannot_work_is_refused(
 
 
 def test_batch_in_tokens_is_told_in_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    tokens = ["batch.global_samples=null", "batch.global_tokens=2048", "batch.micro_samples=1"]
+    tokens = [
+        "batch.global_batch_size=null",
+        "batch.global_tokens=2048",
+        "batch.micro_batch_size=1",
+    ]
     assert bigtrain([*RUN, *MEET, "--nodes", "1-3", "--dry-run", *tokens]) == 2
     assert "on 1, 2 nodes, not on 3 -> batch.global_tokens: 3072 divides on all" in (
         capsys.readouterr().err

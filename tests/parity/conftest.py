@@ -20,12 +20,16 @@ STEPS = 20
 WORKER = Path(__file__).with_name("worker.py")
 
 
-def run_config(data: Path, model: dict[str, Any], *, micro_samples: int, **sections: Any) -> Any:
+def run_config(data: Path, model: dict[str, Any], *, micro_batch_size: int, **sections: Any) -> Any:
     """A run of 20 steps of 8 samples of 16 tokens, with clipping that bites."""
     return {
         "model": model,
         "data": {"path": str(data), "mask_end_of_document": True},
-        "batch": {"sequence_length": 16, "global_samples": 8, "micro_samples": micro_samples},
+        "batch": {
+            "sequence_length": 16,
+            "global_batch_size": 8,
+            "micro_batch_size": micro_batch_size,
+        },
         "train": {"steps": STEPS},
         "optimizer": {"lr": 3e-3, "clip_norm": 0.5},
         "schedule": {"type": "cosine", "warmup_steps": 4},

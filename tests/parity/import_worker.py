@@ -22,7 +22,7 @@ from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.equivalence.model_plan import require_choices
+from bigtrain.models.equivalence.model_plan import require_model_plan
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
@@ -53,7 +53,7 @@ def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[st
     run = resolve_run(config, world.size, case["deepspeed_config"], device.type)
     mesh = open_mesh(run.topology, world.rank)
     hf_config = load_hf_config(config.model)
-    choices = require_choices(config, hf_config, run.plan)
+    model_plan = require_model_plan(config, hf_config, run.plan)
     memory, seen = Memory(), {}
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[st
 
     build.build_model = pipeline.build_model = watched
     weights = find_weights(str(config.model.path), hf_config)
-    engine = build.build_engine(config, run.engine, run.plan, hf_config, device, mesh, choices)
+    engine = build.build_engine(config, run.engine, run.plan, hf_config, device, mesh, model_plan)
     memory.begin()
     read_weights(engine, weights)
     seen["read"] = memory.risen_bytes()

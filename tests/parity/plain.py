@@ -40,7 +40,7 @@ class Step:
 
 def read_steps(data: Path, config: dict[str, Any]) -> list[Step]:
     """Every step of a run, cut from the one shard of `data` (uint16 tokens, a bit mask)."""
-    length, size = config["batch"]["sequence_length"], config["batch"]["global_samples"]
+    length, size = config["batch"]["sequence_length"], config["batch"]["global_batch_size"]
     tokens = np.fromfile(data / "train_00000.bin", np.uint16).astype(np.int64)
     mask = None
     if (file := data / "train_00000.mask").exists():
@@ -105,17 +105,17 @@ def whole(_step: int) -> list[Samples]:
     return [slice(None)]
 
 
-def divided(micro_samples: int) -> Chunks:
-    """A step's 8 samples, `micro_samples` at a time."""
-    return lambda _step: torch.arange(8).split(micro_samples)
+def divided(micro_batch_size: int) -> Chunks:
+    """A step's 8 samples, `micro_batch_size` at a time."""
+    return lambda _step: torch.arange(8).split(micro_batch_size)
 
 
-def permuted(micro_samples: int, seed: int) -> Chunks:
-    """A step's 8 samples in another order, `micro_samples` at a time."""
+def permuted(micro_batch_size: int, seed: int) -> Chunks:
+    """A step's 8 samples in another order, `micro_batch_size` at a time."""
 
     def chunks(step: int) -> Sequence[Samples]:
         generator = torch.Generator().manual_seed(1000 * seed + step)
-        return torch.randperm(8, generator=generator).split(micro_samples)
+        return torch.randperm(8, generator=generator).split(micro_batch_size)
 
     return chunks
 
@@ -287,5 +287,5 @@ def orders() -> Iterator[Chunks]:
     as far from their mean.
     """
     yield whole
-    for seed, micro_samples in enumerate((4, 2, 1, 8, 4, 2, 1), 1):
-        yield permuted(micro_samples, seed)
+    for seed, micro_batch_size in enumerate((4, 2, 1, 8, 4, 2, 1), 1):
+        yield permuted(micro_batch_size, seed)

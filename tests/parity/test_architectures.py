@@ -95,12 +95,12 @@ def test_what_ends_the_processes_is_wrong_and_the_rest_goes_on(
     worker.write_text(
         "import json, os, sys\n"
         "from pathlib import Path\n"
-        "from bigtrain.system.user_cache import remember\n"
+        "from bigtrain.system.user_cache import cache_put\n"
         "for task in json.loads(Path(sys.argv[1]).read_text()):\n"
         "    Path(sys.argv[2]).write_text(json.dumps([task['model_type'], ['TP 2']]))\n"
         "    if task['model_type'] == 'gemma':\n"
         "        os._exit(3)\n"
-        "    remember('architectures', task['key'], {'TP 2': ('exact', '')})\n"
+        "    cache_put('architectures', task['key'], {'TP 2': ('exact', '')})\n"
     )
     monkeypatch.setattr(architectures, "WORKER", worker)
     found = architectures.sweep(["gemma", "gpt2"], ["TP 2"])

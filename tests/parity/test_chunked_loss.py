@@ -50,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                         "loss": loss,
                         "loss_chunk_tokens": 5,
                     },
-                    micro_samples=4 // data_size,
+                    micro_batch_size=4 // data_size,
                     parallel=parallel,
                     # As in the matrix: no updates of full size from rounding errors.
                     optimizer={"lr": 3e-3, "clip_norm": 0.5, "eps": 1e-6},

@@ -17,7 +17,7 @@ def test_compiled_layers_train_as_a_plain_loop(
     dataset: Path, hf_directories: dict[str, Path], tmp_path: Path
 ) -> None:
     reference = plain_training(
-        dataset, hf_directories["llama"], run_config(dataset, {}, micro_samples=8)
+        dataset, hf_directories["llama"], run_config(dataset, {}, micro_batch_size=8)
     )
     cases = {
         f"{engine}-{checkpointing}": {
@@ -30,7 +30,7 @@ def test_compiled_layers_train_as_a_plain_loop(
                     "loss": "chunked",
                     "loss_chunk_tokens": 5,
                 },
-                micro_samples=2,
+                micro_batch_size=2,
             ),
             "deepspeed_config": engine,
         }

@@ -51,7 +51,7 @@ def test_memory_is_a_shard_and_less_than_two_tensors(dataset: Path, tmp_path: Pa
     cases = {
         name: {
             "config": run_config(
-                dataset, {"path": str(tmp_path / "hf")}, micro_samples=1, parallel=degrees
+                dataset, {"path": str(tmp_path / "hf")}, micro_batch_size=1, parallel=degrees
             ),
             "deepspeed_config": engine,
             **({"save_to": str(tmp_path / "checkpoint")} if name == "zero3-dp2" else {}),

@@ -26,15 +26,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_for(data: Path, model: dict[str, Any], micro_samples: int) -> dict[str, Any]:
+def config_for(data: Path, model: dict[str, Any], micro_batch_size: int) -> dict[str, Any]:
     config: dict[str, Any] = run_config(
         data,
         model,
-        micro_samples=micro_samples,
+        micro_batch_size=micro_batch_size,
         batch={
             "sequence_length": LENGTH,
-            "global_samples": SAMPLES,
-            "micro_samples": micro_samples,
+            "global_batch_size": SAMPLES,
+            "micro_batch_size": micro_batch_size,
         },
         schedule={"type": "constant"},
     )

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from bigtrain.errors import ConfigError
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.settings.compatibility.check import RULES, Facts, check_legality
+from bigtrain.settings.compatibility.check import RULES, Facts, check_compatibility
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, ParallelSection, RunConfig
 from bigtrain.settings.topology import derive_topology
@@ -137,7 +137,7 @@ def legal_points() -> tuple[Point, ...]:
     return tuple(
         point
         for point in product_of_axes()
-        if point.world_size <= MOST_PROCESSES and not check_legality(point.facts)
+        if point.world_size <= MOST_PROCESSES and not check_compatibility(point.facts)
     )
 
 
@@ -207,7 +207,7 @@ class Matrix:
         config: dict[str, Any] = run_config(
             self.data[point.documents],
             model,
-            micro_samples=8 // (point.data * point.accumulation),
+            micro_batch_size=8 // (point.data * point.accumulation),
             precision={"dtype": point.dtype},
             parallel={
                 "tensor": point.tensor,
@@ -372,7 +372,7 @@ def test_every_other_point_is_refused_by_name(matrix: Matrix) -> None:
         degrees.setdefault(key, point)
     for point in degrees.values():
         config = RunConfig.model_validate(matrix.config_of(point))
-        problems = {problem.rule for problem in check_legality(point.facts)}
+        problems = {problem.rule for problem in check_compatibility(point.facts)}
         try:
             resolve_run(config, point.world_size, point.engine, "cpu")
             found = set()
@@ -469,7 +469,7 @@ def dropout(matrix: Matrix, tmp_path_factory: pytest.TempPathFactory) -> dict[st
             "config": run_config(
                 matrix.data["masked"],
                 {"config": phi},
-                micro_samples=4,
+                micro_batch_size=4,
                 parallel=parallel.model_dump(),
             ),
             "deepspeed_config": f"zero{zero}",

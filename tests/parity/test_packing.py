@@ -32,11 +32,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def config_of(data: Path, model: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    batch = {"sequence_length": LENGTH, "global_samples": SAMPLES, "micro_samples": SAMPLES}
+    batch = {"sequence_length": LENGTH, "global_batch_size": SAMPLES, "micro_batch_size": SAMPLES}
     config: dict[str, Any] = run_config(
         data,
         model,
-        micro_samples=SAMPLES,
+        micro_batch_size=SAMPLES,
         batch=batch,
         schedule={"type": "constant"},
         train={"steps": STEPS},

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 def config_of(data: Path, **sections: Any) -> RunConfig:
     return RunConfig.model_validate(
-        run_config(data, {"config": llama()}, micro_samples=1, **sections)
+        run_config(data, {"config": llama()}, micro_batch_size=1, **sections)
     )
 
 
@@ -57,7 +57,7 @@ def test_every_topology_is_listed_once(small: Proxy) -> None:
 
 
 def test_an_architecture_without_a_plan_is_refused_at_that_degree_alone(tmp_path: Path) -> None:
-    run = run_config(Path("unread"), {"config": ARCHITECTURES["gpt2"]}, micro_samples=1)
+    run = run_config(Path("unread"), {"config": ARCHITECTURES["gpt2"]}, micro_batch_size=1)
     small = shrink(RunConfig.model_validate(run), 2, tmp_path / "model")
     refusals = {point.name: point.refusal for point in points(small, 2)}
     assert "gpt2" in str(refusals["zero1, data 1, tensor 2"])
@@ -78,7 +78,7 @@ def test_the_command_passes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], dataset: Path
 ) -> None:
     # The loss in chunks, on every topology; the reference takes all logits at once.
-    run = run_config(dataset, {"config": llama(), "loss": "chunked"}, micro_samples=1)
+    run = run_config(dataset, {"config": llama(), "loss": "chunked"}, micro_batch_size=1)
     run["data"] = {"path": str(dataset), "document_boundaries": "isolate"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     assert main(["parity", "--config", str(tmp_path / "run.yaml"), "--world-size", "2"]) == 0
@@ -125,11 +125,11 @@ def test_the_proxy_is_as_the_run_says(tmp_path: Path) -> None:
     run = run_config(
         Path("unread"),
         {"config": {**ARCHITECTURES["gpt2"], "vocab_size": 200_000, "n_positions": 2048}},
-        micro_samples=1,
+        micro_batch_size=1,
         optimizer={"lr": 1e-5, "betas": [0.8, 0.9], "weight_decay": 0.3, "clip_norm": 0.0},
     )
     run["model"]["frozen"] = ["transformer.wpe.*", "transformer.h.9.*"]
-    run["batch"] = {"sequence_length": 2048, "global_samples": 8}
+    run["batch"] = {"sequence_length": 2048, "global_batch_size": 8}
     proxy = shrink(RunConfig.model_validate(run), 2, tmp_path / "model")
     config = proxy.config
     assert config.model.frozen == ("transformer.wpe.*",)
@@ -186,7 +186,7 @@ def parity_of_a_copy(
         assert text.count(old) == 1, (name, old)
         file.write_text(text.replace(old, new))
     model = {"config": GPT2, "frozen": ["transformer.wpe.*"]}
-    run = run_config(Path("unread"), model, micro_samples=1, **sections)
+    run = run_config(Path("unread"), model, micro_batch_size=1, **sections)
     (directory / "run.yaml").write_text(yaml.safe_dump(run))
     command = "import sys; from bigtrain.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["parity", "--config", "run.yaml", "--world-size", "1"]
@@ -215,7 +215,7 @@ def test_dropout_frozen_offload_and_16_bit_are_compared(tmp_path: Path) -> None:
 
 
 def test_a_crash_is_a_row(tmp_path: Path) -> None:
-    choose = "choices = choices or require_choices"
+    choose = "model_plan = model_plan or require_model_plan"
     crash = "if engine_config.zero_stage == 1:\n        raise RuntimeError('no luck\\nat all')\n"
     change = {"engine/build.py": (choose, f"{crash}    {choose}")}
     code, output = parity_of_a_copy(tmp_path, change)
@@ -310,7 +310,7 @@ def test_lengths_that_the_run_passes_show(
 ) -> None:
     """A window or long rotary embeddings that a topology would ignore: 16 tokens come to them."""
     values = {**model, "max_position_embeddings": 8192}
-    run = run_config(Path("unread"), {"config": values}, micro_samples=1)
+    run = run_config(Path("unread"), {"config": values}, micro_batch_size=1)
     run["batch"]["sequence_length"] = 8192
     if isolates:
         run["data"]["document_boundaries"] = "isolate"

@@ -108,7 +108,7 @@ def config_of(case: Case, data: Path) -> dict[str, Any]:
     config: dict[str, Any] = run_config(
         data,
         {"config": MODELS[case.model], "gradient_checkpointing": case.checkpointing},
-        micro_samples=8 // (case.data * case.accumulation),
+        micro_batch_size=8 // (case.data * case.accumulation),
         precision={"dtype": case.dtype},
         parallel={"pipeline": case.stages, "tensor": case.tensor},
         optimizer=optimizer_of(case),
@@ -145,7 +145,7 @@ class References:
             if not source.exists():
                 section = ModelSection(config=MODELS[case.model])
                 build_model(section, load_hf_config(section), seed=SEED).save_pretrained(source)
-            config = run_config(self.data, {}, micro_samples=8, optimizer=optimizer_of(case))
+            config = run_config(self.data, {}, micro_batch_size=8, optimizer=optimizer_of(case))
             self.found[key] = plain_training(self.data, source, config)
         return self.found[key]
 

@@ -25,7 +25,7 @@ def case(
     data: Path, world_size: int, deepspeed_config: str, dtype: str, **steps: Any
 ) -> dict[str, Any]:
     model = {"config": llama(attention_dropout=0.1, tie_word_embeddings=dtype == "float32")}
-    config = run_config(data, model, micro_samples=8 // world_size, precision={"dtype": dtype})
+    config = run_config(data, model, micro_batch_size=8 // world_size, precision={"dtype": dtype})
     return {"config": config, "deepspeed_config": deepspeed_config, **steps}
 
 

@@ -43,7 +43,7 @@ def trips(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = run_config(
             dataset,
             {"path": str(root / name)},
-            micro_samples=4,
+            micro_batch_size=4,
             precision={"dtype": dtype},
             parallel=degrees,
         )

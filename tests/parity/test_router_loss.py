@@ -59,7 +59,7 @@ class Case:
         return f"{self.parallel}-{self.engine}-accumulation{self.accumulation}-{self.model}"
 
     @property
-    def micro_samples(self) -> int:
+    def micro_batch_size(self) -> int:
         return 8 // (self.accumulation * (2 if self.parallel == "data" else 1))
 
 
@@ -78,7 +78,7 @@ def config_of(case: Case, data: Path) -> dict[str, Any]:
     config: dict[str, Any] = run_config(
         data,
         {"config": MODELS[case.model], "gradient_checkpointing": case.checkpointing},
-        micro_samples=case.micro_samples,
+        micro_batch_size=case.micro_batch_size,
         parallel={} if case.parallel == "data" else {case.parallel: 2},
         optimizer=OPTIMIZER,
     )
@@ -123,12 +123,12 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def compare(
     case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
 ) -> None:
-    config = run_config(dataset, {}, micro_samples=8, optimizer=OPTIMIZER)
+    config = run_config(dataset, {}, micro_batch_size=8, optimizer=OPTIMIZER)
     expected = plain_training(
         dataset,
         directories[case.model],
         config,
-        chunks=divided(case.micro_samples),
+        chunks=divided(case.micro_batch_size),
         aux_coefficient=COEFFICIENT,
     )
     result = trained["results"][case.name]

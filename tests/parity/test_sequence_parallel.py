@@ -57,7 +57,7 @@ class Case:
                 "config": MODELS[self.architecture],
                 "gradient_checkpointing": self.gradient_checkpointing,
             },
-            micro_samples=8 // (data_size * self.accumulation),
+            micro_batch_size=8 // (data_size * self.accumulation),
             parallel={"sequence": self.sequence, "tensor": self.tensor},
             precision={"dtype": self.dtype},
         )
@@ -91,7 +91,7 @@ def references(
     dataset: Path, tmp_path_factory: pytest.TempPathFactory, hf_directories: dict[str, Path]
 ) -> dict[str, Training]:
     """The plain loop's figures by architecture; each is trained from bigtrain's initial weights."""
-    config = run_config(dataset, {}, micro_samples=8)
+    config = run_config(dataset, {}, micro_batch_size=8)
     found = {}
     for name, values in MODELS.items():
         section = ModelSection(config=values)

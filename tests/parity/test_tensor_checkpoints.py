@@ -66,7 +66,7 @@ def case(data: Path, point: Point, **steps: Any) -> dict[str, Any]:
     config = run_config(
         data,
         {"config": MODELS[model]},
-        micro_samples=8 * tensor // size,
+        micro_batch_size=8 * tensor // size,
         precision={"dtype": dtype},
         parallel={"tensor": tensor},
     )

@@ -103,7 +103,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def references(dataset: Path, directories: dict[str, Path]) -> dict[str, Training]:
-    config = run_config(dataset, {}, micro_samples=8)
+    config = run_config(dataset, {}, micro_batch_size=8)
     return {name: plain_training(dataset, path, config) for name, path in directories.items()}
 
 
@@ -116,7 +116,7 @@ def configured(dataset: Path, directories: dict[str, Path], case: Case) -> dict[
     config = run_config(
         dataset,
         model,
-        micro_samples=8 // (case.data * case.accumulation),
+        micro_batch_size=8 // (case.data * case.accumulation),
         precision={"dtype": case.dtype},
         parallel={"tensor": case.tensor},
     )
@@ -189,7 +189,7 @@ def test_dropout_outside_uneven_parts_draws_the_same(dataset: Path, tmp_path: Pa
     for size in (1, 2):
         (tmp_path / str(size)).mkdir()
         config = run_config(
-            dataset, {"config": dropping}, micro_samples=8, parallel={"tensor": size}
+            dataset, {"config": dropping}, micro_batch_size=8, parallel={"tensor": size}
         )
         case = {"config": config, "deepspeed_config": "zero1"}
         losses.append(train(size, {"phi": case}, tmp_path / str(size))["phi"]["losses"])

@@ -119,11 +119,11 @@ def case(data: Path, variant: str, topology: str, **steps: Any) -> dict[str, Any
     config = run_config(
         data,
         {"config": chosen.model, "frozen": chosen.frozen},
-        micro_samples=0,
+        micro_batch_size=0,
         batch={
             "sequence_length": 16,
-            "global_samples": SAMPLES,
-            "micro_samples": SAMPLES // num_replicas // 2,
+            "global_batch_size": SAMPLES,
+            "micro_batch_size": SAMPLES // num_replicas // 2,
         },
         precision={"dtype": chosen.dtype},
         parallel=degrees,

@@ -67,7 +67,7 @@ NORM = {"float32": 1e-4, "bfloat16": 1e-2}
 @pytest.fixture(scope="module")
 def references(dataset: Path, hf_directories: dict[str, Path]) -> dict[str, Training]:
     """The plain loop's figures by architecture."""
-    config = run_config(dataset, {}, micro_samples=8)
+    config = run_config(dataset, {}, micro_batch_size=8)
     return {
         name: plain_training(dataset, directory, config)
         for name, directory in hf_directories.items()
@@ -95,9 +95,9 @@ def train_all(
                 model["path"] = str(directories[case.architecture])
             else:
                 model["config"] = ARCHITECTURES[case.architecture]
-            micro_samples = 8 // (world_size * case.accumulation)
+            micro_batch_size = 8 // (world_size * case.accumulation)
             asked[case.name] = {
-                "config": run_config(data, model, micro_samples=micro_samples),
+                "config": run_config(data, model, micro_batch_size=micro_batch_size),
                 "deepspeed_config": case.deepspeed_config,
             }
         (root / str(world_size)).mkdir()

@@ -29,14 +29,14 @@ from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.fragments import MASTER, ensure_optimizer_states, owned_fragments
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_engine, save_engine
 from bigtrain.engine.optimizers.inner import inner_optimizer
-from bigtrain.engine.optimizers.skip_step import StepFigures
+from bigtrain.engine.optimizers.skip_step import StepStats
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.loss import choose_loss
-from bigtrain.models.equivalence.model_plan import Choices
+from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.parallel.stage_layout import StagePlan
@@ -58,8 +58,8 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         run.engine.deepspeed["zero_allow_untested_optimizer"] = True
     mesh = open_mesh(run.topology, world.rank)
     hf_config = load_hf_config(config.model)
-    choices = choices_of(config, run.plan)
-    engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, choices)
+    model_plan = model_plan_of(config, run.plan)
+    engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, model_plan)
     if config.model.path is not None:
         read_weights(engine, find_weights(config.model.path, hf_config))
     place = mesh.coordinates
@@ -81,7 +81,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     for step in range(first, last + 1):
         torch.manual_seed(step_seed(config.seed, step, place))
         lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
-        micro_batches = batches.step(step * run.plan.global_samples)
+        micro_batches = batches.step(step * run.plan.global_batch_size)
         samples.append([crc32(row.numpy()) for batch in micro_batches for row in batch.input_ids])
         is_watched = case.get("watch_calls") and step == last
         with watched(calls, "step") if is_watched else nullcontext():
@@ -116,19 +116,19 @@ def secondary_size() -> int | None:
     return None if group is None else dist.get_world_size(group)
 
 
-def approve(_figures: StepFigures) -> bool:
+def approve(_figures: StepStats) -> bool:
     """As a run's guard judges every step that is not bad."""
     return True
 
 
-def choices_of(config: RunConfig, plan: BatchPlan) -> Choices:
+def model_plan_of(config: RunConfig, plan: BatchPlan) -> ModelPlan:
     """What a run would choose."""
     model = config.model.model_dump_json()
     stages = stages_of(model, config.parallel.pipeline, plan.sequence_length)
     isolation = isolation_of(model, config.data.isolates, config)
     loss, problems = choose_loss(config, load_hf_config(config.model), plan)
     assert not problems
-    return Choices(stages, isolation, loss)
+    return ModelPlan(stages, isolation, loss)
 
 
 @cache

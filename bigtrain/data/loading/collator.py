@@ -2,7 +2,7 @@
 
 Rows are read and checked as they are stored (`BatchReader.read_rows`), in a thread and long before
 they are needed; the tensors that a step takes, four to eight times the bytes of that, are made when
-it begins (`Widener`), in memory that the last step has left in the processor's cache.
+it begins (`Collator`), in memory that the last step has left in the processor's cache.
 
 Shapes: R = rows, B = samples of a micro-batch, T = sequence length.
 """
@@ -94,7 +94,7 @@ class BatchReader:
         self._unsigned = np.dtype(dataset.token_dtype.str.replace("i", "u"))
         length = dataset.sequence_length
         self._places = np.arange(length, dtype=np.min_scalar_type(length))
-        self._widener = Widener(options.pin)
+        self._widener = Collator(options.pin)
 
     def read(self, samples: Indices, rows: int) -> MicroBatch:
         """One batch of `rows` rows; those beyond `samples` are padding, token 0 without loss.
@@ -169,7 +169,7 @@ class BatchReader:
         )
 
 
-class Widener:
+class Collator:
     """Makes the tensors of a step from rows as they are stored. For one thread at a time.
 
     `pin`: page-locked ones.

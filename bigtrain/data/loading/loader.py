@@ -10,8 +10,8 @@ from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Protocol
 
-from bigtrain.data.loading.collator import BatchOptions, BatchReader, StoredRows, Widener, new_rows
-from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, StoredRows, new_rows
+from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.epoch_remainder import JoinedWindows
 from bigtrain.data.samples.identity import identify_sources
 from bigtrain.data.samples.mixture import MixedSamples
@@ -79,10 +79,10 @@ class TrainingBatches:
         self.options = options
         self._order_lock = Lock()
         self._closed = Event()
-        self._step_rows = plan.accumulation * plan.micro_samples
+        self._step_rows = plan.accumulation * plan.micro_batch_size
         tokens = self._step_rows * plan.sequence_length
         self._steps_at_once = min(STEPS_AT_ONCE, max(1, TOKENS_AT_ONCE // tokens))
-        self._widener = Widener(options.pin)
+        self._widener = Collator(options.pin)
         self._workers = [_Worker(self._make_read()) for _ in range(workers)]
         self._next_worker = cycle(self._workers)
         # What was read and not given yet, with the sample that it begins with, and the memory that
@@ -105,9 +105,9 @@ class TrainingBatches:
             rows = self._ready[1]
         step = self._widener.widen(rows.part(0, self._step_rows))
         rest = rows.part(self._step_rows, len(rows.tokens))
-        following = first_sample + self.plan.global_samples
+        following = first_sample + self.plan.global_batch_size
         self._ready = (following, rest) if len(rest.tokens) else None
-        return step.split(self.plan.micro_samples)
+        return step.split(self.plan.micro_batch_size)
 
     def _wait(self, first_sample: int) -> StoredRows:
         """The rows of the request that begins with `first_sample`; asks for what follows it."""
@@ -123,7 +123,7 @@ class TrainingBatches:
         request, worker = self._ahead.popleft()
         last = self._ahead[-1][0] if self._ahead else request
         while len(self._ahead) < len(self._workers):
-            following = last.first_sample + last.num_steps * self.plan.global_samples
+            following = last.first_sample + last.num_steps * self.plan.global_batch_size
             last = self._read_ahead(following, self._steps_at_once)
         error = worker.results.get()
         self._given = request.rows
@@ -157,9 +157,9 @@ class TrainingBatches:
         def read(request: _Request) -> None:
             with self._order_lock:  # so that no block of it is computed twice
                 samples = self.order.windows(
-                    request.first_sample, request.num_steps * plan.global_samples
+                    request.first_sample, request.num_steps * plan.global_batch_size
                 )
-            divided = samples.reshape(-1, plan.data_size, plan.micro_samples)
+            divided = samples.reshape(-1, plan.data_size, plan.micro_batch_size)
             mine = divided[:, self.data_rank].reshape(-1)
             reader.read_rows(mine, request.rows.part(0, len(mine)), self._closed.is_set)
 
@@ -217,7 +217,7 @@ class HeldOutBatches:
         self.plan = plan
         self.data_rank = data_rank
         self.num_samples = min(samples, dataset.num_samples)
-        self.num_batches = -(-self.num_samples // (plan.micro_samples * plan.data_size))
+        self.num_batches = -(-self.num_samples // (plan.micro_batch_size * plan.data_size))
         self.options = options
 
     def __len__(self) -> int:
@@ -228,9 +228,9 @@ class HeldOutBatches:
         order = SampleOrder(self.dataset.num_samples, HELD_OUT_ORDER_SEED)
         reader = BatchReader(self.dataset, self.options)
         for number in range(self.num_batches):
-            first = (number * plan.data_size + self.data_rank) * plan.micro_samples
-            count = max(0, min(plan.micro_samples, self.num_samples - first))
-            yield reader.read(order.windows(first, count), plan.micro_samples)
+            first = (number * plan.data_size + self.data_rank) * plan.micro_batch_size
+            count = max(0, min(plan.micro_batch_size, self.num_samples - first))
+            yield reader.read(order.windows(first, count), plan.micro_batch_size)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from bigtrain.data.samples.windows import PackedWindows, count_windows
 
 
 @dataclass(frozen=True)
-class Rest:
+class EpochRemainder:
     """What is left of epoch `epoch` of a source, in chunks of `chunk_length` tokens: all but the
     first `tokens_read` in the order of that epoch."""
 
@@ -69,12 +69,14 @@ class Pieces:
 class JoinedWindows:
     """The samples of `windows`, then those joined of `rest`.
 
-    `seed`, `source`: see `Rest.pieces`.
+    `seed`, `source`: see `EpochRemainder.pieces`.
     """
 
     masks_loss = True
 
-    def __init__(self, windows: PackedWindows, rest: Rest, seed: int, source: int) -> None:
+    def __init__(
+        self, windows: PackedWindows, rest: EpochRemainder, seed: int, source: int
+    ) -> None:
         self.windows = windows
         self.rest = rest
         self.seed = seed

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bigtrain.data.samples.epoch_remainder import Rest
+from bigtrain.data.samples.epoch_remainder import EpochRemainder
 from bigtrain.data.samples.identity import SourceIdentity
 from bigtrain.data.samples.mixture import MixtureOrder, SourceOrder, integer_weights
 from bigtrain.data.samples.shuffle import convert_place
@@ -41,13 +41,13 @@ class SourcePhase:
     weight: int
     num_tokens: int
     start: int
-    rest: Rest | None = None
+    rest: EpochRemainder | None = None
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> SourcePhase:
         """Of what `dataclasses.asdict` gave."""
         rest = tree.get("rest")
-        return cls(**{**tree, "rest": rest and Rest(**rest)})
+        return cls(**{**tree, "rest": rest and EpochRemainder(**rest)})
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _converted(source: SourcePhase, last: Phase, following: Phase) -> SourcePhas
         epoch, chunk = divmod(chunks_read, num_chunks)
         if not chunk and windows:
             return replace(source, weight=0, start=epoch * windows)
-        rest = Rest(last.chunk_length, epoch, chunk * last.chunk_length)
+        rest = EpochRemainder(last.chunk_length, epoch, chunk * last.chunk_length)
     return replace(source, weight=0, start=(rest.epoch + 1) * windows, rest=rest)
 
 

@@ -159,7 +159,7 @@ class _Build:
                 records = self._records()
             self.built_tokens = progress.counts().num_tokens
         while not self.workspace.is_finished():
-            with self.workspace.claims.take(CLAIM) as mine:
+            with self.workspace.leases.take(CLAIM) as mine:
                 if mine:
                     return self._finish(records)
             time.sleep(POLL_S)
@@ -178,8 +178,8 @@ class _Build:
     def _work(self, records: dict[str, UnitRecord], progress: Progress) -> None:
         """One round of workers over what is not done, or a pause where others are at it."""
         left = tuple(unit for unit in self.units if unit.key not in records)
-        claims = self.workspace.claims
-        if all(claims.is_live(unit.key) for unit in left):
+        leases = self.workspace.leases
+        if all(leases.is_live(unit.key) for unit in left):
             progress.wait_for_others(len(left))
             time.sleep(POLL_S)
             return
@@ -245,7 +245,7 @@ class _Build:
     def _undo_other_assembly(self) -> None:
         """Where one of another plan was cut short. Waits for one that is still going on."""
         while planned(self.workspace) not in (None, self.plan):
-            with self.workspace.claims.take(CLAIM) as mine:
+            with self.workspace.leases.take(CLAIM) as mine:
                 if mine and planned(self.workspace) not in (None, self.plan):
                     undo(self.workspace)
                     return

@@ -1,4 +1,4 @@
-"""Claims: who works on what, told by files in a folder that all processes see.
+"""Leases: who works on what, told by files in a folder that all processes see.
 
 A claim saves work, it guards nothing: two processes that work on the same thing write the same
 bytes under names of their own. So a claim may be lost or taken over without harm, and there is no
@@ -42,8 +42,8 @@ class Owner:
         return "" != self.machine == _machine() and _start_time(self.pid) != self.started
 
 
-class Claims:
-    """The claims in `directory`, made by process `token`.
+class Leases:
+    """The leases in `directory`, made by process `token`.
 
     `clean(name, token)` is called for what process `token` left unfinished when it died.
     """
@@ -80,7 +80,7 @@ class Claims:
         return path.exists() and self._state(path)[0] == "live"
 
     def release(self, tokens: set[str]) -> None:
-        """Give up the claims of processes that have ended, of which the caller knows."""
+        """Give up the leases of processes that have ended, of which the caller knows."""
         for path in list(self.directory.glob(f"*{SUFFIX}")):
             owner = _read(path)
             if owner is not None and owner.token in tokens:

@@ -13,7 +13,7 @@ from bigtrain.data.shards.manifest import (
     OptionsRecord,
 )
 from bigtrain.data.sources.discovery import Selection
-from bigtrain.data.tokenize_job.work_division import Share
+from bigtrain.data.tokenize_job.work_division import WorkerRank
 from bigtrain.data.tokenizers.selection import Choice
 
 
@@ -38,7 +38,7 @@ class BuildRequest:
     encoder: Choice = "auto"
     parse_special_tokens: bool = False
     workers: int | None = None
-    share: Share = field(default_factory=Share)
+    share: WorkerRank = field(default_factory=WorkerRank)
 
     def reading(self) -> ReadOptions:
         """How documents are taken out of the inputs."""

@@ -56,16 +56,16 @@ GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True)
-class Share:
+class WorkerRank:
     """Process `rank` of `size`; a size of None is one that nobody told."""
 
     rank: int = 0
     size: int | None = 1
 
-    def split(self, part: int, parts: int) -> Share:
+    def split(self, part: int, parts: int) -> WorkerRank:
         """The share of worker `part` of this process's `parts`."""
         size = None if self.size is None else self.size * parts
-        return Share(self.rank * parts + part, size)
+        return WorkerRank(self.rank * parts + part, size)
 
     def order(self, items: Sequence[T]) -> list[T]:
         """All `items`, in the order in which to try them: the own ones, then the others'.
@@ -81,9 +81,9 @@ class Share:
         return [item for turn in turns for item in items[turn :: self.size]]
 
 
-def find_share(
+def find_worker_rank(
     environment: Mapping[str, str], rank: int | None = None, size: int | None = None
-) -> Share:
+) -> WorkerRank:
     """The share given by `rank` and `size`, or else by the launcher's environment.
 
     Looked for in this order: torchrun's RANK and WORLD_SIZE, Slurm's array (SLURM_ARRAY_TASK_ID,
@@ -115,11 +115,11 @@ def find_share(
         names = "SLURM_ARRAY_TASK_ID, _MIN, _STEP and _COUNT"
         return _checked(index * num_tasks + task, count * num_tasks, names)
     if "JOB_COMPLETION_INDEX" in environment:
-        return Share(number("JOB_COMPLETION_INDEX"), None)
-    return Share()
+        return WorkerRank(number("JOB_COMPLETION_INDEX"), None)
+    return WorkerRank()
 
 
-def _checked(rank: int, size: int, names: str) -> Share:
+def _checked(rank: int, size: int, names: str) -> WorkerRank:
     if not 0 <= rank < size:
         raise LaunchError(f"{names}: rank {rank} of {size} is not in 0..{size - 1}")
-    return Share(rank, size)
+    return WorkerRank(rank, size)

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from bigtrain.data.tokenize_job.change_detection import confirm_unit
 from bigtrain.data.tokenize_job.units import Unit
-from bigtrain.data.tokenize_job.work_division import Share, Workers
+from bigtrain.data.tokenize_job.work_division import WorkerRank, Workers
 from bigtrain.data.tokenize_job.worker import Counts, Job, build_unit
 from bigtrain.data.tokenize_job.workspace import Workspace
 from bigtrain.data.tokenizers.encoders import EncoderError
@@ -43,7 +43,7 @@ class Round:
     """Units that are not done, and everything needed to build them."""
 
     units: tuple[Unit, ...]
-    share: Share
+    share: WorkerRank
     job: Job
     workspace: Workspace
 
@@ -87,7 +87,7 @@ def run_round(work: Round, workers: Workers, watcher: Watcher) -> None:
         for _, process in processes.values():
             process.join()
         if work.workspace.directory.exists():
-            work.workspace.claims.release(tokens)
+            work.workspace.leases.release(tokens)
 
 
 def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], watcher: Watcher) -> None:
@@ -116,7 +116,7 @@ def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], watcher: Watc
 def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
     """Raises DataError or EncoderError of the first unit that cannot be built."""
     workspace, counts = work.workspace, Counts()
-    claims = workspace.claims
+    leases = workspace.leases
     told = 0
 
     def tell() -> None:
@@ -128,7 +128,7 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
     for unit in work.share.order(work.units):
         if _is_done(unit, work):
             continue
-        with claims.take(unit.key) as mine:
+        with leases.take(unit.key) as mine:
             # Its last owner may have finished it just before the claim was free.
             if mine and not _is_done(unit, work):
                 if work.job.encoder.engine() in workspace.rejected():

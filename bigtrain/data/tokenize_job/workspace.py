@@ -37,7 +37,7 @@ from bigtrain.data.shards.manifest import (
     Times,
     same_times,
 )
-from bigtrain.data.tokenize_job.leases import Claims
+from bigtrain.data.tokenize_job.leases import Leases
 from bigtrain.data.tokenize_job.units import Unit
 from bigtrain.system.files import write_whole
 
@@ -107,9 +107,9 @@ class Workspace:
         return self.output / WORK_DIRECTORY
 
     @property
-    def claims(self) -> Claims:
+    def leases(self) -> Leases:
         """Made anew: a claim names the process that asks."""
-        return Claims(self.directory, self.token, self._clean)
+        return Leases(self.directory, self.token, self._clean)
 
     def draft(self, name: str) -> Path:
         """Where this process writes what will be called `name`, here or in the dataset."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from bigtrain.system.user_cache import builds, key_of, recall, remember, source_of
+from bigtrain.system.user_cache import builds, cache_get, cache_put, key_of, source_of
 
 KIND = "tokenizers"
 BACKEND_FILE = "tokenizer.json"
@@ -39,7 +39,7 @@ MAX_SAVED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class RememberedTokenizer:
+class CachedTokenizer:
     """What ``AutoTokenizer`` made of a directory: `content` is its ``tokenizer.json``.
 
     `changes` are the parts that loading changed, `files` what `save_pretrained` writes besides.
@@ -93,19 +93,19 @@ def fingerprint(directory: Path, name: str) -> str | None:
     return key_of(parts)
 
 
-def recall_tokenizer(directory: Path, key: str) -> RememberedTokenizer | None:
+def recall_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:
     """What was left for `key`, the fingerprint of `directory`; None where nothing was."""
-    fact = recall(KIND, key)
+    fact = cache_get(KIND, key)
     if fact is None:
         return None
     with suppress(OSError, TypeError):  # an entry that someone edited is none
-        return RememberedTokenizer(content=(directory / BACKEND_FILE).read_bytes(), **fact)
+        return CachedTokenizer(content=(directory / BACKEND_FILE).read_bytes(), **fact)
     return None
 
 
 def remember_tokenizer(
     directory: Path, key: str, huggingface: Any, facts: dict[str, Any], decodes_plainly: bool
-) -> RememberedTokenizer | None:
+) -> CachedTokenizer | None:
     """Leave what transformers made of `directory` for the next load.
 
     None where it has no ``tokenizer.json``, or has it and loads another vocabulary or merges.
@@ -122,8 +122,8 @@ def remember_tokenizer(
     if changes is None or files is None:
         return None
     fact = {**facts, "decodes_plainly": decodes_plainly, "changes": changes, "files": files}
-    remember(KIND, key, fact)
-    return RememberedTokenizer(content=content, **fact)
+    cache_put(KIND, key, fact)
+    return CachedTokenizer(content=content, **fact)
 
 
 def _files(directory: Path) -> Iterator[Path]:

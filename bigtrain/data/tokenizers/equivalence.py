@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bigtrain.data.tokenizers import edge_cases as edge_cases_module
 from bigtrain.data.tokenizers import encoders as encoders_module
-from bigtrain.data.tokenizers import hard_texts as hard_sample_module
+from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
 from bigtrain.data.tokenizers.encoders import Encoded, Encoder, EncoderError
-from bigtrain.data.tokenizers.hard_texts import hard_sample
-from bigtrain.system.user_cache import builds, key_of, recall, remember, source_of
+from bigtrain.system.user_cache import builds, cache_get, cache_put, key_of, source_of
 
 FIRST_CHECKED = 64
 CHECKED_ONE_IN = 1000
@@ -58,18 +58,18 @@ def prove(fast: Encoder, reference: Encoder) -> None:
     Raises EncoderError where they differ; that is found out, and said, every time.
     """
     key = _proof_key(fast, reference)
-    if key is not None and recall("encoders", key) is not None:
+    if key is not None and cache_get("encoders", key) is not None:
         return
-    sample = hard_sample(reference.tokenizer_json)
+    sample = tokenizer_edge_cases(reference.tokenizer_json)
     require_equal(fast, reference, [text.encode("utf-8") for text in sample])
     if key is not None:
-        remember("encoders", key, {"proven": f"{fast.engine()} as {reference.engine()}"})
+        cache_put("encoders", key, {"proven": f"{fast.engine()} as {reference.engine()}"})
 
 
 def _proof_key(fast: Encoder, reference: Encoder) -> str | None:
     try:
         parts: list[str | bytes] = [
-            source_of(__file__, encoders_module.__file__, hard_sample_module.__file__),
+            source_of(__file__, encoders_module.__file__, edge_cases_module.__file__),
             builds(fast.library, reference.library),
             reference.tokenizer_json,
             _processor(),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy.typing as npt
 
 from bigtrain.data.tokenizers.cache import (
-    RememberedTokenizer,
+    CachedTokenizer,
     fingerprint,
     recall_tokenizer,
     remember_tokenizer,
@@ -51,7 +51,7 @@ class Tokenizer:
     vocab_size: int
     end_of_document_id: int
     loaded: Any = None
-    remembered: RememberedTokenizer | None = None
+    remembered: CachedTokenizer | None = None
 
     @cached_property
     def huggingface(self) -> Any:

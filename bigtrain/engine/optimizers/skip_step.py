@@ -21,7 +21,7 @@ from bigtrain.engine.optimizers.inner import inner_optimizer
 
 
 @dataclass(frozen=True)
-class StepFigures:
+class StepStats:
     """What a step is judged by, the same on every process: mean `loss` of the global batch in nats
     per token, and `grad_norm` before clipping; either may be not finite."""
 
@@ -38,20 +38,20 @@ def mean_loss(loss_share: torch.Tensor, num_targets: torch.Tensor) -> torch.Tens
     return loss_share.detach().double() / num_targets.clamp(min=1)
 
 
-Judge = Callable[[StepFigures], bool]
+SkipPolicy = Callable[[StepStats], bool]
 """Whether the update of a step with these figures is to be made. Called on every process."""
 
 
-class UpdateGate:
-    """Stands before the update of one DeepSpeed engine. Open unless a judge is given."""
+class SkipStepHook:
+    """Stands before the update of one DeepSpeed engine. Open unless a skip_policy is given."""
 
     def __init__(self, engine: Any, norm: Callable[[], Any]) -> None:
         """`norm`: the gradient norm as this process knows it when the update is about to begin."""
         self._engine = engine
         self._norm = norm
-        self._judge: Judge | None = None
+        self._skip_policy: SkipPolicy | None = None
         self._is_open: bool | None = None
-        self._found: StepFigures | None = None
+        self._found: StepStats | None = None
         # One that ZeRO-3 keeps beside, for the part of the update it does not offload.
         beside = getattr(engine.optimizer, "backup_optimizer", None)
         found: list[Any] = [inner_optimizer(engine), beside]
@@ -65,49 +65,49 @@ class UpdateGate:
             del self._optimizers.pop().step
 
     def watch(
-        self, judge: Judge | None, loss_share: torch.Tensor, num_targets: torch.Tensor
+        self, skip_policy: SkipPolicy | None, loss_share: torch.Tensor, num_targets: torch.Tensor
     ) -> None:
-        """Let `judge` decide on the update that follows.
+        """Let `skip_policy` decide on the update that follows.
 
         Parameters: `loss_share`, what this process adds to the summed loss of the global batch;
         `num_targets`, of all of it. Both stay on the device until the update is about to begin.
         """
-        self._judge, self._is_open = judge, None
+        self._skip_policy, self._is_open = skip_policy, None
         self._loss_share, self._num_targets = loss_share, num_targets
 
-    def close(self) -> StepFigures | None:
+    def close(self) -> StepStats | None:
         """After the update: what it was judged by, None where it was not.
 
         Collective where DeepSpeed left the update out itself.
         """
-        judge, is_open, found = self._judge, self._is_open, self._found
-        self._judge = self._is_open = self._found = None
+        skip_policy, is_open, found = self._skip_policy, self._is_open, self._found
+        self._skip_policy = self._is_open = self._found = None
         if is_open is not None:
             for optimizer in () if is_open else self._optimizers:
                 # Looked at by DeepSpeed after what should have been the first update.
                 for key in [key for key, value in optimizer.state.items() if not value]:
                     del optimizer.state[key]
             return found
-        if judge is None or not getattr(self._engine.optimizer, "overflow", False):
+        if skip_policy is None or not getattr(self._engine.optimizer, "overflow", False):
             return None
         figures = self._figures(math.inf)
         # Dynamic loss scaling of float16 overflows as a matter of course, and tries again.
         scaled = self._engine.fp16_enabled() and self._engine.dynamic_loss_scale()
         if not (scaled and math.isfinite(figures.loss)):
-            judge(figures)
+            skip_policy(figures)
         return figures
 
     def _guarded(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
-            if self._judge is not None and self._is_open is None:
+            if self._skip_policy is not None and self._is_open is None:
                 # ZeRO 1 to 3 call once for each group of parameters; they are judged together.
                 self._found = self._figures(self._norm())
-                self._is_open = self._judge(self._found)
+                self._is_open = self._skip_policy(self._found)
             return update(*args, **kwargs) if self._is_open in (None, True) else None
 
         return step
 
-    def _figures(self, norm: Any) -> StepFigures:
+    def _figures(self, norm: Any) -> StepStats:
         """The same numbers on every process, by one small reduction; waits for the device."""
         size = dist.get_world_size()
         share = mean_loss(self._loss_share, self._num_targets)
@@ -117,4 +117,4 @@ class UpdateGate:
             dist.all_reduce(figures)
         loss, norm_mean = figures.tolist()
         # Below zero is how DeepSpeed says not finite in places.
-        return StepFigures(loss, norm_mean if norm_mean >= 0 else math.nan)
+        return StepStats(loss, norm_mean if norm_mean >= 0 else math.nan)

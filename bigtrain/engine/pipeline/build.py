@@ -20,7 +20,7 @@ from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.build import WHOLE, build_model
-from bigtrain.models.equivalence.model_plan import Choices
+from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.parallel.sharding import Shard, shard_of, tag_shard
 from bigtrain.models.parallel.stages import Stage
 from bigtrain.settings.batch_plan import BatchPlan
@@ -35,11 +35,11 @@ def build_pipeline_engine(
     hf_config: Any,
     device: torch.device,
     mesh: Mesh,
-    choices: Choices,
+    model_plan: ModelPlan,
 ) -> PipelineTrainEngine:
     """Build this process's stage of the run's model. Collective over all processes."""
     stage: Any = None
-    stages = choices.stages
+    stages = model_plan.stages
     assert stages is not None
     tensor = tensor_partitioning(mesh, None) if mesh.topology.tensor_size > 1 else WHOLE
 
@@ -54,10 +54,10 @@ def build_pipeline_engine(
     build_model(
         config.model, hf_config, seed=config.seed, partitioning=partitioning, weights="left"
     )
-    choices.isolation.install(stage.model)
-    computes_loss = stage.is_last and choices.loss.install(stage.model) is not None
+    model_plan.isolation.install(stage.model)
+    computes_loss = stage.is_last and model_plan.loss.install(stage.model) is not None
     speed_up(stage.model, config, engine_config, device)
-    module = StageModule(stage, device, choices.isolation, computes_loss=computes_loss)
+    module = StageModule(stage, device, model_plan.isolation, computes_loss=computes_loss)
     topology = mesh.topology
     axes = {
         "data": topology.data_size,

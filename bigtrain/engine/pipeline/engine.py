@@ -17,9 +17,9 @@ from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
-from bigtrain.engine.optimizers.skip_step import Judge
+from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.pipeline.stage_module import StageModule
-from bigtrain.engine.pipeline.stage_payload import Packing
+from bigtrain.engine.pipeline.stage_payload import P2PLayout
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.engine.train_engine import StepResult, TrainEngine, summed_cross_entropy
 from bigtrain.models.parallel.stages import Payload
@@ -46,14 +46,14 @@ class PipelineTrainEngine(TrainEngine):
         self._scale: torch.Tensor | float = 1.0
         self._loss_sum = torch.zeros((), device=device)
         self._num_targets = torch.zeros((), device=device)
-        self._judge: Judge | None = None
+        self._skip_policy: SkipPolicy | None = None
         engine.module.loss_fn = self._loss
         engine._INSTRUCTION_MAP = {
             **engine._INSTRUCTION_MAP,
             schedule.ReduceTiedGrads: lambda _engine: self._sum_replicated_gradients(),
             schedule.OptimizerStep: self._optimizer_step,
         }
-        self._learn_packings()
+        self._learn_layouts()
 
     @property
     def module(self) -> nn.Module:
@@ -62,7 +62,7 @@ class PipelineTrainEngine(TrainEngine):
         return model
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], lr: float, judge: Judge | None = None
+        self, micro_batches: Sequence[MicroBatch], lr: float, skip_policy: SkipPolicy | None = None
     ) -> StepResult:
         """As `TrainEngine.train_step`; the micro-batches are in the pipeline together.
 
@@ -80,7 +80,7 @@ class PipelineTrainEngine(TrainEngine):
         self._loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         # Of which DeepSpeed takes the mean over micro-batches.
         self._stage.feed(micro_batches, self._scale / self.plan.accumulation)
-        self._judge, self._num_targets = judge, num_targets
+        self._skip_policy, self._num_targets = skip_policy, num_targets
         self.engine.train_batch(data_iter=((b.input_ids, b.labels) for b in micro_batches))
         return StepResult(self._loss_sum, num_targets, self._gate.close())
 
@@ -102,7 +102,7 @@ class PipelineTrainEngine(TrainEngine):
         )
         self.engine.reset_activation_shape()
         self.engine.train()
-        if not self._speaks:
+        if not self._reports_loss:
             totals.zero_()
         dist.all_reduce(totals)
         num_tokens = int(totals[1])
@@ -116,34 +116,34 @@ class PipelineTrainEngine(TrainEngine):
         self.engine.train()
         return logits.float()
 
-    def _in_turn(self, input_ids: torch.Tensor) -> tuple[Any, list[Packing]]:
-        """What the last stage computes, on the CPU of every process, and the packings between."""
+    def _in_turn(self, input_ids: torch.Tensor) -> tuple[Any, list[P2PLayout]]:
+        """What the last stage computes, on the CPU of every process, and the layouts between."""
         ranks = dist.get_process_group_ranks(self.mesh.pipeline)
         handed: Any = None
-        packings: list[Packing] = []
+        layouts: list[P2PLayout] = []
         for index, rank in enumerate(ranks):
             box: list[Any] = [None, None]
             if index == self._stage.stage.index:
                 outputs = self._stage.run(handed, input_ids, None)
                 if not self._stage.stage.is_last:
-                    box[1] = Packing.of(outputs)
+                    box[1] = P2PLayout.of(outputs)
                 box[0] = _moved(outputs, torch.device("cpu"))
             dist.broadcast_object_list(box, src=rank, group=self.mesh.pipeline, device=self.device)
             if index == len(ranks) - 1:
-                return box[0], packings
-            packings.append(box[1])
+                return box[0], layouts
+            layouts.append(box[1])
             handed = _moved(box[0], self.device)
         raise AssertionError
 
-    def _learn_packings(self) -> None:
+    def _learn_layouts(self) -> None:
         """Try one small forward pass, so that every stage knows what it will be sent."""
         tokens = min(_TRIAL_TOKENS, self.plan.sequence_length)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.enable_grad():
-            _, packings = self._in_turn(torch.zeros((1, tokens), dtype=torch.int64))
+            _, layouts = self._in_turn(torch.zeros((1, tokens), dtype=torch.int64))
         index = self._stage.stage.index
-        self._stage.incoming = packings[index - 1] if index else None
-        self._stage.outgoing = packings[index] if index < len(packings) else None
+        self._stage.incoming = layouts[index - 1] if index else None
+        self._stage.outgoing = layouts[index] if index < len(layouts) else None
 
     def _loss(
         self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
@@ -157,7 +157,7 @@ class PipelineTrainEngine(TrainEngine):
         return loss + self._aux_coefficient * auxiliary[0] if auxiliary else loss
 
     @property
-    def _speaks(self) -> bool:
+    def _reports_loss(self) -> bool:
         """Whether this process has the loss of its samples; one of each pipeline does."""
         return self._stage.stage.is_last and self.mesh.coordinates.tensor_rank == 0
 
@@ -177,7 +177,7 @@ class PipelineTrainEngine(TrainEngine):
     def _optimizer_step(self, engine: Any) -> None:
         self.mark("optimizer update")
         self._norm = self._gradient_norm_before_step()
-        self._gate.watch(self._judge, self._own_share(self._loss_sum), self._num_targets)
+        self._gate.watch(self._skip_policy, self._own_share(self._loss_sum), self._num_targets)
         engine._exec_optimizer_step()
 
 

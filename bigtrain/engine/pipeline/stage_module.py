@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.engine.pipeline.stage_payload import Packing, touch
+from bigtrain.engine.pipeline.stage_payload import P2PLayout, touch
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.layers.router_logits import auxiliary_loss
 from bigtrain.models.parallel.stages import Payload, Stage
@@ -34,8 +34,8 @@ class StageModule(nn.Module):
         self.stage = stage
         self.isolation = isolation
         self.computes_loss = computes_loss
-        self.incoming: Packing | None = None
-        self.outgoing: Packing | None = None
+        self.incoming: P2PLayout | None = None
+        self.outgoing: P2PLayout | None = None
         self._device = device
         self._batches: Iterator[MicroBatch] = iter(())
         self._factor: torch.Tensor | None = None
@@ -79,7 +79,7 @@ class StageModule(nn.Module):
         if self.stage.needs_tokens:
             input_ids = input_ids.to(self._device, non_blocking=True).contiguous()
         moved = None if positions is None else positions.to(self._device, non_blocking=True)
-        with self.isolation.told(positions):
+        with self.isolation.document_mask(positions):
             outputs = self.stage(payload, input_ids, moved, **loss)
         if not self.stage.is_last:
             return _with_gradient(outputs) if torch.is_grad_enabled() else outputs

@@ -27,7 +27,7 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class Packing:
+class P2PLayout:
     """How the payloads between two stages are laid out; the same for all micro-batches.
 
     form: a payload with slots in place of tensors.
@@ -37,7 +37,7 @@ class Packing:
     num_differentiable: int
 
     @staticmethod
-    def of(payload: Payload) -> Packing:
+    def of(payload: Payload) -> P2PLayout:
         """The packing of payloads like this one, computed with gradients enabled."""
         counts = {True: 0, False: 0}
 
@@ -46,7 +46,7 @@ class Packing:
             counts[kind] += 1
             return _Slot(counts[kind] - 1, kind, tensor.dtype)
 
-        return Packing(payload.map(slot), counts[True])
+        return P2PLayout(payload.map(slot), counts[True])
 
     def pack(self, payload: Payload) -> tuple[torch.Tensor, ...]:
         """Differentiable tensors first. `payload` must have this packing's form."""

@@ -42,7 +42,7 @@ class Joined:
 
 @contextmanager
 def process_group(
-    world: World, arrival_timeout_seconds: float = ARRIVAL_TIMEOUT_SECONDS
+    world: World, rendezvous_timeout_seconds: float = ARRIVAL_TIMEOUT_SECONDS
 ) -> Iterator[Joined]:
     """Join the world's process group (nccl on GPUs, gloo on CPUs).
 
@@ -50,7 +50,7 @@ def process_group(
     others: they may be stuck in a collective, and it is the launcher that ends them.
 
     Raises LaunchError where the processes cannot meet, where some have not come within
-    `arrival_timeout_seconds`, and where hosts have different versions.
+    `rendezvous_timeout_seconds`, and where hosts have different versions.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     added = _complete_environment(world)
@@ -59,7 +59,7 @@ def process_group(
     if kind == "cuda":
         torch.cuda.set_device(device)
     with operators_without_locks():
-        with all_arrived(world, arrival_timeout_seconds):
+        with all_arrived(world, rendezvous_timeout_seconds):
             deepspeed.init_distributed(
                 dist_backend="nccl" if kind == "cuda" else "gloo",
                 auto_mpi_discovery=False,

@@ -101,8 +101,8 @@ def _wait_for_all(store: dist.TCPStore, world: World, end: float) -> str:
         if now > end:
             verdict = (
                 f"{_who_is_missing(store, world, missing)} -> see what the launcher printed for "
-                "them; bigtrain doctor tries every host; watchdog.arrival_timeout_seconds is how "
-                "long they are waited for"
+                "them; bigtrain doctor tries every host; "
+                "watchdog.rendezvous_timeout_seconds is how long they are waited for"
             )
             break
         if now - said > _SAY_AFTER_SECONDS:

@@ -1,4 +1,4 @@
-"""How a model keeps documents apart that share a sample: tried on a small copy of it.
+"""How a model keeps documents apart that share a sample: tried on a proxy model of it.
 
 transformers sees from ``position_ids`` which start anew where documents begin, and builds a
 block-diagonal causal mask (``masking_utils.find_packed_sequence_indices``), of sequence squared.
@@ -17,8 +17,8 @@ from bigtrain.errors import ModelError, Problem
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     VOCABULARY,
+    build_proxy_model,
     sharpen,
-    small_copy,
     with_heads,
 )
 from bigtrain.models.layers.document_attention import attend_by_document
@@ -68,7 +68,9 @@ def find_isolation(
     try:
         # Kernels that a CPU does not have get masks and lengths from the same code.
         tried = attention if attention in ("sdpa", "eager") else "auto"
-        model = small_copy(hf_config, tried, [with_heads(2)], sequence_length=sequence_length)
+        model = build_proxy_model(
+            hf_config, tried, [with_heads(2)], sequence_length=sequence_length
+        )
         sharpen(model).eval()
         own = model.config._attn_implementation
         if own not in ("sdpa", "eager"):
@@ -91,7 +93,7 @@ def find_isolation(
         return MASKED, _difference(model, MASKED)
     except MODEL_FAILURES as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        return MASKED, f"a small copy of it could not be tried: {reason}"
+        return MASKED, f"a proxy model of it could not be tried: {reason}"
 
 
 def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
@@ -135,7 +137,7 @@ def _logits(
     more = isolation.arguments(positions)
     undo = choose_by_document(model)
     try:
-        with isolation.told(positions):
+        with isolation.document_mask(positions):
             packed = model(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
     finally:
         undo()

@@ -1,7 +1,7 @@
 """How a run computes its loss: of all logits at once, in chunks, or by Liger's fused kernel.
 
 Chunks pay where logits are large, and hold for every model whose forward method calls its base
-model and its head. Whether a model's does is tried on a small copy of it: loss and every gradient.
+model and its head. Whether a model's does is tried on a proxy model of it: loss and every gradient.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from bigtrain.errors import ModelError, Problem
 from bigtrain.models.configuration import text_config, vocabulary_size
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
+    build_proxy_model,
     fewer_experts,
-    small_copy,
     with_heads,
 )
 from bigtrain.models.equivalence.thresholds import TOKENS
@@ -42,11 +42,11 @@ def choose_loss(
 ) -> tuple[LossPlan, list[Problem]]:
     """How a run of micro-batches as in `plan` computes its loss, and what is wrong with that.
 
-    ``auto`` takes chunks where the logits are larger than one, if a small copy of the model shows
+    ``auto`` takes chunks where the logits are larger than one, if a proxy model of the model shows
     them to be right. Takes a second at most, and nothing where the logits are small.
     """
     section, vocabulary = config.model, vocabulary_size(hf_config)
-    num_tokens = plan.micro_samples * plan.sequence_length // config.parallel.sequence
+    num_tokens = plan.micro_batch_size * plan.sequence_length // config.parallel.sequence
     chunk_tokens = section.loss_chunk_tokens or max(1, CHUNK_BYTES // (4 * vocabulary))
     gib = 4 * num_tokens * vocabulary / 2**30
     size = f"logits of {num_tokens} tokens x {vocabulary} words take {gib:.2g} GiB in float32"
@@ -87,7 +87,7 @@ def _try(
     if attention not in ("auto", "sdpa", "eager"):
         attention = "auto"  # other kernels have no float32 on a CPU
     try:
-        model = small_copy(
+        model = build_proxy_model(
             hf_config, attention, [_narrow, with_heads(2)], sequence_length=sequence_length
         ).eval()
         softcap = getattr(text_config(model.config), "final_logit_softcapping", None)

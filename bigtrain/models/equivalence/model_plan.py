@@ -1,4 +1,4 @@
-"""What is chosen for a model before it is built: each tried on a small copy of it."""
+"""What is chosen for a model before it is built: each tried on a proxy model of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bigtrain.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)
-class Choices:
+class ModelPlan:
     """How a run's model is cut, told of documents, and asked for its loss.
 
     stages: None without pipeline stages.
@@ -39,7 +39,7 @@ class Choices:
 
 def choose(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
-) -> tuple[Choices | None, list[Problem]]:
+) -> tuple[ModelPlan | None, list[Problem]]:
     """The choices for a run of micro-batches as in `plan`, or what its model's own code rules out.
 
     A second or so for each kind of parallelism and packing; `check_tensor_size` comes first.
@@ -48,10 +48,12 @@ def choose(
     if problems:
         return None, problems
     loss, problems = choose_loss(config, hf_config, plan)
-    return Choices(stages, isolation, loss), problems
+    return ModelPlan(stages, isolation, loss), problems
 
 
-def require_choices(config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan) -> Choices:
+def require_model_plan(
+    config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
+) -> ModelPlan:
     """As `choose`. Raises ConfigError with what is ruled out."""
     chosen, problems = choose(config, hf_config, plan)
     if chosen is None or problems:

@@ -1,4 +1,4 @@
-"""Whether a model computes the same in stages: tried on a narrow copy of it, before a run begins.
+"""Whether a model computes the same in stages: tried on a proxy model of it, before a run begins.
 
 All stages run one after another in this process; logits and every gradient are compared with the
 whole model's. What an architecture does that the cut does not know of shows here, and is refused.
@@ -18,9 +18,9 @@ from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
+    build_proxy_model,
     fewer_experts,
     set_heads,
-    small_copy,
     with_heads,
 )
 from bigtrain.models.equivalence.thresholds import TOKENS
@@ -53,7 +53,7 @@ def plan_stages(
     """How to cut a model of `hf_config` into `num_stages` for samples of `sequence_length`, or why
     it cannot be.
 
-    Builds a narrow copy with all of its layers on the CPU; takes seconds. Not collective: all
+    Builds a proxy model with all of its layers on the CPU; takes seconds. Not collective: all
     processes come to the same plan.
     """
 
@@ -62,7 +62,7 @@ def plan_stages(
 
     without = "parallel.pipeline=1"
     try:
-        model = small_copy(
+        model = build_proxy_model(
             hf_config,
             attention,
             _NARROWER,

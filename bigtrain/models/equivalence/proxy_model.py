@@ -1,4 +1,4 @@
-"""A small copy of an architecture: few narrow layers with every option of the real one.
+"""A proxy model of an architecture: few narrow layers with every option of the real one.
 
 What a model does with masks or process groups is up to its own code, and is the same code in the
 copy. So it is tried there, in a second, instead of looked up.
@@ -40,7 +40,7 @@ MODEL_FAILURES = (ValueError, TypeError, RuntimeError, KeyError, IndexError, Att
 Change = Callable[[Any], None]
 
 
-def small_copy(
+def build_proxy_model(
     hf_config: PreTrainedConfig,
     attention: str,
     narrower: Sequence[Change],

@@ -1,4 +1,4 @@
-"""Whether a model computes the same on parts of samples: tried on a small copy of it.
+"""Whether a model computes the same on parts of samples: tried on a proxy model of it.
 
 Convolutions and recurrent layers see beyond the tokens of one process, and nothing in a
 configuration says so; attention outside transformers' registry, or with a parameter for each head,
@@ -21,8 +21,8 @@ from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     VOCABULARY,
+    build_proxy_model,
     sharpen,
-    small_copy,
     with_heads,
 )
 from bigtrain.models.layers.rotary import choose_by_document
@@ -64,7 +64,7 @@ def check_sequence_parallel(
     if problems:
         return problems
     try:
-        model = small_copy(
+        model = build_proxy_model(
             hf_config,
             attention,
             [with_heads(2 * size)],
@@ -77,7 +77,7 @@ def check_sequence_parallel(
         return [_refusal(size, str(error))]
     except MODEL_FAILURES as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        return [_refusal(size, f"a small copy of {hf_config.model_type} failed: {reason}")]
+        return [_refusal(size, f"a proxy model of {hf_config.model_type} failed: {reason}")]
     limit = TOLERANCE * float(whole.abs().max())
     if not float((_joined(lonely) - whole).abs().max()) > 10 * limit:
         return [_refusal(size, "random weights do not show whether parts see each other")]

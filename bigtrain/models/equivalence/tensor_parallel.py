@@ -1,4 +1,4 @@
-"""Whether a model's own tensor-parallel plan is right: tried on a small copy before a run.
+"""Whether a model's own tensor-parallel plan is right: tried on a proxy model before a run.
 
 Plans come from transformers and some are wrong, silently: a parameter that only sees its process's
 heads gets a part of its gradient, or a mean is taken over a part of a dimension. The copy runs
@@ -22,9 +22,9 @@ from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     VOCABULARY,
+    build_proxy_model,
     fewer_experts,
     set_heads,
-    small_copy,
 )
 from bigtrain.models.equivalence.thresholds import TOKENS
 from bigtrain.models.parallel.collectives import Group
@@ -48,7 +48,7 @@ def check_tensor_plan(
     group: Group,
     device: torch.device,
 ) -> None:
-    """Raise ModelError, on every process, unless a small copy computes cut what it does whole.
+    """Raise ModelError, on every process, unless a proxy model computes cut what it does whole.
 
     `sequence_length`: tokens of the run's samples. The message names the parameter whose gradient
     is wrong. Collective over `group`; takes a second or two.
@@ -77,7 +77,7 @@ def check_tensor_plan(
         _forward(model.to(device)).backward()
 
     try:
-        whole = small_copy(
+        whole = build_proxy_model(
             deterministic(hf_config),
             attention,
             [narrowest, narrower, narrow],
@@ -87,7 +87,7 @@ def check_tensor_plan(
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"parallel.tensor: a small copy of {kind} could not be tried: {reason} -> "
+            f"parallel.tensor: a proxy model of {kind} could not be tried: {reason} -> "
             "parallel.tensor=1"
         ) from error
     found = compare_with_whole(whole, group)
@@ -95,7 +95,7 @@ def check_tensor_plan(
         verdict = "cannot be carried out" if found.startswith(_FAILS) else "is wrong"
         raise ModelError(
             f"parallel.tensor = {size}: the tensor-parallel plan that transformers has for "
-            f"model_type {kind} {verdict}: tried on a small copy, {found} -> parallel.tensor=1, "
+            f"model_type {kind} {verdict}: tried on a proxy model, {found} -> parallel.tensor=1, "
             "and ZeRO 3 for models too large for one device"
         )
 

@@ -1,10 +1,10 @@
 """Lengths at which a model begins to compute something else, brought within reach of few tokens.
 
 A sliding window does nothing until a sample is longer than it; so with chunks of attention, with
-the factors of long rotary embeddings and with scales that grow with the position. A small copy that
-is tried on 24 tokens would never come to what the run does at 8192. So its lengths are made small
-with it: those that the run's samples pass, and only those. What a run never comes to cannot rule it
-out.
+the factors of long rotary embeddings and with scales that grow with the position. A proxy model
+that is tried on 24 tokens would never come to what the run does at 8192. So its lengths are made
+small with it: those that the run's samples pass, and only those. What a run never comes to cannot
+rule it out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 TOKENS = 24
-"""Of the samples that small copies are tried on."""
+"""Of the samples that proxy models are tried on."""
 
 # Keys of text configurations, and what is to be added for the longest sample that is the same with
 # and without. Sizes of blocks in which kernels compute the same thing are none.

@@ -10,7 +10,7 @@ is run, not copied: the model's forward method runs once as always, up to the he
 every chunk, it is entered anew with its base model standing aside for the chunk's hidden states.
 The chunks are inside the one call of the head module, so that whatever hooks it has (ZeRO-3 gathers
 its weight and reduces its gradient there) act once. That the result is that of the plain loss is
-tried on a small copy before a run (`bigtrain.models.equivalence.loss`).
+tried on a proxy model before a run (`bigtrain.models.equivalence.loss`).
 
 Shapes: B = samples, T = tokens of a sample, H = hidden size, V = vocabulary, N = tokens in all.
 """

@@ -47,7 +47,7 @@ class Isolation:
             attend_by_document(model)
 
     @contextmanager
-    def told(self, position_ids: torch.Tensor | None) -> Iterator[None]:
+    def document_mask(self, position_ids: torch.Tensor | None) -> Iterator[None]:
         """Around every forward pass: `position_ids` [B, T] on the host, whole samples; None where
         each sample is one document."""
         if position_ids is None or self.kind != "documents":

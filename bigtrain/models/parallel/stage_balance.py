@@ -60,22 +60,22 @@ def _stage_costs(layers: Sequence[float], first: float, last: float) -> StageCos
 
 
 def _minimax(num_layers: int, num_stages: int, cost_of: StageCost) -> tuple[float, tuple[int, ...]]:
-    """The least possible cost of the dearest stage, and cuts that reach it, others alike."""
-    Found = tuple[float, float, tuple[int, ...]]  # dearest, sum of squares, cuts
+    """The least possible cost of the top_ops stage, and cuts that reach it, others alike."""
+    Found = tuple[float, float, tuple[int, ...]]  # top_ops, sum of squares, cuts
     best: dict[int, Found] = {
         stop: (cost_of(0, stop), cost_of(0, stop) ** 2, (0, stop))
         for stop in range(1, num_layers + 1)
     }
 
     def extended(found: Found, stop: int) -> Found:
-        dearest, squares, cuts = found
+        top_ops, squares, cuts = found
         cost = cost_of(cuts[-1], stop)
-        return max(dearest, cost), squares + cost**2, (*cuts, stop)
+        return max(top_ops, cost), squares + cost**2, (*cuts, stop)
 
     for stage in range(2, num_stages + 1):
         best = {
             stop: min(extended(best[start], stop) for start in range(stage - 1, stop))
             for stop in range(stage, num_layers + 1)
         }
-    dearest, _, cuts = best[num_layers]
-    return dearest, cuts
+    top_ops, _, cuts = best[num_layers]
+    return top_ops, cuts

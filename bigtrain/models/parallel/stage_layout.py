@@ -1,4 +1,4 @@
-"""How a model can be cut between its layers: found out by one forward pass of a small copy.
+"""How a model can be cut between its layers: found out by one forward pass of a proxy model.
 
 transformers' models loop over a list of layers inside a forward method of their own. What one layer
 hands to the next, what else layers are given, and which parameters lie before and after them is
@@ -60,7 +60,7 @@ class StageLayout:
 def find_layout(model: PreTrainedModel, input_ids: torch.Tensor) -> StageLayout:
     """The layout of `model`, from a forward pass of `input_ids` [samples, tokens].
 
-    The model is left as it was; take a small copy. Raises ModelError where it cannot be cut.
+    The model is left as it was; take a proxy model. Raises ModelError where it cannot be cut.
     """
     name = _layer_list(model, input_ids)
     layers = list(model.get_submodule(name).children())

@@ -40,7 +40,7 @@ class Payload:
         return Payload(*map_tensors(function, (self.outputs, self.shared, self.router_logits)))
 
 
-class Absent(nn.Module):
+class LayerPlaceholder(nn.Module):
     """Stands in a layer's place. Has the layer's plain attributes and those of its class."""
 
     def __init__(self, layer: nn.Module, handover: Handover | None) -> None:
@@ -72,7 +72,7 @@ class Absent(nn.Module):
         return (hidden,) + (None,) * (count - 1) if count else hidden
 
 
-class Entry(Absent):
+class StageInput(LayerPlaceholder):
     """In place of the layer before a stage's first: gives what the previous stage sent."""
 
     received: Payload | None = None
@@ -94,7 +94,7 @@ class _Stop(Exception):
         self.payload = payload
 
 
-class Exit(Absent):
+class StageOutput(LayerPlaceholder):
     """In place of the layer after a stage's last: ends the forward pass with what it was given."""
 
     def __init__(self, layer: nn.Module, previous: Handover, shared: frozenset[str]) -> None:
@@ -215,7 +215,7 @@ def _stage_of(layer: int, cuts: Sequence[int]) -> int:
 
 def _replace_layers(
     model: PreTrainedModel, layout: StageLayout, start: int, stop: int
-) -> Entry | None:
+) -> StageInput | None:
     layers: Any = model.get_submodule(layout.layers)
     assert len(layers) == layout.num_layers
     assert 0 <= start < stop <= len(layers)
@@ -225,12 +225,12 @@ def _replace_layers(
         if start <= index < stop:
             continue
         if index == start - 1:
-            entry = Entry(layer, handover)
+            entry = StageInput(layer, handover)
             layers[index] = entry
         elif index == stop:
-            layers[index] = Exit(layer, layout.handovers[stop - 1], layout.shared)
+            layers[index] = StageOutput(layer, layout.handovers[stop - 1], layout.shared)
         else:
-            layers[index] = Absent(layer, handover)
+            layers[index] = LayerPlaceholder(layer, handover)
     return entry
 
 

@@ -38,7 +38,7 @@ import xxhash
 
 from bigtrain.engine.checkpoint.tensor_files import Identity, Part, find_parts, verify_parts
 from bigtrain.errors import CheckpointError, DamagedCheckpointError
-from bigtrain.system.files import file_checksum, sync_to_disk
+from bigtrain.system.files import create_whole, file_checksum, sync_to_disk, write_whole
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -259,7 +259,7 @@ def read_run_id(run_directory: Path) -> str | None:
 
 def make_run_id(run_directory: Path) -> str:
     """The run's id, which is written if it is not there: that of its newest checkpoint, or a new
-    one where it begins."""
+    one where it begins. Of starts that overlap, the first to write it decides."""
     found = read_run_id(run_directory)
     if found is None:
         found = secrets.token_hex(8)
@@ -268,11 +268,13 @@ def make_run_id(run_directory: Path) -> str:
                 found = read_manifest(checkpoint_path(run_directory, step)).identity.run
                 break
         run_directory.mkdir(parents=True, exist_ok=True)
-        temporary = run_directory / f".{RUN_ID}.tmp"
-        temporary.write_text(f"{found}\n")
-        sync_to_disk(temporary)
-        temporary.rename(run_directory / RUN_ID)
-        sync_to_disk(run_directory)
+        path, content = run_directory / RUN_ID, f"{found}\n".encode()
+        draft = run_directory / f".{RUN_ID}.{secrets.token_hex(4)}"
+        if not create_whole(path, content, draft):
+            written = read_run_id(run_directory)
+            if written is not None:
+                return written
+            write_whole(path, content, draft)  # over one that is damaged
     return found
 
 

@@ -23,7 +23,7 @@ from bigtrain.system.files import writing
 # What may differ between a run and the run that goes on with it: none of it changes the
 # mathematics. Everything else must be equal.
 _FREE = {
-    "batch.micro_samples",
+    "batch.micro_batch_size",
     "model.attention",
     "model.gradient_checkpointing",
     "model.loss",
@@ -203,27 +203,27 @@ def _mathematics(config: dict[str, Any]) -> dict[str, Any]:
                 flat[name] = item
     tokens = flat.pop("batch.global_tokens", None)
     if tokens is not None:
-        flat["batch.global_samples"] = tokens // flat["batch.sequence_length"]
+        flat["batch.global_batch_size"] = tokens // flat["batch.sequence_length"]
     return flat
 
 
-def hold_directory(session: Session, state: TrainState) -> bool:
+def acquire_run_directory(session: Session, state: TrainState) -> bool:
     """Take the run directory from any earlier start that may still live. Collective.
 
     Comes after everything that can refuse the run: a refused run takes it from nobody. False: an
     earlier start has saved until then, since `state` was read; read it again, and call this again.
-    Raises SupersededError on every process (`bigtrain.run.health.fencing.take`), OutputError where
-    the directory cannot be written.
+    Raises SupersededError on every process (`bigtrain.run.health.fencing.acquire`), OutputError
+    where the directory cannot be written.
     """
 
     def take() -> tuple[bool, int]:
         is_newest = True
-        if session.hold is None:
+        if session.run_token is None:
             with writing(session.directory, OUTPUT_REMEDY):
-                session.hold = fencing.take(session.directory, os.environ)
+                session.run_token = fencing.acquire(session.directory, os.environ)
             # A newer one that was passed over as damaged is so once more.
             is_newest = max(checkpoints.steps(session.directory), default=0) <= state.step
-        return is_newest, session.hold.holder.generation
+        return is_newest, session.run_token.holder.generation
 
     is_newest, session.generation = session.long_work.on_main_rank(take)
     return is_newest

@@ -15,7 +15,7 @@ from bigtrain.run.session import Session
 from bigtrain.run.state import GuardState, TrainState
 
 
-def go_back(session: Session, engine: TrainEngine, state: TrainState) -> TrainState:
+def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> TrainState:
     """Fill the engine from the newest checkpoint that follows no bad step. Collective.
 
     Returns the state to go on from: that checkpoint's step, with the samples after `state`'s. No
@@ -48,7 +48,7 @@ def go_back(session: Session, engine: TrainEngine, state: TrainState) -> TrainSt
                 f"{session.directory}/metrics.jsonl, then go on with another optimizer.lr or data"
             )
         if session.metrics is not None:
-            session.metrics.go_back(document["step"], state.samples)
+            session.metrics.roll_back(document["step"], state.samples)
             session.metrics.log_event(
                 "rolled_back",
                 step=state.step,

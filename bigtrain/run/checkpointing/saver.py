@@ -20,7 +20,7 @@ from bigtrain.engine.checkpoint.snapshot import EngineSnapshot, checkpoint_bytes
 from bigtrain.engine.checkpoint.tensor_files import Identity
 from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import BigtrainError, CheckpointError, LostHoldError
+from bigtrain.errors import BigtrainError, CheckpointError, LostRunTokenError
 from bigtrain.models.verified_export import Probe
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.retention import retain
@@ -50,7 +50,7 @@ class _Write:
     begun_at: float
     stall_seconds: float = 0.0
     error: str | None = None
-    lost: LostHoldError | None = None
+    lost: LostRunTokenError | None = None
     notes: list[str] = field(default_factory=list)
     thread: threading.Thread | None = None
     is_reported: bool = False
@@ -86,7 +86,7 @@ class Saver:
 
     def _begin(self, data_hash: str) -> None:
         session = self._session
-        attempt = session.hold.attempt if session.hold is not None else ""
+        attempt = session.run_token.attempt if session.run_token is not None else ""
         self._identity = Identity(checkpoints.make_run_id(session.directory), 0, attempt)
         self._run_document = {
             "format": checkpoints.FORMAT,
@@ -149,8 +149,8 @@ class Saver:
         """Wait until no save is under way.
 
         Raises CheckpointError on every process when `checkpoint.max_failures` saves in a row have
-        failed, or the last one where it `must_succeed`; what `Hold.check` raises where the last one
-        failed because this start does not hold the run directory any more.
+        failed, or the last one where it `must_succeed`; what `RunToken.check` raises where the last
+        one failed because this start does not hold the run directory any more.
         """
         write = self._pending
         if write is None:
@@ -199,19 +199,19 @@ class Saver:
             self._on_main(lambda: self._finish(write, partial, written, identity))
         except Exception as error:
             # Whatever it is, training does not end for it here, and every process knows.
-            write.lost = self._lost_hold(error)
+            write.lost = self._lost_run_token(error)
             write.error = str(write.lost or error) or type(error).__name__
             if self._session.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def _lost_hold(self, error: Exception) -> LostHoldError | None:
-        """What `Hold.check` says, where that is behind `error`: whoever took the directory, or
+    def _lost_run_token(self, error: Exception) -> LostRunTokenError | None:
+        """What `RunToken.check` says, where that is behind `error`: whoever took the directory, or
         removed it, removes what this start is writing."""
-        if isinstance(error, LostHoldError):
+        if isinstance(error, LostRunTokenError):
             return error
         try:
-            self._on_main(self._session.check_hold)
-        except LostHoldError as found:
+            self._on_main(self._session.check_run_token)
+        except LostRunTokenError as found:
             return found
         except Exception:
             return None  # a process is gone
@@ -223,7 +223,7 @@ class Saver:
         if self._session.world.is_main:
             try:
                 action()
-            except LostHoldError as error:
+            except LostRunTokenError as error:
                 failure = [error]
             except Exception as error:
                 failure = [CheckpointError(str(error) or type(error).__name__)]
@@ -232,7 +232,7 @@ class Saver:
             raise failure[0]
 
     def _prepare(self, partial: Path, num_bytes: int) -> None:
-        self._session.check_hold()
+        self._session.check_run_token()
         _prepare(partial, num_bytes)
 
     def _finish(
@@ -244,7 +244,7 @@ class Saver:
     ) -> None:
         (partial / checkpoints.STATE).write_text(json.dumps(write.document, indent=1))
         write.probe.save(partial / checkpoints.PROBE)
-        final = checkpoints.commit(partial, written, identity, self._session.check_hold)
+        final = checkpoints.commit(partial, written, identity, self._session.check_run_token)
         seconds = time.perf_counter() - write.begun_at
         write.notes.append(
             f"checkpoint of step {write.step}: {final} (written in {seconds:.1f} s"
@@ -255,7 +255,9 @@ class Saver:
             )
         )
         try:
-            retain(self._session.directory, write.step, self._section, self._session.check_hold)
+            retain(
+                self._session.directory, write.step, self._section, self._session.check_run_token
+            )
         except OSError as error:
             write.notes.append(f"an older checkpoint could not be removed: {error}")
 

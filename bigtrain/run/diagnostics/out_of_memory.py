@@ -84,8 +84,8 @@ def remedies(config: RunConfig, zero_stage: int, held: Holdings) -> list[str]:
     """What to change, the cheapest first, for what holds most."""
     found = []
     if held.rest >= held.total / 4:
-        if config.batch.micro_samples > 1:
-            found.append(f"batch.micro_samples={max(1, config.batch.micro_samples // 2)}")
+        if config.batch.micro_batch_size > 1:
+            found.append(f"batch.micro_batch_size={max(1, config.batch.micro_batch_size // 2)}")
         if config.model.loss == "plain":
             found.append("model.loss=auto")
         if config.model.gradient_checkpointing != "full":

@@ -1,7 +1,7 @@
 """A torch profiler trace of some optimizer steps, written by chosen processes.
 
 ``RUN/profile/rank_R_steps_A-B.json`` is in Chrome's format: https://ui.perfetto.dev opens it. The
-ten dearest operations go to the log. Profiled steps are slower, and so are their figures.
+ten top_ops operations go to the log. Profiled steps are slower, and so are their figures.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Profiler:
         path = directory / f"rank_{rank}_steps_{self._begun_at}-{step}.json"
         running.export_chrome_trace(str(path))
         self._session.say(f"profile of steps {self._begun_at} to {step}: {path}")
-        for line in dearest(running, self._session.device.type):
+        for line in top_ops(running, self._session.device.type):
             self._session.say(line)
 
 
-def dearest(recorded: profile, device_type: str) -> list[str]:
-    """The operations that took most time by themselves, as lines of a table, dearest first.
+def top_ops(recorded: profile, device_type: str) -> list[str]:
+    """The operations that took most time by themselves, as lines of a table, top_ops first.
 
     Time of the device on CUDA, of the processor else; shares are of all operations.
     """

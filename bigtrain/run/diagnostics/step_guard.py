@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from bigtrain.engine.optimizers.skip_step import Judge, StepFigures
+from bigtrain.engine.optimizers.skip_step import SkipPolicy, StepStats
 from bigtrain.run.session import Session
 from bigtrain.run.state import GuardState, TrainState
 from bigtrain.settings.sections.failures import GuardSection
@@ -30,20 +30,20 @@ _LEAST_SPREAD = 1e-3
 
 
 class Guard:
-    """Judges the steps of a run. `judge`, None where the guard is off, goes to
+    """Judges the steps of a run. `skip_policy`, None where the guard is off, goes to
     `TrainEngine.train_step`, which calls it on every process with the same figures."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._section: GuardSection = session.run.config.guard
-        self._figures: StepFigures | None = None
+        self._figures: StepStats | None = None
         self._reason: str | None = None
         self._state = GuardState()
-        self.judge: Judge | None = self._judge if self._section.enabled else None
+        self.skip_policy: SkipPolicy | None = self._judge if self._section.enabled else None
 
-    def _judge(self, figures: StepFigures) -> bool:
+    def _judge(self, figures: StepStats) -> bool:
         self._figures = figures
-        self._reason = why_bad(figures, self._state, self._section)
+        self._reason = skip_reason(figures, self._state, self._section)
         return self._reason is None
 
     def begin(self, state: TrainState) -> None:
@@ -76,12 +76,12 @@ class Guard:
             )
         return replace(after, guard=guard)
 
-    def goes_back(self, state: TrainState) -> bool:
+    def rolls_back(self, state: TrainState) -> bool:
         """Whether so many steps in a row were bad that the run goes back."""
         return self._reason is not None and state.guard.streak >= self._section.max_consecutive
 
 
-def why_bad(figures: StepFigures, state: GuardState, section: GuardSection) -> str | None:
+def skip_reason(figures: StepStats, state: GuardState, section: GuardSection) -> str | None:
     """Why the update of a step is not to be made; None where it is. Pure."""
     kinds = (
         ("loss", figures.loss, state.losses),
@@ -108,7 +108,7 @@ def center_and_spread(recent: Sequence[float]) -> tuple[float, float]:
     return centre, max(_SIGMA_PER_MAD * deviation, _LEAST_SPREAD * abs(centre), math.ulp(centre))
 
 
-def with_good_step(state: GuardState, figures: StepFigures, section: GuardSection) -> GuardState:
+def with_good_step(state: GuardState, figures: StepStats, section: GuardSection) -> GuardState:
     """The state after a step that was made. Figures are kept only where spikes are looked for."""
     if section.spike_sigma is None:
         return state if state.streak == 0 else replace(state, streak=0)

@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bigtrain.errors import RunRemovedError, SupersededError
-from bigtrain.system.files import sync_to_disk
+from bigtrain.system.files import create_whole
 
 DIRECTORY = "generations"
 _NAME = re.compile(r"(\d{8,})\.json")
@@ -38,7 +38,7 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass(frozen=True)
-class Holder:
+class TokenHolder:
     """A start of a run.
 
     attempt: drawn at random. launch: what started it, where that starts processes again by itself,
@@ -62,11 +62,11 @@ class Holder:
 
 
 @dataclass
-class Hold:
+class RunToken:
     """One start's hold on its run directory."""
 
     run_directory: Path
-    holder: Holder
+    holder: TokenHolder
     _looked_at: float = field(default=0.0)
 
     @property
@@ -118,8 +118,8 @@ class Hold:
         return "a later start of the run"
 
 
-def take(run_directory: Path, environment: Mapping[str, str]) -> Hold:
-    """Hold `run_directory` from now on, in place of whoever holds it; it is made if need be.
+def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
+    """RunToken `run_directory` from now on, in place of whoever holds it; it is made if need be.
 
     Raises SupersededError where an elastic launcher starts a run again that another launch has
     taken over meanwhile: the two would take it from each other for ever.
@@ -130,7 +130,7 @@ def take(run_directory: Path, environment: Mapping[str, str]) -> Hold:
     _refuse_return(run_directory, launch, environment)
     while True:
         newest = max(_generations(directory), default=0)
-        holder = Holder(
+        holder = TokenHolder(
             generation=newest + 1,
             attempt=attempt,
             host=socket.gethostname(),
@@ -151,10 +151,10 @@ def take(run_directory: Path, environment: Mapping[str, str]) -> Hold:
                 path.rename(_superseded(path))
             except FileNotFoundError:
                 continue  # an even later start was faster
-    return Hold(run_directory, holder)
+    return RunToken(run_directory, holder)
 
 
-def newest_holder(run_directory: Path) -> Holder | None:
+def newest_holder(run_directory: Path) -> TokenHolder | None:
     """The start that holds the directory, or None."""
     for number in sorted(_generations(run_directory / DIRECTORY), reverse=True):
         holder = _read(_path(run_directory, number))
@@ -200,28 +200,13 @@ def _superseded(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".json") + _SUPERSEDED)
 
 
-def _create(path: Path, holder: Holder) -> bool:
-    """By a link, so that the file never exists without its content."""
+def _create(path: Path, holder: TokenHolder) -> bool:
     content = json.dumps(asdict(holder)).encode() + b"\n"
-    draft = path.with_name(f".{holder.attempt}.draft")
-    try:
-        draft.write_bytes(content)
-        sync_to_disk(draft)
-        os.link(draft, path)
-    except FileExistsError:
-        # A link over NFS whose answer was lost is sent again, and finds itself.
-        there = _read(path)
-        return there is not None and there.attempt == holder.attempt
-    except OSError:  # a file system without hard links
-        try:
-            with path.open("xb") as file:
-                file.write(content)
-        except FileExistsError:
-            return False
-    finally:
-        draft.unlink(missing_ok=True)
-    sync_to_disk(path.parent)
-    return True
+    if create_whole(path, content, path.with_name(f".{holder.attempt}.draft")):
+        return True
+    # A link over NFS whose answer was lost is sent again, and finds itself.
+    there = _read(path)
+    return there is not None and there.attempt == holder.attempt
 
 
 def _may_exist(path: Path) -> bool:
@@ -235,8 +220,8 @@ def _may_exist(path: Path) -> bool:
     return True
 
 
-def _read(path: Path) -> Holder | None:
+def _read(path: Path) -> TokenHolder | None:
     try:
-        return Holder(**json.loads(path.read_bytes()))
+        return TokenHolder(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None

@@ -1,4 +1,4 @@
-"""Who keeps a run from moving: a verdict on where every process is. Pure."""
+"""Who keeps a run from moving: a diagnosis on where every process is. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """ranks: of those that lag, lowest first; empty where nothing tells them apart. text: for
     people, first those that lag."""
 
@@ -50,9 +50,9 @@ class Verdict:
     text: str
 
 
-def judge(
+def diagnose(
     answers: Mapping[int, Position], last_known: Mapping[int, Position], hosts: Sequence[str]
-) -> Verdict:
+) -> Diagnosis:
     """Who lags, of a world whose process `r` runs on ``hosts[r]``.
 
     Parameters: `answers`, from the processes that still answer; `last_known`, what any process said
@@ -69,23 +69,23 @@ def judge(
             + (f"it was last in {last_known[rank].place}" if rank in last_known else "never did")
             for rank in silent
         ]
-        return _verdict(silent, lines, answers)
+        return _diagnosis(silent, lines, answers)
     lagging, why = _laggards(list(answers.values()))
     lines = [f"{answers[rank]} ({why})" for rank in lagging]
     if not lines:
         lines = ["all processes are at the same place: look at the network and at their stacks"]
-    return _verdict(lagging, lines, answers)
+    return _diagnosis(lagging, lines, answers)
 
 
-def judge_alone(position: Position, hosts: Sequence[str]) -> Verdict:
+def diagnose_alone(position: Position, hosts: Sequence[str]) -> Diagnosis:
     """What a process can say that hears of no other: its store is gone."""
     if len(hosts) == 1:
-        return judge({position.rank: position}, {}, hosts)
+        return diagnose({position.rank: position}, {}, hosts)
     if position.rank == 0:
         line = "the launcher's store does not answer, so that rank 0 hears of no other process"
-        return _verdict([], [line], {0: position})
+        return _diagnosis([], [line], {0: position})
     line = f"rank 0 on {hosts[0]} does not answer, or its store: no process hears of the others"
-    return _verdict([0], [line], {position.rank: position})
+    return _diagnosis([0], [line], {position.rank: position})
 
 
 def _laggards(positions: Sequence[Position]) -> tuple[list[int], str]:
@@ -106,11 +106,13 @@ def _laggards(positions: Sequence[Position]) -> tuple[list[int], str]:
     return [], ""
 
 
-def _verdict(ranks: Sequence[int], lines: list[str], answers: Mapping[int, Position]) -> Verdict:
+def _diagnosis(
+    ranks: Sequence[int], lines: list[str], answers: Mapping[int, Position]
+) -> Diagnosis:
     others = [str(answers[rank]) for rank in sorted(answers) if rank not in ranks]
     # With thousands of processes, those that wait all say the same.
     shown = others[:16] + ([f"and {len(others) - 16} more"] if len(others) > 16 else [])
     text = "\n".join(["lagging:", *(f"  {line}" for line in lines)])
     if shown:
         text += "\n" + "\n".join(["waiting:", *(f"  {line}" for line in shown)])
-    return Verdict(tuple(sorted(ranks)), text)
+    return Diagnosis(tuple(sorted(ranks)), text)

@@ -1,11 +1,11 @@
-"""A board in the launcher's store where all processes say where they are.
+"""A status store in the launcher's store where all processes say where they are.
 
 That is the TCPStore at MASTER_ADDR:MASTER_PORT, which the process group was opened with: its server
 is a thread of C++ in the main process, or in torchrun's agent, that answers while Python hangs.
 Each process has a connection of its own for this, apart from those of the groups and their
 timeouts. It may wait for ever for a host that is gone, so one thread does every operation, for
-which nobody waits long; after the first that takes too long the board counts as lost, until another
-connection is made.
+which nobody waits long; after the first that takes too long the status store counts as lost, until
+another connection is made.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ALARM, _LEADER, _FINISHED, _MOVES = "alarm", "leader", "finished", "moves"
 Result = TypeVar("Result")
 
 
-def open_board(world: World) -> Board | None:
-    """The board of all processes, None where this one does not reach it. Collective."""
+def open_board(world: World) -> StatusStore | None:
+    """The status store of all processes, None where this one does not reach it. Collective."""
     # torchrun's store outlives a start of the processes.
     token = [secrets.token_hex(8)]
     dist.broadcast_object_list(token, src=0)
     place = Place(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), token[0])
     try:
-        return Board(place, world)
+        return StatusStore(place, world)
     except RuntimeError as error:
         print(
             f"watchdog: rank {world.rank} does not reach the store at {place.address}:{place.port},"
@@ -52,15 +52,15 @@ def open_board(world: World) -> Board | None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a board is: the store's address, and a word for this start of the processes."""
+    """Where a status store is: the store's address, and a word for this start of the processes."""
 
     address: str
     port: int
     token: str
 
 
-class Board:
-    """What this process reads and writes there. Nothing raises; None: the board is lost."""
+class StatusStore:
+    """What this process reads and writes there. Nothing raises; None: the status store is lost."""
 
     def __init__(self, place: Place, world: World) -> None:
         """Raises RuntimeError where the store is not reached within half a minute."""
@@ -74,7 +74,7 @@ class Board:
         self._requests: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None] = (
             SimpleQueue()
         )
-        threading.Thread(target=self._work, name="watchdog-board", daemon=True).start()
+        threading.Thread(target=self._work, name="watchdog-status-store", daemon=True).start()
 
     def tell(self, position: Position, moved: bool) -> None:
         """Where this process is, and whether it has `moved` since it said so last."""
@@ -134,10 +134,11 @@ class Board:
         if self._rank == 0 and not self.is_lost:
             time.sleep(0.5)  # the store may end with this process
 
-    def reopened(self) -> Board | None:
-        """The same board by a new connection; None where there is none within half a minute."""
+    def reopened(self) -> StatusStore | None:
+        """The same status store by a new connection; None where there is none within half a
+        minute."""
         try:
-            return Board(self._place, self._world)
+            return StatusStore(self._place, self._world)
         except RuntimeError:
             return None
 

@@ -1,7 +1,7 @@
 """Ends a run that does not move, and says who keeps it from moving.
 
 Every process has a thread that sees whether its training thread makes marks
-(`bigtrain.run.health.heartbeat`), and tells where it is on a board
+(`bigtrain.run.health.heartbeat`), and tells where it is in a status store
 (`bigtrain.run.health.status_store`). When no process has made progress for
 ``watchdog.timeout_seconds``, one raises the alarm. All then dump their stacks to
 ``RUN/hangs/step-.../`` and say where they are, one writes the report, and all end with exit code
@@ -9,8 +9,8 @@ Every process has a thread that sees whether its training thread makes marks
 
 A thread needs the interpreter, which a hang inside C code may hold, and a stopped process does not
 run. The others then say that this one does not answer; and an alarm in C (``faulthandler``), which
-every look sets anew, ends a process that only the interpreter keeps (exit code 1). With the board
-gone, each process reports for itself.
+every look sets anew, ends a process that only the interpreter keeps (exit code 1). With the
+status store gone, each process reports for itself.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.errors import EXIT_HANG
-from bigtrain.run.health.hang_report import Position, Verdict, judge, judge_alone
+from bigtrain.run.health.hang_report import Diagnosis, Position, diagnose, diagnose_alone
 from bigtrain.run.health.heartbeat import Heartbeat, Transfers, current_collective
-from bigtrain.run.health.status_store import Board, open_board
+from bigtrain.run.health.status_store import StatusStore, open_board
 from bigtrain.settings.sections.failures import WatchdogSection
 from bigtrain.system.stop_signals import ask_for_restart
 from bigtrain.system.world import World
@@ -70,7 +70,7 @@ class Watchdog:
         self._hold_lost = hold_lost
         self._host = socket.gethostname()
         self._hosts = [self._host]
-        self._board: Board | None = None
+        self._status_store: StatusStore | None = None
         self._limit = section.timeout_seconds
         self._stop = threading.Event()
         self._moved_at = time.monotonic()
@@ -83,7 +83,7 @@ class Watchdog:
             found: list[str | None] = [None] * world.size
             dist.all_gather_object(found, self._host)
             self._hosts = [str(host) for host in found]
-            self._board = open_board(world)
+            self._status_store = open_board(world)
         self._look_seconds = min(5.0, max(0.1, self._limit / 10))
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -97,8 +97,8 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()
-        if self._board is not None:
-            self._board.close()
+        if self._status_store is not None:
+            self._status_store.close()
 
     def _watch(self) -> None:
         count, moves, self._moved_at = -1, -1, time.monotonic()
@@ -117,15 +117,15 @@ class Watchdog:
                 self._moved_at = now
             limit = self._current_limit()
             self._set_last_alarm(limit)
-            if self._board is not None and self._board.is_lost:
-                self._connect_again(self._board)
-            if self._board is not None:
-                self._board.tell(self._position(), moved)
-                if self._board.alarm() is not None:
+            if self._status_store is not None and self._status_store.is_lost:
+                self._connect_again(self._status_store)
+            if self._status_store is not None:
+                self._status_store.tell(self._position(), moved)
+                if self._status_store.alarm() is not None:
                     self._end()
                 if now - self._moved_at > limit / 2:
                     # Somebody's progress is everybody's: one may export while all others wait.
-                    seen = self._board.moves()
+                    seen = self._status_store.moves()
                     if seen is not None and moves not in (-1, seen):
                         self._moved_at = now
                     moves = -1 if seen is None else seen
@@ -134,13 +134,13 @@ class Watchdog:
             if now - self._moved_at > limit:
                 self._end()
 
-    def _connect_again(self, lost: Board) -> None:
+    def _connect_again(self, lost: StatusStore) -> None:
         """Begin to, once a minute: one late answer must not part this process for good."""
 
         def connect() -> None:
-            board = lost.reopened()
-            if board is not None:
-                self._board = board
+            status_store = lost.reopened()
+            if status_store is not None:
+                self._status_store = status_store
 
         now = time.monotonic()
         if now >= self._connects_at:
@@ -175,34 +175,34 @@ class Watchdog:
         faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=2)
         position = self._position(current_collective())
         name = f"step-{position.step:08d}-{secrets.token_hex(3)}"
-        if self._board is not None:
-            name = self._board.raise_alarm(name) or name
-            self._board.answer(position)
+        if self._status_store is not None:
+            name = self._status_store.raise_alarm(name) or name
+            self._status_store.answer(position)
         directory = self._run_directory / DIRECTORY / name
         # File systems hang too: then the process ends without its files.
         dump = threading.Thread(target=self._dump, args=(directory,), daemon=True)
         dump.start()
-        verdict = self._verdict(position)
+        diagnosis = self._diagnosis(position)
         dump.join(_REPORT_SECONDS)
-        if verdict is not None:
-            write = threading.Thread(target=self._write, args=(directory, verdict), daemon=True)
+        if diagnosis is not None:
+            write = threading.Thread(target=self._write, args=(directory, diagnosis), daemon=True)
             write.start()
             write.join(_REPORT_SECONDS)
-            if self._board is not None:
-                self._board.finish()
+            if self._status_store is not None:
+                self._status_store.finish()
         sys.stderr.flush()
         os._exit(EXIT_HANG)
 
-    def _verdict(self, position: Position) -> Verdict | None:
+    def _diagnosis(self, position: Position) -> Diagnosis | None:
         """What is to be reported; None where another process does so."""
-        if self._board is None:
-            return judge_alone(position, self._hosts)
-        if not self._board.leads(self._world.is_main, _ANSWER_SECONDS, _REPORT_SECONDS):
+        if self._status_store is None:
+            return diagnose_alone(position, self._hosts)
+        if not self._status_store.leads(self._world.is_main, _ANSWER_SECONDS, _REPORT_SECONDS):
             return None
-        answers = self._board.answers(_ANSWER_SECONDS)
+        answers = self._status_store.answers(_ANSWER_SECONDS)
         if answers is None:
-            return judge_alone(position, self._hosts)
-        return judge(answers, self._board.last_known(), self._hosts)
+            return diagnose_alone(position, self._hosts)
+        return diagnose(answers, self._status_store.last_known(), self._hosts)
 
     def _dump(self, directory: Path) -> None:
         try:
@@ -214,12 +214,12 @@ class Watchdog:
             print(f"watchdog: {directory} cannot be written: {error}", file=sys.stderr)
             faulthandler.dump_traceback(2, all_threads=True)
 
-    def _write(self, directory: Path, verdict: Verdict) -> None:
+    def _write(self, directory: Path, diagnosis: Diagnosis) -> None:
         idle = time.monotonic() - self._moved_at
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         text = (
             f"watchdog: no progress for {idle:.0f} s ({now}), this run ends with exit code "
-            f"{EXIT_HANG}; stacks of all processes: {directory}\n{verdict.text}\n"
+            f"{EXIT_HANG}; stacks of all processes: {directory}\n{diagnosis.text}\n"
         )
         print(text, end="", file=sys.stderr, flush=True)
         try:

@@ -202,14 +202,14 @@ class MetricsWriter:
         """Write what happened in `step`, as the top of this file lists it; not to trackers."""
         self._write({"step": step, "event": event, **details})
 
-    def go_back(self, step: int, samples: int) -> None:
+    def roll_back(self, step: int, samples: int) -> None:
         """The run goes on from `step`, with `samples` read: what was written of later steps goes,
         but not events. Trackers see those steps twice."""
         self._failure = close_written(self._file, self._path, self._failure)
         with writing(self._path, OUTPUT_REMEDY):
             _cut(self._path, step, samples)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        self._tally.go_back(step)
+        self._tally.roll_back(step)
 
     @property
     def failure(self) -> OutputError | None:
@@ -273,7 +273,7 @@ class _Tally:
         self._memory_gib = max(self._memory_gib, metrics.memory_gib)
         self._logged_step, self._last = metrics.step, metrics
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         self._logged_step = step
 
     @property

@@ -3,7 +3,7 @@
 Pure. The rules hold for DeepSpeed 0.19.8; each names the place in its source, or the experiment,
 that it comes from. A combination that DeepSpeed would accept and then ignore is refused like one
 that it would crash on: a setting that does nothing is a mistake of whoever wrote it.
-`tools/legality.py` writes the table to docs/legality.md, and the tests go by it.
+`tools/compatibility.py` writes the table to docs/compatibility.md, and the tests go by it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from bigtrain.settings.compatibility.facts import Device, Facts, Rule
 from bigtrain.settings.compatibility.parallel_rules import MODEL_RULES, PARALLEL_RULES
 from bigtrain.settings.compatibility.performance_rules import SPEED_RULES, may_compile
 
-__all__ = ["RULES", "Device", "Facts", "Rule", "check_legality", "check_model", "may_compile"]
+__all__ = ["RULES", "Device", "Facts", "Rule", "check_compatibility", "check_model", "may_compile"]
 
 RULES: tuple[Rule, ...] = (*PARALLEL_RULES, *MODEL_RULES, *ENGINE_RULES, *SPEED_RULES)
 
 
-def check_legality(facts: Facts) -> list[Problem]:
+def check_compatibility(facts: Facts) -> list[Problem]:
     """Every rule that `facts` violate, in the order of the table."""
     return [rule.problem(facts) for rule in RULES if rule.violated(facts)]
 
 
 def check_model(facts: Facts) -> list[Problem]:
-    """As `check_legality`, of the rules about the model alone: of `facts`, degrees and what is
+    """As `check_compatibility`, of the rules about the model alone: of `facts`, degrees and what is
     known of the model count."""
     return [rule.problem(facts) for rule in MODEL_RULES if rule.violated(facts)]

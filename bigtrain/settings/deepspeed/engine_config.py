@@ -247,7 +247,7 @@ def _assemble(
     rendered: dict[str, Any] = {
         **defaults,
         **tree,
-        "train_micro_batch_size_per_gpu": plan.micro_samples,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation,
         # Always written: DeepSpeed's default is 1.0, not off.
         "gradient_clipping": config.optimizer.clip_norm,

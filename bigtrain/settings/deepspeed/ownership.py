@@ -55,7 +55,7 @@ REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
     "data_efficiency": ("the run owns the data and its order", "take it out"),
     "dataloader_drop_last": ("the run owns the data and its order", "take it out"),
     "managed_gradient_accumulation": (
-        "the run owns accumulation (batch.global_samples)",
+        "the run owns accumulation (batch.global_batch_size)",
         "take it out",
     ),
     "autotuning": ("bigtrain is not started by DeepSpeed's autotuner", "take it out"),
@@ -157,20 +157,20 @@ def owned_values(
 def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
     if plan is None:
         return []
-    size = "batch.global_tokens" if config.batch.global_tokens else "batch.global_samples"
-    in_samples = config.batch.global_tokens or plan.global_samples
-    steps = f"{plan.global_samples} / ({plan.micro_samples} x {plan.data_size})"
+    size = "batch.global_tokens" if config.batch.global_tokens else "batch.global_batch_size"
+    in_samples = config.batch.global_tokens or plan.global_batch_size
+    steps = f"{plan.global_batch_size} / ({plan.micro_batch_size} x {plan.data_size})"
     return [
-        Owned("train_batch_size", size, in_samples, plan.global_samples),
+        Owned("train_batch_size", size, in_samples, plan.global_batch_size),
         Owned(
             "train_micro_batch_size_per_gpu",
-            "batch.micro_samples",
-            plan.micro_samples,
-            plan.micro_samples,
+            "batch.micro_batch_size",
+            plan.micro_batch_size,
+            plan.micro_batch_size,
         ),
         Owned(
             "gradient_accumulation_steps",
-            f"{size} / (batch.micro_samples x data-parallel size)",
+            f"{size} / (batch.micro_batch_size x data-parallel size)",
             f"{steps} = {plan.accumulation}",
             plan.accumulation,
             settable=False,

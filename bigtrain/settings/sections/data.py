@@ -149,22 +149,22 @@ class BatchSection(Section):
     """The global batch (mathematics) and the micro-batch (a memory knob)."""
 
     sequence_length: PositiveInt = Field(description="tokens per sample")
-    global_samples: PositiveInt | None = Field(
+    global_batch_size: PositiveInt | None = Field(
         default=None, description="samples per optimizer step over all processes"
     )
     global_tokens: PositiveInt | None = Field(
         default=None,
         description="the same in tokens; must be a multiple of sequence_length",
     )
-    micro_samples: PositiveInt = Field(
+    micro_batch_size: PositiveInt = Field(
         default=1, description="samples per forward pass of one process"
     )
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
-        if (self.global_samples is None) == (self.global_tokens is None):
+        if (self.global_batch_size is None) == (self.global_tokens is None):
             raise ValueError(
-                "exactly one of batch.global_samples and batch.global_tokens must be set"
+                "exactly one of batch.global_batch_size and batch.global_tokens must be set"
             )
         if self.global_tokens is not None and self.global_tokens % self.sequence_length:
             below = self.global_tokens // self.sequence_length * self.sequence_length
@@ -182,7 +182,7 @@ class BatchSection(Section):
     @property
     def samples_per_step(self) -> int:
         """Samples per optimizer step, however the batch was given."""
-        if self.global_samples is not None:
-            return self.global_samples
+        if self.global_batch_size is not None:
+            return self.global_batch_size
         assert self.global_tokens is not None
         return self.global_tokens // self.sequence_length

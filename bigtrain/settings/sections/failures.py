@@ -25,7 +25,7 @@ class WatchdogSection(Section):
         description="the same while the run starts, in its first step, while it waits for a save "
         "to be written and while it exports, where one operation may take long",
     )
-    arrival_timeout_seconds: Seconds = Field(
+    rendezvous_timeout_seconds: Seconds = Field(
         default=ARRIVAL_TIMEOUT_SECONDS,
         description="for all processes to meet at the start, after which those that have not come "
         "are named and the rest end",

@@ -114,7 +114,7 @@ def test_litgpt_trains_the_same_model(tmp_path: Path) -> None:
     )
     hf_config = load_hf_config(run.config.model)
     with closing(open_training_data(run.config, run.plan, 0)) as batches:
-        steps = [batches.step(n * run.plan.global_samples) for n in range(3)]
+        steps = [batches.step(n * run.plan.global_batch_size) for n in range(3)]
     loops = (
         BareLoop(run, hf_config, steps, torch.device("cpu")),
         litgpt_loop.LitgptLoop(run, hf_config, steps),

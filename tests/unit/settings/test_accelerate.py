@@ -29,7 +29,7 @@ def run_config(**sections: dict[str, Any]) -> RunConfig:
     tree: dict[str, Any] = {
         "model": {"config": {"model_type": "llama"}},
         "data": {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_samples": 16},
+        "batch": {"sequence_length": 8, "global_batch_size": 16},
         "train": {"steps": 1},
         "optimizer": {"lr": 1e-3},
         "output": {"directory": "run"},
@@ -65,7 +65,7 @@ def test_answers_are_the_engine_where_the_run_is_silent() -> None:
         None,
     )
     assert run.plan.accumulation == 2
-    assert run.config.batch.micro_samples == 4
+    assert run.config.batch.micro_batch_size == 4
     assert run.config.optimizer.clip_norm == 0.5
     assert run.engine.deepspeed["gradient_clipping"] == 0.5
     assert run.config.precision.dtype == "float32"
@@ -106,8 +106,9 @@ def test_precision_that_nobody_was_asked_for_is_no_answer() -> None:
             "accelerate config: gradient_clipping = 0.5: contradicts optimizer.clip_norm = 1.0",
         ),
         (
-            {"batch": {"micro_samples": 8}},
-            "accelerate config: gradient_accumulation_steps = 2: contradicts batch.global_samples",
+            {"batch": {"micro_batch_size": 8}},
+            "accelerate config: gradient_accumulation_steps = 2: contradicts "
+            "batch.global_batch_size",
         ),
         (
             {"engine": {"deepspeed_config": "zero3"}},

@@ -1,4 +1,4 @@
-"""Every rule of the legality table refuses what it says, and nothing else."""
+"""Every rule of the compatibility table refuses what it says, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from bigtrain.settings.compatibility.check import RULES, Facts, Rule, check_legality, check_model
+from bigtrain.settings.compatibility.check import (
+    RULES,
+    Facts,
+    Rule,
+    check_compatibility,
+    check_model,
+)
 from bigtrain.settings.deepspeed.engine_config import render
 from bigtrain.settings.loading import load_run_config
 from tests.support.worlds import ROOT
@@ -62,21 +68,21 @@ def test_names_are_unique() -> None:
 @OF_RULES
 def test_example_is_refused_by_its_rule_alone(rule: Rule) -> None:
     facts = replace(rule.example, source="x.json")
-    (problem,) = check_legality(facts)
+    (problem,) = check_compatibility(facts)
     assert problem == rule.problem(facts)
     assert problem.key.removeprefix("x.json: ") == rule.key.removeprefix("ds:")
     assert problem.rule
     assert problem.remedy
     # The example is told from what is legal by what it says, not by a default.
     assert facts != Facts(source="x.json")
-    assert check_legality(Facts()) == []
+    assert check_compatibility(Facts()) == []
 
 
 @OF_RULES
 def test_the_nearest_alternative_is_legal(rule: Rule) -> None:
     nearest = rule.nearest(rule.example)
     assert nearest != rule.example
-    assert check_legality(nearest) == []
+    assert check_compatibility(nearest) == []
 
 
 @OF_RULES
@@ -95,16 +101,18 @@ def test_what_is_not_known_is_not_refused(rule: Rule) -> None:
 
 @pytest.mark.parametrize("facts", LEGAL, ids=str)
 def test_legal_neighbours_pass(facts: dict[str, Any]) -> None:
-    assert check_legality(Facts(**facts)) == []
+    assert check_compatibility(Facts(**facts)) == []
 
 
 def test_nearest_partition_divides() -> None:
-    (problem,) = check_legality(Facts(zero_stage=3, partition_size=8, world_size=12))
+    (problem,) = check_compatibility(Facts(zero_stage=3, partition_size=8, world_size=12))
     assert problem.remedy.startswith("6 for 12 processes")
 
 
 def test_gradient_dtype_remedy_names_the_dtype_of_the_run() -> None:
-    (problem,) = check_legality(Facts(zero_stage=0, dtype="bfloat16", gradient_dtype="float32"))
+    (problem,) = check_compatibility(
+        Facts(zero_stage=0, dtype="bfloat16", gradient_dtype="float32")
+    )
     assert problem.remedy == "precision.gradient_dtype=bfloat16, or ds_configs/zero1.json"
 
 
@@ -133,7 +141,7 @@ def test_nearest_is_legal_where_several_rules_are_violated() -> None:
         if not broken:
             break
         facts = broken[0].nearest(facts)
-    assert check_legality(facts) == []
+    assert check_compatibility(facts) == []
 
 
 def test_rules_of_the_model_need_nothing_of_the_engine() -> None:
@@ -144,7 +152,9 @@ def test_rules_of_the_model_need_nothing_of_the_engine() -> None:
 
 
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("legality_tool", ROOT / "tools" / "legality.py")
+    spec = importlib.util.spec_from_file_location(
+        "compatibility_tool", ROOT / "tools" / "compatibility.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -153,8 +163,8 @@ def tool() -> ModuleType:
 
 
 def test_the_page_is_what_the_tool_writes() -> None:
-    written = (ROOT / "docs" / "legality.md").read_text(encoding="utf-8")
-    assert written == tool().page(), "run tools/legality.py --output docs/legality.md"
+    written = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert written == tool().page(), "run tools/compatibility.py --output docs/compatibility.md"
 
 
 def test_every_trap_is_refused_or_made_right_and_tested() -> None:

@@ -24,7 +24,7 @@ def make_tree() -> dict[str, Any]:
     return {
         "model": {"config": {"model_type": "llama"}},
         "data": {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_samples": 16, "micro_samples": 2},
+        "batch": {"sequence_length": 8, "global_batch_size": 16, "micro_batch_size": 2},
         "train": {"steps": 10},
         "optimizer": {"lr": 0.001},
         "output": {"directory": "run"},
@@ -155,14 +155,14 @@ def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
         (["model.path=x"], "exactly one of model.path (trained weights) and model.config"),
         (["model.config=null"], "exactly one of model.path (trained weights) and model.config"),
         (["model.config={hidden_size: 8}"], "model.config must name a model_type"),
-        (["batch.global_tokens=128"], "exactly one of batch.global_samples and batch.global_t"),
+        (["batch.global_tokens=128"], "exactly one of batch.global_batch_size and batch.global_t"),
         (
-            ["batch.global_samples=null", "batch.global_tokens=100"],
+            ["batch.global_batch_size=null", "batch.global_tokens=100"],
             "batch.global_tokens = 100 is not a multiple of batch.sequence_length = 8; nearest: 96 "
             "or 104",
         ),
         (
-            ["batch.global_samples=null", "batch.global_tokens=5"],
+            ["batch.global_batch_size=null", "batch.global_tokens=5"],
             "batch.sequence_length = 8; nearest: 8",
         ),
         (
@@ -246,7 +246,7 @@ def test_a_world_that_does_not_divide_names_the_nearest() -> None:
 
 
 def test_the_equation_shows_the_arithmetic() -> None:
-    batch = BatchSection(sequence_length=256, global_samples=16, micro_samples=4)
+    batch = BatchSection(sequence_length=256, global_batch_size=16, micro_batch_size=4)
     plan, problems = plan_batch(batch, 2)
     assert problems == []
     assert plan is not None
@@ -257,24 +257,24 @@ def test_the_equation_shows_the_arithmetic() -> None:
 
 
 def test_a_batch_that_does_not_divide_names_what_would() -> None:
-    batch = BatchSection(sequence_length=8, global_samples=12, micro_samples=4)
+    batch = BatchSection(sequence_length=8, global_batch_size=12, micro_batch_size=4)
     plan, (problem,) = plan_batch(batch, 2)
     assert plan is None
     assert str(problem) == (
-        "batch.global_samples = 12: must be a multiple of batch.micro_samples x data-parallel size "
-        "= 4 x 2 = 8 -> nearest: 8 or 16, or batch.micro_samples: 3"
+        "batch.global_batch_size = 12: must be a multiple of batch.micro_batch_size x "
+        "data-parallel size = 4 x 2 = 8 -> nearest: 8 or 16, or batch.micro_batch_size: 3"
     )
-    tokens = BatchSection(sequence_length=8, global_tokens=96, micro_samples=4)
+    tokens = BatchSection(sequence_length=8, global_tokens=96, micro_batch_size=4)
     _, (problem,) = plan_batch(tokens, 2)
     assert str(problem).startswith("batch.global_tokens = 96: must be a multiple of")
-    assert "= 8 samples = 64 tokens -> nearest: 64 or 128, or batch.micro_samples: 3" in (
+    assert "= 8 samples = 64 tokens -> nearest: 64 or 128, or batch.micro_batch_size: 3" in (
         str(problem)
     )
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8), st.integers(1, 16))
 def test_a_plan_gives_every_sample_once(samples: int, micro: int, data: int, length: int) -> None:
-    batch = BatchSection(sequence_length=length, global_samples=samples, micro_samples=micro)
+    batch = BatchSection(sequence_length=length, global_batch_size=samples, micro_batch_size=micro)
     plan, problems = plan_batch(batch, data)
     if samples % (micro * data):
         assert plan is None
@@ -282,21 +282,21 @@ def test_a_plan_gives_every_sample_once(samples: int, micro: int, data: int, len
         return
     assert plan is not None
     given_out = [
-        (micro_step * plan.data_size + rank) * plan.micro_samples + row
+        (micro_step * plan.data_size + rank) * plan.micro_batch_size + row
         for micro_step in range(plan.accumulation)
         for rank in range(plan.data_size)
-        for row in range(plan.micro_samples)
+        for row in range(plan.micro_batch_size)
     ]
     assert sorted(given_out) == list(range(samples))
 
 
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 9))
 def test_the_remedies_of_a_batch_do_divide(samples: int, micro: int, data: int) -> None:
-    batch = BatchSection(sequence_length=1, global_samples=samples, micro_samples=micro)
+    batch = BatchSection(sequence_length=1, global_batch_size=samples, micro_batch_size=micro)
     _, problems = plan_batch(batch, data)
     for problem in problems:
         nearest = problem.remedy.removeprefix("nearest: ")
-        sizes, _, smaller = nearest.partition(", or batch.micro_samples: ")
+        sizes, _, smaller = nearest.partition(", or batch.micro_batch_size: ")
         for size in sizes.split(" or "):
             assert int(size) % (micro * data) == 0
         if smaller:

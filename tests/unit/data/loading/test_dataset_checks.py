@@ -27,7 +27,7 @@ def config_for(path: Path, *, vocab_size: int = 50, **sections: Any) -> RunConfi
     tree: dict[str, Any] = {
         "model": {"config": {"model_type": "llama", "vocab_size": vocab_size}},
         "data": {"path": str(path)},
-        "batch": {"sequence_length": 8, "global_samples": 4},
+        "batch": {"sequence_length": 8, "global_batch_size": 4},
         "train": {"steps": 2},
         "optimizer": {"lr": 1e-3},
         "output": {"directory": "unused"},
@@ -63,7 +63,7 @@ def test_shards_of_another_tokenizer(dataset: Path, vocab_size: int, rule: str) 
 
 
 def test_too_short(dataset: Path) -> None:
-    batch = {"sequence_length": 300, "global_samples": 1000}
+    batch = {"sequence_length": 300, "global_batch_size": 1000}
     problems = texts(config_for(dataset, batch=batch))
     assert len(problems) == 2
     assert "too short for one global batch" in problems[0]
@@ -130,7 +130,7 @@ def test_sources_of_two_tokenizers(dataset: Path, tmp_path: Path) -> None:
 
 def test_a_source_shorter_than_one_sample(dataset: Path, tmp_path: Path) -> None:
     short = write_dataset(tmp_path / "short", vocab_size=50, num_documents=1)
-    batch = {"sequence_length": 100, "global_samples": 2}
+    batch = {"sequence_length": 100, "global_batch_size": 2}
     first, second = texts(config_for(dataset, data=mixture(dataset, short), batch=batch))
     assert first.startswith("data.sources.1.path = ")
     assert "training tokens, too few for one sample of 100 + 1" in first

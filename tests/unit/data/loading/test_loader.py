@@ -33,9 +33,9 @@ from tests.support.samples import Numbered
 LENGTH = 4
 
 
-def make_plan(data_size: int, micro_samples: int, accumulation: int) -> BatchPlan:
-    samples = data_size * micro_samples * accumulation
-    return BatchPlan(samples, micro_samples, data_size, accumulation, LENGTH)
+def make_plan(data_size: int, micro_batch_size: int, accumulation: int) -> BatchPlan:
+    samples = data_size * micro_batch_size * accumulation
+    return BatchPlan(samples, micro_batch_size, data_size, accumulation, LENGTH)
 
 
 def training(
@@ -58,7 +58,7 @@ def rows(batches: list[MicroBatch]) -> list[list[int]]:
 @settings(max_examples=30, deadline=None)
 @given(
     data_size=st.integers(1, 16),
-    micro_samples=st.integers(1, 4),
+    micro_batch_size=st.integers(1, 4),
     accumulation=st.integers(1, 3),
     num_windows=st.integers(1, 300),
     resume_step=st.integers(0, 5),
@@ -66,18 +66,18 @@ def rows(batches: list[MicroBatch]) -> list[list[int]]:
 )
 def test_global_order_is_the_same_for_every_division(
     data_size: int,
-    micro_samples: int,
+    micro_batch_size: int,
     accumulation: int,
     num_windows: int,
     resume_step: int,
     workers: int,
 ) -> None:
-    plan = make_plan(data_size, micro_samples, accumulation)
+    plan = make_plan(data_size, micro_batch_size, accumulation)
     expected = SampleOrder(num_windows, 3)
     ranks = [training(plan, rank, num_windows, workers) for rank in range(data_size)]
     try:
         for step in range(resume_step, resume_step + 3):
-            first = step * plan.global_samples
+            first = step * plan.global_batch_size
             per_rank = [rows(batches.step(first)) for batches in ranks]
             in_order = [
                 row
@@ -85,7 +85,7 @@ def test_global_order_is_the_same_for_every_division(
                 for rank in range(data_size)
                 for row in per_rank[rank][micro_step]
             ]
-            assert in_order == expected.windows(first, plan.global_samples).tolist()
+            assert in_order == expected.windows(first, plan.global_batch_size).tolist()
     finally:
         for batches in ranks:
             batches.close()
@@ -243,7 +243,11 @@ def config_for(dataset: Path, sequence_length: int = LENGTH, **data: Any) -> Run
         {
             "model": {"config": {"model_type": "llama", "vocab_size": 50}},
             "data": {"path": str(dataset), **data},
-            "batch": {"sequence_length": sequence_length, "global_samples": 4, "micro_samples": 2},
+            "batch": {
+                "sequence_length": sequence_length,
+                "global_batch_size": 4,
+                "micro_batch_size": 2,
+            },
             "train": {"steps": 2},
             "optimizer": {"lr": 1e-3},
             "output": {"directory": "unused"},

@@ -39,7 +39,7 @@ def config(paths: list[Path], length: int, **data: Any) -> RunConfig:
         {
             "model": {"config": {"model_type": "llama", "vocab_size": 50}},
             "data": {"sources": sources, "document_boundaries": "isolate", **data},
-            "batch": {"sequence_length": length, "global_samples": GLOBAL},
+            "batch": {"sequence_length": length, "global_batch_size": GLOBAL},
             "train": {"steps": 2},
             "optimizer": {"lr": 1e-3},
             "output": {"directory": "unused"},

@@ -151,20 +151,20 @@ def test_the_order_stays_as_it_is() -> None:
 @settings(max_examples=20, deadline=None)
 @given(
     data_size=st.integers(1, 16),
-    micro_samples=st.integers(1, 4),
+    micro_batch_size=st.integers(1, 4),
     accumulation=st.integers(1, 3),
     resume_step=st.integers(0, 50),
 )
 def test_global_order_is_the_same_for_every_division(
-    data_size: int, micro_samples: int, accumulation: int, resume_step: int
+    data_size: int, micro_batch_size: int, accumulation: int, resume_step: int
 ) -> None:
     sizes, weights = [50, 3000, 7], [2, 5, 1]
     firsts = [0, 10**6, 2 * 10**6]
     mixed = MixedSamples(
         [Numbered(size, LENGTH, first) for first, size in zip(firsts, sizes, strict=True)]
     )
-    samples = data_size * micro_samples * accumulation
-    plan = BatchPlan(samples, micro_samples, data_size, accumulation, LENGTH)
+    samples = data_size * micro_batch_size * accumulation
+    plan = BatchPlan(samples, micro_batch_size, data_size, accumulation, LENGTH)
     first = resume_step * samples
     per_rank = []
     for rank in range(data_size):
@@ -219,7 +219,7 @@ def config_for(data: dict[str, Any]) -> RunConfig:
         {
             "model": {"config": {"model_type": "llama", "vocab_size": 50}},
             "data": data,
-            "batch": {"sequence_length": LENGTH, "global_samples": 4, "micro_samples": 2},
+            "batch": {"sequence_length": LENGTH, "global_batch_size": 4, "micro_batch_size": 2},
             "train": {"steps": 2},
             "optimizer": {"lr": 1e-3},
             "output": {"directory": "unused"},

@@ -33,7 +33,7 @@ def config_for(data: dict[str, Any], **batch: Any) -> RunConfig:
         {
             "model": {"config": {"model_type": "llama", "vocab_size": 97}},
             "data": {"packing": "best_fit", **data},
-            "batch": {"sequence_length": LENGTH, "global_samples": 4, **batch},
+            "batch": {"sequence_length": LENGTH, "global_batch_size": 4, **batch},
             "train": {"steps": 1},
             "optimizer": {"lr": 1e-3},
             "output": {"directory": "unused"},
@@ -229,7 +229,7 @@ def test_conversations_that_would_see_each_other_are_refused(masked: Path, plain
 
 
 def test_too_few_documents(plain: Path) -> None:
-    config = config_for({"path": str(plain)}, global_samples=1000)
+    config = config_for({"path": str(plain)}, global_batch_size=1000)
     (problem,) = check_datasets(config, open_sources(config.data))
     assert "too short for one global batch" in str(problem)
     (report, *_) = packing_reports(config, open_sources(config.data))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigtrain.data.samples.epoch_remainder import Rest
+from bigtrain.data.samples.epoch_remainder import EpochRemainder
 from bigtrain.data.samples.identity import SourceIdentity
 from bigtrain.data.samples.mixture import BLOCK_SAMPLES
 from bigtrain.data.samples.phases import Phase, differences, first_phase, next_phase
@@ -41,7 +41,7 @@ def config(
                 ],
                 "chunk_length": chunk_length,
             },
-            "batch": {"sequence_length": sequence_length, "global_samples": 4},
+            "batch": {"sequence_length": sequence_length, "global_batch_size": 4},
             "train": {"steps": 2},
             "optimizer": {"lr": 1e-3},
             "output": {"directory": "unused"},
@@ -196,7 +196,7 @@ def test_a_longer_sequence_reads_what_the_epoch_has_left() -> None:
     phase = first_phase(config({"a": 1}), sources)
     longer = next_phase(phase, config({"a": 1}, 16), sources, 30)
     assert (longer.chunk_length, longer.windows_per_chunk) == (16, 1)
-    assert longer.sources[0].rest == Rest(chunk_length=4, epoch=0, tokens_read=120)
+    assert longer.sources[0].rest == EpochRemainder(chunk_length=4, epoch=0, tokens_read=120)
     assert longer.describe_rests() == [
         "shards/a: 17 samples are joined of pieces of 4 tokens until its epoch ends"
     ]
@@ -211,7 +211,7 @@ def test_a_longer_sequence_reads_what_the_epoch_has_left() -> None:
     assert next_phase(longer, config({"a": 1}, 16), sources, 40) is longer
     # Back, in the middle of it: the rest in pieces of the same chunks, no more joints than there.
     shorter = next_phase(longer, config({"a": 1}), sources, 40)
-    assert shorter.sources[0].rest == Rest(4, 0, 280)
+    assert shorter.sources[0].rest == EpochRemainder(4, 0, 280)
     assert [ranges[0][0] // 4 for _, _, ranges in read_pieces(shorter, 70)] == before[70:]
     assert differences(phase, longer) == [("batch.sequence_length", "4 there, 16 now")]
     other_chunks = next_phase(phase, config({"a": 1}, 4, 8), sources, 30)

@@ -56,7 +56,7 @@ def run_of(path: Path, mode: str) -> RunConfig:
     tree = {
         "model": {"config": {"model_type": "llama"}},
         "data": {"path": str(path), **MODES[mode]},
-        "batch": {"sequence_length": LENGTH, "global_samples": SAMPLES},
+        "batch": {"sequence_length": LENGTH, "global_batch_size": SAMPLES},
         "train": {"steps": 1},
         "optimizer": {"lr": 1e-3},
         "output": {"directory": "run"},

@@ -1,4 +1,4 @@
-"""Who works on what: claims of living, dead and silent processes."""
+"""Who works on what: leases of living, dead and silent processes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.data.tokenize_job.leases import LEASE_S, Claims, Owner
+from bigtrain.data.tokenize_job.leases import LEASE_S, Leases, Owner
 from tests.support.worlds import ROOT
 
 
-def claims(directory: Path, token: str, cleaned: list[tuple[str, str]] | None = None) -> Claims:
+def leases(directory: Path, token: str, cleaned: list[tuple[str, str]] | None = None) -> Leases:
     def clean(name: str, of_token: str) -> None:
         assert cleaned is not None, f"nobody died, but {name} of {of_token} is cleaned"
         cleaned.append((name, of_token))
 
-    return Claims(directory, token, clean)
+    return Leases(directory, token, clean)
 
 
 def write(directory: Path, age_s: float = 0.0, **changes: object) -> Path:
@@ -32,7 +32,7 @@ def write(directory: Path, age_s: float = 0.0, **changes: object) -> Path:
 
 
 def test_one_of_two_gets_it(tmp_path: Path) -> None:
-    a, b = claims(tmp_path, "a"), claims(tmp_path, "b")
+    a, b = leases(tmp_path, "a"), leases(tmp_path, "b")
     with a.take("unit") as mine:
         assert mine
         assert a.is_live("unit")
@@ -47,7 +47,7 @@ def test_one_of_two_gets_it(tmp_path: Path) -> None:
 
 
 def test_given_up_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), claims(tmp_path, "a").take("unit"):
+    with pytest.raises(KeyError), leases(tmp_path, "a").take("unit"):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
@@ -55,15 +55,15 @@ def test_given_up_after_an_error(tmp_path: Path) -> None:
 def test_of_a_process_that_was_killed(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from bigtrain.data.tokenize_job.leases import Claims\n"
-        "with Claims(Path(sys.argv[1]), 'dead', None).take('unit'): os.kill(os.getpid(), 9)"
+        "from bigtrain.data.tokenize_job.leases import Leases\n"
+        "with Leases(Path(sys.argv[1]), 'dead', None).take('unit'): os.kill(os.getpid(), 9)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment)
     assert killed.returncode == -9
     assert [path.name for path in tmp_path.iterdir()] == ["unit.claim"]
     cleaned: list[tuple[str, str]] = []
-    with claims(tmp_path, "a", cleaned).take("unit") as mine:
+    with leases(tmp_path, "a", cleaned).take("unit") as mine:
         assert mine
     assert cleaned == [("unit", "dead")]
 
@@ -71,7 +71,7 @@ def test_of_a_process_that_was_killed(tmp_path: Path) -> None:
 def test_of_an_earlier_process_with_the_same_number(tmp_path: Path) -> None:
     write(tmp_path, started="1")
     cleaned: list[tuple[str, str]] = []
-    with claims(tmp_path, "a", cleaned).take("unit") as mine:
+    with leases(tmp_path, "a", cleaned).take("unit") as mine:
         assert mine
     assert cleaned == [("unit", "other")]
 
@@ -80,7 +80,7 @@ def test_of_an_earlier_process_with_the_same_number(tmp_path: Path) -> None:
 def test_of_a_process_that_may_live(tmp_path: Path, changes: dict[str, object]) -> None:
     """It is silent for too long by the file system's clock, or it is left alone."""
     write(tmp_path, LEASE_S / 2, **changes)
-    a = claims(tmp_path, "a")
+    a = leases(tmp_path, "a")
     assert a.is_live("unit")
     with a.take("unit") as mine:
         assert not mine
@@ -93,7 +93,7 @@ def test_of_a_process_that_may_live(tmp_path: Path, changes: dict[str, object]) 
 def test_without_content(tmp_path: Path) -> None:
     """What a file system without hard links leaves of a process killed in the middle."""
     write(tmp_path).write_bytes(b"")
-    a = claims(tmp_path, "a")
+    a = leases(tmp_path, "a")
     assert a.is_live("unit")
     write(tmp_path, LEASE_S + 1)
     with a.take("unit") as mine:
@@ -110,7 +110,7 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_it_beats_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bigtrain.data.tokenize_job.leases.HEARTBEAT_S", 0.001)
-    a = claims(tmp_path, "a")
+    a = leases(tmp_path, "a")
     with a.take("unit"):
         path = tmp_path / "unit.claim"
         os.utime(path, (1.0, 1.0))
@@ -123,7 +123,7 @@ def test_it_beats_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_released_by_who_knows_of_the_death(tmp_path: Path) -> None:
     write(tmp_path)
     cleaned: list[tuple[str, str]] = []
-    a = claims(tmp_path, "a", cleaned)
+    a = leases(tmp_path, "a", cleaned)
     a.release({"somebody"})
     assert a.is_live("unit")
     a.release({"other"})

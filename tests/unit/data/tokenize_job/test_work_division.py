@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.data.tokenize_job.work_division import Share, find_share
+from bigtrain.data.tokenize_job.work_division import WorkerRank, find_worker_rank
 from bigtrain.errors import LaunchError
 
 SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
@@ -20,18 +20,18 @@ ARRAY = {
 @pytest.mark.parametrize(
     ("environment", "share"),
     [
-        ({}, Share(0, 1)),
-        ({"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, Share(2, 3)),
-        ({"RANK": "2", "WORLD_SIZE": "3", **SLURM}, Share(2, 3)),
-        (SLURM, Share(1, 4)),
-        (ARRAY, Share(2, 4)),
-        ({**ARRAY, **SLURM}, Share(9, 16)),
-        ({"JOB_COMPLETION_INDEX": "5"}, Share(5, None)),
+        ({}, WorkerRank(0, 1)),
+        ({"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, WorkerRank(2, 3)),
+        ({"RANK": "2", "WORLD_SIZE": "3", **SLURM}, WorkerRank(2, 3)),
+        (SLURM, WorkerRank(1, 4)),
+        (ARRAY, WorkerRank(2, 4)),
+        ({**ARRAY, **SLURM}, WorkerRank(9, 16)),
+        ({"JOB_COMPLETION_INDEX": "5"}, WorkerRank(5, None)),
     ],
 )
-def test_launchers(environment: dict[str, str], share: Share) -> None:
-    assert find_share(environment) == share
-    assert find_share(environment, 1, 2) == Share(1, 2)
+def test_launchers(environment: dict[str, str], share: WorkerRank) -> None:
+    assert find_worker_rank(environment) == share
+    assert find_worker_rank(environment, 1, 2) == WorkerRank(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -44,32 +44,32 @@ def test_launchers(environment: dict[str, str], share: Share) -> None:
 )
 def test_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
-        find_share(environment)
+        find_worker_rank(environment)
 
 
 def test_half_of_a_pair() -> None:
     with pytest.raises(LaunchError, match="--rank and --world-size go together"):
-        find_share({}, 1)
+        find_worker_rank({}, 1)
 
 
 @pytest.mark.parametrize("size", [1, 3, 20])
 def test_every_process_would_do_everything(size: int) -> None:
     items = list(range(10))
-    orders = [Share(rank, size).order(items) for rank in range(size)]
+    orders = [WorkerRank(rank, size).order(items) for rank in range(size)]
     assert all(sorted(order) == items for order in orders)
     own = [order[: len(items[rank::size])] for rank, order in enumerate(orders)]
     assert sorted(item for part in own for item in part) == items
 
 
 def test_workers_of_a_process_divide_its_share() -> None:
-    shares = [Share(rank, 2).split(worker, 3) for rank in range(2) for worker in range(3)]
-    assert shares == [Share(n, 6) for n in range(6)]
+    shares = [WorkerRank(rank, 2).split(worker, 3) for rank in range(2) for worker in range(3)]
+    assert shares == [WorkerRank(n, 6) for n in range(6)]
 
 
 def test_processes_that_do_not_know_how_many_they_are_begin_apart() -> None:
     items = list(range(100))
-    begins = [Share(rank, None).order(items)[0] for rank in range(8)]
+    begins = [WorkerRank(rank, None).order(items)[0] for rank in range(8)]
     distances = [abs(a - b) for a in begins for b in begins if a != b]
     assert len(set(begins)) == 8
     assert min(distances) >= 8
-    assert sorted(Share(3, None).order(items)) == items
+    assert sorted(WorkerRank(3, None).order(items)) == items

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 from bigtrain.data.tokenizers import encoders
 from bigtrain.data.tokenizers import equivalence as encoder_checks
 from bigtrain.data.tokenizers.cache import _changes, _normal, fingerprint, recall_tokenizer
+from bigtrain.data.tokenizers.edge_cases import SENTENCES
 from bigtrain.data.tokenizers.encoders import GigatokenEncoder
 from bigtrain.data.tokenizers.equivalence import prove
-from bigtrain.data.tokenizers.hard_texts import SENTENCES
 from bigtrain.data.tokenizers.selection import choose_encoder
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
@@ -199,10 +199,10 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("BIGTRAIN_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    known.remember("kind", "a", {"x": 1})
+    known.cache_put("kind", "a", {"x": 1})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    known.remember("kind", "b", {"x": 2})
-    assert known.recall("kind", "b") == {"x": 2}
+    known.cache_put("kind", "b", {"x": 2})
+    assert known.cache_get("kind", "b") == {"x": 2}
     found = sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*.json"))
     assert found == [".cache/bigtrain/kind/a.json", "xdg/bigtrain/kind/b.json"]
 
@@ -217,8 +217,10 @@ class Wrong(GigatokenEncoder):
 def test_the_hard_sample_is_compared_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = load_tokenizer(str(directory)).encoder()
     calls = []
-    original = encoder_checks.hard_sample
-    monkeypatch.setattr(encoder_checks, "hard_sample", lambda t: calls.append(1) or original(t))
+    original = encoder_checks.tokenizer_edge_cases
+    monkeypatch.setattr(
+        encoder_checks, "tokenizer_edge_cases", lambda t: calls.append(1) or original(t)
+    )
 
     def fast(kind: type[GigatokenEncoder], parse: bool = False) -> GigatokenEncoder:
         return kind(reference.tokenizer_json, reference.end_of_document_id, parse)

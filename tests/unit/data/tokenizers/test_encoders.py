@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bigtrain.cli import main
 from bigtrain.data.shards.manifest import read_manifest
+from bigtrain.data.tokenizers.edge_cases import SENTENCES, tokenizer_edge_cases
 from bigtrain.data.tokenizers.encoders import (
     FAST_ENCODERS,
     Encoded,
@@ -22,7 +23,6 @@ from bigtrain.data.tokenizers.encoders import (
     GigatokenEncoder,
 )
 from bigtrain.data.tokenizers.equivalence import CheckSampler, require_equal
-from bigtrain.data.tokenizers.hard_texts import SENTENCES, hard_sample
 from bigtrain.data.tokenizers.selection import choose_encoder
 from bigtrain.data.tokenizers.tokenizer import Tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
@@ -66,7 +66,7 @@ def test_equal_on_the_hard_sample(
     name: str, tokenizer: Tokenizer, parse_special_tokens: bool
 ) -> None:
     reference = tokenizer.encoder(parse_special_tokens)
-    contents = [text.encode() for text in hard_sample(reference.tokenizer_json)]
+    contents = [text.encode() for text in tokenizer_edge_cases(reference.tokenizer_json)]
     require_equal(fast(name, tokenizer, parse_special_tokens), reference, contents)
 
 

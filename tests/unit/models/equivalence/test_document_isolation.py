@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel, masking_utils
 from bigtrain.errors import ConfigError, ModelError
 from bigtrain.models.build import _set_gradient_checkpointing
 from bigtrain.models.equivalence.document_isolation import find_isolation
-from bigtrain.models.equivalence.proxy_model import small_copy, with_heads
+from bigtrain.models.equivalence.proxy_model import build_proxy_model, with_heads
 from bigtrain.models.layers.document_attention import (
     Documents,
     attend_by_document,
@@ -89,7 +89,7 @@ def run_of(data: Path, model_type: str) -> dict[str, Any]:
     return {
         "model": {"config": {"model_type": model_type, "vocab_size": 50}},
         "data": {"path": str(data), "document_boundaries": "isolate"},
-        "batch": {"sequence_length": 8, "global_samples": 4},
+        "batch": {"sequence_length": 8, "global_batch_size": 4},
         "train": {"steps": 2},
         "optimizer": {"lr": 1e-3},
         "output": {"directory": "unused"},
@@ -131,7 +131,7 @@ def test_models_are_told_whether_documents_share_samples() -> None:
     look = masking_utils.find_packed_sequence_indices
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]])
     assert torch.equal(document_numbers(positions), look(positions))
-    model = small_copy(CONFIG_MAPPING["gemma2"](), "eager", [with_heads(2)]).eval()
+    model = build_proxy_model(CONFIG_MAPPING["gemma2"](), "eager", [with_heads(2)]).eval()
     ids = torch.randint(1, 64, positions.shape, generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
     with torch.no_grad():
@@ -175,7 +175,7 @@ def assert_equal(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_documents_by_lengths_are_documents_alone(model_type: str) -> None:
     """Every gradient; what flash attention is told is held against masks and samples."""
-    model = small_copy(CONFIG_MAPPING[model_type](), "eager", [with_heads(2)]).eval()
+    model = build_proxy_model(CONFIG_MAPPING[model_type](), "eager", [with_heads(2)]).eval()
     assert_equal(*alone_and(model, lambda inputs: model(**inputs).logits))
     with document_attention(model):
         told = lengths_of_documents(POSITIONS)
@@ -202,7 +202,7 @@ def test_documents_that_attend_for_themselves_are_documents_alone(
     config = CONFIG_MAPPING[model_type]()
     if getattr(config, "sliding_window", None):
         config.sliding_window = 6
-    model = small_copy(config, attention, [with_heads(2)]).train(checkpointing)
+    model = build_proxy_model(config, attention, [with_heads(2)]).train(checkpointing)
     if checkpointing:
         section = ModelSection(config=model_type, gradient_checkpointing="full")
         _set_gradient_checkpointing(model, section)
@@ -210,7 +210,7 @@ def test_documents_that_attend_for_themselves_are_documents_alone(
     isolation.install(model)
 
     def packed(inputs: dict[str, Any]) -> torch.Tensor:
-        with isolation.told(inputs["position_ids"]):
+        with isolation.document_mask(inputs["position_ids"]):
             logits: torch.Tensor = model(**inputs).logits
         return logits
 
@@ -228,21 +228,21 @@ def test_no_mask_of_sequence_squared_is_made() -> None:
             self.squares += torch.is_tensor(out) and tuple(out.shape[-2:]) == (512, 512)
             return out
 
-    model = small_copy(CONFIG_MAPPING["mistral"](sliding_window=32), "sdpa", [with_heads(2)])
+    model = build_proxy_model(CONFIG_MAPPING["mistral"](sliding_window=32), "sdpa", [with_heads(2)])
     positions = torch.arange(512)[None] % 128
     inputs = {"input_ids": positions % 60, "position_ids": positions, "use_cache": False}
     with Largest() as by_masks:
         model(**inputs)
     isolation = Isolation("documents")
     isolation.install(model)
-    with isolation.told(positions), Largest() as by_documents:
+    with isolation.document_mask(positions), Largest() as by_documents:
         model(**inputs).logits.sum().backward()
     assert by_masks.squares > 0
     assert by_documents.squares == 0
 
 
 def test_other_masks_than_causal_ones_are_not_made_up() -> None:
-    model = small_copy(CONFIG_MAPPING["llama"](), "sdpa", [with_heads(2)])
+    model = build_proxy_model(CONFIG_MAPPING["llama"](), "sdpa", [with_heads(2)])
     attend_by_document(model)
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[model.config._attn_implementation]
     common = {"batch_size": 1, "q_length": 24, "kv_length": 24, "config": model.config}
@@ -270,7 +270,7 @@ def test_documents_by_block_masks_have_the_gradients_of_documents_alone(
 ) -> None:
     """flex attention, not compiled: what torch refuses on a CPU is only its kernels' backward."""
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
-    model = small_copy(CONFIG_MAPPING["llama"](), "eager", [with_heads(2)]).eval()
+    model = build_proxy_model(CONFIG_MAPPING["llama"](), "eager", [with_heads(2)]).eval()
     ids = torch.randint(1, 64, (1, 256), generator=torch.Generator().manual_seed(0))
     sizes = (40, 88, 128)
     positions = torch.cat([torch.arange(size) for size in sizes])[None]
@@ -292,7 +292,7 @@ def test_documents_by_block_masks_have_the_gradients_of_documents_alone(
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_documents_by_block_masks_are_documents_alone() -> None:
     """flex attention, compiled; its forward pass alone, since a CPU has no other."""
-    model = small_copy(CONFIG_MAPPING["llama"](), "eager", [with_heads(2)]).eval()
+    model = build_proxy_model(CONFIG_MAPPING["llama"](), "eager", [with_heads(2)]).eval()
     sizes = (40, 88, 128)
     ids = torch.randint(1, 64, (1, 256), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(size) for size in sizes])[None]

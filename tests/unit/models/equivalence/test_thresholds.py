@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from transformers.masking_utils import causal_mask_function
 
 from bigtrain.models.equivalence.document_isolation import find_isolation
-from bigtrain.models.equivalence.proxy_model import small_copy, with_heads
+from bigtrain.models.equivalence.proxy_model import build_proxy_model, with_heads
 from bigtrain.models.equivalence.thresholds import cross_thresholds, document_positions
 from bigtrain.models.parallel.sequence import SequenceParallel
 from tests.support.longrope import longrope
@@ -38,7 +38,7 @@ def test_lengths_that_samples_pass_are_made_small_in_their_order() -> None:
 
 def test_layers_keep_their_windows() -> None:
     config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=8)
-    model = small_copy(config, "sdpa", [with_heads(2)], sequence_length=8192)
+    model = build_proxy_model(config, "sdpa", [with_heads(2)], sequence_length=8192)
     assert model.config.sliding_window == 12
     assert model.config.layer_types == config.layer_types[:6]
     assert config.sliding_window == 4096

@@ -149,7 +149,7 @@ def config_of(model_type: str, **model: Any) -> RunConfig:
         {
             "model": {"config": values, **model},
             "data": {"path": "unused"},
-            "batch": {"sequence_length": 16, "global_samples": 2, "micro_samples": 2},
+            "batch": {"sequence_length": 16, "global_batch_size": 2, "micro_batch_size": 2},
             "train": {"steps": 1},
             "optimizer": {"lr": 1e-3},
             "output": {"directory": "unused"},

@@ -77,7 +77,7 @@ def test_a_document_does_not_depend_on_those_beside_it(kind: Any, model_type: st
     Isolation(kind).install(model)
 
     def packed(rows: slice) -> torch.Tensor:
-        with Isolation(kind).told(positions[rows]):
+        with Isolation(kind).document_mask(positions[rows]):
             logits: torch.Tensor = model(
                 input_ids=ids[rows], position_ids=positions[rows], use_cache=False
             ).logits

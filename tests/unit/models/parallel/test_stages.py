@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from bigtrain.engine.pipeline.stage_payload import Packing, touch
+from bigtrain.engine.pipeline.stage_payload import P2PLayout, touch
 from bigtrain.errors import ModelError
 from bigtrain.models.build import WHOLE, build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.pipeline_stages import difference, plan_stages, prove, stage_costs
 from bigtrain.models.parallel.stage_balance import StageCosts, balanced_cuts
 from bigtrain.models.parallel.stage_layout import StageLayout, find_layout
-from bigtrain.models.parallel.stages import Absent, Payload, Stage, stages_of_parameters
+from bigtrain.models.parallel.stages import LayerPlaceholder, Payload, Stage, stages_of_parameters
 from bigtrain.settings.run_config import ModelSection
 
 VOCABULARY = 64
@@ -177,7 +177,7 @@ def test_absent_layers_answer_for_their_class() -> None:
     try:
         stage = Stage(model, layout, (0, 2, 4), 1)
         absent: Any = stage.model.get_submodule("model.layers.0")
-        assert isinstance(absent, Absent)
+        assert isinstance(absent, LayerPlaceholder)
         assert absent.of_the_object == 7
         assert absent.bigtrain_test_attribute == "of the class"
         with pytest.raises(AttributeError):
@@ -296,7 +296,7 @@ def test_payloads_survive_packing() -> None:
         (hidden, None, torch.tensor([1, 2]), torch.tensor([True, False])),
         {"states": {0: (other, torch.tensor([0.5, -0.0], dtype=torch.bfloat16))}},
     )
-    packing = Packing.of(payload)
+    packing = P2PLayout.of(payload)
     tensors = packing.pack(payload)
     assert packing.num_differentiable == 2
     assert [t.is_floating_point() for t in tensors] == [True, True, False, False, False]

@@ -208,6 +208,24 @@ def test_a_tensor_file_of_another_step_is_damage(tmp_path: Path) -> None:
     assert checkpoints.damage(newer) == expected
 
 
+def test_starts_that_overlap_agree_on_the_run_s_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that looked before the other had written, and goes on after it."""
+    first = checkpoints.make_run_id(tmp_path)
+    looks = iter([None])
+    monkeypatch.setattr(checkpoints, "read_run_id", lambda _directory: next(looks, first))
+    assert checkpoints.make_run_id(tmp_path) == first
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoints.RUN_ID]
+    assert (tmp_path / checkpoints.RUN_ID).read_text() == f"{first}\n"
+
+
+def test_a_damaged_run_id_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / checkpoints.RUN_ID).write_text("not an id")
+    own = checkpoints.make_run_id(tmp_path)
+    assert (tmp_path / checkpoints.RUN_ID).read_text() == f"{own}\n"
+
+
 def test_a_checkpoint_of_another_run_is_damage(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "run", 10)
     assert checkpoints.damage(directory) is None

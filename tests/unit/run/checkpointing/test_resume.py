@@ -12,7 +12,7 @@ import pytest
 from bigtrain.data.samples.identity import SourceIdentity
 from bigtrain.data.samples.phases import Phase, first_phase
 from bigtrain.errors import CheckpointError
-from bigtrain.models.equivalence.model_plan import Choices
+from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.run.checkpointing.resume import resumed_phases
@@ -29,7 +29,7 @@ def tree(**data: Any) -> dict[str, Any]:
     return {
         "model": {"config": {"model_type": "llama"}},
         "data": data or {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_samples": 4},
+        "batch": {"sequence_length": 8, "global_batch_size": 4},
         "train": {"steps": 2},
         "optimizer": {"lr": 1e-3},
         "output": {"directory": "unused"},
@@ -37,8 +37,8 @@ def tree(**data: Any) -> dict[str, Any]:
 
 
 def inputs(*sources: SourceIdentity, data_hash: str = "h") -> Inputs:
-    choices = Choices(None, Isolation("none"), LossPlan("plain", 1, "loss: plain"))
-    return Inputs(None, data_hash, sources or (SHARDS,), (), (), choices)
+    model_plan = ModelPlan(None, Isolation("none"), LossPlan("plain", 1, "loss: plain"))
+    return Inputs(None, data_hash, sources or (SHARDS,), (), (), model_plan)
 
 
 def stored(config: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ MIXTURE = {"sources": [{"path": "shards", "weight": 1}, {"path": "more", "weight
 
 
 def test_changes_are_refused_with_what_differs_and_followed_where_they_are_allowed() -> None:
-    changed = {**tree(**MIXTURE), "batch": {"sequence_length": 4, "global_samples": 8}}
+    changed = {**tree(**MIXTURE), "batch": {"sequence_length": 4, "global_batch_size": 8}}
     changed["optimizer"] = {"lr": 2e-3}
     document, now = with_phases(tree()), inputs(SHARDS, MORE)
     with pytest.raises(CheckpointError) as caught:
@@ -94,8 +94,8 @@ def test_changes_are_refused_with_what_differs_and_followed_where_they_are_allow
     assert str(caught.value).splitlines() == [
         "checkpoint belongs to a run with other settings; use another output.directory, restore "
         "the settings, or go on with these by checkpoint.allow_changes="
-        "[batch.global_samples,batch.sequence_length,data.sources,optimizer.lr]:",
-        "  batch.global_samples: 4 there, 8 now",
+        "[batch.global_batch_size,batch.sequence_length,data.sources,optimizer.lr]:",
+        "  batch.global_batch_size: 4 there, 8 now",
         "  batch.sequence_length: 8 there, 4 now",
         "  optimizer.lr: 0.001 there, 0.002 now",
         "  data.sources: more is new",
@@ -165,7 +165,7 @@ def test_packed_documents_go_on_as_they_were_packed(there: str) -> None:
     before = tree(path="shards", packing=there)
     allowed = {"checkpoint": {"allow_changes": ["data", "batch"]}}
     now = {**tree(path="shards", packing="best_fit", long_documents="truncate"), **allowed}
-    now["batch"] = {"sequence_length": 4, "global_samples": 4}
+    now["batch"] = {"sequence_length": 4, "global_batch_size": 4}
     with pytest.raises(CheckpointError, match="documents are packed anew") as caught:
         resume(with_phases(before), now)
     lines = ["batch.sequence_length: 8 there, 4 now"]

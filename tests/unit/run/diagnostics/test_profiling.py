@@ -15,7 +15,7 @@ from torch.profiler import profile
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.prefetch import DeviceFeed
 from bigtrain.run.diagnostics.out_of_memory import GIB, Holdings, holdings, remedies
-from bigtrain.run.diagnostics.profiling import NUM_DEAREST, Profiler, dearest
+from bigtrain.run.diagnostics.profiling import NUM_DEAREST, Profiler, top_ops
 from bigtrain.settings.run_config import RunConfig
 
 
@@ -24,7 +24,7 @@ def config_of(**sections: Any) -> RunConfig:
         {
             "model": {"config": {"model_type": "llama"}, **sections.pop("model", {})},
             "data": {"path": "unused"},
-            "batch": {"sequence_length": 16, "global_samples": 8, "micro_samples": 4},
+            "batch": {"sequence_length": 16, "global_batch_size": 8, "micro_batch_size": 4},
             "train": {"steps": 9},
             "optimizer": {"lr": 1e-3},
             "output": {"directory": "unused"},
@@ -72,7 +72,7 @@ def test_the_dearest_operations_come_first() -> None:
         for _ in range(20):
             a = a @ a
             torch.ones(2).add(1).mul(2).sub(3).div(4).exp().log().sin().cos().tan().neg().abs()
-    head, *rows = dearest(recorded, "cpu")
+    head, *rows = top_ops(recorded, "cpu")
     assert head.split() == ["ms", "share", "calls", "operation"]
     assert len(rows) == NUM_DEAREST
     times = [float(row.split()[0]) for row in rows]
@@ -109,7 +109,7 @@ def test_remedies_are_for_what_holds_most() -> None:
     activations = Holdings(1, 1, 1, 90, 100)
     states = Holdings(20, 20, 50, 5, 100)
     assert remedies(config_of(model={"loss": "plain"}), 1, activations) == [
-        "batch.micro_samples=2",
+        "batch.micro_batch_size=2",
         "model.loss=auto",
         "model.gradient_checkpointing=full",
     ]

@@ -19,9 +19,9 @@ def names(run: Path) -> list[str]:
 
 
 def test_a_later_start_supersedes_the_earlier(tmp_path: Path) -> None:
-    first = fencing.take(tmp_path, {"SLURM_JOB_ID": "12"})
+    first = fencing.acquire(tmp_path, {"SLURM_JOB_ID": "12"})
     first.check()
-    second = fencing.take(tmp_path, {"SLURM_JOB_ID": "34"})
+    second = fencing.acquire(tmp_path, {"SLURM_JOB_ID": "34"})
     assert names(tmp_path) == ["00000001.superseded.json", "00000002.json"]
     assert first.attempt != second.attempt
     second.check()
@@ -36,9 +36,10 @@ def test_a_later_start_supersedes_the_earlier(tmp_path: Path) -> None:
 
 
 def test_of_many_starts_at_once_one_holds(tmp_path: Path) -> None:
-    holds: list[fencing.Hold] = []
+    holds: list[fencing.RunToken] = []
     threads = [
-        threading.Thread(target=lambda: holds.append(fencing.take(tmp_path, {}))) for _ in range(16)
+        threading.Thread(target=lambda: holds.append(fencing.acquire(tmp_path, {})))
+        for _ in range(16)
     ]
     for thread in threads:
         thread.start()
@@ -54,16 +55,16 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise PermissionError("no links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    first, second = fencing.take(tmp_path, {}), fencing.take(tmp_path, {})
+    first, second = fencing.acquire(tmp_path, {}), fencing.acquire(tmp_path, {})
     assert first.lost()
     assert not second.lost()
 
 
 def test_a_listing_that_is_out_of_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an NFS client's: the names it has seen, while opening a file asks the server."""
-    first = fencing.take(tmp_path, {})
+    first = fencing.acquire(tmp_path, {})
     old = names(tmp_path)
-    second = fencing.take(tmp_path, {})
+    second = fencing.acquire(tmp_path, {})
     monkeypatch.setattr(fencing.os, "listdir", lambda _: old)
     with pytest.raises(SupersededError, match=r"held by generation 2 \(host"):
         first.check()
@@ -71,14 +72,14 @@ def test_a_listing_that_is_out_of_date(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_records_removed_by_hand_end_nobody(tmp_path: Path) -> None:
-    hold = fencing.take(tmp_path, {})
+    hold = fencing.acquire(tmp_path, {})
     (tmp_path / fencing.DIRECTORY / "00000001.json").unlink()
     hold.check()
 
 
 def test_a_run_directory_that_was_removed(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    hold = fencing.take(run, {})
+    hold = fencing.acquire(run, {})
     (run / "config.json").write_text("{}")
     shutil.rmtree(run / fencing.DIRECTORY)
     hold.check()  # the records alone: as above
@@ -92,19 +93,19 @@ def test_a_run_directory_that_was_removed(tmp_path: Path) -> None:
 def test_an_elastic_launcher_does_not_take_it_back(tmp_path: Path) -> None:
     cut_off = {"TORCHELASTIC_RUN_ID": "12-0", "TORCHELASTIC_RESTART_COUNT": "0"}
     again = cut_off | {"TORCHELASTIC_RESTART_COUNT": "1"}
-    fencing.take(tmp_path, cut_off)
-    fencing.take(tmp_path, again)  # its own
-    fencing.take(tmp_path, {"TORCHELASTIC_RUN_ID": "12-1"})
+    fencing.acquire(tmp_path, cut_off)
+    fencing.acquire(tmp_path, again)  # its own
+    fencing.acquire(tmp_path, {"TORCHELASTIC_RUN_ID": "12-1"})
     before = names(tmp_path)
     with pytest.raises(SupersededError, match=r"from this launch \(12-0::\); it is not started"):
-        fencing.take(tmp_path, again)
+        fencing.acquire(tmp_path, again)
     assert names(tmp_path) == before
     # A person who starts the same command again means it.
-    assert fencing.take(tmp_path, cut_off).holder.generation == 4
+    assert fencing.acquire(tmp_path, cut_off).holder.generation == 4
 
 
 def test_what_a_record_says(tmp_path: Path) -> None:
-    hold = fencing.take(tmp_path, {})
+    hold = fencing.acquire(tmp_path, {})
     record = json.loads((tmp_path / fencing.DIRECTORY / "00000001.json").read_text())
     assert list(record) == [
         "generation",

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from bigtrain.run.diagnostics.stragglers import find_stragglers
-from bigtrain.run.health.hang_report import Position, Verdict, judge, judge_alone
+from bigtrain.run.health.hang_report import Diagnosis, Position, diagnose, diagnose_alone
 from bigtrain.run.health.heartbeat import Heartbeat, Transfers, current_collective
-from bigtrain.run.health.status_store import Board, Place
+from bigtrain.run.health.status_store import Place, StatusStore
 from bigtrain.system.world import World
 from tests.support.worlds import free_port
 
@@ -33,8 +33,8 @@ def position(rank: int, **changes: Any) -> Position:
     return Position(**(place | changes))
 
 
-def verdict(*positions: Position) -> Verdict:
-    return judge({p.rank: p for p in positions}, {}, HOSTS[: len(positions)])
+def verdict(*positions: Position) -> Diagnosis:
+    return diagnose({p.rank: p for p in positions}, {}, HOSTS[: len(positions)])
 
 
 def test_a_process_outside_of_the_collective_lags() -> None:
@@ -52,12 +52,12 @@ def test_a_process_outside_of_the_collective_lags() -> None:
 
 def test_a_process_that_does_not_answer_comes_first() -> None:
     answers = {0: position(0, collective=None), 1: position(1), 3: position(3)}
-    found = judge(answers, {2: position(2, module="model.layers.1")}, HOSTS)
+    found = diagnose(answers, {2: position(2, module="model.layers.1")}, HOSTS)
     assert found.ranks == (2,)
     assert found.text.splitlines()[1] == (
         "  rank 2 on n1 does not answer: it was last in step 7, backward pass, model.layers.1"
     )
-    assert "rank 2 on n1 does not answer: never did" in judge(answers, {}, HOSTS).text
+    assert "rank 2 on n1 does not answer: never did" in diagnose(answers, {}, HOSTS).text
 
 
 def test_an_earlier_step_then_another_collective() -> None:
@@ -71,10 +71,10 @@ def test_an_earlier_step_then_another_collective() -> None:
 
 def test_one_process_and_one_that_hears_nobody() -> None:
     assert verdict(position(0, collective=None)).ranks == (0,)
-    alone = judge_alone(position(3), HOSTS)
+    alone = diagnose_alone(position(3), HOSTS)
     assert alone.ranks == (0,)
     assert "rank 0 on n0 does not answer, or its store: no process hears" in alone.text
-    first = judge_alone(position(0), HOSTS)
+    first = diagnose_alone(position(0), HOSTS)
     assert first.ranks == ()
     assert "the launcher's store does not answer" in first.text
 
@@ -82,7 +82,7 @@ def test_one_process_and_one_that_hears_nobody() -> None:
 def test_a_thousand_that_wait_are_not_all_listed() -> None:
     hosts = ["n"] * 1000
     answers = {rank: Position(rank, "n", 1, 1, "x", None, "all_reduce") for rank in range(999)}
-    text = judge(answers, {}, hosts).text
+    text = diagnose(answers, {}, hosts).text
     assert len(text.splitlines()) == 20
     assert text.endswith("and 983 more")
 
@@ -151,20 +151,20 @@ def test_a_board_is_found_again_after_its_store_was_away() -> None:
     port = free_port()
     serve = partial(dist.TCPStore, "127.0.0.1", port, is_master=True, wait_for_workers=False)
     store = serve()
-    board = Board(Place("127.0.0.1", port, "token"), World(0, 1, 0))
-    board.tell(position(0), moved=True)
-    assert board.moves() == 1
-    assert board.last_known() == {0: position(0)}
+    status_store = StatusStore(Place("127.0.0.1", port, "token"), World(0, 1, 0))
+    status_store.tell(position(0), moved=True)
+    assert status_store.moves() == 1
+    assert status_store.last_known() == {0: position(0)}
     del store
-    assert board.moves() is None
-    assert board.is_lost
-    assert board.last_known() == {}
+    assert status_store.moves() is None
+    assert status_store.is_lost
+    assert status_store.last_known() == {}
     store = serve()
-    again = board.reopened()
+    again = status_store.reopened()
     assert again is not None
     assert again.moves() == 0
     again.close()
-    board.close()
+    status_store.close()
     del store
 
 

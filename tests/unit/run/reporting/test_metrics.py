@@ -373,7 +373,7 @@ def test_events_go_by_the_samples_they_concern(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             metrics.log_step(step_metrics(step))
         metrics.log_event("skipped", step=3, first_sample=32, num_samples=16, loss=math.nan)
-        metrics.go_back(1, samples=48)
+        metrics.roll_back(1, samples=48)
         metrics.log_event("rolled_back", step=3, first_sample=16, num_samples=32, to_step=1)
         metrics.log_step(step_metrics(2))
         metrics.log_event("skipped", step=3, first_sample=64, num_samples=16, loss=9.0)

@@ -23,14 +23,16 @@ from bigtrain.settings.resolve import resolve_run, resolve_run_files
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import ds_configs
 
-PLAN = BatchPlan(global_samples=16, micro_samples=2, data_size=2, accumulation=4, sequence_length=8)
+PLAN = BatchPlan(
+    global_batch_size=16, micro_batch_size=2, data_size=2, accumulation=4, sequence_length=8
+)
 
 
 def make_config(**sections: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "model": {"config": {"model_type": "llama"}},
         "data": {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_samples": 16, "micro_samples": 2},
+        "batch": {"sequence_length": 8, "global_batch_size": 16, "micro_batch_size": 2},
         "train": {"steps": 10},
         "optimizer": {"lr": 1e-3},
         "output": {"directory": "run"},
@@ -193,16 +195,16 @@ def test_every_refused_block_is_a_key_of_deepspeed() -> None:
         ),
         (
             {"train_batch_size": 32},
-            "x.json: train_batch_size = 32: contradicts batch.global_samples = 16 of the run",
+            "x.json: train_batch_size = 32: contradicts batch.global_batch_size = 16 of the run",
         ),
         (
             {"train_micro_batch_size_per_gpu": 4},
-            "train_micro_batch_size_per_gpu = 4: contradicts batch.micro_samples = 2 of the run",
+            "train_micro_batch_size_per_gpu = 4: contradicts batch.micro_batch_size = 2 of the run",
         ),
         (
             {"gradient_accumulation_steps": 1},
-            "gradient_accumulation_steps = 1: contradicts batch.global_samples / "
-            "(batch.micro_samples x data-parallel size) = 16 / (2 x 2) = 4 of the run",
+            "gradient_accumulation_steps = 1: contradicts batch.global_batch_size / "
+            "(batch.micro_batch_size x data-parallel size) = 16 / (2 x 2) = 4 of the run",
         ),
         ({"bf16": {"enabled": True}}, "bf16.enabled = True: contradicts precision.dtype = float32"),
         ({"fp16": {"enabled": True}}, "fp16.enabled = True: contradicts precision.dtype = float32"),
@@ -261,7 +263,7 @@ def test_equal_values_are_not_contradictions() -> None:
 
 
 def test_tokens_are_named_where_the_batch_is_given_in_tokens() -> None:
-    config = make_config(batch={"global_samples": None, "global_tokens": 128})
+    config = make_config(batch={"global_batch_size": None, "global_tokens": 128})
     _, problems = render(config, PLAN, {"train_batch_size": 32}, "x.json")
     assert "contradicts batch.global_tokens = 128" in str(problems[0])
 
@@ -419,12 +421,12 @@ def test_all_problems_come_in_one_error(tmp_path: Path) -> None:
             "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
         },
     )
-    config = make_config(batch={"global_samples": 15})
+    config = make_config(batch={"global_batch_size": 15})
     with pytest.raises(ConfigError) as caught:
         resolve_run(config, 2, name, "cpu")
     keys = [problem.key for problem in caught.value.problems]
     assert keys == [
-        "batch.global_samples",
+        "batch.global_batch_size",
         f"{name}: zero_optimisation",
         f"{name}: gradient_clipping",
         f"{name}: zero_optimization.offload_optimizer.device",
@@ -483,7 +485,7 @@ def test_numbers_of_a_model_written_in_the_run_are_judged() -> None:
     model = {"model_type": "llama", "num_attention_heads": 6, "num_hidden_layers": 2}
     sections: dict[str, Any] = {
         "model": {"config": model, "overrides": {"max_position_embeddings": 4}},
-        "batch": {"sequence_length": 8, "global_samples": 16},
+        "batch": {"sequence_length": 8, "global_batch_size": 16},
     }
     for parallel, expected in (
         ({"sequence": 4}, "does not divide its 6 attention heads -> parallel.sequence=3"),

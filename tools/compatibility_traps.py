@@ -30,8 +30,8 @@ _PLANS = "tests/parity/test_architectures.py::test_a_sample_of_families"
 class Trap:
     """What DeepSpeed does, and what is done about it; `FILE::NAME` says where.
 
-    rules: of the legality table. refused: a key of the JSON that is refused whatever the run is.
-    code: where it is made right. note: how, in words.
+    rules: of the compatibility table. refused: a key of the JSON that is refused whatever the run
+    is. code: where it is made right. note: how, in words.
     """
 
     area: str
@@ -102,7 +102,7 @@ PIPELINE = (
         "partitioned (`pipe_partitioned`, `grad_partitioned`)",
         (_PIPELINE, "tests/unit/models/parallel/test_stages.py::test_payloads_survive_packing"),
         code=(
-            "bigtrain/engine/pipeline/stage_payload.py::Packing",
+            "bigtrain/engine/pipeline/stage_payload.py::P2PLayout",
             "bigtrain/models/parallel/stages.py::Stage",
         ),
     ),
@@ -246,7 +246,7 @@ SEQUENCE = (
     Trap(
         "sequence",
         "heads and samples must divide, and the attention must be one it can replace",
-        "refused; an architecture that mixes tokens elsewhere is found on a small copy",
+        "refused; an architecture that mixes tokens elsewhere is found on a proxy model",
         (
             _RULES,
             "tests/unit/models/equivalence/test_sequence_parallel.py::test_what_does_not_divide_is_refused",

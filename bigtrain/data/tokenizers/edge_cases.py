@@ -49,7 +49,7 @@ SENTENCES = (
 SPECIALS = ("<|endoftext|>", "<s>", "</s>", "<unk>", "<|im_start|>", "<pad>", "[INST]", "▁", "Ġ")
 
 
-def hard_sample(tokenizer_json: str) -> list[str]:
+def tokenizer_edge_cases(tokenizer_json: str) -> list[str]:
     """About 300 kB of texts, and every added token of the tokenizer as letters in a text."""
     return [
         *SENTENCES,

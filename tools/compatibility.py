@@ -1,6 +1,6 @@
-"""Write docs/legality.md: every rule of the legality table, and every known trap of DeepSpeed.
+"""Write docs/compatibility.md: every compatibility rule, and every known trap of DeepSpeed.
 
-python tools/legality.py --output docs/legality.md
+python tools/compatibility.py --output docs/compatibility.md
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from legality_traps import TRAPS, Trap  # noqa: E402
+from compatibility_traps import TRAPS, Trap  # noqa: E402
 
 from bigtrain.settings.compatibility.check import RULES, Facts, Rule  # noqa: E402
 
@@ -23,9 +23,9 @@ __all__ = ["TRAPS", "page"]
 _HEAD = """\
 # What cannot run
 
-Written by `python tools/legality.py --output docs/legality.md` from `bigtrain/legality/` and
-`tools/legality_traps.py`. `bigtrain check` and every run refuse these combinations before there is
-a process group; each has a test made from its example
+Written by `python tools/compatibility.py --output docs/compatibility.md` from
+`bigtrain/settings/compatibility/` and `tools/compatibility_traps.py`. `bigtrain check` and every
+run refuse these combinations before there is a process group; each has a test made from its example
 (`tests/unit/settings/test_compatibility.py`). A leading `ds:` is a key of the DeepSpeed JSON, any
 other of the run. The last column is what the rule itself changes of the example; an error names
 other ways too.
@@ -37,7 +37,7 @@ other ways too.
 _FOUND = """
 ## What only the model tells
 
-Found on small copies of the run's own model before there is a process group, and refused with the
+Found on proxy models of the run's own model before there is a process group, and refused with the
 same kind of error: an architecture without a tensor-parallel plan or with a wrong one
 (`models/equivalence/tensor_parallel.py`, `models/equivalence/tensor_parallel.py`), one that cannot
 be cut into stages (`models/equivalence/pipeline_stages.py`; [architectures.md](architectures.md)
@@ -55,7 +55,7 @@ What it does not support, hangs on or computes wrongly without a word, and what 
 
 
 def page() -> str:
-    """The text of docs/legality.md."""
+    """The text of docs/compatibility.md."""
     rules = "\n".join(_row(rule) for rule in RULES)
     traps = "\n".join(_trap(trap) for trap in TRAPS)
     return f"{_HEAD}{rules}\n{_FOUND}{traps}\n"
