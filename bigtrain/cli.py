@@ -29,7 +29,7 @@ COMMANDS = {
     "parity": "compare every legal topology of N processes with one process",
     "launch": "write what starts a run: a script for Slurm or torchrun, Kubernetes manifests",
     "hostfile": "write or check a hostfile, and the environment its hosts are given",
-    "checkpoints": "list a run's checkpoints: whole or damaged, written by what, kept why",
+    "checkpoints": "list a run's checkpoints: whole or corrupt, written by what, kept why",
     "verify": "read token shards or a run's checkpoints again and compare every checksum",
     "doctor": "look at every host before a run is started on it",
     "export": "write a run's weights as a verified Hugging Face directory",
@@ -73,7 +73,7 @@ def _sentence(summary: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns the exit code: 0, or 2 for an error the user can mend."""
+    """Run one subcommand. Returns the exit code: 0, or 2 for an error the user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if word in COMMANDS), None)
     args = build_parser(command).parse_args(arguments)

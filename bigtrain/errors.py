@@ -6,8 +6,8 @@
     ├── ConfigError      the run YAML, an override, a DeepSpeed JSON, or their combination
     ├── DataError        inputs, shards, manifests, tokenizers
     ├── ModelError       model names, configurations, weights, exports
-    ├── CheckpointError  checkpoints that are missing, damaged or do not belong to this run
-    │   └── DamagedCheckpointError   found while reading it; an older one may do
+    ├── CheckpointError  checkpoints that are missing, corrupt or do not belong to this run
+    │   └── CorruptCheckpointError   found while reading it; an older one may do
     ├── OutputError      files that cannot be written
     ├── TrainingError    loss or gradients that nothing helps against
     ├── LaunchError      this machine or launcher cannot run what was asked for
@@ -82,10 +82,10 @@ class ModelError(BigtrainError):
 
 
 class CheckpointError(BigtrainError):
-    """A checkpoint that is missing, damaged, or belongs to another run."""
+    """A checkpoint that is missing, corrupt, or belongs to another run."""
 
 
-class DamagedCheckpointError(CheckpointError):
+class CorruptCheckpointError(CheckpointError):
     """A checkpoint whose files are not as they were written."""
 
 

@@ -3,7 +3,7 @@
     deepspeed --num_accelerators 2 bigtrain/train.py --config quickstart train.steps=20
     torchrun --nproc_per_node 2 bigtrain/train.py --config RUN.yaml --deepspeed_config zero3
 
-Exit code 0 when the run is complete, 2 for an error the user can mend (one text, no traceback), 75
+Exit code 0 when the run is complete, 2 for an error the user can fix (one text, no traceback), 75
 when a signal stopped it, saved, before its end, 77 when a later start of the run holds its
 directory (docs/checkpoints.md).
 """

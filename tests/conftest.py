@@ -53,7 +53,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What an interruption met: of tests that take too long, this one is to be mended."""
+    """What an interruption met: of tests that take too long, this one is to be fixed."""
     for nodeid, began in _running.items():
         seconds = time.monotonic() - began
         terminalreporter.write_line(f"NOT ENDED {nodeid} after {seconds:.0f} s", red=True)

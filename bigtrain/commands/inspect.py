@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 512
 SHOWN = 20
-"""Shards and inputs listed for people; --json has them all."""
+"""Shards and inputs in human-readable form; --json has them all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,11 +101,11 @@ def _documents(inspected: Inspected, args: argparse.Namespace) -> list[dict[str,
 
 
 def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
-    """The description for people."""
+    """The description, human-readable."""
     manifest = inspected.manifest
     if manifest is None:
         lines = [f"{inspected.path}: {tree['token_dtype']} tokens, a shard without a manifest"]
-        lines.append("  checksums: none, so nothing tells whether it is damaged")
+        lines.append("  checksums: none, so nothing tells whether it is corrupt")
     else:
         from bigtrain.data.shards.block_checksums import NOT_VERIFIED
         from bigtrain.data.shards.inspection import summary

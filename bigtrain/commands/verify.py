@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a line for each; exit code 0 if all are whole, or else 2.
 
-    Raises DataError naming every file of a dataset that is damaged.
+    Raises DataError naming every file of a dataset that is corrupt.
     """
     if not args.datasets and args.run is None and args.model is None:
         remedy = "name a DATASET, --run DIR or --model DIR"
@@ -40,11 +40,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _verify_datasets(datasets: Sequence[Path]) -> None:
     from bigtrain.data.shards.dataset import open_dataset
-    from bigtrain.data.shards.verification import damaged_files
+    from bigtrain.data.shards.verification import corrupt_files
 
-    damaged = [problem for path in datasets for problem in damaged_files(path)]
-    if damaged:
-        raise DataError("\n".join(damaged))
+    corrupt = [problem for path in datasets for problem in corrupt_files(path)]
+    if corrupt:
+        raise DataError("\n".join(corrupt))
     for path in datasets:
         manifest = open_dataset(path, check="index").manifest
         shards = [shard for shards in manifest.splits.values() for shard in shards]
@@ -53,11 +53,11 @@ def _verify_datasets(datasets: Sequence[Path]) -> None:
 
 
 def _verify_model(directory: Path) -> None:
-    from bigtrain.models.weights.checksums import damaged_weights
+    from bigtrain.models.weights.checksums import corrupt_weights
 
-    num_files, damaged = damaged_weights(directory)
-    if damaged:
-        raise ModelError("\n".join(f"{directory} is damaged: {text}" for text in damaged))
+    num_files, corrupt = corrupt_weights(directory)
+    if corrupt:
+        raise ModelError("\n".join(f"{directory} is corrupt: {text}" for text in corrupt))
     print(f"{directory}: {num_files} files of weights, every checksum is right")
 
 

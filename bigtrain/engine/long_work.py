@@ -76,13 +76,13 @@ class LongWork:
             ) from error
 
 
-_Outcome = tuple[Any, Exception | None]
+_Outcome = tuple[Any, BaseException | None]
 
 
 def _attempt(work: Callable[[], Any]) -> _Outcome:
     try:
         return work(), None
-    except Exception as error:
+    except BaseException as error:  # KeyboardInterrupt too: others wait
         return None, error
 
 

@@ -109,8 +109,8 @@ def _duplicates(hosts: Sequence[Host]) -> list[str]:
 
 
 def describe_unequal(hosts: Sequence[Host]) -> list[str]:
-    """A line for people on every host with another number of slots than most; none where all are
-    equal. Such hosts train: ranks are counted through, in the order of the file."""
+    """A human-readable line on every host with another number of slots than most; none where all
+    are equal. Such hosts train: ranks are counted through, in the order of the file."""
     counts = Counter(host.slots for host in hosts)
     usual = max(counts, key=lambda slots: counts[slots], default=0)  # the first of equals
     different = [host for host in hosts if host.slots != usual]

@@ -14,19 +14,19 @@ _NAMED = 10
 def verify_data(session: Session) -> None:
     """Compare every file of the run's datasets with its checksum, each process a part. Collective.
 
-    Raises DataError on every process, with all files that are damaged.
+    Raises DataError on every process, with all files that are corrupt.
     """
     begun = time.perf_counter()
     files = listed_files(session.run.config.data)
     share = share_of(files, session.world.rank, session.world.size)
     found = session.long_work.on_every_rank(lambda: damage(share))
-    damaged = sorted(text for texts in found for text in texts)
-    if damaged:
-        shown = damaged[:_NAMED]
-        if len(damaged) > _NAMED:
-            shown.append(f"and {len(damaged) - _NAMED} more")
+    corrupt = sorted(text for texts in found for text in texts)
+    if corrupt:
+        shown = corrupt[:_NAMED]
+        if len(corrupt) > _NAMED:
+            shown.append(f"and {len(corrupt) - _NAMED} more")
         raise DataError(
-            f"{len(damaged)} of {len(files)} files of the data are damaged -> restore them, or "
+            f"{len(corrupt)} of {len(files)} files of the data are corrupt -> restore them, or "
             "tokenize again:\n" + "\n".join(f"  {text}" for text in shown)
         )
     gigabytes = sum(file.num_bytes for file in files) / 1e9

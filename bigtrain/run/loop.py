@@ -66,7 +66,7 @@ def train(
         clock.count_step()
         losses.add(result, updated=state.guard.streak == 0)
         if guard.rolls_back(state):
-            beat.at("going back", slow=True)
+            beat.at("rolling back", slow=True)
             saver.wait()
             state = roll_back(session, engine, state)
             losses.empty()

@@ -22,6 +22,7 @@ from bigtrain.models.weights.checksums import BASE_MODEL, Sums, write_sums
 from bigtrain.run.preflight import Inputs
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.topology import AXES
+from bigtrain.system.files import write_whole
 from bigtrain.system.shipped_files import checkout
 
 MODEL_CONFIG = "model_config"
@@ -97,6 +98,4 @@ def _version(package: str) -> str | None:
 
 
 def _write_json(path: Path, value: object) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    temporary.rename(path)
+    write_whole(path, (json.dumps(value, indent=2) + "\n").encode())

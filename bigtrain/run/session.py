@@ -124,7 +124,7 @@ class Session:
             self.metrics.info(self._said_early.pop(0))
 
     def say(self, text: str) -> None:
-        """A line for people, from the main process; log.txt gets it as soon as there is one."""
+        """A human-readable line, from the main process; log.txt gets it as soon as there is one."""
         if self.metrics is not None:
             self.metrics.info(text)
         elif self.world.is_main:

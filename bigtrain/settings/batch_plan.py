@@ -29,7 +29,7 @@ class BatchPlan:
         return self.global_batch_size * self.sequence_length
 
     def equation(self) -> str:
-        """The arithmetic as one line for people."""
+        """The arithmetic as one human-readable line."""
         return (
             f"{self.global_batch_size} samples per step = {self.micro_batch_size} per micro-batch "
             f"x {self.data_size} data-parallel x {self.accumulation} accumulation; "

@@ -50,7 +50,7 @@ class Topology:
         return Coordinates(**found)
 
     def describe(self) -> str:
-        """Degrees and the order of ranks, as a line for people; empty for one process."""
+        """Degrees and the order of ranks, as a human-readable line; empty for one process."""
         if self.world_size == 1:
             return ""
         axes = [axis for axis in AXES if axis == "data" or self.size(axis) > 1]

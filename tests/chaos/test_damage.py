@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bigtrain.engine.checkpoint.io import read_full
-from bigtrain.errors import DamagedCheckpointError
+from bigtrain.errors import CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from tests.chaos.conftest import STEPS, arguments, assert_same_run
 from tests.support.lives import Server
@@ -68,7 +68,7 @@ def test_damage_is_named(run: Path, name: str, kind: str) -> None:
     reason = checkpoints.damage(directory)
     if name.startswith("tensors/") and kind == "flip":
         assert reason is None  # found when a resume reads it, and by `bigtrain verify`
-        with pytest.raises(DamagedCheckpointError, match=rf"{name}: contents do not match"):
+        with pytest.raises(CorruptCheckpointError, match=rf"{name}: contents do not match"):
             read_full(directory / checkpoints.TENSORS)
         reason = checkpoints.damage(directory, "all")
     assert reason is not None
@@ -92,7 +92,7 @@ def test_no_flipped_byte_changes_what_is_read(run: Path, name: str) -> None:
         else:
             try:
                 again = read_full(directory / checkpoints.TENSORS)
-            except DamagedCheckpointError:
+            except CorruptCheckpointError:
                 num_refused += 1
             else:
                 assert checkpoints.read_state(directory) == state
@@ -104,8 +104,8 @@ def test_no_flipped_byte_changes_what_is_read(run: Path, name: str) -> None:
 def fall_back(server: Server, run_yaml: Path, run: Path, uninterrupted: Path, name: str) -> None:
     codes, text = server.live(arguments(run_yaml, run))
     assert codes == [0, 0], text
-    damaged = checkpoints.checkpoint_path(run, NEWEST)
-    assert f"checkpoint of step {NEWEST} is damaged and passed over: {damaged}/{name}" in text
+    corrupt = checkpoints.checkpoint_path(run, NEWEST)
+    assert f"checkpoint of step {NEWEST} is corrupt and passed over: {corrupt}/{name}" in text
     assert f"resumed at step {BEFORE} " in text
     assert_same_run(run, uninterrupted)
     assert checkpoints.steps(run) == [8, 16, 22, 24]
@@ -165,7 +165,7 @@ def test_a_run_with_nothing_whole_is_refused(server: Server, run_yaml: Path, run
     codes, text = server.live(arguments(run_yaml, run))
     assert 2 in codes, text
     assert "Traceback" not in text
-    assert f"{run}: every checkpoint is damaged, so the run cannot go on" in text
+    assert f"{run}: every checkpoint is corrupt, so the run cannot go on" in text
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
     assert (
         "step-00000022/tensors/rank-00000.safetensors: contents do not match their checksum" in text

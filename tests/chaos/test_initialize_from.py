@@ -111,11 +111,11 @@ def test_another_shape_is_refused(
 def test_a_run_with_nothing_whole_is_refused(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(uninterrupted, damaged)
-    for step in checkpoints.steps(damaged):
-        (checkpoints.checkpoint_path(damaged, step) / "state.json").unlink()
-    codes, text = live(server, new_run(run_yaml, damaged, tmp_path / "run"), tmp_path)
+    corrupt = tmp_path / "corrupt"
+    shutil.copytree(uninterrupted, corrupt)
+    for step in checkpoints.steps(corrupt):
+        (checkpoints.checkpoint_path(corrupt, step) / "state.json").unlink()
+    codes, text = live(server, new_run(run_yaml, corrupt, tmp_path / "run"), tmp_path)
     assert 2 in codes, text
     assert "checkpoint.initialize_from: " in text
     assert "step-00000024/state.json: missing" in text

@@ -53,7 +53,7 @@ def survive(server: Server, run_yaml: Path, run: Path, num_kills: int, seed: int
         else:
             codes, text = kill_within_operation(server, words, chooser)
         assert codes == [0, 0] or -signal.SIGKILL in codes, text
-        assert "is damaged" not in text, text
+        assert "is corrupt" not in text, text
         for step in checkpoints.steps(run):
             directory = checkpoints.checkpoint_path(run, step)
             assert checkpoints.damage(directory, "all") is None

@@ -1,4 +1,4 @@
-"""Train a small model with transformers and torch alone, and print a digest of its weights.
+"""Train a small model with torch and transformers alone, and print a digest of its weights.
 
 Nothing of bigtrain is imported: another digest means that this machine, or these libraries, compute
 something else, whatever bigtrain does.
@@ -18,7 +18,9 @@ def main() -> None:
         for name, tensor in train(dtype):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    print(found.hexdigest())
+    # Kernels for shapes that are not tried here change between versions.
+    libraries = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
+    print(f"{libraries}: {found.hexdigest()}")
 
 
 def train(dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:

@@ -291,7 +291,7 @@ def test_two_processes_say_it_once(inputs: Inputs, home: Path, tmp_path: Path) -
 
 
 @pytest.mark.distributed
-def test_damaged_contents_are_found_by_all_processes(
+def test_corrupt_contents_are_found_by_all_processes(
     inputs: Inputs, home: Path, tmp_path: Path
 ) -> None:
     """The sizes are right; each file is read by one process, and both stop with one text."""
@@ -306,7 +306,7 @@ def test_damaged_contents_are_found_by_all_processes(
     changed = [f"data.path={shards}", "data.verify=contents"]
     finished = launch([*launcher("torchrun"), *arguments, *changed], home)
     assert finished.code != 0
-    assert finished.output.count("2 of 6 files of the data are damaged") == 1, finished.output
+    assert finished.output.count("2 of 6 files of the data are corrupt") == 1, finished.output
     for split in ("train", "held_out"):
         assert f"{next(shards.glob(f'{split}*.bin'))}: its checksum is " in finished.output
     assert 'File "' + str(Path(train.__code__.co_filename)) not in finished.output
@@ -379,7 +379,7 @@ def test_flipped_weights_are_refused(
     (tmp_path / "flipped.yaml").write_text(yaml.safe_dump(tree))
     finished = launch([*launcher("python"), "--config", tmp_path / "flipped.yaml"], home)
     assert finished.code == 2, finished.output
-    assert finished.output.count(f"model.path = '{model}': its files are damaged, or others") == 1
+    assert finished.output.count(f"model.path = '{model}': its files are corrupt, or others") == 1
     assert f"{where} lists {len(content)} and" in finished.output
     assert "Traceback" not in finished.output
     assert not (run / "config.json").exists()
@@ -463,7 +463,7 @@ def test_export_of_a_run_without_its_tokenizer(
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip"])
-def test_export_of_damaged_weights(
+def test_export_of_corrupt_weights(
     damage: str, refused_command: Refused, finished_run: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -296,7 +296,7 @@ def test_files_of_the_export_have_one_mode(finished_run: Path) -> None:
     assert len({path.stat().st_mode for path in (finished_run / "hf").iterdir()}) == 1
 
 
-def test_damaged_newest_checkpoint_is_passed_over(
+def test_corrupt_newest_checkpoint_is_passed_over(
     finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -306,7 +306,7 @@ def test_damaged_newest_checkpoint_is_passed_over(
     again = ["--config", inputs.run_yaml, f"output.directory={run}"]
     finished = launch([*launcher("python"), *again], home)
     assert finished.code == 0, finished.output
-    passed_over = f"checkpoint of step 12 is damaged and passed over: {tensors}: "
+    passed_over = f"checkpoint of step 12 is corrupt and passed over: {tensors}: "
     for text in (finished.output, (run / "log.txt").read_text()):
         assert passed_over in text
         assert "resumed at step 8 " in text

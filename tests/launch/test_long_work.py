@@ -14,14 +14,14 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 COMMON = """\
 import os, sys, time
 from datetime import timedelta
-from bigtrain.engine import distributed
+from bigtrain.engine.startup import process_group
 from bigtrain.errors import BigtrainError, ConfigError, LaunchError, Problem
 from bigtrain.system.world import read_world
 
 world = read_world(os.environ)
 """
 HELPER = """\
-distributed.PROCESS_GROUP_TIMEOUT = timedelta(seconds=3)
+process_group.PROCESS_GROUP_TIMEOUT = timedelta(seconds=3)
 
 def busy(result):
     time.sleep(4)  # what an export of hundreds of gigabytes does with half an hour
@@ -33,13 +33,16 @@ def wrong():
 def bug():
     return {}["no key"]
 
+def interrupted():
+    raise KeyboardInterrupt
+
 def told(work):
     try:
         work()
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
 
-with distributed.process_group(world) as joined:
+with process_group.process_group(world) as joined:
     work = joined.long_work
     assert work.on_main_rank(lambda: busy([world.rank, "done"])) == [0, "done"]
     every = work.on_every_rank(lambda: busy(world.rank) if world.rank == 1 else world.rank)
@@ -50,6 +53,9 @@ with distributed.process_group(world) as joined:
     found = told(lambda: work.on_main_rank(bug))
     there = "LaunchError: another rank failed: KeyError('no key')"
     assert found == ("KeyError: 'no key'" if world.is_main else there)
+    found = told(lambda: work.on_main_rank(interrupted))
+    there = "LaunchError: another rank failed: KeyboardInterrupt()"
+    assert found == ("KeyboardInterrupt: " if world.is_main else there), found
     # It waits no longer than the main process lives.
     end = told(lambda: work.on_main_rank(lambda: os._exit(0)))
     assert end.startswith("LaunchError: the main process ended while rank 1 waited for it"), end
@@ -61,7 +67,7 @@ import bigtrain.run.data_verification as verification
 from bigtrain.system.processes import leave
 from bigtrain.train import main
 
-distributed.PROCESS_GROUP_TIMEOUT = timedelta(seconds=15)
+process_group.PROCESS_GROUP_TIMEOUT = timedelta(seconds=15)
 export_run, damage = finish.export_run, verification.damage
 
 def slow_export(*args, **kwargs):

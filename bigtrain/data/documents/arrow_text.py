@@ -24,7 +24,7 @@ class TextColumn:
 def require_sound(column: Any) -> None:
     """Raises ArrowInvalid where the arrow array `column` refers to what it does not hold.
 
-    A damaged file can make one, and reading its rows would end the process. Text that is not UTF-8
+    A corrupt file can make one, and reading its rows would end the process. Text that is not UTF-8
     is sound: that is for each row to say.
     """
     import pyarrow

@@ -41,7 +41,7 @@ class PartReader(ABC):
         """The documents as UTF-8, in lists of those that were read together.
 
         Raises DataError naming file and line of what cannot be read (see `Rejects`), and for a file
-        that is damaged, or changed since it was listed.
+        that is corrupt, or changed since it was listed.
         """
         try:
             yield from self._blocks()

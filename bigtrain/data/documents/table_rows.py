@@ -1,7 +1,7 @@
 """Rows of parquet, arrow, csv and Hugging Face datasets: the values of some columns, in blocks.
 
 A row is the list of its values (None where a column has none). Every function raises DataError for
-a file that is damaged and for one without any of the columns.
+a file that is corrupt and for one without any of the columns.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def parquet_rows(
 
 
 def count_row_groups(path: str) -> list[int]:
-    """Rows of every row group of a parquet file. Raises DataError where it is damaged."""
+    """Rows of every row group of a parquet file. Raises DataError where it is corrupt."""
     import pyarrow
     from pyarrow import parquet
 

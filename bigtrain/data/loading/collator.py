@@ -111,7 +111,7 @@ class BatchReader:
         """Fill `out` with `samples`, one a row, and then with padding.
 
         Returns early, with anything in it, once `stop` says so. Raises DataError where a file is
-        damaged, or holds a token that is not in the vocabulary: it would be an out-of-range read
+        corrupt, or holds a token that is not in the vocabulary: it would be an out-of-range read
         of the embedding.
         """
         step = self._chunk_rows
@@ -148,7 +148,7 @@ class BatchReader:
             row = int(np.flatnonzero(tokens.max(axis=1) >= vocab_size)[0])
             found = stored[row]
             raise DataError(
-                f"{self.dataset.describe(int(samples[row]))} are damaged: one of them is "
+                f"{self.dataset.describe(int(samples[row]))} are corrupt: one of them is "
                 f"{found.min()} or {found.max()}, the vocabulary has {vocab_size} -> tokenize again"
             )
 

@@ -96,7 +96,7 @@ class TrainingBatches:
         """The `plan.accumulation` micro-batches of the step that begins with `first_sample`.
 
         Every data-parallel rank calls it with the same argument. Raises DataError where a shard
-        turns out to be damaged, be it that of a step soon after.
+        turns out to be corrupt, be it that of a step soon after.
         """
         assert not self._closed.is_set()
         if self._ready is None or self._ready[0] != first_sample:
@@ -256,7 +256,7 @@ def open_training_data(
     `phase`: where the run stands in it; by default at its beginning. `datasets`: those of the
     mixture in its order, where they are open already.
 
-    No collective. Raises DataError where a dataset is missing, damaged or too short.
+    No collective. Raises DataError where a dataset is missing, corrupt or too short.
     """
     if datasets is None:
         datasets = open_sources(config.data)

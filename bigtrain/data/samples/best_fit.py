@@ -70,7 +70,7 @@ def pack_blocks(
 ) -> Iterator[Block]:
     """The packs of all documents of `shards`, block by block; adds to `counts` what was done.
 
-    Raises DataError where an index is damaged.
+    Raises DataError where an index is corrupt.
     """
     pieces = _pieces(shards, sequence_length, long_documents, counts)
     for starts, lengths in _blocks(pieces):
@@ -210,7 +210,7 @@ def _documents(shard: Shard) -> Iterator[tuple[Integers, Integers]]:
         if (np.diff(sequences) < 0).any() or not (
             0 <= sequences[0] <= sequences[-1] <= shard.num_sequences
         ):
-            raise shard.damaged(f"documents from {low} on are out of order")
+            raise shard.corrupt(f"documents from {low} on are out of order")
         first, last = int(sequences[0]), int(sequences[-1])
         pointers = shard.sequence_pointers[first : last + 1].astype(np.int64)
         if last == shard.num_sequences:
@@ -218,7 +218,7 @@ def _documents(shard: Shard) -> Iterator[tuple[Integers, Integers]]:
         if (np.diff(pointers) < 0).any() or not (
             0 <= pointers[0] <= pointers[-1] <= shard.num_bytes
         ):
-            raise shard.damaged(f"sequences {first} to {last} are out of order")
+            raise shard.corrupt(f"sequences {first} to {last} are out of order")
         bounds = pointers[sequences - first] // item
         yield bounds[:-1], np.diff(bounds)
 

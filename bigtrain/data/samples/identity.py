@@ -17,7 +17,7 @@ from bigtrain.settings.run_config import DataSection, RunConfig
 class SourceIdentity:
     """A dataset: `hash` of its tokenizer and of its training tokens in order, and their number.
 
-    Of packed documents `num_tokens` is that of a stream of as many samples. `path` is for people.
+    Of packed documents `num_tokens` is that of a stream of as many samples. `path` is for messages.
     """
 
     path: str

@@ -43,7 +43,7 @@ class PackedDocuments:
         ends = np.cumsum(lengths)
         used = np.diff(ends[np.cumsum(counts) - 1], prepend=0)
         if used.max() > width:
-            raise self._damaged()
+            raise self._corrupt()
         offsets = ends - lengths - np.repeat(np.cumsum(used) - used, counts)
         places = np.repeat(rows, counts) * width + offsets
         self.stream.read(starts, lengths, out.tokens.reshape(-1), places)
@@ -72,7 +72,7 @@ class PackedDocuments:
         low = np.where(samples > 0, plan.row_ends[samples - 1], 0)
         counts = high - low
         if counts.min() < 1 or low.min() < 0 or high.max() > len(plan.starts):
-            raise self._damaged()
+            raise self._corrupt()
         pieces = np.repeat(high - np.cumsum(counts), counts) + np.arange(counts.sum())
         starts, lengths = plan.starts[pieces], plan.lengths[pieces].astype(np.int64)
         if (
@@ -80,16 +80,17 @@ class PackedDocuments:
             or starts.min() < 0
             or (starts + lengths).max() > self.stream.num_tokens
         ):
-            raise self._damaged()
+            raise self._corrupt()
         return starts, lengths, counts
 
-    def _damaged(self) -> DataError:
-        return DataError(f"the packing plan {self.plan.path} is damaged -> remove it")
+    def _corrupt(self) -> DataError:
+        return DataError(f"the packing plan {self.plan.path} is corrupt -> remove it")
 
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What packing made of one split of one dataset, for people and for ``environment.json``."""
+    """What packing made of one split of one dataset, human-readable and for
+    ``environment.json``."""
 
     path: str
     split: Split

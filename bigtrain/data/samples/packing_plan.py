@@ -93,7 +93,7 @@ def open_plan(
 ) -> PackingPlan:
     """The plan of `split`, read where it lies or made now (about a microsecond for each document).
 
-    Any number of processes may call it at once. Raises DataError where an index is damaged, and
+    Any number of processes may call it at once. Raises DataError where an index is corrupt, and
     where there is no room for it anywhere.
     """
     name = f"{split}-{_key(dataset, split, sequence_length, long_documents)}.plan"

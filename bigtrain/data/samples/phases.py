@@ -101,7 +101,7 @@ class Phase:
         return source.rest.num_samples(source.num_tokens, self.sequence_length)
 
     def describe_rests(self) -> list[str]:
-        """The sources that begin with the rest of an epoch, for people."""
+        """The sources that begin with the rest of an epoch, human-readable."""
         return [
             f"{source.path}: {self.num_joined(source)} samples are joined of pieces of "
             f"{source.rest.chunk_length} tokens until its epoch ends"

@@ -113,7 +113,7 @@ def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> Block
     found = xxhash.xxh3_64_hexdigest(content)
     if found != xxh3:
         raise DataError(
-            f"{path} is damaged: its checksum is {found}, the manifest lists {xxh3} -> restore it, "
+            f"{path} is corrupt: its checksum is {found}, the manifest lists {xxh3} -> restore it, "
             "or tokenize again"
         )
     magic, block_bytes, of_bin, of_mask = HEADER.unpack(content[: HEADER.size])
@@ -175,8 +175,8 @@ class BlockVerifier:
             listed = sums[begin // BLOCK_BYTES]
             if xxhash.xxh3_64_intdigest(read(number, begin, end)) != listed:
                 raise DataError(
-                    f"{self._paths[number]} is damaged: bytes {begin} to {end} do not have the "
+                    f"{self._paths[number]} is corrupt: bytes {begin} to {end} do not have the "
                     f"checksum that {path.name} lists -> restore the file, or tokenize again "
-                    "(`bigtrain verify` names every damaged file)"
+                    "(`bigtrain verify` names every corrupt file)"
                 )
         self._verified[blocks] = True

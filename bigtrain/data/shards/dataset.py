@@ -47,7 +47,7 @@ def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
     shard; ``index`` also reads every index; ``contents`` also compares every checksum, which
     reads all tokens.
 
-    Raises DataError where the directory, the manifest or a shard is missing, damaged, or not what
+    Raises DataError where the directory, the manifest or a shard is missing, corrupt, or not what
     the manifest says, and where the training split holds no token.
     """
     directory = Path(path)
@@ -74,7 +74,7 @@ def _open_shard(directory: Path, record: ShardRecord, manifest: Manifest, check:
     ):
         if found != expected:
             raise DataError(
-                f"{shard.bin_path} is damaged: {what} {found}, the manifest says {expected} -> "
+                f"{shard.bin_path} is corrupt: {what} {found}, the manifest says {expected} -> "
                 "tokenize again"
             )
     if check != "sizes":
@@ -84,7 +84,7 @@ def _open_shard(directory: Path, record: ShardRecord, manifest: Manifest, check:
             file = directory / f"{record.name}.{suffix}"
             if file_checksum(file) != checksum:
                 raise DataError(
-                    f"{file} is damaged: its checksum is not the manifest's -> tokenize again"
+                    f"{file} is corrupt: its checksum is not the manifest's -> tokenize again"
                 )
     return shard
 

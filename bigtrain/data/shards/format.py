@@ -90,24 +90,24 @@ class Shard:
         self.index_path = prefix.with_name(prefix.name + ".idx")
         index_size, self.num_bytes = _file_size(self.index_path), _file_size(self.bin_path)
         if index_size < HEADER.size:
-            raise self.damaged(f"{index_size} bytes are less than a header of {HEADER.size}")
+            raise self.corrupt(f"{index_size} bytes are less than a header of {HEADER.size}")
         with self.index_path.open("rb") as file:
             magic, version, code, num_sequences, num_starts = HEADER.unpack(file.read(HEADER.size))
         if magic != MAGIC:
-            raise self.damaged("it does not begin as a Megatron index does")
+            raise self.corrupt("it does not begin as a Megatron index does")
         if version != INDEX_VERSION:
-            raise self.damaged(f"index version {version}, expected {INDEX_VERSION}")
+            raise self.corrupt(f"index version {version}, expected {INDEX_VERSION}")
         dtype = DTYPE_CODES.get(code)
         if dtype is None or dtype.kind not in "iu":
-            raise self.damaged(f"token type code {code} is not one of integers")
+            raise self.corrupt(f"token type code {code} is not one of integers")
         expected = HEADER.size + 12 * num_sequences + 8 * num_starts
         if index_size != expected:
-            raise self.damaged(
+            raise self.corrupt(
                 f"it has {index_size} bytes; its header ({num_sequences} sequences, {num_starts} "
                 f"document entries) asks for {expected}"
             )
         if num_starts < 1 or self.num_bytes % dtype.itemsize:
-            raise self.damaged(
+            raise self.corrupt(
                 f"{num_starts} document entries, {self.num_bytes} bytes of tokens of "
                 f"{dtype.itemsize} bytes"
             )
@@ -125,7 +125,7 @@ class Shard:
             found, mask_bytes = _file_size(self.mask_path), -(-self.num_tokens // 8)
             if found != mask_bytes:
                 raise DataError(
-                    f"{self.mask_path} is damaged: {found} bytes, {self.num_tokens} tokens have "
+                    f"{self.mask_path} is corrupt: {found} bytes, {self.num_tokens} tokens have "
                     f"{mask_bytes} -> tokenize again"
                 )
 
@@ -170,7 +170,7 @@ class Shard:
             raise DataError(f"{path} cannot be read: {error}") from error
         if found != listed:
             raise DataError(
-                f"{path} is damaged: the checksum of bytes 0 to {num_bytes} is {found}, the "
+                f"{path} is corrupt: the checksum of bytes 0 to {num_bytes} is {found}, the "
                 f"manifest lists {listed} -> restore the file, or tokenize again"
             )
 
@@ -226,13 +226,13 @@ class Shard:
         if first == last:
             return self.tokens[:0]
         if not 0 <= first < last <= len(self.sequence_lengths):
-            raise self.damaged(f"document {index} has sequences {first} to {last}")
+            raise self.corrupt(f"document {index} has sequences {first} to {last}")
         begin = int(self.sequence_pointers[first])
         end = int(self.sequence_pointers[last - 1]) + (
             int(self.sequence_lengths[last - 1]) * self.dtype.itemsize
         )
         if not 0 <= begin <= end <= self.num_bytes or begin % self.dtype.itemsize:
-            raise self.damaged(f"document {index} is at bytes {begin} to {end}")
+            raise self.corrupt(f"document {index} is at bytes {begin} to {end}")
         return self.tokens[begin // self.dtype.itemsize : end // self.dtype.itemsize]
 
     def document_begins(self, low: int, high: int) -> list[int]:
@@ -255,7 +255,7 @@ class Shard:
         last = first + len(begins)
         entries = [bisect_left(self._starts, number) for number in range(first, last)]
         if entries and entries[-1] > self.num_documents:
-            raise self.damaged(f"its documents end before sequence {last}")
+            raise self.corrupt(f"its documents end before sequence {last}")
         return [
             begin
             for begin, number, entry in zip(begins, range(first, last), entries, strict=True)
@@ -282,33 +282,33 @@ class Shard:
         for low, high in _chunks(len(self.sequence_lengths)):
             lengths = self.sequence_lengths[low:high].astype(np.int64)
             if lengths.min() < 0:
-                raise self.damaged(f"a sequence between {low} and {high} has negative length")
+                raise self.corrupt(f"a sequence between {low} and {high} has negative length")
             ends = position + np.cumsum(lengths) * self.dtype.itemsize
             if not np.array_equal(
                 self.sequence_pointers[low:high], ends - lengths * self.dtype.itemsize
             ):
-                raise self.damaged(
+                raise self.corrupt(
                     f"a sequence between {low} and {high} does not begin where the one before ends"
                 )
             position = int(ends[-1])
         if position != self.num_bytes:
-            raise self.damaged(
+            raise self.corrupt(
                 f"its sequences have {position} bytes, {self.bin_path.name} has {self.num_bytes}"
             )
         previous = 0
         for low, high in _chunks(len(self.document_starts)):
             starts = self.document_starts[low:high]
             if (low == 0 and starts[0] != 0) or starts[0] < previous or (np.diff(starts) < 0).any():
-                raise self.damaged(f"document entries between {low} and {high} are out of order")
+                raise self.corrupt(f"document entries between {low} and {high} are out of order")
             previous = int(starts[-1])
         if previous != len(self.sequence_lengths):
-            raise self.damaged(
+            raise self.corrupt(
                 f"its documents end at sequence {previous} of {len(self.sequence_lengths)}"
             )
 
-    def damaged(self, what: str) -> DataError:
+    def corrupt(self, what: str) -> DataError:
         """The error that says so."""
-        return DataError(f"{self.index_path} is damaged: {what} -> tokenize again")
+        return DataError(f"{self.index_path} is corrupt: {what} -> tokenize again")
 
 
 def _file_size(path: Path) -> int:

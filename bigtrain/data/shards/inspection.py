@@ -53,7 +53,7 @@ class Inspected:
 def inspect_shards(path: Path) -> Inspected:
     """The dataset in directory `path`, or the shard whose prefix, `.bin` or `.idx` it is.
 
-    Raises DataError where it is neither, or damaged as far as sizes tell.
+    Raises DataError where it is neither, or corrupt as far as sizes tell.
     """
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if not path.is_dir() and prefix.with_name(prefix.name + ".idx").is_file():
@@ -157,7 +157,7 @@ def decoder_of(inspected: Inspected, tokenizer: Path | None) -> Decoder | None:
 
 
 def summary(output: Path, manifest: Manifest) -> str:
-    """The dataset in a few lines for people."""
+    """The dataset in a few human-readable lines."""
     lines = [
         f"{output}: {manifest.token_dtype} tokens of {manifest.tokenizer.name} "
         f"({manifest.tokenizer.vocab_size} ids)"

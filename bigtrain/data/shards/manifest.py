@@ -258,7 +258,7 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of the dataset in `directory`.
 
     Raises DataError where the directory or the manifest is missing, or where the manifest is
-    damaged or of another format version. Does not look at the shards.
+    corrupt or of another format version. Does not look at the shards.
     """
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
@@ -285,7 +285,7 @@ def _why_invalid(path: Path, content: bytes, error: ValidationError) -> DataErro
     try:
         tree = json.loads(content)
     except (ValueError, RecursionError) as not_json:
-        return DataError(f"{path} is damaged: not JSON: {not_json}")
+        return DataError(f"{path} is corrupt: not JSON: {not_json}")
     # Another format version is not damage.
     if isinstance(tree, dict) and tree.get("format") == FORMAT and tree.get("version") != VERSION:
         return DataError(
@@ -295,4 +295,4 @@ def _why_invalid(path: Path, content: bytes, error: ValidationError) -> DataErro
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
-    return DataError(f"{path} is damaged: {where + ': ' if where else ''}{message}")
+    return DataError(f"{path} is corrupt: {where + ': ' if where else ''}{message}")

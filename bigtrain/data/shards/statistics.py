@@ -56,14 +56,14 @@ def length_histogram(shards: Iterable[Shard], one_sequence: bool) -> LengthHisto
 
     `one_sequence`: every document is one sequence or none, as in what bigtrain writes; then the
     lengths of the sequences are enough, a third of the index. Raises DataError where an index is
-    damaged.
+    corrupt.
     """
     counts = np.zeros(0, dtype=np.int64)
     longer: Counter[int] = Counter()
     for shard in shards:
         for lengths in _sequence_lengths(shard) if one_sequence else _document_lengths(shard):
             if lengths.min() < 0:
-                raise DataError(f"{shard.index_path} is damaged: a document has negative length")
+                raise DataError(f"{shard.index_path} is corrupt: a document has negative length")
             is_long = lengths >= LONG_TOKENS
             if is_long.any():
                 longer.update(lengths[is_long].tolist())
@@ -96,7 +96,7 @@ def _document_lengths(shard: Shard) -> Iterator[npt.NDArray[np.int64]]:
         first, last = int(starts[0]), int(starts[-1])
         if not 0 <= first <= last <= shard.num_sequences or (np.diff(starts) < 0).any():
             raise DataError(
-                f"{shard.index_path} is damaged: documents after {low} are out of order"
+                f"{shard.index_path} is corrupt: documents after {low} are out of order"
             )
         ends = np.zeros(last - first + 1, dtype=np.int64)
         np.cumsum(shard.sequence_lengths[first:last], out=ends[1:])
@@ -106,7 +106,7 @@ def _document_lengths(shard: Shard) -> Iterator[npt.NDArray[np.int64]]:
 def token_counts(dataset: TokenDataset, split: Split) -> npt.NDArray[np.int64]:
     """How often every token id occurs in `split`, int64 [vocab_size]. Reads all tokens, in chunks.
 
-    Raises DataError where a token is not in the vocabulary (a damaged file).
+    Raises DataError where a token is not in the vocabulary (a corrupt file).
     """
     vocab_size = dataset.manifest.tokenizer.vocab_size
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -115,7 +115,7 @@ def token_counts(dataset: TokenDataset, split: Split) -> npt.NDArray[np.int64]:
             tokens = shard.tokens[low : low + CHUNK_ITEMS]
             if tokens.min() < 0 or tokens.max() >= vocab_size:
                 raise DataError(
-                    f"{shard.bin_path} is damaged: token {tokens.min()} or {tokens.max()} is not "
+                    f"{shard.bin_path} is corrupt: token {tokens.min()} or {tokens.max()} is not "
                     f"in the vocabulary of {vocab_size} -> tokenize again"
                 )
             counts += np.bincount(tokens, minlength=vocab_size)

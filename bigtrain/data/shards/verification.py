@@ -65,7 +65,7 @@ def damage(files: Sequence[ListedFile]) -> list[str]:
     return found
 
 
-def damaged_files(path: str | Path) -> list[str]:
+def corrupt_files(path: str | Path) -> list[str]:
     """What is wrong with each file of the dataset in directory `path`, by its checksum.
 
     Reads all of it. Raises DataError where there is no dataset.
@@ -75,7 +75,7 @@ def damaged_files(path: str | Path) -> list[str]:
         try:
             if file_checksum(file) != checksum:
                 problems.append(
-                    f"{file} is damaged: its checksum is not the manifest's -> tokenize again"
+                    f"{file} is corrupt: its checksum is not the manifest's -> tokenize again"
                 )
         except OSError as error:
             problems.append(f"{file} cannot be read: {error.strerror or error}")

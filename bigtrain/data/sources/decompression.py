@@ -23,7 +23,7 @@ def unpacked(source: Source, digest: Digest, scratch: Path) -> Iterator[IO[bytes
     """What the file of `source` holds, in a file in the folder `scratch` that is gone afterwards.
 
     `digest` is given the bytes of the compressed file. Raises `READ_ERRORS` where that cannot be
-    read or is damaged, and DataError where there is no room, or it was changed since it was listed.
+    read or is corrupt, and DataError where there is no room, or it was changed since it was listed.
     """
     with ExitStack() as stack:
         with _writing(source, scratch):

@@ -32,7 +32,7 @@ COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
     ".bz2": bz2.BZ2File,
 }
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
-"""What reading a file, or decompressing a damaged one, raises."""
+"""What reading a file, or decompressing a corrupt one, raises."""
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Before the first file moves, `assembly.json` says which will go where. So a process that was killed
 in the middle is continued by the next one, in any order and twice as well as once; and where the
-plan has changed meanwhile (an input was mended), the files go back first.
+plan has changed meanwhile (an input was fixed), the files go back first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far a tokenization is, for people: bars on a terminal, an occasional line elsewhere."""
+"""How far a tokenization is, human-readable: bars on a terminal, an occasional line elsewhere."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def plan_units(
     """The units of `sources`, in the order of the input, of at most about `shard_bytes` each.
 
     `identity` is what else decides a unit's bytes: tokenizer and options, as JSON values. Reads
-    footers of parquet and arrow files larger than `shard_bytes`; raises DataError for damaged ones.
+    footers of parquet and arrow files larger than `shard_bytes`; raises DataError for corrupt ones.
     """
     common = [
         UNIT_FORMAT,
@@ -83,7 +83,7 @@ def _groups(
     """Large sources cut, small ones put together.
 
     Where a group of small files ends is decided by the files around that place: by the hash of a
-    path, once the group has half its size. So a file that is mended, added or removed changes
+    path, once the group has half its size. So a file that is fixed, added or removed changes
     its own group and few after it, not all that follow.
     """
     group: list[Part] = []

@@ -113,7 +113,7 @@ class Batch:
 
 @dataclass
 class Counts:
-    """What a process has done so far, for people who watch; `path` is what it reads now."""
+    """What a process has done so far, for progress lines; `path` is what it reads now."""
 
     num_bytes: int = 0
     num_tokens: int = 0

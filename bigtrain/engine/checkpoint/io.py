@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bigtrain.engine.checkpoint.fragments import Fragment
 from bigtrain.engine.checkpoint.lazy import BUFFER, DTYPES, memory_of, open_tensors, open_weights
 from bigtrain.engine.checkpoint.tensor_files import Identity, NewPart, file_name, write_parts
-from bigtrain.errors import CheckpointError, DamagedCheckpointError
+from bigtrain.errors import CheckpointError, CorruptCheckpointError
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -180,7 +180,7 @@ def read_tensors(
     """Fill every process's fragments and buffers in place, whatever topology wrote them.
 
     Collective. `headers`: checksums by file name, as the manifest has them. Raises CheckpointError
-    when a tensor is missing or has another shape, and DamagedCheckpointError when a file is not as
+    when a tensor is missing or has another shape, and CorruptCheckpointError when a file is not as
     it was written, on all processes.
     """
 
@@ -207,20 +207,20 @@ def _together(
 ) -> list[Any]:
     """Let every rank do `action`; the `result` of each. Collective over `group`.
 
-    Raises on all of them if one has failed: DamagedCheckpointError if that is all that is wrong,
+    Raises on all of them if one has failed: CorruptCheckpointError if that is all that is wrong,
     or else CheckpointError, since another model's checkpoint is no damage.
     """
     failure: tuple[bool, str] | None = None
     try:
         action()
     except Exception as error:
-        is_damage = isinstance(error, DamagedCheckpointError)
+        is_damage = isinstance(error, CorruptCheckpointError)
         failure = (is_damage, str(error) or type(error).__name__)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (failure, result()), group=group)
     failures = {found for found, _ in everyone if found is not None}
     if failures:
-        kind = DamagedCheckpointError if all(d for d, _ in failures) else CheckpointError
+        kind = CorruptCheckpointError if all(d for d, _ in failures) else CheckpointError
         raise kind("; ".join(sorted({text for _, text in failures})))
     return [value for _, value in everyone]
 
@@ -233,6 +233,6 @@ def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:
 def read_full(directory: Path, kinds: Collection[str] | None = None) -> dict[str, torch.Tensor]:
     """Full CPU tensors by key, of some or all kinds, in one process, without a process group.
 
-    Takes as much memory as they do. Raises DamagedCheckpointError.
+    Takes as much memory as they do. Raises CorruptCheckpointError.
     """
     return {key: tensor.read() for key, tensor in open_tensors(directory, kinds=kinds).items()}

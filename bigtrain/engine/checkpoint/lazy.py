@@ -15,7 +15,7 @@ import torch
 
 from bigtrain.engine.checkpoint.fragments import MASTER
 from bigtrain.engine.checkpoint.tensor_files import Part, find_parts
-from bigtrain.errors import DamagedCheckpointError
+from bigtrain.errors import CorruptCheckpointError
 from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, blocks, narrowed, room
 
 BUFFER = "buffer"
@@ -47,7 +47,7 @@ def open_tensors(
 ) -> dict[str, LazyTensor]:
     """Tensors by key, of some or all kinds, of which nothing is read yet. Not collective.
 
-    `headers`: as for `find_parts`. That and reading raise DamagedCheckpointError.
+    `headers`: as for `find_parts`. That and reading raise CorruptCheckpointError.
     """
     return {
         key: LazyTensor(parts[0].shape, DTYPES[parts[0].dtype], _Stored(parts))
@@ -119,4 +119,4 @@ def _fill(part: Part, offsets: Offsets, out: torch.Tensor) -> None:
                     inner = narrowed(buffer, (0, *there[dim + 1 :]), block[dim:])
                     target.copy_(inner.reshape(block))
     except OSError as error:
-        raise DamagedCheckpointError(f"{part.path}: cannot be read: {error}") from error
+        raise CorruptCheckpointError(f"{part.path}: cannot be read: {error}") from error

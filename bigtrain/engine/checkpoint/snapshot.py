@@ -87,7 +87,7 @@ def restore_engine(
 
     `headers`: checksums of the headers of its files by name, which the manifest has. Collective
     over all processes. Raises CheckpointError for tensors missing or of other shapes,
-    DamagedCheckpointError for files that cannot be read; another checkpoint may be restored then.
+    CorruptCheckpointError for files that cannot be read; another checkpoint may be restored then.
     """
     ensure_optimizer_states(engine.engine)
     fragments = owned_fragments(engine.engine, engine.module)

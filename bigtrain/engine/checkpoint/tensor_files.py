@@ -11,7 +11,7 @@ has under the same name the full tensor's shape and the XXH3-64 of each `BLOCK_B
 
 The checksum of the header stands for the whole file, so a manifest with that of every file vouches
 for every byte, and a reader compares only the blocks that it reads. Headers are not trusted: what
-does not hold together is a DamagedCheckpointError. Nothing here is collective. Imports no torch.
+does not hold together is a CorruptCheckpointError. Nothing here is collective. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import xxhash
 
-from bigtrain.errors import DamagedCheckpointError
+from bigtrain.errors import CorruptCheckpointError
 
 FORMAT = "bigtrain.checkpoint/2"
 SUFFIX = ".safetensors"
@@ -105,7 +105,7 @@ class Part:
     def read(self, fd: int, begin: int, out: memoryview) -> None:
         """Read bytes [begin, begin + len(out)) of the part from its open file.
 
-        Raises DamagedCheckpointError where a block that holds some of them is not as written.
+        Raises CorruptCheckpointError where a block that holds some of them is not as written.
         """
         at, end = begin, begin + len(out)
         while at < end:
@@ -117,7 +117,7 @@ class Part:
             _read_exactly(fd, self.begin + low, held)
             digest = self.digests[block * _DIGEST_DIGITS : (block + 1) * _DIGEST_DIGITS]
             if xxhash.xxh3_64_hexdigest(held) != digest:
-                raise DamagedCheckpointError(f"{self.path}: {_MISMATCH}")
+                raise CorruptCheckpointError(f"{self.path}: {_MISMATCH}")
             if held is not there:
                 there[:] = held[at - low : stop - low]
             at = stop
@@ -197,7 +197,7 @@ def find_parts(
     file holds what is told by nothing else, so a reader opens all of them: if that ever costs too
     much, this is the place to compute it from the topology.
 
-    Raises DamagedCheckpointError for a file that cannot be read, is not as it was written, or does
+    Raises CorruptCheckpointError for a file that cannot be read, is not as it was written, or does
     not fit the others.
     """
     if headers is None:
@@ -208,23 +208,23 @@ def find_parts(
         path = directory / name
         theirs, parts = _read_header(path, digest)
         if identity is not None and theirs != identity:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{path}: is of {_words(theirs)}, and not of {_words(identity)}"
             )
         identity = theirs
         for part in parts:
             found.setdefault(part.key, []).append(part)
     if not found:
-        raise DamagedCheckpointError(f"{directory}: holds no tensors")
+        raise CorruptCheckpointError(f"{directory}: holds no tensors")
     for key, parts in found.items():
         problem = _misfit(parts)
         if problem:
-            raise DamagedCheckpointError(f"{directory}: {problem} of {key}")
+            raise CorruptCheckpointError(f"{directory}: {problem} of {key}")
     return found
 
 
 def verify_parts(parts: Sequence[Part]) -> None:
-    """Read all bytes of `parts` of one file. Raises DamagedCheckpointError where one is wrong."""
+    """Read all bytes of `parts` of one file. Raises CorruptCheckpointError where one is wrong."""
     if not parts:
         return
     buffer = memoryview(bytearray(BLOCK_BYTES))
@@ -235,7 +235,7 @@ def verify_parts(parts: Sequence[Part]) -> None:
                     count = min(BLOCK_BYTES, part.num_bytes - begin)
                     part.read(file.fileno(), begin, buffer[:count])
     except OSError as error:
-        raise DamagedCheckpointError(f"{parts[0].path}: cannot be read: {error}") from error
+        raise CorruptCheckpointError(f"{parts[0].path}: cannot be read: {error}") from error
 
 
 def _read_header(path: Path, digest: str) -> tuple[Identity, list[Part]]:
@@ -250,10 +250,10 @@ def _read_header(path: Path, digest: str) -> tuple[Identity, list[Part]]:
             header = bytearray(length)
             _read_exactly(file.fileno(), _LENGTH_BYTES, memoryview(header))
         if digest and xxhash.xxh3_64_hexdigest(start + header) != digest:
-            raise DamagedCheckpointError(f"{path}: {_MISMATCH}")
+            raise CorruptCheckpointError(f"{path}: {_MISMATCH}")
         return _parse(path, bytes(header), _LENGTH_BYTES + length, num_bytes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path}: cannot be read: {error}") from error
+        raise CorruptCheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 def _parse(

@@ -31,7 +31,7 @@ class Isolation:
 
     @property
     def reason(self) -> str:
-        """As a line for people; empty where there is nothing to say."""
+        """As a human-readable line; empty where there is nothing to say."""
         how = {
             "masks": "by masks that the model makes from positions",
             "documents": "each attends for itself, without masks",

@@ -13,7 +13,7 @@ from bigtrain.models.layers.chunked_loss import IGNORED_LABEL, ChunkedLoss, Fuse
 
 @dataclass(frozen=True)
 class LossPlan:
-    """How the loss is computed, and why, as a line for people.
+    """How the loss is computed, and why, as a human-readable line.
 
     chunk_tokens: tokens whose logits exist at a time. softcap: of the logits, for Liger's kernel.
     """

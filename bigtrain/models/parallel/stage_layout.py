@@ -284,7 +284,7 @@ class StagePlan:
     cuts: tuple[int, ...]
 
     def describe(self, num_micro_batches: int) -> str:
-        """The stages as one line for people, and how long they wait with so many in a step."""
+        """The stages as one human-readable line, and how long they wait with so many in a step."""
         stages = [f"{start}-{stop - 1}" for start, stop in pairwise(self.cuts)]
         idle = (len(stages) - 1) / (num_micro_batches + len(stages) - 1)
         return (

@@ -68,7 +68,7 @@ def differences(found: Sums, listed: Sums, where: Path) -> list[str]:
     ]
 
 
-def damaged_weights(directory: Path) -> tuple[int, list[str]]:
+def corrupt_weights(directory: Path) -> tuple[int, list[str]]:
     """How many files `checksums.json` of a model's directory lists, and what is wrong with them.
 
     Raises ModelError where there is no such list.
@@ -77,7 +77,7 @@ def damaged_weights(directory: Path) -> tuple[int, list[str]]:
     if not listed:
         raise ModelError(
             f"{directory} has no {CHECKSUMS}, which `bigtrain export` writes -> nothing tells "
-            "whether its files are damaged"
+            "whether its files are corrupt"
         )
     return len(listed), differences(_sums(directory, listed), listed, directory / CHECKSUMS)
 

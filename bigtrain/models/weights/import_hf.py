@@ -85,7 +85,7 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
     `source`: a directory, or the name of a model in the hub's cache or on the hub. `key`: the
     setting that named it, for errors. Not collective: every process comes to the same end, since
     only the headers of files are looked at. Raises ModelError for files that are missing or
-    damaged, and for tensors that are missing, unknown, or of another shape or kind than the
+    corrupt, and for tensors that are missing, unknown, or of another shape or kind than the
     model's.
     """
     setting = f"{key} = {source!r}"

@@ -37,7 +37,7 @@ from typing import Any, Literal
 import xxhash
 
 from bigtrain.engine.checkpoint.tensor_files import Identity, Part, find_parts, verify_parts
-from bigtrain.errors import CheckpointError, DamagedCheckpointError
+from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.system.files import create_whole, file_checksum, sync_to_disk, write_whole
 
 FORMAT = 2
@@ -124,7 +124,7 @@ def commit(
     final = partial.with_name(partial.name.split(".", 1)[0])
     permit()
     if final.exists():
-        remove(final)  # damaged and passed over: the run would stand there otherwise
+        remove(final)  # corrupt and passed over: the run would stand there otherwise
     partial.rename(final)
     sync_to_disk(final.parent)
     return final
@@ -152,23 +152,23 @@ def _document_checksum(document: Mapping[str, Any]) -> str:
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of the checkpoint `directory`, of the step that its name says.
 
-    Raises DamagedCheckpointError.
+    Raises CorruptCheckpointError.
     """
     path = directory / MANIFEST
     try:
         document = json.loads(path.read_text())
         if document["format"] == 1:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{path}: format 1, whose index is a pickle and is not read any more, this is "
                 f"format {FORMAT} -> export it with the version of bigtrain that wrote it, and "
                 "begin a new run from that by checkpoint.initialize_from"
             )
         if document["format"] != FORMAT:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{path}: format {document['format']}, this is format {FORMAT}"
             )
         if document.pop("xxh3") != _document_checksum(document):
-            raise DamagedCheckpointError(f"{path}: contents do not match their checksum")
+            raise CorruptCheckpointError(f"{path}: contents do not match their checksum")
         identity = Identity(*(document[name] for name in asdict(Identity())))
         files = {
             name: (int(entry["bytes"]), str(entry[_checksum_key(name)]))
@@ -178,17 +178,17 @@ def read_manifest(directory: Path) -> Manifest:
         if strange:
             raise ValueError(f"it lists {strange[0]!r}")
     except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{path}: missing") from error
+        raise CorruptCheckpointError(f"{path}: missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path}: unreadable ({error})") from error
+        raise CorruptCheckpointError(f"{path}: unreadable ({error})") from error
     manifest = Manifest(identity, files)
     if STATE not in files or not manifest.headers:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{path}: does not list {f'{TENSORS}/' if STATE in files else STATE}"
         )
     name = _NAME.fullmatch(directory.name)
     if name is not None and int(name[1]) != identity.step:
-        raise DamagedCheckpointError(f"{path}: is of step {identity.step}, {directory.name} is not")
+        raise CorruptCheckpointError(f"{path}: is of step {identity.step}, {directory.name} is not")
     return manifest
 
 
@@ -196,7 +196,7 @@ def damage(directory: Path, contents: Contents = "small") -> str | None:
     """Why the checkpoint cannot be used, naming the file; or None."""
     try:
         _verify(directory, contents)
-    except DamagedCheckpointError as error:
+    except CorruptCheckpointError as error:
         return str(error)
     except OSError as error:
         return f"{directory}: unreadable ({error})"
@@ -204,19 +204,19 @@ def damage(directory: Path, contents: Contents = "small") -> str | None:
 
 
 def _verify(directory: Path, contents: Contents) -> None:
-    """Raises DamagedCheckpointError, or OSError for what cannot be read."""
+    """Raises CorruptCheckpointError, or OSError for what cannot be read."""
     manifest = read_manifest(directory)
     for name, (num_bytes, checksum) in manifest.files.items():
         path = directory / name
         if not path.is_file():
-            raise DamagedCheckpointError(f"{path}: missing")
+            raise CorruptCheckpointError(f"{path}: missing")
         if path.stat().st_size != num_bytes:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{path}: {path.stat().st_size} bytes, should be {num_bytes}"
             )
         is_read = contents != "none" and not name.startswith(f"{TENSORS}/")
         if is_read and file_checksum(path) != checksum:
-            raise DamagedCheckpointError(f"{path}: contents do not match their checksum")
+            raise CorruptCheckpointError(f"{path}: contents do not match their checksum")
     if contents == "none":
         return
     _verify_identity(directory, manifest.identity)
@@ -233,7 +233,7 @@ def _verify_identity(directory: Path, identity: Identity) -> None:
     """That ``state.json`` and the run's directory, if it is in one, name the same run and step."""
     state = read_state(directory)
     if (state.get("run"), state.get("step")) != (identity.run, identity.step):
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{directory / STATE}: is of run {state.get('run')}, step {state.get('step')}, the "
             f"manifest of run {identity.run}, step {identity.step}"
         )
@@ -241,7 +241,7 @@ def _verify_identity(directory: Path, identity: Identity) -> None:
     is_there = directory == checkpoint_path(run_directory, identity.step)
     own = read_run_id(run_directory) if is_there else None
     if own not in (None, identity.run):
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{directory / MANIFEST}: is of run {identity.run}, and {run_directory / RUN_ID} says "
             f"{own}: it was copied here from another run -> remove it, or, if it is to be gone on "
             f"with, {run_directory / RUN_ID}"
@@ -264,7 +264,7 @@ def make_run_id(run_directory: Path) -> str:
     if found is None:
         found = secrets.token_hex(8)
         for step in reversed(steps(run_directory)):
-            with suppress(DamagedCheckpointError):
+            with suppress(CorruptCheckpointError):
                 found = read_manifest(checkpoint_path(run_directory, step)).identity.run
                 break
         run_directory.mkdir(parents=True, exist_ok=True)
@@ -274,7 +274,7 @@ def make_run_id(run_directory: Path) -> str:
             written = read_run_id(run_directory)
             if written is not None:
                 return written
-            write_whole(path, content, draft)  # over one that is damaged
+            write_whole(path, content, draft)  # over one that is corrupt
     return found
 
 
@@ -291,7 +291,8 @@ def steps(run_directory: Path) -> list[int]:
 def usable(
     run_directory: Path, warn: Callable[[str], None], contents: Contents = "small"
 ) -> Iterator[Path]:
-    """Checkpoints that are whole, newest first; each damaged one is named to `warn` on the way."""
+    """Checkpoints that are complete, newest first; each corrupt one is named to `warn` on the
+    way."""
     for step in reversed(steps(run_directory)):
         directory = checkpoint_path(run_directory, step)
         reason = damage(directory, contents)
@@ -302,12 +303,12 @@ def usable(
 
 
 def passed_over(step: int, reason: str) -> str:
-    """What is said about a damaged checkpoint that an older one stands in for."""
-    return f"checkpoint of step {step} is damaged and passed over: {reason}"
+    """What is said about a corrupt checkpoint that an older one stands in for."""
+    return f"checkpoint of step {step} is corrupt and passed over: {reason}"
 
 
 def find(run_directory: Path, step: int | None, contents: Contents = "all") -> Path:
-    """The checkpoint of `step`, or the newest whole one.
+    """The checkpoint of `step`, or the newest complete one.
 
     Raises CheckpointError without one.
     """
@@ -319,7 +320,7 @@ def find(run_directory: Path, step: int | None, contents: Contents = "all") -> P
             raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
         reason = damage(directory, contents)
         if reason is not None:
-            raise CheckpointError(f"checkpoint of step {step} is damaged: {reason}")
+            raise CheckpointError(f"checkpoint of step {step} is corrupt: {reason}")
         return directory
     reasons: list[str] = []
     newest = next(usable(run_directory, reasons.append, contents), None)
@@ -331,13 +332,13 @@ def find(run_directory: Path, step: int | None, contents: Contents = "all") -> P
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint. Raises DamagedCheckpointError."""
+    """`state.json` of a checkpoint. Raises CorruptCheckpointError."""
     try:
         state = json.loads((directory / STATE).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{directory / STATE}: unreadable ({error})") from error
+        raise CorruptCheckpointError(f"{directory / STATE}: unreadable ({error})") from error
     if not isinstance(state, dict):
-        raise DamagedCheckpointError(f"{directory / STATE}: not a JSON object")
+        raise CorruptCheckpointError(f"{directory / STATE}: not a JSON object")
     return state
 
 

@@ -114,7 +114,7 @@ def verify_weights(session: Session, weights: Weights) -> Sums:
     wrong = sorted({text for _, texts in everything for text in texts})
     if wrong:
         raise ModelError(
-            f"{weights.setting}: its files are damaged, or others than before -> restore them; if "
+            f"{weights.setting}: its files are corrupt, or others than before -> restore them; if "
             f"they are meant, remove the list:\n" + "\n".join(f"  {text}" for text in wrong)
         )
     return {path: found for own, _ in everything for path, found in own.items()}
@@ -150,5 +150,5 @@ def _find(directory: Path) -> Path:
         return checkpoints.find(directory, None, "small")
     reason = checkpoints.damage(directory)
     if reason is not None:
-        raise CheckpointError(f"damaged: {reason}")
+        raise CheckpointError(f"corrupt: {reason}")
     return directory

@@ -1,4 +1,4 @@
-"""What checkpoints a run has, for people. Changes nothing; imports no torch."""
+"""What checkpoints a run has, human-readable. Changes nothing; imports no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def describe_checkpoints(run_directory: Path) -> list[str]:
             (
                 str(step),
                 _size(directory),
-                "whole" if damage is None else "damaged",
+                "whole" if damage is None else "corrupt",
                 f"{loss:.4f}" if isinstance(loss, float) else "-",
                 _topology(document),
                 kept if damage is None else damage,
@@ -68,7 +68,7 @@ def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[
         if damage is None:
             yield f"step {number}: whole, {_size(directory)} compared with its checksums", True
         else:
-            yield f"step {number}: damaged: {damage}", False
+            yield f"step {number}: corrupt: {damage}", False
 
 
 def _steps(run_directory: Path) -> list[int]:

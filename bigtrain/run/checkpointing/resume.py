@@ -10,7 +10,7 @@ from typing import Any
 from bigtrain.data.samples.phases import Phase, differences, first_phase, next_phase
 from bigtrain.engine.checkpoint.snapshot import restore_engine
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import CheckpointError, DamagedCheckpointError
+from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.health import fencing
 from bigtrain.run.preflight import Inputs
@@ -60,9 +60,9 @@ _FREE_SECTIONS = {
 
 
 def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
-    """Go on from the newest whole checkpoint of the run directory, or begin. Collective.
+    """Go on from the newest complete checkpoint of the run directory, or begin. Collective.
 
-    A damaged one is passed over with a warning. Raises CheckpointError on every process if the
+    A corrupt one is passed over with a warning. Raises CheckpointError on every process if the
     checkpoint's run was another one, with what differs, or if none of those there are is whole.
     """
     usable = _usable(session)
@@ -73,7 +73,7 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
         tensors = directory / checkpoints.TENSORS
         try:
             restore_engine(engine, tensors, document["engine"], headers)
-        except DamagedCheckpointError as error:
+        except CorruptCheckpointError as error:
             # Found on all processes by what the reading of tensors checks.
             session.say(checkpoints.passed_over(document["step"], str(error)))
             continue
@@ -103,7 +103,7 @@ def _usable(session: Session) -> Iterator[str]:
         yield str(directory)
     if checkpoints.steps(session.directory):
         raise CheckpointError(
-            f"{session.directory}: every checkpoint is damaged, so the run cannot go on; mend one, "
+            f"{session.directory}: every checkpoint is corrupt, so the run cannot go on; fix one, "
             "or remove them all to begin anew"
         )
 
@@ -221,7 +221,7 @@ def acquire_run_directory(session: Session, state: TrainState) -> bool:
         if session.run_token is None:
             with writing(session.directory, OUTPUT_REMEDY):
                 session.run_token = fencing.acquire(session.directory, os.environ)
-            # A newer one that was passed over as damaged is so once more.
+            # A newer one that was passed over as corrupt is so once more.
             is_newest = max(checkpoints.steps(session.directory), default=0) <= state.step
         return is_newest, session.run_token.holder.generation
 

@@ -19,8 +19,8 @@ def reasons_to_keep(
 ) -> dict[int, list[str]]:
     """Why each checkpoint stays, by step; those that go are not in it.
 
-    Parameters: `held_out`, held-out loss in nats per token by step, of all whole checkpoints; None
-    where none was measured, which is never among the best. `good_step`: `newest_good` of them.
+    Parameters: `held_out`, held-out loss in nats per token by step, of all complete checkpoints;
+    None where none was measured, which is never among the best. `good_step`: `newest_good` of them.
     """
     reasons: dict[int, list[str]] = {}
     newest_first = sorted(held_out, reverse=True)
@@ -49,7 +49,7 @@ def retain(
 
     `permit` is called before every removal, and may raise.
 
-    Later ones go: they were damaged and passed over, or the run would stand there. Damaged ones do
+    Later ones go: they were corrupt and passed over, or the run would stand there. Corrupt ones do
     not count among the last, so that as many whole ones stay as were asked for; those that are to
     stay for good do, since a file may be missing for a moment only.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 from bigtrain.engine.checkpoint.snapshot import restore_engine
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import DamagedCheckpointError, TrainingError
+from bigtrain.errors import CorruptCheckpointError, TrainingError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.session import Session
 from bigtrain.run.state import GuardState, TrainState
@@ -30,7 +30,7 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
         tensors = directory / checkpoints.TENSORS
         try:
             restore_engine(engine, tensors, document["engine"], headers)
-        except DamagedCheckpointError as error:
+        except CorruptCheckpointError as error:
             session.say(checkpoints.passed_over(document["step"], str(error)))
             continue
         there = GuardState.from_json(document.get("guard"))

@@ -120,7 +120,7 @@ def close_written(
 
 
 def format_duration(seconds: float) -> str:
-    """`seconds` for people: 42s, 4m10s, 3h07m, 2d05h."""
+    """`seconds`, human-readable: 42s, 4m10s, 3h07m, 2d05h."""
     if not math.isfinite(seconds):
         return "?"
     whole = max(0, round(seconds))

@@ -76,7 +76,7 @@ class Trackers:
             except Exception as error:
                 self.finish()
                 raise LaunchError(
-                    f"logging.trackers = {name!r}: the tracker does not start: {error} -> mend "
+                    f"logging.trackers = {name!r}: the tracker does not start: {error} -> fix "
                     f"that, or take {name} out of the list"
                 ) from error
             self._trackers[name] = tracker

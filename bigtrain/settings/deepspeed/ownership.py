@@ -95,7 +95,8 @@ OPTIMIZER_PARAMETERS: Mapping[str, str] = {
 class Owned:
     """One key of the JSON whose value the run says.
 
-    ``run_value`` is what the run's key holds, for people; ``value`` the same as DeepSpeed is told.
+    ``run_value`` is what the run's key holds, human-readable; ``value`` the same as DeepSpeed is
+    told.
     """
 
     key: str

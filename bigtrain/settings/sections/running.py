@@ -23,7 +23,7 @@ class CheckpointSection(Section):
     every_steps: PositiveInt | None = Field(
         default=None, description="optimizer steps between saves; default: only at the end"
     )
-    keep_last: PositiveInt = Field(default=2, description="newest whole checkpoints kept")
+    keep_last: PositiveInt = Field(default=2, description="newest complete checkpoints kept")
     keep_every_steps: PositiveInt | None = Field(
         default=None, description="checkpoints of multiples of this many steps are kept for good"
     )

@@ -199,19 +199,19 @@ def test_no_such_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "--split held_out: " in capsys.readouterr().err
 
 
-def test_damaged_lengths(tmp_path: Path) -> None:
+def test_corrupt_lengths(tmp_path: Path) -> None:
     prefix = write_foreign(tmp_path / "x", [[3], [5], [2]])
     content = bytearray((tmp_path / "x.idx").read_bytes())
     struct.pack_into("<i", content, HEADER.size, -3)
     (tmp_path / "x.idx").write_bytes(content)
     for one_sequence in (True, False):
-        with pytest.raises(DataError, match=r"x\.idx is damaged: a document has negative length"):
+        with pytest.raises(DataError, match=r"x\.idx is corrupt: a document has negative length"):
             length_histogram([Shard(prefix)], one_sequence)
     write_foreign(prefix, [[3], [5], [2]])
     content = bytearray((tmp_path / "x.idx").read_bytes())
     struct.pack_into("<q", content, len(content) - 24, 9)
     (tmp_path / "x.idx").write_bytes(content)
-    with pytest.raises(DataError, match=r"x\.idx is damaged: documents after 0 are out of order"):
+    with pytest.raises(DataError, match=r"x\.idx is corrupt: documents after 0 are out of order"):
         length_histogram([Shard(prefix)], one_sequence=False)
 
 

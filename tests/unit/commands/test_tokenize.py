@@ -396,7 +396,7 @@ def test_verify(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     (copy / "held_out-00000.idx").unlink()
     assert bigtrain("verify", copy) == 2
     error = capsys.readouterr().err
-    assert f"{copy}/train-00001.bin is damaged: its checksum is not the manifest's" in error
+    assert f"{copy}/train-00001.bin is corrupt: its checksum is not the manifest's" in error
     assert f"{copy}/held_out-00000.idx cannot be read: No such file or directory" in error
     assert len(error.splitlines()) == 2
 

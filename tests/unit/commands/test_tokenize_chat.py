@@ -16,7 +16,7 @@ from bigtrain.cli import main
 from bigtrain.data.chat.encoder import ChatEncoder
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import read_manifest
-from bigtrain.data.shards.verification import damaged_files
+from bigtrain.data.shards.verification import corrupt_files
 from tests.support.chats import CHATML, QWEN3, chat_tokenizer, save_chat_tokenizer, turns, unmarked
 
 CHATS = [turns(f"What is {n} + {n}?", f"It is {2 * n}." + " é🙂" * (n % 3)) for n in range(60)] + [
@@ -84,9 +84,9 @@ def test_tokens_and_masks(
     assert manifest.is_masked
     assert manifest.options.chat
     assert manifest.options.text_keys == ("messages",)
-    assert damaged_files(tmp_path / "d") == []
+    assert corrupt_files(tmp_path / "d") == []
     (tmp_path / "d" / "train-00000.mask").unlink()
-    assert "train-00000.mask cannot be read" in damaged_files(tmp_path / "d")[0]
+    assert "train-00000.mask cannot be read" in corrupt_files(tmp_path / "d")[0]
 
 
 @pytest.mark.parametrize("form", ["workers", "parquet", "strings", "arrow", "json", "saved"])

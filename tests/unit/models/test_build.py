@@ -577,7 +577,7 @@ def test_an_export_lists_the_checksums_of_its_weights(
     content[-9] ^= 1
     files[1].write_bytes(content)
     assert bigtrain(["verify", "--model", str(output)]) == 2
-    assert f"{output} is damaged: {files[1].name} has" in capsys.readouterr().err
+    assert f"{output} is corrupt: {files[1].name} has" in capsys.readouterr().err
     (output / "checksums.json").unlink()
     assert bigtrain(["verify", "--model", str(output)]) == 2
     assert "has no checksums.json, which `bigtrain export` writes" in capsys.readouterr().err

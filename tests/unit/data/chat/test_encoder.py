@@ -18,7 +18,7 @@ from bigtrain.data.chat.encoder import ChatEncoder
 from bigtrain.data.documents.conversations import ConversationError, conversation_bytes
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import FAST_ENCODERS, Encoder, ReferenceEncoder
-from bigtrain.data.tokenizers.tokenizer import _describe
+from bigtrain.data.tokenizers.tokenizer import describe
 from bigtrain.errors import DataError
 from tests.support.chats import (
     CHATML,
@@ -46,7 +46,7 @@ def encoder_of(
     trusted: bool = False,
     kind: type[Encoder] = ReferenceEncoder,
 ) -> ChatEncoder:
-    tokenizer = _describe("test", tokenizer_of(template, normalizer))
+    tokenizer = describe("test", tokenizer_of(template, normalizer))
     reference = tokenizer.encoder(True, ends=False)
     encoder = kind(reference.tokenizer_json, None, True)
     return ChatEncoder(encoder, reference, tokenizer.chat_template(), trusted)
@@ -383,7 +383,7 @@ def test_tokenizers_without_bytes_take_the_slow_way() -> None:
         "{% generation %}{{ m.content }} {% endgeneration %}{% else %}{{ m.content }}{% endif %}"
         "{% endfor %}"
     )
-    described = _describe("test", tokenizer)
+    described = describe("test", tokenizer)
     reference = described.encoder(True, ends=False)
     encoder = ChatEncoder(reference, reference, described.chat_template(), False)
     assert chat._token_bytes(orjson.loads(reference.tokenizer_json)) is None
@@ -395,7 +395,7 @@ def test_tokenizers_without_bytes_take_the_slow_way() -> None:
 
 
 def encoder_for(huggingface: Any) -> ChatEncoder:
-    described = _describe("test", huggingface)
+    described = describe("test", huggingface)
     reference = described.encoder(True, ends=False)
     return ChatEncoder(reference, reference, described.chat_template(), False)
 
@@ -449,7 +449,7 @@ def test_control_tokens_that_a_normalizer_makes() -> None:
 
 
 def test_templates_that_are_none(tmp_path: Path) -> None:
-    tokenizer = _describe("mine", chat_tokenizer(None))
+    tokenizer = describe("mine", chat_tokenizer(None))
     with pytest.raises(
         DataError, match="tokenizer mine has no chat template -> give one: --chat-t"
     ):
@@ -463,21 +463,21 @@ def test_templates_that_are_none(tmp_path: Path) -> None:
     file.write_text(CHATML)
     given = tokenizer.chat_template(file)
     assert given.marks_assistant(None)
-    assert given.hash == _describe("other", tokenizer_of(CHATML)).chat_template().hash
-    assert given.hash != _describe("other", tokenizer_of(LLAMA3)).chat_template().hash
+    assert given.hash == describe("other", tokenizer_of(CHATML)).chat_template().hash
+    assert given.hash != describe("other", tokenizer_of(LLAMA3)).chat_template().hash
 
 
 def test_templates_that_write_the_date(caplog: pytest.LogCaptureFixture) -> None:
-    _describe("plain", chat_tokenizer(CHATML)).chat_template()
+    describe("plain", chat_tokenizer(CHATML)).chat_template()
     assert not caplog.records
     dated = "{{ strftime_now('%d %b %Y') }}" + CHATML
-    _describe("dated", chat_tokenizer(dated)).chat_template()
+    describe("dated", chat_tokenizer(dated)).chat_template()
     assert "the chat template of dated writes the date of the day" in caplog.text
 
 
 def test_one_template_for_tools_and_one_for_none() -> None:
     tokenizer = chat_tokenizer({"default": CHATML, "tool_use": QWEN3})
-    described = _describe("test", tokenizer)
+    described = describe("test", tokenizer)
     reference = described.encoder(True, ends=False)
     encoder = ChatEncoder(reference, reference, described.chat_template(), False)
     messages = turns("a", "b")

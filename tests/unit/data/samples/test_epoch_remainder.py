@@ -136,7 +136,7 @@ def joined_number(phase: Phase, sizes: list[int], sample: int) -> int | None:
     raise AssertionError
 
 
-def test_a_damaged_piece_is_named(paths: list[Path], tmp_path: Path) -> None:
+def test_a_corrupt_piece_is_named(paths: list[Path], tmp_path: Path) -> None:
     copy = forget_blocks(write_dataset(tmp_path / "copy", vocab_size=50, num_documents=40))
     run, phase, datasets = longer([copy])
     (source,) = phase.read
@@ -147,7 +147,7 @@ def test_a_damaged_piece_is_named(paths: list[Path], tmp_path: Path) -> None:
     (copy / "train_00000.bin").write_bytes(content.tobytes())
     plan = BatchPlan(GLOBAL, GLOBAL, 1, 1, NEW)
     with closing(open_training_data(run, plan, 0, phase)) as batches:
-        with pytest.raises(DataError, match=r" and tokens .* are damaged: one of them is"):
+        with pytest.raises(DataError, match=r" and tokens .* are corrupt: one of them is"):
             batches.step(READ)
         assert isinstance(batches.dataset, MixedSamples)
         samples = batches.dataset.sources[0]

@@ -236,14 +236,14 @@ def test_too_few_documents(plain: Path) -> None:
     assert f"are {report.plan.num_packs} samples of 48 tokens" in str(problem)
 
 
-def test_damaged_index(plain: Path, tmp_path: Path) -> None:
+def test_corrupt_index(plain: Path, tmp_path: Path) -> None:
     copy = write_dataset(tmp_path / "copy", vocab_size=97)
     index = copy / "train_00000.idx"
     content = bytearray(index.read_bytes())
     content[-8:] = np.array([10**6], "<i8").tobytes()
     index.write_bytes(content)
     (problem,) = problems_of({"path": str(copy)})
-    assert "train_00000.idx is damaged: the checksum of bytes 0 to " in str(problem)
+    assert "train_00000.idx is corrupt: the checksum of bytes 0 to " in str(problem)
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def opened(tmp_path: Path) -> TokenDataset:
 
 
 @pytest.mark.parametrize("damage", ["row_ends", "starts", "lengths"])
-def test_damaged_plan(opened: TokenDataset, damage: str) -> None:
+def test_corrupt_plan(opened: TokenDataset, damage: str) -> None:
     plan = open_plan(opened, "train", LENGTH, "cut")
     assert plan.path is not None
     content = bytearray(plan.path.read_bytes())
@@ -267,7 +267,7 @@ def test_damaged_plan(opened: TokenDataset, damage: str) -> None:
     config = config_for({"path": str(opened.path)})
     samples = plan.num_packs
     with closing(open_training_data(config, BatchPlan(samples, samples, 1, 1, LENGTH), 0)) as data:
-        with pytest.raises(DataError, match=rf"the packing plan {plan.path} is damaged -> remove"):
+        with pytest.raises(DataError, match=rf"the packing plan {plan.path} is corrupt -> remove"):
             data.step(0)
 
 
@@ -275,7 +275,7 @@ def test_a_shortened_mask_is_found(opened: TokenDataset) -> None:
     samples = packed_documents(config_for({"path": str(opened.path)}), opened, "train")
     (opened.path / "train_00000.mask").write_bytes(b"")
     config = config_for({"path": str(opened.path)})
-    with pytest.raises(DataError, match=r"train_00000\.mask is damaged: 0 bytes"):
+    with pytest.raises(DataError, match=r"train_00000\.mask is corrupt: 0 bytes"):
         open_training_data(config, BatchPlan(4, 4, 1, 1, LENGTH), 0)
     starts, lengths = np.array([0]), np.array([20])
     with pytest.raises(DataError, match=r"train_00000\.mask ends at byte 0"):
@@ -297,7 +297,7 @@ def test_no_document_with_a_target(opened: TokenDataset) -> None:
         packed_documents(config_for({"path": str(opened.path)}), opened, "train")
 
 
-def test_damaged_tokens_are_named(opened: TokenDataset) -> None:
+def test_corrupt_tokens_are_named(opened: TokenDataset) -> None:
     samples = packed_documents(config_for({"path": str(opened.path)}), opened, "train")
     assert isinstance(samples, PackedDocuments)
     assert isinstance(samples.plan, PackingPlan)

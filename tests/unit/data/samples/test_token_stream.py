@@ -77,7 +77,7 @@ def test_tokens_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
     path.write_bytes(content.tobytes())
     reader = BatchReader(PackedWindows(stream, 10), BatchOptions())
     assert reader.read(np.array([1, 2]), 2).input_ids.shape == (2, 10)
-    expected = r"tokens 0 to 11 of .*train_00000\.bin are damaged: one of them is .* or 50, the voc"
+    expected = r"tokens 0 to 11 of .*train_00000\.bin are corrupt: one of them is .* or 50, the voc"
     with pytest.raises(DataError, match=expected):
         reader.read(np.array([2, 0]), 2)
 
@@ -169,7 +169,7 @@ def test_documents_of_several_sequences_have_one_beginning(tmp_path: Path) -> No
 @given(
     places=st.lists(st.tuples(st.integers(34, 300), st.integers(0, 255)), min_size=1, max_size=20)
 )
-def test_a_damaged_index_gives_positions_or_an_error(
+def test_a_corrupt_index_gives_positions_or_an_error(
     tmp_path: Path, places: list[tuple[int, int]]
 ) -> None:
     """Whatever stands in it, nothing outside of the window is read or written."""

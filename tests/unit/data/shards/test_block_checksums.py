@@ -19,7 +19,7 @@ from bigtrain.data.loading.loader import open_held_out, open_training_data
 from bigtrain.data.shards.block_checksums import BLOCK_BYTES, BlockHasher, read_blocks
 from bigtrain.data.shards.dataset import TokenDataset, open_dataset, open_sources
 from bigtrain.data.shards.manifest import read_manifest
-from bigtrain.data.shards.verification import damaged_files
+from bigtrain.data.shards.verification import corrupt_files
 from bigtrain.errors import DataError
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
@@ -81,7 +81,7 @@ def test_what_is_whole_is_read(masked: Path, mode: str) -> None:
     assert (masked / "train_00000.bin").stat().st_size > 4 * BLOCK_BYTES
     read_epoch(masked, mode)
     read_epoch(masked, mode, (open_dataset(masked, check="contents"),))
-    assert damaged_files(masked) == []
+    assert corrupt_files(masked) == []
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -98,7 +98,7 @@ def test_any_flipped_bit_is_found_by_default(copy: Path, mode: str, suffix: str)
         num_bits = 16 * ((num_bits // 16 - 1) // LENGTH * LENGTH)
     for bit in np.linspace(0, num_bits - 1, 20).astype(int).tolist():
         flip(path, bit)
-        with pytest.raises(DataError, match=rf"{path} .*is damaged: .* -> ") as raised:
+        with pytest.raises(DataError, match=rf"{path} .*is corrupt: .* -> ") as raised:
             read_epoch(copy, mode)
         if suffix in ("bin", "mask"):
             low = bit // 8 // BLOCK_BYTES * BLOCK_BYTES
@@ -115,7 +115,7 @@ def test_zeroed_index_block_is_found_before_a_process_group(copy: Path) -> None:
     path.write_bytes(content)
     config = run_of(copy, "packed")
     (problem,) = check_datasets(config, open_sources(config.data))
-    assert f"{path} is damaged: the checksum of bytes 0 to {len(content)} is" in str(problem)
+    assert f"{path} is corrupt: the checksum of bytes 0 to {len(content)} is" in str(problem)
 
 
 @pytest.mark.parametrize("mode", ["concatenated", "isolated"])
@@ -136,7 +136,7 @@ def test_files_of_another_dataset_of_the_same_size(
     sums = bytearray((copy / "train_00000.blocks").read_bytes())
     sums[32:40] = hasher.finish()[:1].tobytes()
     (copy / "train_00000.blocks").write_bytes(sums)
-    with pytest.raises(DataError, match=r"train_00000\.blocks is damaged: its checksum is"):
+    with pytest.raises(DataError, match=r"train_00000\.blocks is corrupt: its checksum is"):
         read_epoch(copy, mode)
 
 

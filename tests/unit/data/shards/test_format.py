@@ -1,4 +1,4 @@
-"""The shard format byte for byte, and what becomes of damaged files."""
+"""The shard format byte for byte, and what becomes of corrupt files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_damaged_index_is_refused(tmp_path: Path, data: st.DataObject) -> None:
+def test_corrupt_index_is_refused(tmp_path: Path, data: st.DataObject) -> None:
     """Any truncation, growth or bit flip either still gives the same documents or a DataError."""
     content = bytearray(EXPECTED_IDX)
     action = data.draw(st.sampled_from(["flip", "cut", "grow"]))
@@ -124,7 +124,7 @@ def test_damaged_index_is_refused(tmp_path: Path, data: st.DataObject) -> None:
 def test_truncated_tokens_are_refused(tmp_path: Path, kept: int) -> None:
     write_small(tmp_path)
     (tmp_path / "small.bin").write_bytes(EXPECTED_BIN[:kept])
-    with pytest.raises(DataError, match=r"small\.idx is damaged"):
+    with pytest.raises(DataError, match=r"small\.idx is corrupt"):
         Shard(tmp_path / "small").check_index()
 
 
@@ -134,7 +134,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def damaged(dataset: Path, tmp_path: Path) -> Path:
+def corrupt(dataset: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(dataset, tmp_path / "copy"))
 
 
@@ -155,62 +155,62 @@ def test_missing_directory_and_manifest(tmp_path: Path) -> None:
         open_dataset(tmp_path / "file")
 
 
-def test_missing_and_shortened_shards(damaged: Path) -> None:
-    shard = damaged / "train_00000.bin"
+def test_missing_and_shortened_shards(corrupt: Path) -> None:
+    shard = corrupt / "train_00000.bin"
     content = shard.read_bytes()
     shard.write_bytes(content[:-2])
-    with pytest.raises(DataError, match=r"train_00000\.bin is damaged: bytes .* the manifest says"):
-        open_dataset(damaged, check="sizes")
+    with pytest.raises(DataError, match=r"train_00000\.bin is corrupt: bytes .* the manifest says"):
+        open_dataset(corrupt, check="sizes")
     shard.unlink()
     with pytest.raises(DataError, match=r"train_00000\.bin cannot be read: No such file"):
-        open_dataset(damaged)
+        open_dataset(corrupt)
     shard.write_bytes(content[:-2] + bytes([content[-2] ^ 1, content[-1]]))
-    open_dataset(damaged)
-    with pytest.raises(DataError, match=r"train_00000\.bin is damaged: its checksum"):
-        open_dataset(damaged, check="contents")
+    open_dataset(corrupt)
+    with pytest.raises(DataError, match=r"train_00000\.bin is corrupt: its checksum"):
+        open_dataset(corrupt, check="contents")
 
 
-def test_empty_dataset(damaged: Path) -> None:
-    tree = json.loads((damaged / MANIFEST_NAME).read_text())
+def test_empty_dataset(corrupt: Path) -> None:
+    tree = json.loads((corrupt / MANIFEST_NAME).read_text())
     tree["splits"]["train"] = []
-    (damaged / MANIFEST_NAME).write_text(json.dumps(tree))
+    (corrupt / MANIFEST_NAME).write_text(json.dumps(tree))
     with pytest.raises(DataError, match="is empty: its training split holds 0 tokens"):
-        open_dataset(damaged)
+        open_dataset(corrupt)
 
 
-def test_manifest_of_another_version(damaged: Path) -> None:
-    tree = json.loads((damaged / MANIFEST_NAME).read_text())
+def test_manifest_of_another_version(corrupt: Path) -> None:
+    tree = json.loads((corrupt / MANIFEST_NAME).read_text())
     tree["version"] = 1
-    (damaged / MANIFEST_NAME).write_text(json.dumps(tree))
+    (corrupt / MANIFEST_NAME).write_text(json.dumps(tree))
     with pytest.raises(DataError, match="has format version 1; this bigtrain reads 2"):
-        read_manifest(damaged)
+        read_manifest(corrupt)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", ".hidden", ""])
-def test_manifest_cannot_name_files_elsewhere(damaged: Path, name: str) -> None:
-    tree = json.loads((damaged / MANIFEST_NAME).read_text())
+def test_manifest_cannot_name_files_elsewhere(corrupt: Path, name: str) -> None:
+    tree = json.loads((corrupt / MANIFEST_NAME).read_text())
     tree["splits"]["train"][0]["name"] = name
-    (damaged / MANIFEST_NAME).write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=r"manifest\.json is damaged: splits\.train"):
-        open_dataset(damaged)
+    (corrupt / MANIFEST_NAME).write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=r"manifest\.json is corrupt: splits\.train"):
+        open_dataset(corrupt)
 
 
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_damaged_manifest_is_refused_or_harmless(damaged: Path, data: st.DataObject) -> None:
-    original = (damaged / MANIFEST_NAME.replace("manifest", "original")).with_suffix(".keep")
+def test_corrupt_manifest_is_refused_or_harmless(corrupt: Path, data: st.DataObject) -> None:
+    original = (corrupt / MANIFEST_NAME.replace("manifest", "original")).with_suffix(".keep")
     if not original.exists():
-        original.write_bytes((damaged / MANIFEST_NAME).read_bytes())
+        original.write_bytes((corrupt / MANIFEST_NAME).read_bytes())
     content = bytearray(original.read_bytes())
     if data.draw(st.booleans()):
         del content[data.draw(st.integers(0, len(content) - 1)) :]
     else:
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    (damaged / MANIFEST_NAME).write_bytes(content)
+    (corrupt / MANIFEST_NAME).write_bytes(content)
     try:
-        opened = open_dataset(damaged)
+        opened = open_dataset(corrupt)
     except DataError:
         return
     for split in ("train", "held_out"):

@@ -1,4 +1,4 @@
-"""The loss mask beside the tokens: its bytes, and what becomes of damaged files."""
+"""The loss mask beside the tokens: its bytes, and what becomes of corrupt files."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_missing_mask_is_refused(copy: Path) -> None:
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_damaged_mask_is_refused(copy: Path, data: st.DataObject) -> None:
+def test_corrupt_mask_is_refused(copy: Path, data: st.DataObject) -> None:
     content = bytearray(EXPECTED_MASK)
     action = data.draw(st.sampled_from(["flip", "cut", "grow"]))
     if action == "flip":
@@ -131,10 +131,10 @@ def test_damaged_mask_is_refused(copy: Path, data: st.DataObject) -> None:
     (copy / "train-00000.mask").write_bytes(content)
     if action == "flip":
         open_dataset(copy, check="sizes")
-        with pytest.raises(DataError, match=r"train-00000\.mask is damaged: its checksum"):
+        with pytest.raises(DataError, match=r"train-00000\.mask is corrupt: its checksum"):
             open_dataset(copy, check="contents")
     else:
-        with pytest.raises(DataError, match=r"\.mask is damaged: \d+ bytes, 10 tokens have 2"):
+        with pytest.raises(DataError, match=r"\.mask is corrupt: \d+ bytes, 10 tokens have 2"):
             open_dataset(copy, check="sizes")
 
 
@@ -150,7 +150,7 @@ def test_manifest_contradicts_itself(copy: Path, changes: dict[str, object], mes
     tree = json.loads((copy / MANIFEST_NAME).read_text())
     tree["splits"]["train"][0].update(changes)
     (copy / MANIFEST_NAME).write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=f"manifest.json is damaged: splits.train.0: {message}"):
+    with pytest.raises(DataError, match=f"manifest.json is corrupt: splits.train.0: {message}"):
         open_dataset(copy)
 
 

@@ -155,7 +155,7 @@ def test_progress_and_what_is_left(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("compression", COMPRESS)
 @pytest.mark.parametrize("damage", ["cut", "garbage", "other content", "empty"])
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_damaged_file_is_named(tmp_path: Path, kind: str, damage: str, compression: str) -> None:
+def test_a_corrupt_file_is_named(tmp_path: Path, kind: str, damage: str, compression: str) -> None:
     path = packed(tmp_path / "in", kind, compression)
     whole = path.read_bytes()
     path.write_bytes(

@@ -81,7 +81,7 @@ def test_several_zstd_frames_and_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [s for s in COMPRESS if s])
 @pytest.mark.parametrize("damage", ["cut", "garbage"])
-def test_damaged_compression_is_never_the_end_of_the_data(
+def test_corrupt_compression_is_never_the_end_of_the_data(
     tmp_path: Path, suffix: str, damage: str
 ) -> None:
     content = COMPRESS[suffix](lines([f"{n * n}" for n in range(5000)]))

@@ -132,7 +132,7 @@ def test_an_unfinished_dataset_redoes_what_holds_something_else(
     assert len(before) >= 6
     touch(same)
     change_in_secret(other)
-    broken.write_text('{"text": "mended"}\n')
+    broken.write_text('{"text": "fixed"}\n')
     caplog.clear()
     assert bigtrain(folder, tokenizer, output) == 0
     assert f"{len(before)} finished parts are compared with what these hold now" in caplog.text
@@ -162,7 +162,7 @@ def test_bad_rows_of_csv_are_no_other_content(
     folder.mkdir()
     source = write(folder / "a.csv", texts(1) * 3)
     source.write_bytes(source.read_bytes() + b"\xff\n")
-    (folder / "b.txt.gz").write_bytes(b"damaged")
+    (folder / "b.txt.gz").write_bytes(b"corrupt")
     words = ["tokenize", "--input", folder, "--tokenizer", tokenizer, "--output", output]
     words += ["--suffix", ".csv", "--suffix", ".txt", "--shard-size", 8000, "--skip-bad"]
     arguments = [str(word) for word in words]
@@ -170,7 +170,7 @@ def test_bad_rows_of_csv_are_no_other_content(
     (shard,) = output.glob(".units/*.train.bin")
     inode = shard.stat().st_ino
     touch(source)
-    write(folder / "b.txt.gz", ["mended"])
+    write(folder / "b.txt.gz", ["fixed"])
     assert main(arguments) == 0
     assert "1 finished parts are compared with what these hold now" in caplog.text
     assert (output / "train-00000.bin").stat().st_ino == inode

@@ -150,7 +150,7 @@ def test_units_are_the_input(
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "arrow_stream"])
-def test_damaged_tables(kind: str, tmp_path: Path) -> None:
+def test_corrupt_tables(kind: str, tmp_path: Path) -> None:
     path = write_input(tmp_path, kind)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])

@@ -30,7 +30,7 @@ from bigtrain.engine.checkpoint.tensor_files import (
     verify_parts,
     write_parts,
 )
-from bigtrain.errors import DamagedCheckpointError
+from bigtrain.errors import CorruptCheckpointError
 from tests.support.worlds import ROOT
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -139,7 +139,7 @@ def test_every_rectangle_of_every_cut_is_read(data: st.DataObject, tmp_path_fact
         for path in directory.iterdir():
             path.unlink()
         write(directory, *([part_of("m/a", tensor, box)] for box in wrong))
-        with pytest.raises(DamagedCheckpointError):
+        with pytest.raises(CorruptCheckpointError):
             find_parts(directory)
 
 
@@ -162,7 +162,7 @@ def test_boxes_that_do_not_tile_are_refused(data: st.DataObject, tmp_path_factor
     if (counts == 1).all():
         assert len(find_parts(directory)["m/a"]) == len(boxes)
     else:
-        with pytest.raises(DamagedCheckpointError, match="missing"):
+        with pytest.raises(CorruptCheckpointError, match="missing"):
             find_parts(directory)
 
 
@@ -183,10 +183,10 @@ def test_a_part_of_several_blocks_is_verified_where_it_is_read(tmp_path: Path) -
         lazy.fill((begin, 1), out)
         assert torch.equal(out, tensor[begin:end, 1:-1])
     for begin, end in ((0, 40), (19, 21), (29, 31)):
-        with pytest.raises(DamagedCheckpointError, match="contents do not match their checksum"):
+        with pytest.raises(CorruptCheckpointError, match="contents do not match their checksum"):
             lazy.fill((begin, 0), torch.empty(end - begin, columns))
     [parts] = find_parts(tmp_path).values()
-    with pytest.raises(DamagedCheckpointError, match="contents do not match their checksum"):
+    with pytest.raises(CorruptCheckpointError, match="contents do not match their checksum"):
         verify_parts(parts)
 
 
@@ -209,7 +209,7 @@ def small_checkpoint(directory: Path) -> tuple[dict[str, str], dict[str, torch.T
 def assert_refused_or_same(directory: Path, headers: dict[str, str], tensors: Any) -> bool:
     try:
         found = {key: lazy.read() for key, lazy in open_tensors(directory, headers).items()}
-    except DamagedCheckpointError:
+    except CorruptCheckpointError:
         return True
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
@@ -327,7 +327,7 @@ def test_the_header_that_the_next_tests_spoil_is_right(tmp_path: Path) -> None:
 )
 def test_a_header_that_does_not_hold_together(where: str, value: object, tmp_path: Path) -> None:
     path = write_raw(tmp_path, changed(where, value))
-    with pytest.raises(DamagedCheckpointError, match=str(tmp_path)):
+    with pytest.raises(CorruptCheckpointError, match=str(tmp_path)):
         find_parts(tmp_path)
     assert path.stat().st_size < 4096
 
@@ -342,7 +342,7 @@ TWICE = json.dumps(HEADER).replace('"m/b@0,0": {', '"m/a@0": {', 1).encode()
 )
 def test_a_header_of_garbage(header: bytes, tmp_path: Path) -> None:
     write_raw(tmp_path, header)
-    with pytest.raises(DamagedCheckpointError, match=str(tmp_path)):
+    with pytest.raises(CorruptCheckpointError, match=str(tmp_path)):
         find_parts(tmp_path)
 
 
@@ -351,7 +351,7 @@ def test_a_length_that_cannot_be(length: int, tmp_path: Path) -> None:
     path = write_raw(tmp_path, b"", b"{" + bytes(30))
     contents = path.read_bytes()
     path.write_bytes(length.to_bytes(8, "little") + contents[8:])
-    with pytest.raises(DamagedCheckpointError, match=str(tmp_path)):
+    with pytest.raises(CorruptCheckpointError, match=str(tmp_path)):
         find_parts(tmp_path)
 
 
@@ -361,12 +361,12 @@ def test_files_of_two_saves_do_not_mix(tmp_path: Path) -> None:
     for other in (Identity("f" * 16, 7), Identity(IDENTITY.run, 8), Identity(IDENTITY.run, 7, "x")):
         write(tmp_path, *halves)
         write_parts(tmp_path / file_name(1), other, 1, halves[1])
-        with pytest.raises(DamagedCheckpointError, match=r"rank-00001.*is of run .*, and not of"):
+        with pytest.raises(CorruptCheckpointError, match=r"rank-00001.*is of run .*, and not of"):
             find_parts(tmp_path)
 
 
 def test_nothing_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(DamagedCheckpointError, match="holds no tensors"):
+    with pytest.raises(CorruptCheckpointError, match="holds no tensors"):
         find_parts(tmp_path)
-    with pytest.raises(DamagedCheckpointError, match=r"rank-00000\.safetensors: cannot be read"):
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors: cannot be read"):
         find_parts(tmp_path, {file_name(0): "0" * 16})

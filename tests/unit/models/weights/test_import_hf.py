@@ -191,7 +191,7 @@ def test_other_tensors_are_refused_by_name(change: str, tmp_path: Path) -> None:
     assert said in refusal(tmp_path)
 
 
-def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
+def test_missing_and_corrupt_files_are_refused(tmp_path: Path) -> None:
     save("llama", tmp_path / "sharded", max_shard_size="20KB")
     index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text())
     shard = sorted(set(index["weight_map"].values()))[1]

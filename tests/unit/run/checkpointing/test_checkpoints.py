@@ -220,7 +220,7 @@ def test_starts_that_overlap_agree_on_the_run_s_id(
     assert (tmp_path / checkpoints.RUN_ID).read_text() == f"{first}\n"
 
 
-def test_a_damaged_run_id_is_written_anew(tmp_path: Path) -> None:
+def test_a_corrupt_run_id_is_written_anew(tmp_path: Path) -> None:
     (tmp_path / checkpoints.RUN_ID).write_text("not an id")
     own = checkpoints.make_run_id(tmp_path)
     assert (tmp_path / checkpoints.RUN_ID).read_text() == f"{own}\n"
@@ -253,9 +253,9 @@ def test_newest_valid_passes_over_damage_and_says_so(tmp_path: Path) -> None:
     said: list[str] = []
     assert newest(tmp_path, said.append) == checkpoints.checkpoint_path(tmp_path, 20)
     assert len(said) == 2
-    assert "checkpoint of step 40 is damaged and passed over" in said[0]
+    assert "checkpoint of step 40 is corrupt and passed over" in said[0]
     assert "state.json: missing" in said[0]
-    assert "checkpoint of step 30 is damaged and passed over" in said[1]
+    assert "checkpoint of step 30 is corrupt and passed over" in said[1]
 
 
 def test_find_names_what_there_is(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_find_names_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint of step 15; steps: 10, 20"):
         checkpoints.find(tmp_path, 15)
     (checkpoints.checkpoint_path(tmp_path, 20) / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"checkpoint of step 20 is damaged: .*state\.json"):
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 20 is corrupt: .*state\.json"):
         checkpoints.find(tmp_path, 20)
     (checkpoints.checkpoint_path(tmp_path, 10) / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match="holds no usable checkpoint; checkpoint of step 20"):
@@ -309,7 +309,7 @@ def test_retain_removes_what_unfinished_saves_left(tmp_path: Path) -> None:
 
 
 def test_retain_never_gives_up_what_was_just_saved(tmp_path: Path) -> None:
-    """A run that went on from step 8, past a damaged step 12, and saved step 10."""
+    """A run that went on from step 8, past a corrupt step 12, and saved step 10."""
     for step in (8, 10, 12):
         write_checkpoint(tmp_path, step)
     (checkpoints.checkpoint_path(tmp_path, 12) / "state.json").unlink()
@@ -317,7 +317,7 @@ def test_retain_never_gives_up_what_was_just_saved(tmp_path: Path) -> None:
     assert checkpoints.steps(tmp_path) == [10]
 
 
-def test_commit_replaces_a_damaged_checkpoint_of_the_step(tmp_path: Path) -> None:
+def test_commit_replaces_a_corrupt_checkpoint_of_the_step(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 10)
     (directory / "state.json").unlink()
     assert write_checkpoint(tmp_path, 10) == directory

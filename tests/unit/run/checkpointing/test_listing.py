@@ -56,7 +56,7 @@ def test_checkpoints_lists_them(run: Path, capsys: pytest.CaptureFixture[str]) -
         ["10", "whole", "2.2500", "4 processes, ZeRO 3, tensor 2", "held-out loss 2.2500"],
         [
             "20",
-            "damaged",
+            "corrupt",
             "3.0000",
             "4 processes, ZeRO 3, tensor 2",
             f"{path}: {num_bytes - 1} bytes, should be {num_bytes}",
@@ -72,8 +72,8 @@ def test_verify_reads_every_byte(run: Path, capsys: pytest.CaptureFixture[str]) 
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[:2] for line in lines] == [
         ["step 10", lines[0].split(":")[1]],
-        ["step 20", " damaged"],
-        ["step 30", " damaged"],
+        ["step 20", " corrupt"],
+        ["step 30", " corrupt"],
         ["step 40", lines[3].split(":")[1]],
     ]
     assert lines[0].startswith("step 10: whole, ")
