@@ -4,6 +4,7 @@ PYTHON ?= python3
 # `make test-oldest` says others.
 VENV := .venv
 CONSTRAINTS := constraints.txt
+EXTRAS := dev,docs
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full test-oldest check format bench cluster-deps clean
+.PHONY: help install quickstart test test-full test-oldest check format docs reference bench cluster-deps clean
 
 help:
 	@echo "make install     create .venv with the exact versions of constraints.txt"
@@ -19,6 +20,7 @@ help:
 	@echo "make test        tests that take seconds;  make test-full: all of them"
 	@echo "make test-oldest the tests that take seconds, with the lowest versions of pyproject.toml (6 GB)"
 	@echo "make check       ruff and mypy;  make format: let ruff rewrite the files"
+	@echo "make docs        build the site of docs/ into site/;  make reference: write docs/reference/ anew"
 	@echo "make cluster-deps  Slurm, sshd, pdsh for tests/cluster (Debian, as root); without it they skip"
 	@echo "make bench       run every benchmark of benchmarks/ but the GPU's"
 	@echo "make clean       delete caches and build outputs (keeps .venv and runs/)"
@@ -35,7 +37,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) pip setuptools wheel
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) torch ninja numpy
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[dev]'
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $@
 
 quickstart: $(STAMP)
@@ -56,7 +58,7 @@ test-full: $(STAMP)
 
 # In an environment of its own; torch's own index of CPU builds would spare it the CUDA libraries.
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=dev
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -66,6 +68,16 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# A warning is an error: a page outside the navigation, a link that leads nowhere.
+# The variable is Material's own: without it, it advertises against MkDocs 2 at every build.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# What the pages of docs/reference/ say is in the code.
+reference: $(STAMP)
+	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/compatibility.py --output docs/compatibility.md
 
 bench: $(STAMP)
 	@set -e; for script in $(filter-out benchmarks/gpu_step.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
@@ -81,5 +93,5 @@ cluster-deps:
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES)
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

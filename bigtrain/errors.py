@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 EXIT_USER_ERROR = 2
+"""Something to fix; one text says what."""
 EXIT_STOPPED = 75
 """Stopped by a signal, saved, and not at its end: EX_TEMPFAIL of sysexits.h, try again later."""
 EXIT_HANG = 76

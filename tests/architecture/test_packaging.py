@@ -36,6 +36,7 @@ BROUGHT_ALONG = {"pyarrow": "datasets", "huggingface_hub": "transformers"}
 
 # With these the tests are not run, so their lower bounds are only what is known to work.
 LINTERS = {"mypy", "ruff", "types-PyYAML", "types-tqdm", "liger-kernel"}
+LINTERS |= {"mkdocs", "mkdocs-material"}
 
 
 def pins(file: str = "constraints.txt") -> dict[str, str]:

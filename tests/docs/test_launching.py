@@ -1,10 +1,9 @@
-"""Command lines in the pages on launching parse, and name what exists."""
+"""Command lines in the pages parse, and name what exists."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,8 @@ from bigtrain.cli import build_parser
 from bigtrain.train import build_parser as train_parser
 from tests.support.worlds import ROOT
 
-PAGES = ["README.md", "docs/launching.md", "hostfiles/README.md", "slurm/README.md"]
+PAGES = ["README.md", "hostfiles/README.md", "slurm/README.md"]
+PAGES += sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))
 
 
 def command_lines(page: str) -> list[list[str]]:
@@ -28,11 +28,17 @@ def command_lines(page: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES)
+WITH_COMMANDS = [page for page in PAGES if command_lines(page)]
+
+
+def test_pages_with_commands_are_found() -> None:
+    assert {"README.md", "docs/launching.md", "docs/tutorial.md"} < set(WITH_COMMANDS)
+    assert {"hostfiles/README.md", "slurm/README.md"} < set(WITH_COMMANDS)
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_command_lines_parse(page: str) -> None:
-    lines = command_lines(page)
-    assert lines
-    for words in lines:
+    for words in command_lines(page):
         if words[0] == "bigtrain":
             build_parser(words[1]).parse_args(words[1:])
         else:
@@ -40,7 +46,9 @@ def test_command_lines_parse(page: str) -> None:
             train_parser().parse_intermixed_args(arguments)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^):]+)\)", (ROOT / page).read_text()):
-        assert (Path(ROOT / page).parent / target).exists(), target
+def test_what_the_tutorial_types_is_typed_by_a_test() -> None:
+    """Training, saving and exporting on one machine: lines of README.md's job, which is run."""
+    typed = command_lines("README.md")
+    for words in command_lines("docs/tutorial.md"):
+        if "RUN.yaml" not in words and words[1] not in ("doctor", "launch"):
+            assert words in typed, words

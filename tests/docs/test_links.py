@@ -11,9 +11,10 @@ from tests.support.worlds import ROOT
 
 PAGES = sorted(
     page
-    for folder in (ROOT, *(ROOT / name for name in ("docs", "ds_configs", "hostfiles", "slurm")))
+    for folder in (ROOT, *(ROOT / name for name in ("ds_configs", "hostfiles", "slurm")))
     for page in folder.glob("*.md")
 )
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -34,6 +34,10 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in job.splitlines() if line[:1] not in "# "]
 
 
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
 def test_there_is_a_job() -> None:
     assert {words[0] for words in commands() if words} >= {"bigtrain", "deepspeed", "torchrun"}
 

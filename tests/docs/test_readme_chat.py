@@ -1,4 +1,4 @@
-"""The chat section of README.md, as it stands."""
+"""The page on conversations, as it stands."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from tests.support.worlds import ROOT
 
 
 def commands() -> list[list[str]]:
-    readme = (ROOT / "README.md").read_text()
-    section = readme[readme.index("## Chat data") :]
-    (block,) = re.findall(r"^```\n(.*?)^```", section, flags=re.M | re.S)[:1]
+    page = (ROOT / "docs/howto/chat.md").read_text()
+    (block,) = re.findall(r"^```\n(.*?)^```", page, flags=re.M | re.S)[:1]
     return [shlex.split(line) for line in block.splitlines()]
 
 
@@ -32,7 +31,7 @@ def test_arguments_exist() -> None:
 
 
 @pytest.mark.slow
-def test_the_section_as_it_stands(tmp_path: Path) -> None:
+def test_the_page_as_it_stands(tmp_path: Path) -> None:
     for name in ("bigtrain", "ds_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     tokenizer = chat_tokenizer(unmarked(CHATML))

@@ -1,0 +1,61 @@
+"""docs/reference/ says what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from bigtrain.cli import COMMANDS
+from bigtrain.settings.run_config import RunConfig
+from tests.support.worlds import ROOT
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference_tool", ROOT / "tools/reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_are_what_the_tool_writes(tool: ModuleType) -> None:
+    for name, text in tool.pages().items():
+        written = (ROOT / "docs/reference" / name).read_text(encoding="utf-8")
+        assert written == text, f"docs/reference/{name}: run `make reference`"
+
+
+def test_every_number_has_a_unit(tool: ModuleType) -> None:
+    without = [path for path, kind in tool.numeric_fields() if not tool.unit_of(path, kind)]
+    assert without == [], "name it by its unit, or add it to UNITS in tools/reference.py"
+    assert set(tool.UNITS) <= {path for path, _ in tool.numeric_fields()}
+
+
+def test_every_field_and_command_is_there(tool: ModuleType) -> None:
+    pages = tool.pages()
+    for section, field in RunConfig.model_fields.items():
+        for key in getattr(field.annotation, "model_fields", {}):
+            assert f"| `{section}.{key}` |" in pages["configuration.md"]
+    for name in COMMANDS:
+        assert f"\n## bigtrain {name}\n" in pages["commands.md"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "exactly one of data.path (one dataset) and data.sources (a mixture) must be set",
+        "model.config must name a model_type, for example model_type: llama",
+    ],
+)
+def test_texts_of_errors_are_there(tool: ModuleType, text: str) -> None:
+    assert f"| {text} |" in tool.pages()["errors.md"]
+
+
+def test_the_tool_needs_no_torch() -> None:
+    script = "import sys; import tools.reference as t; t.pages(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

@@ -1,0 +1,29 @@
+"""docs/troubleshooting.md quotes errors as bigtrain says them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.worlds import ROOT
+
+PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+TEXTS = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
+
+
+def quotes() -> list[str]:
+    """The first cells of the tables of texts."""
+    tables = re.findall(r"^\| you read .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, flags=re.M)
+    rows = [row for table in tables for row in table.splitlines()]
+    return [row.split("|")[1].strip() for row in rows]
+
+
+def test_there_are_quotes() -> None:
+    assert len(quotes()) > 20
+
+
+@pytest.mark.parametrize("quote", quotes())
+def test_every_quote_is_an_error_of_the_code(quote: str) -> None:
+    assert quote[0] == quote[-1] == "`"
+    assert quote.strip("`") in TEXTS, "correct the quote: the error has another text now"

@@ -1,0 +1,509 @@
+"""Write the pages of docs/reference/: what they say is read from the code.
+
+python tools/reference.py [--output docs/reference]
+
+One page each for the fields of the run YAML, the commands, the exit codes and errors, the fields of
+metrics.jsonl, and the texts of all errors. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from pydantic.fields import FieldInfo  # noqa: E402
+from pydantic_core import PydanticUndefined  # noqa: E402
+
+from bigtrain import errors  # noqa: E402
+from bigtrain.cli import COMMANDS, build_parser  # noqa: E402
+from bigtrain.run.reporting import metrics  # noqa: E402
+from bigtrain.settings.run_config import RunConfig, Section  # noqa: E402
+from bigtrain.train import build_parser as train_parser  # noqa: E402
+
+OUTPUT = ROOT / "docs" / "reference"
+_WRITTEN = "Written by `python tools/reference.py` from {source}; do not edit this page.\n"
+
+# Units of the numbers that the end of a field's name does not tell.
+UNITS = {
+    "batch.global_batch_size": "samples",
+    "batch.micro_batch_size": "samples",
+    "checkpoint.keep_best": "checkpoints",
+    "checkpoint.keep_last": "checkpoints",
+    "checkpoint.max_failures": "saves",
+    "data.sources.epochs": "epochs",
+    "data.sources.weight": "ratio",
+    "data.workers": "threads",
+    "evaluation.samples": "samples",
+    "guard.max_consecutive": "optimizer steps",
+    "guard.max_rollbacks": "rollbacks",
+    "guard.spike_sigma": "standard deviations",
+    "guard.window": "optimizer steps",
+    "model.gradient_checkpointing": "layers",
+    "optimizer.betas": "ratio",
+    "optimizer.clip_norm": "gradient norm",
+    "optimizer.eps": "root of the second moment",
+    "optimizer.lr": "per optimizer step",
+    "optimizer.weight_decay": "per lr",
+    "parallel.pipeline": "ranks",
+    "parallel.sequence": "ranks",
+    "parallel.tensor": "ranks",
+    "precision.initial_loss_scale_power": "power of 2",
+    "profile.ranks": "rank",
+    "profile.steps": "optimizer steps",
+    "seed": "none",
+    "train.steps": "optimizer steps",
+    "watchdog.straggler_factor": "ratio",
+}
+_SUFFIXES = {
+    "_seconds": "seconds",
+    "_steps": "optimizer steps",
+    "_length": "tokens",
+    "_tokens": "tokens",
+    "_ratio": "ratio",
+    "_gib": "GiB",
+    "_mib": "MiB",
+    "_bytes": "bytes",
+    "_fraction": "ratio",
+}
+
+# What the exit codes ask of whoever started the run.
+_START_AGAIN = {
+    "EXIT_USER_ERROR": "after it is fixed",
+    "EXIT_STOPPED": "yes, it goes on",
+    "EXIT_HANG": "yes, it goes on from its newest checkpoint",
+    "EXIT_SUPERSEDED": "no",
+}
+
+
+def pages() -> dict[str, str]:
+    """The text of every page, by the name of its file."""
+    return {
+        "configuration.md": _configuration(),
+        "commands.md": _commands(),
+        "exit_codes.md": _exit_codes(),
+        "metrics.md": _metrics(),
+        "errors.md": _error_texts(),
+    }
+
+
+# --- fields of the run YAML
+
+
+def _configuration() -> str:
+    source = "`bigtrain/settings/run_config.py` and `bigtrain/settings/sections/`"
+    parts = [
+        "# Run YAML\n",
+        _WRITTEN.format(source=source),
+        "Every field can also be given on the command line as `section.key=value`. A field without "
+        "a default is required. `bigtrain check --config RUN.yaml` shows the values that a run "
+        "gets. What DeepSpeed does with memory and communication is not here but in the "
+        "[DeepSpeed JSON](../howto/deepspeed_json.md).\n",
+    ]
+    own = []
+    for name, field in RunConfig.model_fields.items():
+        section = _section_of(field.annotation)
+        if section is None:
+            own.append((name, field))
+        else:
+            parts += _section(name, section)
+    parts += ["## Without a section\n", _field_table("", own)]
+    return "\n".join(parts)
+
+
+def _section(name: str, section: type[Section]) -> list[str]:
+    parts = [f"## {name}\n", _sentences(section.__doc__), _field_table(name, _fields(section))]
+    for key, field in section.model_fields.items():
+        nested = _section_of(field.annotation)
+        if nested is not None:
+            path = f"{name}.{key}"
+            parts += [f"### {path}\n", _sentences(nested.__doc__)]
+            parts += [_field_table(path, _fields(nested))]
+    return parts
+
+
+def _fields(section: type[Section]) -> list[tuple[str, FieldInfo]]:
+    return list(section.model_fields.items())
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, or each item of it."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    found = (_section_of(item) for item in get_args(annotation))
+    return next((section for section in found if section is not None), None)
+
+
+def _field_table(section: str, found: list[tuple[str, FieldInfo]]) -> str:
+    rows = ["| field | type | default | unit | meaning |", "|---|---|---|---|---|"]
+    for name, field in found:
+        path = f"{section}.{name}".lstrip(".")
+        cells = (
+            f"`{path}`",
+            _type_text(field.annotation, field.metadata),
+            _default_text(field),
+            unit_of(path, field.annotation),
+            _cell(field.description or ""),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def numeric_fields(
+    section: type[Section] = RunConfig, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Path and annotation of every field that takes numbers."""
+    for name, field in section.model_fields.items():
+        path = f"{prefix}.{name}".lstrip(".")
+        nested = _section_of(field.annotation)
+        if nested is not None:
+            yield from numeric_fields(nested, path)
+        elif _takes_numbers(field.annotation):
+            yield path, field.annotation
+
+
+def unit_of(path: str, annotation: Any) -> str:
+    """The unit of a field's numbers; empty where it takes none, or where none is known."""
+    if not _takes_numbers(annotation):
+        return ""
+    by_name = (unit for suffix, unit in _SUFFIXES.items() if path.endswith(suffix))
+    return UNITS.get(path) or next(by_name, "")
+
+
+def _takes_numbers(annotation: Any) -> bool:
+    if get_origin(annotation) is Literal:
+        return False
+    return annotation in (int, float) or any(map(_takes_numbers, get_args(annotation)))
+
+
+def _type_text(annotation: Any, constraints: list[Any]) -> str:
+    """A type as a user of YAML reads it, with the limits of its numbers."""
+    limits = _limits(constraints)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_text(arguments[0], list(arguments[1:]))
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        kinds = [_type_text(a, constraints) for a in arguments if a is not type(None)]
+        kinds += ["null"] if type(None) in arguments else []
+        return " or ".join(kinds)
+    if origin is tuple:
+        if arguments[1:] == (...,):
+            return f"list of {_type_text(arguments[0], [])}"
+        return f"list of {len(arguments)}: {', '.join(_type_text(a, []) for a in arguments)}"
+    if origin is dict:
+        return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "mapping (below)"
+    names: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
+    return names[annotation] + (limits if annotation in (int, float) else "")
+
+
+def _limits(constraints: list[Any]) -> str:
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    found: list[str] = []
+    for constraint in constraints:
+        for item in (constraint, *getattr(constraint, "metadata", ())):
+            for name, sign in signs.items():
+                limit = getattr(item, name, None)
+                if limit is not None:
+                    found.append(f"{sign} {limit:g}")
+    return f" {', '.join(found)}" if found else ""
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.default
+    if default is PydanticUndefined:
+        assert field.default_factory is not None
+        default = typing.cast("Any", field.default_factory)()
+    if default is None:
+        return "null"
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    if isinstance(default, tuple):
+        return f"`[{', '.join(map(str, default))}]`"
+    return f"`{default}`"
+
+
+# --- commands
+
+
+def _commands() -> str:
+    parts = [
+        "# Commands\n",
+        _WRITTEN.format(source="`bigtrain/commands/` and `bigtrain/train.py`"),
+        "`bigtrain COMMAND --help` says the same. [Exit codes](exit_codes.md) have a page of their "
+        "own.\n",
+        "| command | what it does |\n|---|---|",
+    ]
+    rows = [f"| [`bigtrain {n}`](#bigtrain-{n}) | {_cell(s)} |" for n, s in COMMANDS.items()]
+    parts += ["\n".join(rows), "| [`train.py`](#trainpy) | train; every launcher starts it |\n"]
+    for name in COMMANDS:
+        parser = _subparsers(build_parser(name))[name]
+        parts += _command(f"bigtrain {name}", parser, 2)
+    parts += _command("train.py", train_parser(), 2)
+    return "\n".join(parts)
+
+
+def _command(title: str, parser: argparse.ArgumentParser, level: int) -> list[str]:
+    parts = [f"{'#' * level} {title}\n"]
+    if parser.description:
+        parts.append(f"{_sentences(parser.description)}")
+    nested = _subparsers(parser)
+    rows = [row for row in map(_argument, parser._actions) if row]
+    if rows:
+        parts.append("| argument | meaning |\n|---|---|\n" + "\n".join(rows) + "\n")
+    if parser.epilog:
+        parts.append(f"{_sentences(parser.epilog)}")
+    for name, subparser in nested.items():
+        parts += _command(f"{title} {name}", subparser, level + 1)
+    return parts
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return {name: sub for action in found for name, sub in action.choices.items()}
+
+
+def _argument(action: argparse.Action) -> str:
+    """A row for one argument; not argparse's own text, which every Python lays out otherwise."""
+    hidden = action.help == argparse.SUPPRESS
+    if hidden or isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):
+        return ""
+    value = action.metavar or action.dest
+    value = " ".join(value) if isinstance(value, tuple) else value
+    if action.choices is not None:
+        value = "{" + ",".join(map(str, action.choices)) + "}"
+    elif action.option_strings and action.metavar is None:
+        value = value.upper()
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    shown = f"{names} `{value}`" if names and action.nargs != 0 else names or f"`{value}`"
+    many = " ..." if action.nargs in ("*", "+") else ""
+    known = {**vars(action), "prog": "bigtrain", "metavar": value}
+    text = _cell((action.help or "") % known)
+    if action.required and action.option_strings:
+        text = f"(required) {text}"
+    elif action.nargs in ("*", "?") and not action.option_strings:
+        text = f"(optional) {text}"
+    return f"| {shown.replace('|', chr(92) + '|')}{many} | {text} |"
+
+
+# --- exit codes and errors
+
+
+def _exit_codes() -> str:
+    parts = [
+        "# Exit codes\n",
+        _WRITTEN.format(source="`bigtrain/errors.py`"),
+        "| exit code | name | meaning | start it again? |\n|---|---|---|---|",
+        "| 0 | | complete | |",
+        "| 1 | | a bug, or a process that the watchdog could only end from C | yes |",
+    ]
+    codes = sorted(_exit_code_texts(), key=lambda item: item[1])
+    parts += [f"| {code} | `{n}` | {_cell(text)} | {_START_AGAIN[n]} |" for n, code, text in codes]
+    parts += [
+        "\ntorchrun and accelerate turn every code into 1. `slurm/train.sbatch` and "
+        "`bigtrain launch torchrun` start torchrun by `bigtrain.launchers.agent`, which ends with "
+        "the code of the rank that failed first. [Failures](../failures.md) says what leads to "
+        "each code, and [Error texts](errors.md) lists what is printed with code 2.\n",
+        "## Errors\n",
+        "| error | exit code | of |\n|---|---|---|",
+        "\n".join(_error_rows(errors.BigtrainError)) + "\n",
+    ]
+    return "\n".join(parts)
+
+
+def _exit_code_texts() -> Iterator[tuple[str, int, str]]:
+    """Name, value and meaning of every exit code; the meaning is the string below the value."""
+    body = ast.parse(inspect.getsource(errors)).body
+    for statement, following in zip(body, [*body[1:], None], strict=True):
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+            continue
+        name = statement.targets[0].id
+        if name.startswith("EXIT_"):
+            said = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            text = following.value.value if said else ""  # type: ignore[union-attr]
+            yield name, getattr(errors, name), str(text)
+
+
+def _error_rows(error: type[errors.BigtrainError]) -> Iterator[str]:
+    meaning = (error.__doc__ or "").split("\n\n")[0]
+    yield f"| `{error.__name__}` | {error.exit_code} | {_cell(meaning)} |"
+    own = [sub for sub in error.__subclasses__() if sub.__module__ == errors.__name__]
+    for sub in own:
+        yield from _error_rows(sub)
+
+
+# --- metrics
+
+
+def _metrics() -> str:
+    parts = [
+        "# Metrics\n",
+        _WRITTEN.format(source="`bigtrain/run/reporting/metrics.py`"),
+        "## A logged step\n",
+        "| field | type | meaning |\n|---|---|---|",
+    ]
+    meanings = _step_meanings()
+    for field in fields(metrics.StepMetrics):
+        kind = str(field.type).replace("None", "null").replace("|", "or")
+        parts.append(f"| `{field.name}` | {kind} | {_cell(meanings[field.name])} |")
+    text = inspect.cleandoc(metrics.__doc__ or "")
+    parts += ["\n## All kinds of lines\n", _restructured(text.split("\n\n", 1)[1])]
+    return "\n".join(parts)
+
+
+def _step_meanings() -> dict[str, str]:
+    """What the docstring of StepMetrics says of each field: "`a`, `b`: text; `c`: text"."""
+    doc = inspect.cleandoc(metrics.StepMetrics.__doc__ or "").split("\n\n", 1)[1]
+    found: dict[str, str] = {}
+    name = r"`(\w+)`"
+    pattern = rf"((?:{name}, )*{name}): (.*?)(?=; (?:{name}, )*{name}: |\Z)"
+    for match in re.finditer(pattern, " ".join(doc.split())):
+        for each in re.findall(name, match[1]):
+            found[each] = match[4].rstrip(".").replace("None", "null")
+    memory = inspect.cleandoc(metrics.memory_gib.__doc__ or "")
+    found["memory_gib"] = memory
+    also = {"step_seconds": "seconds of an optimizer step, mean since the last logged step"}
+    return {**found, **also}
+
+
+def _restructured(text: str) -> str:
+    """A docstring with literal blocks (``::``) as Markdown."""
+    lines: list[str] = []
+    for block in text.split("\n\n"):
+        if block.startswith("    "):
+            lines += ["```text", textwrap.dedent(block).strip(), "```", ""]
+        else:
+            lines += [block.replace("::", ":").replace("``", "`"), ""]
+    return "\n".join(lines)
+
+
+# --- error texts
+
+
+def _error_texts() -> str:
+    parts = [
+        "# Error texts\n",
+        _WRITTEN.format(source="the errors that `bigtrain/` raises"),
+        "Search this page for the words of an error that do not depend on your run; `…` stands for "
+        "what does. A configuration error has the form `KEY = VALUE: RULE -> REMEDY`. "
+        "[Troubleshooting](../troubleshooting.md) goes by symptom, and [What cannot run]"
+        "(../compatibility.md) has the reasons for which combinations are refused.\n",
+    ]
+    by_folder: dict[str, list[tuple[str, str, str]]] = {}
+    for path in sorted((ROOT / "bigtrain").rglob("*.py")):
+        place = path.relative_to(ROOT)
+        folder = str(place.parent)
+        for kind, text in _texts_of(ast.parse(path.read_text(encoding="utf-8"))):
+            by_folder.setdefault(folder, []).append((text, kind, place.name))
+    for folder, found in sorted(by_folder.items()):
+        parts.append(f"## {folder}\n")
+        parts.append("| text | error | file |\n|---|---|---|")
+        unique = sorted(set(found), key=lambda row: (row[2], row[0]))
+        rows = [f"| {_cell(text)} | `{kind}` | `{file}` |" for text, kind, file in unique]
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _texts_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """The name of the error and its text, for every error of bigtrain that says one in place."""
+    strings = _assigned_strings(tree)
+    raised = {id(node.exc) for node in ast.walk(tree) if isinstance(node, ast.Raise)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name == "Problem":
+            given = dict(zip(("key", "value", "rule", "remedy"), node.args, strict=False))
+            given |= {word.arg: word.value for word in node.keywords if word.arg}
+            said = {key: _text(value) for key, value in given.items()}
+            remedy = f" -> {said['remedy']}" if said.get("remedy") else ""
+            texts = [f"{said.get('key', '…')}: {said.get('rule', '…')}{remedy}"]
+            name = "ConfigError"
+        elif node.args and (_is_error(name) or (name == "ValueError" and id(node) in raised)):
+            first = node.args[0]
+            found = strings.get(first.id, []) if isinstance(first, ast.Name) else []
+            texts = found or [_text(first)]
+        else:
+            continue
+        yield from ((name, text) for text in texts if _says(text))
+
+
+def _is_error(name: str) -> bool:
+    found = vars(errors).get(name)
+    return isinstance(found, type) and issubclass(found, errors.BigtrainError)
+
+
+def _assigned_strings(tree: ast.Module) -> dict[str, list[str]]:
+    """The texts that a name is given anywhere in a module."""
+    found: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            text = _text(node.value)
+            if _says(text):
+                found.setdefault(node.targets[0].id, []).append(text)
+    return found
+
+
+def _text(node: ast.expr) -> str:
+    """A string as it stands in the code, with … for what is put in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values
+        )
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return "…"
+
+
+def _says(text: str) -> bool:
+    return len(re.findall(r"\w{3,}", text)) >= 2
+
+
+# --- Markdown
+
+
+def _sentences(text: str | None) -> str:
+    words = " ".join((text or "").split("\n\n")[0].split())
+    return f"{words}{'' if words.endswith('.') else '.'}\n"
+
+
+def _cell(text: str) -> str:
+    """`text` in a cell of a table: one line, and nothing of it is taken for Markdown or HTML."""
+    line = " ".join(text.split()).replace("``", "`")
+    for sign, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("*", "\\*")):
+        line = line.replace(sign, written)
+    return re.sub(r"([\[\]])", r"\\\1", line)
+
+
+def main() -> int:
+    """Write the pages."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pages")
+    folder: Path = parser.parse_args().output
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
