@@ -78,7 +78,7 @@ PIPELINE = (
         "of bfloat16 with an offloaded optimizer): the sum reads the wrong attribute",
         "bigtrain sums them itself, where they are accumulated",
         ("tests/parity/test_pipeline.py::test_offloaded_optimizer_keeps_ties",),
-        code=("bigtrain/engine/pipeline/engine.py::_gradient",),
+        code=("bigtrain/engine/deepspeed_patches/pipeline.py::accumulated_gradient",),
     ),
     Trap(
         "pipeline",

@@ -12,11 +12,11 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import groups
 
-from bigtrain.engine.deepspeed_patches import skip_redundant_work
+from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
+from bigtrain.engine.deepspeed_patches.startup import remember_groups
+from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.layer_options import speed_up
-from bigtrain.engine.optimizers.inner import undo_trial_update
 from bigtrain.engine.partitioning import build_dtype, copy_of, parameter_groups, partitioning_of
 from bigtrain.engine.pipeline.build import build_pipeline_engine
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
@@ -67,7 +67,7 @@ def build_engine(
     compiled = speed_up(model, config, engine_config, device)
     decay_groups = parameter_groups(model, config.optimizer)
     mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
-    groups.mpu = mpu  # DeepSpeed would keep that of an earlier engine
+    remember_groups(mpu)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=[group for group in decay_groups if group["params"]],
@@ -75,7 +75,7 @@ def build_engine(
         mpu=mpu,
     )
     undo_trial_update(engine)
-    skip_redundant_work(engine, mesh)
+    skip_redundant_work(engine, mesh.replicas)
     return TrainEngine(
         engine,
         plan,

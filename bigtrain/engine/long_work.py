@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from bigtrain.errors import BigtrainError, LaunchError
+from bigtrain.models.torch_patches import default_store
 from bigtrain.system.world import World
 
 _LONGEST_PAUSE_SECONDS = 0.5
@@ -59,7 +60,7 @@ class LongWork:
 
     def _wait(self, num_ranks: int, *, takes_part: bool) -> None:
         """Until so many ranks are here. Raises LaunchError where the store is gone."""
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         self._num_done += 1
         key = f"bigtrain/{self._token}/{self._num_done}"
         try:

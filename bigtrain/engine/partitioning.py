@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, partition_parameters
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.models.build import WHOLE, Partitioning, split_by_decay
 from bigtrain.models.parallel.sharding import cut_parameter
@@ -34,18 +35,6 @@ _DTYPES = {
 }
 
 
-class _Init(deepspeed.zero.Init):  # type: ignore[misc]
-    """As DeepSpeed's (0.19.8), but nobody is sent the first process's uninitialized parameters.
-
-    All of them would be whole in memory for that, one after the other, and the pieces that are
-    kept lie between, so that none of it is given back.
-    """
-
-    def _zero_init_param(self, param: nn.Parameter) -> None:
-        self._convert_to_deepspeed_param(param)
-        param.partition()  # type: ignore[attr-defined]
-
-
 def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
     """How parameters are cut and partitioned while the model is constructed."""
     if mesh.topology.tensor_size > 1:
@@ -56,7 +45,7 @@ def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
 
     def construct() -> AbstractContextManager[Any]:
         # No overrides: constructors keep the dtype they ask for, so rotary buffers stay float32.
-        context: AbstractContextManager[Any] = _Init(
+        context: AbstractContextManager[Any] = PartitioningInit(
             config_dict_or_path=copy_of(engine_config.deepspeed), tensor_overrides=[]
         )
         return context
@@ -101,7 +90,7 @@ def tensor_partitioning(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitionin
         for parameter in parameters:
             cut_parameter(parameter)
         if partition is not None:
-            partition._convert_to_zero_parameters(parameters)
+            partition_parameters(partition, parameters)
 
     def prepare(model: Any) -> None:
         shard_model(model, tensor_plan(model), mesh.tensor)

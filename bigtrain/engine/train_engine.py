@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.engine.deepspeed_patches.step import measured_norm, replace_clipping
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
 from bigtrain.engine.optimizers.skip_step import SkipPolicy, SkipStepHook, StepStats, mean_loss
 from bigtrain.engine.prefetch import DeviceFeed
@@ -72,7 +73,7 @@ class TrainEngine:
         self._norm: torch.Tensor | None = None
         self._gate = SkipStepHook(engine, self._norm_before_update)
         if isinstance(engine.optimizer, torch.optim.Optimizer):
-            engine.clip_fp32_gradients = self._clip_gradients
+            replace_clipping(engine, self._clip_gradients)
 
     @property
     def module(self) -> nn.Module:
@@ -119,7 +120,7 @@ class TrainEngine:
     def _norm_before_update(self) -> Any:
         """The norm of the gradient when DeepSpeed has measured it, and not yet used it."""
         norm = self._norm
-        return self.engine.optimizer._global_grad_norm if norm is None else norm
+        return measured_norm(self.engine.optimizer) if norm is None else norm
 
     def _accumulate(
         self, batch: MicroBatch, moved: MicroBatch, scale: torch.Tensor, loss_sum: torch.Tensor
@@ -136,8 +137,7 @@ class TrainEngine:
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def _clip_gradients(self) -> None:
-        # As the method of DeepSpeed (0.19.8, runtime/engine.py:3502) that this stands for, which
-        # throws the norm away: measuring it once more would be another pass over all gradients.
+        # As the method of DeepSpeed that this stands for.
         limit = self.engine.gradient_clipping()
         self._norm = clip_gradients(self.module.parameters(), limit, self.mesh)
 

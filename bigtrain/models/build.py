@@ -27,6 +27,8 @@ from bigtrain.errors import ModelError
 from bigtrain.models.layers.parameters import freeze
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import full_shape
+from bigtrain.models.torch_patches import has_buffers_alone
+from bigtrain.models.transformers_patches import initialize_module, mark_initialized
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.models.weights.lazy_tensors import room
 from bigtrain.settings.run_config import ModelSection
@@ -100,8 +102,8 @@ def _make_room(model: PreTrainedModel, partitioning: Partitioning) -> None:
             with partitioning.gather([parameter]):
                 pass
     for _, module, owner in _post_order(model, "", model, True):
-        if module._buffers and not module._parameters:
-            owner._init_weights(module)
+        if has_buffers_alone(module):
+            initialize_module(owner, module)
 
 
 @torch.no_grad()
@@ -220,11 +222,11 @@ def initialize_weights(
                     for name, child, child_owner in _post_order(module, prefix, owner, recurse):
                         if not getattr(child, "is_hollow", False):
                             torch.manual_seed(_seed_of(seed, name))
-                            child_owner._init_weights(child)
+                            initialize_module(child_owner, child)
         for parameter in parameters:
             # transformers' init functions leave flagged tensors alone: a tied weight, or a layer
             # that a container's rule would touch again when it is no longer whole.
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            mark_initialized(parameter)
             done.add(id(parameter))
 
 

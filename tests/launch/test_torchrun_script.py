@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -108,7 +107,7 @@ def test_the_rendezvous_listens_at_one_address(words: list[str], address: str | 
         store = TCPStore(rest[0] if rest else here, port, wait_for_workers=False)
         store.set("a", "b")
     finally:
-        server.send_signal(signal.SIGINT)
+        server.terminate()  # SIGINT is ignored in a shell's background
         warned = server.communicate()[1]
     at = [one.laddr for one in listening if one.status == psutil.CONN_LISTEN]
     wanted = address and address.format(here=here)

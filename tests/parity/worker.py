@@ -28,7 +28,7 @@ from bigtrain.data.loading.loader import open_training_data
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.fragments import MASTER, ensure_optimizer_states, owned_fragments
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_engine, save_engine
-from bigtrain.engine.optimizers.inner import inner_optimizer
+from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
 from bigtrain.engine.optimizers.skip_step import StepStats
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group

@@ -26,6 +26,7 @@ from bigtrain.data.tokenizers.cache import (
 )
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import ReferenceEncoder
+from bigtrain.data.tokenizers.transformers_patches import decodes_plainly, template_syntax_tree
 from bigtrain.errors import DataError, first_line
 
 logger = logging.getLogger(__name__)
@@ -120,13 +121,11 @@ class Tokenizer:
 def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
     """The strings in chat templates. Raises DataError where one is not a template."""
     from jinja2 import TemplateSyntaxError, nodes
-    from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    compile_: Any = _compile_jinja_template
     found: set[str] = set()
     for source in sources:
         try:
-            tree = compile_(source).environment.parse(source)
+            tree = template_syntax_tree(source)
         except TemplateSyntaxError as error:
             raise DataError(
                 f"the chat template {where} is not one: line {error.lineno}: {error.message}"
@@ -154,17 +153,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     tokenizer = describe(name, _load_with_transformers(name))
     if key and fingerprint(directory, name) == key:  # its files are those that were loaded
         facts = {fact: getattr(tokenizer, fact) for fact in FACTS}
-        plain = _decodes_plainly(tokenizer.loaded)
+        plain = decodes_plainly(tokenizer.loaded)
         known = remember_tokenizer(directory, key, tokenizer.loaded, facts, plain)
     return replace(tokenizer, remembered=known)
-
-
-def _decodes_plainly(huggingface: Any) -> bool:
-    """Whether decoding is what `tokenizers` does and nothing after it."""
-    from transformers import PreTrainedTokenizerFast
-
-    kind, plain = type(huggingface), PreTrainedTokenizerFast
-    return kind.decode is plain.decode and kind._decode is plain._decode
 
 
 def _load_with_transformers(name: str) -> Any:

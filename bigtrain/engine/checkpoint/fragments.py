@@ -18,7 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigtrain.engine.optimizers.inner import inner_optimizer, zero0_layout, zero0_masters
+from bigtrain.engine.deepspeed_patches.optimizers import (
+    flat_partitions,
+    inner_optimizer,
+    is_zero3,
+    masters_of_group,
+    offloads_to_nvme,
+    zero0_layout,
+    zero12_range,
+)
+from bigtrain.engine.deepspeed_patches.partitions import MasterRange, frozen_range, zero3_range
 from bigtrain.errors import CheckpointError
 from bigtrain.models.parallel.sharding import Shard, local_shape, shard_of
 
@@ -137,7 +146,7 @@ def ensure_optimizer_states(engine: Any) -> None:
     if optimizer.state:
         return
     masters = [
-        _masters_of_group(engine.optimizer, index, group)
+        masters_of_group(engine.optimizer, index, group)
         for index, group in enumerate(optimizer.param_groups)
     ]
     learning_rates = [group["lr"] for group in optimizer.param_groups]
@@ -157,20 +166,6 @@ def ensure_optimizer_states(engine: Any) -> None:
     set_optimizer_step_count(engine, 0)
 
 
-def _masters_of_group(optimizer: Any, index: int, group: dict[str, Any]) -> list[Any]:
-    """What the torch optimizer updates in its group `index`.
-
-    ZeRO-3 leaves the group empty between updates, and puts its sub-groups there one by one.
-    """
-    if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return list(group["params"])
-    return [
-        flat
-        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat)
-        if optimizer.sub_group_to_group_id[number] == index
-    ]
-
-
 def optimizer_step_count(engine: Any) -> int:
     """Updates the optimizer has made, as it counts them for bias correction."""
     for state in inner_optimizer(engine).state.values():
@@ -188,41 +183,19 @@ def set_optimizer_step_count(engine: Any, count: int) -> None:
             state["step"] = count
 
 
-@torch.no_grad()
-def refresh_parameters(engine: Any) -> None:
-    """Make the parameters used in forward agree with the masters. Collective."""
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "update_lp_params"):
-        optimizer.update_lp_params()
-    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        for index in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        persistent = optimizer.persistent_parameters
-        if persistent:
-            persistent[0].partition(persistent)
-            persistent[0].all_gather(persistent)
-    else:
-        for parameter, master in zero0_masters(optimizer):
-            parameter.data.view(-1).copy_(master)
-
-
 def _finder(engine: Any) -> Any:
     optimizer = engine.optimizer
+    states = inner_optimizer(engine).state
     if isinstance(optimizer, torch.optim.Optimizer):
-        return lambda name, p: _part_of(name, p, p, 0, optimizer.state)
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return lambda name, p: _zero3(name, p, optimizer)
-    if hasattr(optimizer, "update_lp_params"):
-        # ZeRO-1 and 2, and BF16_Optimizer, by the names each gives its partitions.
-        partitions = getattr(
-            optimizer,
-            "single_partition_of_fp32_groups",
-            getattr(optimizer, "fp32_groups_flat_partition", None),
-        )
-        return lambda name, p: _zero12(name, p, partitions, optimizer.optimizer.state)
+        return lambda name, p: _part_of(name, p, p, 0, states)
+    if is_zero3(optimizer):
+        return lambda name, p: _zero3(name, p, optimizer, states)
+    partitions = flat_partitions(optimizer)
+    if partitions is not None:
+        return lambda name, p: _fragment(name, p, zero12_range(p, partitions), states)
     layout = {id(p): (flat, offset) for p, flat, offset in zero0_layout(optimizer)}
     if layout:
-        return lambda name, p: _part_of(name, p, *layout[id(p)], optimizer.optimizer.state)
+        return lambda name, p: _part_of(name, p, *layout[id(p)], states)
     raise CheckpointError(
         f"the optimizer {type(optimizer).__name__} keeps its masters in a way that bigtrain does "
         "not know how to save"
@@ -248,43 +221,27 @@ def _ranges(master: Any, state: dict[str, Any], offset: int, count: int) -> dict
     }
 
 
-def _zero12(name: str, parameter: nn.Parameter, partitions: Any, states: Any) -> Fragment | None:
-    mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is None:
+def _fragment(
+    name: str, parameter: nn.Parameter, found: MasterRange | None, states: Any
+) -> Fragment | None:
+    if found is None:
         return None
-    # Not through mapping.optim_fragment: DeepSpeed links it after the first group's first update,
-    # when the other groups have no state yet, and never again.
-    flat = partitions[mapping.param_group_index]
-    address = mapping.hp_fragment_address
-    tensors = _ranges(flat, states.get(flat, {}), address.start, address.numel)
-    return Fragment(name, _shard(parameter), mapping.lp_fragment_address.start, tensors)
+    tensors = _ranges(found.flat, states.get(found.flat, {}), found.offset, found.count)
+    return Fragment(name, _shard(parameter), found.start, tensors)
 
 
-def _zero3(name: str, parameter: Any, optimizer: Any) -> Fragment | None:
-    if optimizer.swap_optimizer:
+def _zero3(name: str, parameter: nn.Parameter, optimizer: Any, states: Any) -> Fragment | None:
+    if offloads_to_nvme(optimizer):
         raise CheckpointError(
             "optimizer states on NVMe cannot be saved yet: use offload_optimizer.device = cpu"
         )
-    group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
-    flat = optimizer.fp32_partitioned_groups_flat[group]
-    tensors = _ranges(flat, optimizer.optimizer.state.get(flat, {}), offset, count)
-    return Fragment(name, _shard(parameter), start, tensors)
+    return _fragment(name, parameter, zero3_range(parameter, optimizer), states)
 
 
-def _frozen(name: str, parameter: Any) -> Fragment:
-    if not hasattr(parameter, "ds_tensor"):
-        return Fragment(name, _shard(parameter), 0, {MASTER: parameter.data.view(-1)})
-    rank = torch.distributed.get_rank(group=parameter.ds_process_group)
-    start, count = _partition_range(parameter, rank)
-    return Fragment(name, _shard(parameter), start, {MASTER: parameter.ds_tensor.data[:count]})
-
-
-def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:
-    """(start, count) of a ZeRO-3 partition within the full parameter, padding left out."""
-    capacity = parameter.ds_tensor.ds_numel
-    start = min(capacity * rank, parameter.ds_numel)
-    return start, min(capacity, parameter.ds_numel - start)
+def _frozen(name: str, parameter: nn.Parameter) -> Fragment:
+    found = frozen_range(parameter)
+    values = found.flat.narrow(0, found.offset, found.count)
+    return Fragment(name, _shard(parameter), found.start, {MASTER: values})
 
 
 def _shard(parameter: Any) -> Shard:

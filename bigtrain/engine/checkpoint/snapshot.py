@@ -20,17 +20,20 @@ from bigtrain.engine.checkpoint.fragments import (
     ensure_optimizer_states,
     optimizer_step_count,
     owned_fragments,
-    refresh_parameters,
     set_optimizer_step_count,
 )
 from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, read_tensors
+from bigtrain.engine.deepspeed_patches.optimizers import (
+    refresh_parameters,
+    restore_scaler,
+    scaler_state,
+)
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import ModelError
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.models.weights.import_hf import Weights
 
 _TRAINED_BYTES = 12
-_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
     )
     scalars = {
         "optimizer_steps": optimizer_step_count(engine.engine),
-        "loss_scaler": _scaler_state(engine),
+        "loss_scaler": scaler_state(engine.engine.optimizer),
     }
     return EngineSnapshot(tensors, scalars)
 
@@ -93,10 +96,7 @@ def restore_engine(
     fragments = owned_fragments(engine.engine, engine.module)
     read_tensors(directory, fragments, _buffers(engine), headers)
     set_optimizer_step_count(engine.engine, int(scalars["optimizer_steps"]))
-    scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
-    for name, value in scalars.get("loss_scaler", {}).items():
-        if hasattr(scaler, name):
-            setattr(scaler, name, value)
+    restore_scaler(engine.engine.optimizer, scalars.get("loss_scaler", {}))
     refresh_parameters(engine.engine)
 
 
@@ -141,13 +141,5 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
 
 def _buffers(engine: TrainEngine) -> dict[str, torch.Tensor]:
     """Buffers that a state dict holds, by name; the same on every process that has them."""
-    kept = set()
-    for prefix, module in engine.module.named_modules():
-        for name in module._buffers.keys() - module._non_persistent_buffers_set:
-            kept.add(f"{prefix}.{name}" if prefix else name)
+    kept = engine.module.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in engine.module.named_buffers() if name in kept}
-
-
-def _scaler_state(engine: TrainEngine) -> dict[str, Any]:
-    scaler = getattr(engine.engine.optimizer, "loss_scaler", None)
-    return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}

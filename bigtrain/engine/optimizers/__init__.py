@@ -1,2 +1,1 @@
-"""Between backward and update: the optimizer inside DeepSpeed's wrappers, gradient norm, skipped
-steps."""
+"""Between backward and update: the gradient norm, skipped steps."""

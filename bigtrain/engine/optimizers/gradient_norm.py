@@ -9,6 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bigtrain.engine.deepspeed_patches.marks import (
+    is_model_parallel,
+    is_replicated,
+    mark_model_parallel,
+)
 from bigtrain.engine.startup.mesh import Mesh
 
 
@@ -18,11 +23,9 @@ def is_counted(parameter: Any, mesh: Mesh) -> bool:
     By the marks that DeepSpeed's own norms go by: shards count everywhere, replicated parameters
     on the first process of a tensor-parallel group, tied ones on one pipeline stage.
     """
-    if getattr(parameter, "ds_pipe_replicated", False):
+    if is_replicated(parameter):
         return False
-    return mesh.coordinates.tensor_rank == 0 or bool(
-        getattr(parameter, "tensor_model_parallel", False)
-    )
+    return mesh.coordinates.tensor_rank == 0 or is_model_parallel(parameter)
 
 
 def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
@@ -55,5 +58,5 @@ def mark_gradients(parameters: Iterable[nn.Parameter]) -> None:
     takes the norm of bare gradients, and would leave out the shards of all but the first process.
     """
     for parameter in parameters:
-        if parameter.grad is not None and getattr(parameter, "tensor_model_parallel", False):
-            parameter.grad.tensor_model_parallel = True  # type: ignore[attr-defined]
+        if parameter.grad is not None and is_model_parallel(parameter):
+            mark_model_parallel(parameter.grad)

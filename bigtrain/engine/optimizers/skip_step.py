@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.optimizers.inner import inner_optimizer
+from bigtrain.engine.deepspeed_patches.optimizers import updating_optimizers
+from bigtrain.engine.deepspeed_patches.step import has_overflowed
+from bigtrain.models.torch_patches import shadow, unshadow
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,14 @@ class SkipStepHook:
         self._skip_policy: SkipPolicy | None = None
         self._is_open: bool | None = None
         self._found: StepStats | None = None
-        # One that ZeRO-3 keeps beside, for the part of the update it does not offload.
-        beside = getattr(engine.optimizer, "backup_optimizer", None)
-        found: list[Any] = [inner_optimizer(engine), beside]
-        self._optimizers = [optimizer for optimizer in found if optimizer is not None]
+        self._optimizers = updating_optimizers(engine)
         for optimizer in self._optimizers:
-            optimizer.step = self._guarded(optimizer.step)
+            shadow(optimizer, "step", self._guarded(optimizer.step))
 
     def remove(self) -> None:
         """Leave the engine as it was. May be called again."""
         while self._optimizers:
-            del self._optimizers.pop().step
+            unshadow(self._optimizers.pop(), "step")
 
     def watch(
         self, skip_policy: SkipPolicy | None, loss_share: torch.Tensor, num_targets: torch.Tensor
@@ -88,7 +87,7 @@ class SkipStepHook:
                 for key in [key for key, value in optimizer.state.items() if not value]:
                     del optimizer.state[key]
             return found
-        if skip_policy is None or not getattr(self._engine.optimizer, "overflow", False):
+        if skip_policy is None or not has_overflowed(self._engine.optimizer):
             return None
         figures = self._figures(math.inf)
         # Dynamic loss scaling of float16 overflows as a matter of course, and tries again.

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
+from bigtrain.engine.deepspeed_patches.marks import mark_replicated
+from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.layer_options import speed_up
-from bigtrain.engine.optimizers.inner import undo_trial_update
 from bigtrain.engine.partitioning import copy_of, parameter_groups, tensor_partitioning
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
@@ -87,7 +88,7 @@ def _mark_copies(stage: Stage) -> None:
             parameter = parameters[name]
             shard = shard_of(parameter) or Shard(tuple(parameter.shape), primary=True)
             tag_shard(parameter, replace(shard, primary=False))
-            parameter.ds_pipe_replicated = True
+            mark_replicated(parameter, True)
 
 
 def _fill_groups(
@@ -105,7 +106,7 @@ def _fill_groups(
     for index, group in enumerate(decay_groups):
         if present[index] and not group["params"]:
             filler = nn.Parameter(torch.zeros(1, device=device))
-            filler.ds_pipe_replicated = False  # type: ignore[attr-defined]
+            mark_replicated(filler, False)
             pipeline.register_parameter(f"filler_{group['name']}", filler)
             group["params"] = [filler]
 

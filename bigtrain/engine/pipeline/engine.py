@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.engine.deepspeed_patches.pipeline import (
+    accumulated_gradient,
+    replace_instructions,
+    replace_loss,
+    run_optimizer_step,
+)
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.pipeline.stage_module import StageModule
 from bigtrain.engine.pipeline.stage_payload import P2PLayout
@@ -47,12 +52,12 @@ class PipelineTrainEngine(TrainEngine):
         self._loss_sum = torch.zeros((), device=device)
         self._num_targets = torch.zeros((), device=device)
         self._skip_policy: SkipPolicy | None = None
-        engine.module.loss_fn = self._loss
-        engine._INSTRUCTION_MAP = {
-            **engine._INSTRUCTION_MAP,
-            schedule.ReduceTiedGrads: lambda _engine: self._sum_replicated_gradients(),
-            schedule.OptimizerStep: self._optimizer_step,
-        }
+        replace_loss(engine, self._loss)
+        replace_instructions(
+            engine,
+            reduce_tied_gradients=lambda _engine: self._sum_replicated_gradients(),
+            optimizer_step=self._optimizer_step,
+        )
         self._learn_layouts()
 
     @property
@@ -166,28 +171,19 @@ class PipelineTrainEngine(TrainEngine):
         """Complete this process's gradients before they are reduced over replicas."""
         optimizer = self.engine.optimizer
         for parameter in self.engine.module.parameters():
-            if parameter.requires_grad and _gradient(parameter, optimizer) is None:
+            if parameter.requires_grad and accumulated_gradient(parameter, optimizer) is None:
                 # One that is missing here and there on a replica would never be waited for.
                 parameter.grad = torch.zeros_like(parameter)
         parameters = dict(self.module.named_parameters())
         for name, group in self._replicas.items():
             if parameters[name].requires_grad:
-                dist.all_reduce(_gradient(parameters[name], optimizer), group=group)
+                dist.all_reduce(accumulated_gradient(parameters[name], optimizer), group=group)
 
     def _optimizer_step(self, engine: Any) -> None:
         self.mark("optimizer update")
         self._norm = self._gradient_norm_before_step()
         self._gate.watch(self._skip_policy, self._own_share(self._loss_sum), self._num_targets)
-        engine._exec_optimizer_step()
-
-
-def _gradient(parameter: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
-    """Where DeepSpeed accumulates a parameter's gradient before it is reduced."""
-    if hasattr(optimizer, "fp32_groups_gradient_dict"):  # BF16_Optimizer
-        return parameter._hp_grad  # type: ignore[attr-defined, no-any-return]
-    if getattr(optimizer, "use_grad_accum_attribute", False):
-        return parameter.grad_accum  # type: ignore[attr-defined, no-any-return]
-    return parameter.grad
+        run_optimizer_step(engine)
 
 
 def _moved(outputs: Any, device: torch.device) -> Any:

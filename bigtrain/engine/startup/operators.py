@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib
 import importlib.util
 import os
 import shutil
@@ -24,7 +23,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +31,8 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.ops.op_builder.builder import OpBuilder
+
+from bigtrain.engine.deepspeed_patches.startup import operators_loaded_by
 
 _PACKAGE = Path(deepspeed.__file__).resolve().parent
 _PARTIAL = ".partial-"
@@ -40,31 +40,10 @@ _PARTIAL = ".partial-"
 _PATIENCE_SECONDS = 600.0
 
 
-@contextmanager
-def operators_without_locks() -> Iterator[None]:
-    """Inside, what DeepSpeed compiles comes from `load_operator`.
-
-    All but communication in shared memory: on CPUs DeepSpeed would load that at every start, for a
-    collective of inference that training never calls (0.19.8, comm/torch.py, `build_shm_op`). It
-    would also fill 69 MB of /dev/shm per process, which nobody removes (csrc/cpu/comm/shm.cpp).
-    """
-    jit_load = OpBuilder.jit_load
-    # By name: as an attribute of deepspeed.comm it is PyTorch.
-    backend = importlib.import_module("deepspeed.comm.torch")
-
-    def load_jit(builder: OpBuilder, verbose: bool = True) -> ModuleType:
-        from torch.utils import cpp_extension
-
-        load = partial(load_operator, cpp_extension.load)
-        with _replaced(cpp_extension, "load", load):
-            module: ModuleType = jit_load(builder, verbose)
-            return module
-
-    with (
-        _replaced(OpBuilder, "jit_load", load_jit),
-        _replaced(backend, "build_shm_op", lambda: None),
-    ):
-        yield
+def operators_without_locks() -> AbstractContextManager[None]:
+    """Inside, what DeepSpeed compiles comes from `load_operator`, all but what training never
+    calls."""
+    return operators_loaded_by(load_operator)
 
 
 def load_operator(
@@ -157,13 +136,3 @@ def _compile(load: Callable[..., ModuleType], library: Path) -> ModuleType:
         return module
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

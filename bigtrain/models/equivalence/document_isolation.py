@@ -27,6 +27,7 @@ from bigtrain.models.layers.document_masks import (
 )
 from bigtrain.models.layers.isolation import MASKED, NOT_ISOLATED, Isolation
 from bigtrain.models.layers.rotary import choose_by_document
+from bigtrain.models.transformers_patches import attention_name
 from bigtrain.settings.run_config import RunConfig
 
 TOLERANCE = 1e-4
@@ -72,7 +73,7 @@ def find_isolation(
             hf_config, tried, [with_heads(2)], sequence_length=sequence_length
         )
         sharpen(model).eval()
-        own = model.config._attn_implementation
+        own = attention_name(model)
         if own not in ("sdpa", "eager"):
             return MASKED, f"its attention is {own}"
         if attention.startswith("flash"):

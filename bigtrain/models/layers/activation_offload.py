@@ -10,6 +10,7 @@ own; it knows tensors by identity, and the hooks of ZeRO-3 give layers others: n
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.autograd.graph import save_on_cpu
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bigtrain.errors import ModelError
+from bigtrain.models.transformers_patches import Checkpoint, replace_checkpoint
 
 
 def offload_checkpoints(model: PreTrainedModel, device_type: str) -> int:
@@ -35,13 +37,11 @@ def offload_checkpoints(model: PreTrainedModel, device_type: str) -> int:
             "transformers' kind -> model.activation_offload=false"
         )
     for layer in layers:
-        layer._gradient_checkpointing_func = _saving_on_cpu(
-            layer._gradient_checkpointing_func, device_type
-        )
+        replace_checkpoint(layer, partial(_saving_on_cpu, device_type))
     return len(layers)
 
 
-def _saving_on_cpu(checkpoint: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+def _saving_on_cpu(device_type: str, checkpoint: Checkpoint) -> Checkpoint:
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # What is saved inside `function` has hooks of the checkpoint's own, which come first.
         with save_on_cpu(pin_memory=device_type != "cpu", device_type=device_type):

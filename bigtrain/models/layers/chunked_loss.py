@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from bigtrain.errors import ModelError
+from bigtrain.models.torch_patches import shadow, shadowed, unshadow
 
 IGNORED_LABEL = -100
 
@@ -73,13 +74,13 @@ class ChunkedLoss:
         self._factor: torch.Tensor | None = None
         self._base_outputs: Any = None
         self._loss: torch.Tensor | None = None
-        vars(model)["forward"] = self.forward
-        vars(self._head)["forward"] = self._head_forward
+        shadow(model, "forward", self.forward)
+        shadow(self._head, "forward", self._head_forward)
 
     def remove(self) -> None:
         """Give the model its own forward method back."""
-        vars(self._model)["forward"] = self._plain_forward
-        vars(self._head)["forward"] = self._plain_head
+        shadow(self._model, "forward", self._plain_forward)
+        shadow(self._head, "forward", self._plain_head)
 
     def forward(
         self,
@@ -197,21 +198,13 @@ class ChunkedLoss:
 
     @contextmanager
     def _standing_in(self, base: Callable[..., Any], head: Callable[..., Any]) -> Iterator[None]:
-        """Let the forward method call these; the modules stay where they are.
-
-        What stands in a module's own dict is found before what nn.Module looks up.
-        """
-        names = vars(self._model)
-        before = {name: names.get(name) for name in (self._base_name, self._head_name)}
-        names[self._base_name] = _Call(self._base, base)
-        names[self._head_name] = _Call(self._head, head)
-        try:
+        """Let the forward method call these; the modules stay where they are."""
+        calls = {
+            self._base_name: _Call(self._base, base),
+            self._head_name: _Call(self._head, head),
+        }
+        with shadowed(self._model, calls):
             yield
-        finally:
-            for name, value in before.items():
-                names[name] = value
-                if value is None:
-                    del names[name]
 
     @contextmanager
     def _weights(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -223,13 +216,13 @@ class ChunkedLoss:
         found = dict(zip(map(id, self._head.parameters()), leaves, strict=True))
         for module in self._head.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                vars(module)[name] = found[id(parameter)]
+                shadow(module, name, found[id(parameter)])
                 places.append((module, name))
         try:
             yield
         finally:
             for module, name in places:
-                del vars(module)[name]
+                unshadow(module, name)
 
 
 class _Call:

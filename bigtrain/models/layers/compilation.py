@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bigtrain.errors import ModelError
+from bigtrain.models.torch_patches import shadow
 
 
 def is_compiled(
@@ -43,7 +44,7 @@ def compile_layers(model: PreTrainedModel) -> int:
         )
     for layer in layers:
         # Shapes are those of the micro-batch: the same in every step.
-        vars(layer)["forward"] = torch.compile(layer.forward, dynamic=False)
+        shadow(layer, "forward", torch.compile(layer.forward, dynamic=False))
     return len(layers)
 
 

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.document_masks import edges_of_documents
+from bigtrain.models.transformers_patches import attention_name
 
 IMPLEMENTATIONS = {name: f"bigtrain_documents_{name}" for name in ("sdpa", "eager")}
 
@@ -67,7 +68,7 @@ def attend_by_document(model: PreTrainedModel) -> Callable[[], None]:
     Outside of `documents_alone` it attends as before. A forward pass inside raises ModelError where
     the model asks for another mask than a causal one, with or without a sliding window.
     """
-    before = str(model.config._attn_implementation)
+    before = attention_name(model)
     name = IMPLEMENTATIONS[before]
     AttentionInterface.register(name, partial(_attend, before))
     AttentionMaskInterface.register(name, partial(_mask, before))

@@ -8,7 +8,7 @@ flattens the rows itself (`_flash_attention_forward`), so that a document never 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,9 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedModel,
-    masking_utils,
 )
+
+from bigtrain.models.transformers_patches import attention_name, packed_sequences_found_by
 
 _NAME = "bigtrain_documents"
 
@@ -64,16 +65,12 @@ def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
 def documents_known(*, packed: bool) -> Iterator[None]:
     """Inside, models are told whether documents share samples, instead of looking at positions.
 
-    transformers (5.23, masking_utils.py:776) looks at them in every forward pass, for every kind of
-    mask: on a GPU the host then waits for all that has been asked of the device before.
+    transformers would look at them in every forward pass, for which a GPU's host waits.
     """
-    own = masking_utils.find_packed_sequence_indices
-    known: Any = document_numbers if packed else lambda _positions: None
-    masking_utils.find_packed_sequence_indices = known
-    try:
+    known: Callable[[torch.Tensor], torch.Tensor | None]
+    known = document_numbers if packed else lambda _positions: None
+    with packed_sequences_found_by(known):
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices = own
 
 
 @contextmanager
@@ -83,7 +80,7 @@ def document_attention(model: PreTrainedModel) -> Iterator[None]:
     Slow, and with gradients: to try a model where flash attention cannot run. A layer that ignores
     the lengths sees all tokens before it.
     """
-    before = str(model.config._attn_implementation)
+    before = attention_name(model)
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
     model.set_attn_implementation(_NAME)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from bigtrain.models.configuration import text_config
 from bigtrain.models.layers.document_masks import document_numbers
+from bigtrain.models.torch_patches import shadow, unshadow
 
 Lengths = Callable[[torch.Tensor], torch.Tensor]
 """From positions as a model gets them [B, t] to the tokens of each one's document: [B, t]."""
@@ -50,11 +51,11 @@ def choose_by_document(
     """
     changed = [module for module in model.modules() if _chooses(module)]
     for module in changed:
-        module.forward = partial(_forward, module, lengths)
+        shadow(module, "forward", partial(_forward, module, lengths))
 
     def undo() -> None:
         for module in changed:
-            vars(module).pop("forward", None)
+            unshadow(module, "forward")
 
     return undo
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.utils import output_capturing
+
+from bigtrain.models.transformers_patches import collected_outputs
 
 KEY = "router_logits"
 
@@ -17,9 +18,8 @@ KEY = "router_logits"
 def recorded() -> list[torch.Tensor] | None:
     """The router logits of the forward pass under way, in the order of layers; append what layers
     elsewhere computed. None where they are not asked for (``output_router_logits``)."""
-    # Set in `capture_outputs` around a base model's forward, transformers 5.17 to 5.23; a model
-    # whose logits do not come here computes another loss in stages, which the proof finds.
-    collected: Any = output_capturing._active_collector.get()
+    # A model whose logits do not come here computes another loss in stages, which the proof finds.
+    collected = collected_outputs()
     return None if collected is None else collected.get(KEY)
 
 

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bigtrain.models.torch_patches import version_of
+
 Group = dist.ProcessGroup
+_ATTRIBUTE = "bigtrain_sum_gradient"
 
 
 def summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -87,10 +90,11 @@ def sum_gradient(x: Any, group: Group) -> Any:
     """
     if not (torch.is_tensor(x) and x.requires_grad and torch.is_grad_enabled()):
         return x
-    asked: Any = getattr(x, "_sum_gradient", None)
-    if asked is None or asked[:2] != (group, x._version):
-        asked = (group, x._version, _sum_gradient(x, group))
-        x._sum_gradient = asked  # type: ignore[attr-defined]
+    asked: Any = getattr(x, _ATTRIBUTE, None)
+    version = version_of(x)
+    if asked is None or asked[:2] != (group, version):
+        asked = (group, version, _sum_gradient(x, group))
+        setattr(x, _ATTRIBUTE, asked)
     return asked[2]
 
 

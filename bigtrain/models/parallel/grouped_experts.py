@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.models.parallel.sharding import local_shape
+from bigtrain.models.transformers_patches import modules_of_experts
 
 GROUPED_UNIT = 8
 """Elements: torch's grouped matrix products want rows of whole 16 bytes, in 16 bit too."""
@@ -20,13 +19,11 @@ def fit_experts(model: PreTrainedModel) -> None:
     fail: odd ones of a configuration, or what tensor parallelism leaves of others. Its loop over
     experts is the same function. Parameters are to have the shapes that they will be used with.
     """
-    config: Any = model.config
-    if getattr(config, "_experts_implementation", None) != "grouped_mm":
+    if model.get_experts_implementation()[""] != "grouped_mm":
         return
     stacked = (
         parameter
-        for module in model.modules()
-        if hasattr(module, "_is_expert_parallel")  # what transformers' decorator leaves
+        for module in modules_of_experts(model)
         for parameter in module.parameters(recurse=False)
     )
     if any(is_odd(parameter) for parameter in stacked):

@@ -33,6 +33,7 @@ from bigtrain.models.layers import router_logits
 from bigtrain.models.layers.document_attention import IMPLEMENTATIONS, attention_of
 from bigtrain.models.layers.document_masks import document_numbers
 from bigtrain.models.layers.rotary import choose_by_document, document_lengths
+from bigtrain.models.transformers_patches import attention_name
 
 IMPLEMENTATION = "bigtrain_ulysses"
 
@@ -78,7 +79,7 @@ class SequenceParallel:
         self.exchange = exchange
         self.size = exchange.size
         self._model = model
-        self._base = str(model.config._attn_implementation)
+        self._base = attention_name(model)
         self._documents: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self._exchanging = True
@@ -88,7 +89,7 @@ class SequenceParallel:
             model.set_attn_implementation(IMPLEMENTATION)
         except (ValueError, KeyError) as error:
             raise _refusal(model, " ".join(str(error).split())) from error
-        if model.config._attn_implementation != IMPLEMENTATION:
+        if attention_name(model) != IMPLEMENTATION:
             raise _refusal(model, "its attention cannot be replaced")
         decoder: Module = model.get_decoder()
         self._hook = decoder.register_forward_hook(self._all_router_logits)

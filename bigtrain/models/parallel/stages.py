@@ -22,6 +22,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models.layers.parameters import names_of
 from bigtrain.models.layers.router_logits import recorded
 from bigtrain.models.parallel.stage_layout import Handover, StageLayout, map_tensors
+from bigtrain.models.transformers_patches import mark_initialized
 
 
 @dataclass(frozen=True)
@@ -245,13 +246,12 @@ def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:
     for prefix, module in list(model.named_modules()):
         drop = {
             name: parameter
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-            and first_name[f"{prefix}.{name}" if prefix else name] not in keep
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+            if first_name[f"{prefix}.{name}" if prefix else name] not in keep
         }
         if drop:
             for name in drop:
-                del module._parameters[name]
+                delattr(module, name)
             shapes = {name: parameter.shape for name, parameter in drop.items()}
             _give_zeros(module, shapes, like)
 
@@ -265,7 +265,7 @@ def _give_zeros(module: nn.Module, shapes: dict[str, torch.Size], like: nn.Param
     def zeros_of(shape: torch.Size) -> Callable[[nn.Module], torch.Tensor]:
         def zeros(_: nn.Module) -> torch.Tensor:
             tensor = torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+            mark_initialized(tensor)
             return tensor
 
         return zeros

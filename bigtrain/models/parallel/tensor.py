@@ -30,6 +30,8 @@ from bigtrain.models.parallel.collectives import (
 )
 from bigtrain.models.parallel.grouped_experts import GROUPED_UNIT
 from bigtrain.models.parallel.sharding import Shard, even_ranges, padded_range, shard_of, tag_shard
+from bigtrain.models.torch_patches import shadow
+from bigtrain.models.transformers_patches import expanded_plan
 
 Plan = dict[str, str]
 
@@ -56,7 +58,7 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
     Take it before a pipeline stage drops what it does not hold. Raises ModelError for an
     architecture without a plan.
     """
-    plan: Plan = model._expand_parallel_plan(dict(model.tp_plan or {}))
+    plan = expanded_plan(model, dict(model.tp_plan or {}))
     plan = _with_tied(model, plan)
     heads = {name for name in _names_of(model, model.get_output_embeddings())}
     inputs = {name for name in _names_of(model, model.get_input_embeddings())}
@@ -259,34 +261,42 @@ def _shrink_groups(modules: dict[str, nn.Module], plan: Plan, model: Any, size: 
 
 
 def _wrap(model: Any, name: str, module: Any, style: str, group: Group) -> None:
+    wrapped = _wrapped(model, name, module, style, group)
+    if wrapped is not None:
+        shadow(module, "forward", wrapped)
+
+
+def _wrapped(model: Any, name: str, module: Any, style: str, group: Group) -> Any:
+    """What is called in place of the module's forward; None where that stays."""
     forward = module.forward
     if style in _GATHERED:
-        module.forward = _gathered(name, module, forward, group)
-    elif style in _COLWISE:
-        module.forward = lambda x, *a, **k: forward(sum_gradient(x, group), *a, **k)
-    elif style in _SPLIT_INPUT:
+        return _gathered(name, module, forward, group)
+    if style in _COLWISE:
+        return lambda x, *a, **k: forward(sum_gradient(x, group), *a, **k)
+    if style in _SPLIT_INPUT:
         inner = _rowwise(name, module, forward, group)
         span = _shard(module.weight).ranges[0]
-        module.forward = lambda x, *a, **k: inner(split_last(x, span, group), *a, **k)
-    elif style in _ROWWISE:
-        module.forward = _rowwise(name, module, forward, group)
-    elif style == "embedding_rowwise":
-        module.forward = _vocabulary_parallel(module, forward, group)
-    elif style == "embedding_colwise":
+        return lambda x, *a, **k: inner(split_last(x, span, group), *a, **k)
+    if style in _ROWWISE:
+        return _rowwise(name, module, forward, group)
+    if style == "embedding_rowwise":
+        return _vocabulary_parallel(module, forward, group)
+    if style == "embedding_colwise":
         width = _shard(module.weight).shape[1]
-        module.forward = lambda x, *a, **k: gather_last(forward(x, *a, **k), width, group)
-    elif style == "moe_tp_experts":
-        module.forward = _experts(forward, group)
-    elif style == "moe_identity_expert":
+        return lambda x, *a, **k: gather_last(forward(x, *a, **k), width, group)
+    if style == "moe_tp_experts":
+        return _experts(forward, group)
+    if style == "moe_identity_expert":
         # Its output is summed with the experts', which are partial.
-        module.forward = lambda x, *a, **k: forward(x / dist.get_world_size(group), *a, **k)
-    elif style == "mla_kv_a_proj":
+        return lambda x, *a, **k: forward(x / dist.get_world_size(group), *a, **k)
+    if style == "mla_kv_a_proj":
         rope = int(text_config(model.config).qk_rope_head_dim)
-        module.forward = _compressed_key_value(forward, rope, group)
-    elif style == "all_reduce":
-        module.forward = lambda *a, **k: sum_partial(forward(*a, **k), group)
-    elif style not in _WHOLE:
+        return _compressed_key_value(forward, rope, group)
+    if style == "all_reduce":
+        return lambda *a, **k: sum_partial(forward(*a, **k), group)
+    if style not in _WHOLE:
         raise ModelError(f"parallel.tensor: {name}: unknown style {style!r} in the model's plan")
+    return None
 
 
 def _shard(parameter: nn.Parameter) -> Shard:

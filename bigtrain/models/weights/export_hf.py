@@ -18,6 +18,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.parameters import names_of
+from bigtrain.models.transformers_patches import dtype_plan, names_not_saved
 from bigtrain.models.weights.lazy_tensors import LazyTensor, forget_computed
 
 MAX_SHARD_SIZE = "5GB"
@@ -90,8 +91,8 @@ def _state(
             f"{output}: these parameters are in only one of checkpoint and model: "
             f"{', '.join(wrong[:5])}"
         )
-    left_out = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
-    exact = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    left_out = set(model.all_tied_weights_keys) | names_not_saved(model)
+    exact = [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
     found = {}
     for name, like in model.state_dict().items():
         tensor = kept.get(alias.get(name, name))

@@ -33,6 +33,7 @@ from transformers.utils import (
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError
+from bigtrain.models.transformers_patches import drop_expected_keys
 from bigtrain.models.weights.lazy_tensors import (
     BLOCK_BYTES,
     LazyTensor,
@@ -147,7 +148,7 @@ def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> l
     # Some models let parameters be missing and draw them; trained weights are all there.
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     absent = info.missing_keys & parameters
-    model._adjust_missing_and_unexpected_keys(info)
+    drop_expected_keys(model, info)
     info.missing_keys |= absent
     wrong = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
     problems += [

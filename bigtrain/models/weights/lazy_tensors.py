@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
+
+from bigtrain.models.torch_patches import ATEN_TO_COPY, map_instances, wrapper_tensor
 
 Offsets = tuple[int, ...]
 aten = torch.ops.aten
@@ -48,9 +49,8 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, origin: Values) -> LazyTensor:
-        made: LazyTensor = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
-        )
+        made = wrapper_tensor(cls, shape, dtype)
+        assert isinstance(made, LazyTensor)
         made.origin = origin
         return made
 
@@ -90,7 +90,7 @@ class LazyTensor(torch.Tensor):
 
 
 def _as_meta(tree: Any) -> Any:
-    return tree_map_only(
+    return map_instances(
         LazyTensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), tree
     )
 
@@ -298,7 +298,7 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     aten.detach: _same,
     aten.alias: _same,
     aten.clone: _same,
-    aten._to_copy: _same,  # the reader's tensor has the dtype that it wants
+    ATEN_TO_COPY: _same,  # the reader's tensor has the dtype that it wants
     aten.cat: _cat,
     aten.stack: _stack,
     aten.slice: _slice,
@@ -335,14 +335,14 @@ class _Computed:
 
     def _compute(self) -> torch.Tensor:
         func, args, kwargs, index = self._call
-        inputs = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
+        inputs = map_instances(LazyTensor, LazyTensor.read, (args, kwargs))
         found = func(*inputs[0], **inputs[1])
         result: torch.Tensor = found if index is None else found[index]
         return result
 
     def sources(self) -> Iterator[object]:
         found: list[LazyTensor] = []
-        tree_map_only(LazyTensor, found.append, self._call[1:3])
+        map_instances(LazyTensor, found.append, self._call[1:3])
         return _sources(found)
 
 

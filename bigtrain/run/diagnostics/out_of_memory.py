@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigtrain.engine.deepspeed_patches.optimizers import kept_gradients
+from bigtrain.engine.deepspeed_patches.partitions import partition_of
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
+from bigtrain.models.torch_patches import dump_memory_snapshot
 from bigtrain.run.diagnostics.profiling import DIRECTORY
 from bigtrain.run.session import Session
 from bigtrain.settings.run_config import RunConfig
@@ -52,10 +55,11 @@ def holdings(model: nn.Module, optimizer: Any, allocated: int, total: int) -> Ho
     """
     seen: set[int] = set()
     parameters = _bytes((p.data for p in model.parameters()), seen)
-    parameters += _bytes((p.ds_tensor for p in model.parameters() if hasattr(p, "ds_tensor")), seen)
+    partitions = (partition_of(p) for p in model.parameters())
+    parameters += _bytes((p for p in partitions if p is not None), seen)
     gradients = _bytes((p.grad for p in model.parameters() if p.grad is not None), seen)
     # Where ZeRO keeps them until its step.
-    gradients += _bytes(_tensors(getattr(optimizer, "averaged_gradients", {})), seen)
+    gradients += _bytes(_tensors(kept_gradients(optimizer)), seen)
     state = _tensors(getattr(optimizer, "state", {}))
     state += _tensors([group["params"] for group in getattr(optimizer, "param_groups", [])])
     held = _bytes(state, seen)
@@ -120,7 +124,7 @@ def _text(session: Session, held: Holdings, error: Exception) -> str:
     path = directory / f"out_of_memory_rank_{session.world.rank}.pickle"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
+        dump_memory_snapshot(str(path))
         written = f"; snapshot: {path}"
     except (OSError, RuntimeError):
         written = ""

@@ -14,6 +14,7 @@ slow link, and anything that is slow outside of both.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.models.parallel.sharding import local_shape
 from bigtrain.run.health.heartbeat import layers_of
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
@@ -102,14 +104,11 @@ def _products(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _dimensions(parameter: Any) -> int:
-    return len(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves an empty tensor
+    return len(local_shape(parameter))  # ZeRO-3 leaves an empty tensor
 
 
 def _num_elements(module: nn.Module) -> int:
-    return sum(
-        int(getattr(parameter, "ds_numel", parameter.numel()))
-        for parameter in module.parameters(recurse=False)
-    )
+    return sum(math.prod(local_shape(parameter)) for parameter in module.parameters(recurse=False))
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class RunToken:
 
 
 def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
-    """RunToken `run_directory` from now on, in place of whoever holds it; it is made if need be.
+    """Hold `run_directory` from now on, in place of whoever holds it; it is made if need be.
 
     Raises SupersededError where an elastic launcher starts a run again that another launch has
     taken over meanwhile: the two would take it from each other for ever.

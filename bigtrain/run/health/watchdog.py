@@ -27,10 +27,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-import torch
 import torch.distributed as dist
 
 from bigtrain.errors import EXIT_HANG
+from bigtrain.models.torch_patches import flight_recorder_trace
 from bigtrain.run.health.hang_report import Diagnosis, Position, diagnose, diagnose_alone
 from bigtrain.run.health.heartbeat import Heartbeat, Transfers, current_collective
 from bigtrain.run.health.status_store import StatusStore, open_board
@@ -209,7 +209,10 @@ class Watchdog:
             directory.mkdir(parents=True, exist_ok=True)
             with (directory / f"rank-{self._world.rank:05d}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-            _dump_flight_recorder(directory / f"flight-recorder-{self._world.rank:05d}")
+            trace = flight_recorder_trace()
+            if trace is not None:
+                # Names that end in the rank are what torch's reader of these files takes.
+                (directory / f"flight-recorder-{self._world.rank:05d}").write_bytes(trace)
         except (OSError, RuntimeError) as error:
             print(f"watchdog: {directory} cannot be written: {error}", file=sys.stderr)
             faulthandler.dump_traceback(2, all_threads=True)
@@ -238,13 +241,3 @@ class Watchdog:
         before = list(directory.parent.glob(f"step-{step:08d}-*"))
         if len(before) <= _MOST_REQUEUES_PER_STEP:
             ask_for_restart(self._run_directory, "watchdog", step)
-
-
-def _dump_flight_recorder(path: Path) -> None:
-    """What torch's flight recorder, that of NCCL or of gloo, holds of the last collectives of this
-    process. Names that end in the rank are what its own reader takes."""
-    name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
-    dump = getattr(torch._C._distributed_c10d, name, None)
-    if dump is not None:  # else torch was built without
-        trace = dump(includeCollectives=True, includeStackTraces=True, onlyActive=False)
-        path.write_bytes(trace)

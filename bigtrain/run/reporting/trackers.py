@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import LaunchError, Problem
+from bigtrain.run.reporting.accelerate_patches import standard_logging
 
 # Package to import and package to install, by the name accelerate gives the tracker.
 _PACKAGES = {
@@ -69,7 +68,7 @@ class Trackers:
         settings = flatten(run_config)
         for name in names:
             try:
-                with _standard_logging():
+                with standard_logging():
                     tracker = _make(name, directory, project, resume_step)
                     tracker.start()
                     tracker.store_init_configuration(settings)
@@ -94,7 +93,7 @@ class Trackers:
     def _call(self, action: Callable[[Any], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
-                with _standard_logging():
+                with standard_logging():
                     action(tracker)
             except Exception as error:
                 del self._trackers[name]
@@ -131,30 +130,3 @@ def _make(name: str, directory: Path, project: str, resume_step: int) -> Any:
     # accelerate would ask its PartialState which process is the main one; only that one is here.
     tracker.main_process_only = False
     return tracker
-
-
-class _StandardLogger(logging.LoggerAdapter[logging.Logger]):
-    """accelerate's logger for one process: takes its extra arguments, needs no PartialState."""
-
-    def process(
-        self, msg: Any, kwargs: MutableMapping[str, Any]
-    ) -> tuple[Any, MutableMapping[str, Any]]:
-        kwargs = {k: v for k, v in kwargs.items() if k not in ("main_process_only", "in_order")}
-        return msg, kwargs
-
-    def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        self.warning(*args, **kwargs)
-
-
-@contextmanager
-def _standard_logging() -> Iterator[None]:
-    """Let accelerate's trackers log without a PartialState, whose making sets devices, thread
-    counts and environment variables, and may wait for the other processes."""
-    from accelerate import tracking
-
-    original = tracking.logger
-    tracking.logger = _StandardLogger(logging.getLogger(tracking.__name__), {})
-    try:
-        yield
-    finally:
-        tracking.logger = original

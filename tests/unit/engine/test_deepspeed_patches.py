@@ -1,17 +1,44 @@
-"""What is left out of DeepSpeed's step decides nothing: the same without it, to the bit."""
+"""What is left out of DeepSpeed's step changes no bit; each private part is as it was read."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import inspect
 import math
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime import constants
+from deepspeed.runtime import utils as runtime_utils
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups, mixed_precision_linkage
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 
-from bigtrain.engine.deepspeed_patches import leave_overflow_to_the_norm
+from bigtrain.engine.deepspeed_patches import (
+    marks,
+    optimizers,
+    partitions,
+    pipeline,
+    startup,
+    step,
+)
+from bigtrain.engine.deepspeed_patches.step import leave_overflow_to_the_norm
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.system.world import World
+from tests.support.contracts import Contract, has, public_functions, reads, sets, takes, title
 
 # The largest finite gradient of float16 in every place has a norm that float32 holds.
 BAD = {"nan": math.nan, "inf": math.inf, "minus inf": -math.inf, "large": 65504.0, "none": 1.0}
@@ -45,10 +72,10 @@ def train(value: float, dtype: torch.dtype, *, whole: bool) -> list[object]:
     if not whole:
         leave_overflow_to_the_norm(optimizer)
     found: list[object] = []
-    for step in range(3):
+    for number in range(3):
         for parameter in parameters:
             parameter.grad = torch.randn(3, 5, generator=generator).to(dtype)
-        if step == 1:
+        if number == 1:
             parameters[2].grad[1, 1] = value
         optimizer.step()
         scale = optimizer.loss_scale_config.cur_scale
@@ -64,3 +91,292 @@ def test_the_norm_finds_what_the_overflow_check_finds(value: float, dtype: torch
     found = train(value, dtype, whole=False)
     assert found == train(value, dtype, whole=True)
     assert (True in [f for f in found if isinstance(f, bool)]) == (not math.isfinite(value))
+
+
+# --- contracts ---
+
+
+def scaler() -> DynamicLossScaler:
+    return DynamicLossScaler(1.0, 1000, 1.0, 1, False)
+
+
+def comm_torch() -> ModuleType:
+    """By name: as an attribute of deepspeed.comm it is PyTorch."""
+    return importlib.import_module("deepspeed.comm.torch")
+
+
+_STEP_WRAPPERS = (
+    lambda: DeepSpeedZeroOptimizer,
+    lambda: DeepSpeedZeroOptimizer_Stage3,
+    lambda: BF16_Optimizer,
+    lambda: FP16_Optimizer,
+    lambda: FP16_UnfusedOptimizer,
+)
+
+CONTRACTS = [
+    # step
+    reads(
+        step.leave_overflow_to_the_norm,
+        lambda: FP16_UnfusedOptimizer.step,
+        "self.overflow_checker.check()",
+        "is_invalid_grad_norm(self._global_grad_norm)",
+        "if self.fused_lamb_legacy:",
+    ),
+    sets(
+        step.leave_overflow_to_the_norm,
+        lambda: FP16_UnfusedOptimizer,
+        "overflow_checker",
+        "fused_lamb_legacy",
+    ),
+    takes(
+        step.skip_redundant_work,
+        lambda: DeepSpeedEngine.allreduce_no_retain,
+        "self",
+        "bucket",
+        "dp_group",
+        "numel_per_bucket",
+        "dp_world_size",
+    ),
+    *(
+        has(step.skip_redundant_work, lambda: DeepSpeedEngine, name)
+        for name in ("communication_data_type", "get_data_types", "gradient_predivide_factor")
+    ),
+    takes(step.replace_clipping, lambda: DeepSpeedEngine.clip_fp32_gradients, "self"),
+    reads(
+        step.replace_clipping,
+        lambda: DeepSpeedEngine._take_model_step,
+        "self.clip_fp32_gradients()",
+        "self.gradient_clipping() > 0.0",
+    ),
+    *(sets(step.measured_norm, wrapper, "_global_grad_norm") for wrapper in _STEP_WRAPPERS),
+    *(sets(step.has_overflowed, wrapper, "overflow") for wrapper in _STEP_WRAPPERS),
+    # optimizers
+    *(sets(optimizers.inner_optimizer, wrapper, "optimizer") for wrapper in _STEP_WRAPPERS),
+    sets(optimizers.updating_optimizers, lambda: DeepSpeedZeroOptimizer_Stage3, "backup_optimizer"),
+    *(
+        reads(
+            optimizers.undo_trial_update,
+            lambda w=wrapper: w().initialize_optimizer_states,
+            ".step()",
+        )
+        for wrapper in _STEP_WRAPPERS[3:]
+    ),
+    sets(
+        optimizers.is_zero3, lambda: DeepSpeedZeroOptimizer_Stage3, "fp32_partitioned_groups_flat"
+    ),
+    sets(optimizers.offloads_to_nvme, lambda: DeepSpeedZeroOptimizer_Stage3, "swap_optimizer"),
+    sets(optimizers.zero0_layout, lambda: FP16_Optimizer, "fp16_groups", "fp32_groups_flat"),
+    sets(optimizers.zero0_layout, lambda: FP16_UnfusedOptimizer, "fp16_groups", "fp32_groups"),
+    Contract(
+        optimizers.zero0_masters,
+        "FP16_UnfusedOptimizer keeps its masters flat as FP16_Optimizer does",
+        lambda: "self.fp32_groups_flat" not in inspect.getsource(FP16_UnfusedOptimizer),
+    ),
+    sets(
+        optimizers.flat_partitions,
+        lambda: DeepSpeedZeroOptimizer,
+        "single_partition_of_fp32_groups",
+    ),
+    sets(optimizers.flat_partitions, lambda: BF16_Optimizer, "fp32_groups_flat_partition"),
+    reads(
+        optimizers.zero12_range,
+        lambda: mixed_precision_linkage.link_hp_params,
+        "_hp_mapping = get_hp_fragment_mapping(",
+    ),
+    Contract(
+        optimizers.zero12_range,
+        "fragments of masters have other fields",
+        lambda: (
+            {"lp_fragment_address", "hp_fragment_address", "param_group_index"}
+            <= {field.name for field in dataclasses.fields(tensor_fragment)}
+            and {"start", "numel"} <= {field.name for field in dataclasses.fields(fragment_address)}
+        ),
+    ),
+    sets(
+        optimizers.masters_of_group, lambda: DeepSpeedZeroOptimizer_Stage3, "sub_group_to_group_id"
+    ),
+    reads(
+        optimizers.masters_of_group,
+        lambda: DeepSpeedZeroOptimizer_Stage3,
+        "self.optimizer.param_groups[param_group_id]['params'] = [fp32_param]",
+        "self.optimizer.param_groups[param_group_id]['params'] = []",
+    ),
+    *(
+        takes(optimizers.refresh_parameters, lambda w=wrapper: w().update_lp_params, "self")
+        for wrapper in (_STEP_WRAPPERS[0], _STEP_WRAPPERS[2])
+    ),
+    Contract(
+        optimizers.refresh_parameters,
+        "ZeRO-3 or a wrapper of ZeRO 0 has update_lp_params, too",
+        lambda: (
+            not any(
+                hasattr(kind, "update_lp_params")
+                for kind in (DeepSpeedZeroOptimizer_Stage3, FP16_Optimizer, FP16_UnfusedOptimizer)
+            )
+        ),
+    ),
+    reads(
+        optimizers.refresh_parameters,
+        lambda: DeepSpeedZeroOptimizer_Stage3,
+        "def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id):",
+    ),
+    sets(
+        optimizers.refresh_parameters,
+        lambda: DeepSpeedZeroOptimizer_Stage3,
+        "persistent_parameters",
+        "fp16_groups",
+    ),
+    sets(
+        optimizers.refresh_parameters,
+        lambda: Init._convert_to_deepspeed_param,
+        "partition",
+        "all_gather",
+    ),
+    *(
+        sets(function, lambda w=wrapper: w(), "loss_scaler")
+        for function in (optimizers.scaler_state, optimizers.restore_scaler)
+        for wrapper in _STEP_WRAPPERS[:2]
+    ),
+    Contract(
+        optimizers.scaler_state,
+        "DynamicLossScaler has other fields",
+        lambda: (
+            {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
+            <= vars(scaler()).keys()
+        ),
+    ),
+    *(
+        sets(optimizers.kept_gradients, wrapper, "averaged_gradients")
+        for wrapper in _STEP_WRAPPERS[:2]
+    ),
+    # partitions
+    reads(
+        partitions.PartitioningInit,
+        lambda: Init._zero_init_param,
+        "self._convert_to_deepspeed_param(param)",
+        "dist.broadcast(param.data",
+        "param.partition()",
+    ),
+    takes(partitions.PartitioningInit, lambda: Init._convert_to_deepspeed_param, "self", "param"),
+    takes(
+        partitions.partition_parameters,
+        lambda: Init._convert_to_zero_parameters,
+        "self",
+        "param_list",
+    ),
+    sets(partitions.partition_of, lambda: Init, "ds_tensor"),
+    sets(partitions.frozen_range, lambda: Init._convert_to_deepspeed_param, "ds_process_group"),
+    sets(partitions.zero3_range, lambda: Init._convert_to_deepspeed_param, "ds_numel"),
+    sets(partitions.zero3_range, lambda: Init, "ds_tensor.ds_numel"),
+    reads(
+        partitions.zero3_range,
+        lambda: DeepSpeedZeroOptimizer_Stage3,
+        "self.grad_position[param_id] = [int(i), int(current_offset), int(num_elements)]",
+    ),
+    takes(
+        partitions.zero3_range, lambda: DeepSpeedZeroOptimizer_Stage3.get_param_id, "self", "param"
+    ),
+    takes(
+        partitions.zero3_range,
+        lambda: DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank,
+        "self",
+        "param",
+    ),
+    # marks
+    reads(
+        marks.is_model_parallel,
+        lambda: runtime_utils.is_model_parallel_parameter,
+        "p.tensor_model_parallel",
+    ),
+    reads(
+        marks.mark_model_parallel,
+        lambda: runtime_utils.get_weight_norm,
+        "is_model_parallel_parameter(p)",
+    ),
+    reads(
+        marks.mark_model_parallel,
+        lambda: FP16_UnfusedOptimizer.step,
+        "get_weight_norm(grads_for_norm, mpu=self.mpu)",
+    ),
+    reads(
+        "bigtrain.models.parallel.sharding.tag_shard",
+        lambda: runtime_utils.is_model_parallel_parameter,
+        "p.tensor_model_parallel",
+    ),
+    sets(
+        "bigtrain.models.parallel.sharding.local_shape",
+        lambda: Init._convert_to_deepspeed_param,
+        "ds_shape",
+    ),
+    Contract(
+        marks.is_replicated,
+        "the mark of replicated parameters has another name",
+        lambda: constants.PIPE_REPLICATED == "ds_pipe_replicated",
+    ),
+    reads(marks.mark_replicated, lambda: DeepSpeedZeroOptimizer, "p.ds_pipe_replicated"),
+    reads(marks.mark_replicated, lambda: FP16_Optimizer, "p.ds_pipe_replicated"),
+    reads(marks.mark_replicated, lambda: BF16_Optimizer, "lp.ds_pipe_replicated"),
+    # pipeline
+    reads(
+        pipeline.replace_loss,
+        lambda: PipelineEngine._exec_forward_pass,
+        "self.loss = self.module.loss_fn(outputs, labels)",
+    ),
+    reads(
+        pipeline.replace_instructions,
+        lambda: PipelineEngine._exec_schedule,
+        "MethodType(self._INSTRUCTION_MAP[type(cmd)], self)",
+    ),
+    Contract(
+        pipeline.replace_instructions,
+        "the table of instructions lacks ReduceTiedGrads or OptimizerStep",
+        lambda: (
+            PipelineEngine._INSTRUCTION_MAP[schedule.ReduceTiedGrads]
+            and PipelineEngine._INSTRUCTION_MAP[schedule.OptimizerStep]
+            is PipelineEngine._exec_optimizer_step
+        ),
+    ),
+    takes(
+        pipeline.run_optimizer_step,
+        lambda: PipelineEngine._exec_optimizer_step,
+        "self",
+        "lr_kwargs",
+    ),
+    sets(pipeline.accumulated_gradient, lambda: BF16_Optimizer, "fp32_groups_gradient_dict"),
+    sets(pipeline.accumulated_gradient, lambda: BF16_Optimizer._update_hp_grad, "_hp_grad"),
+    sets(
+        pipeline.accumulated_gradient,
+        lambda: DeepSpeedZeroOptimizer,
+        "use_grad_accum_attribute",
+        "grad_accum",
+    ),
+    # startup
+    reads(startup.remember_groups, lambda: DeepSpeedEngine, "groups.mpu = self.mpu"),
+    has(startup.remember_groups, lambda: groups, "mpu"),
+    # By the source: inside of `process_group` they are replaced.
+    reads(
+        startup.operators_loaded_by,
+        lambda: OpBuilder,
+        "def jit_load(self, verbose=True):",
+        "return self.jit_load(verbose)",
+        "from torch.utils.cpp_extension import load",
+        "op_module = load(name=self.name,",
+    ),
+    reads(startup.operators_loaded_by, comm_torch, "def build_shm_op():"),
+    reads(
+        startup.operators_loaded_by,
+        lambda: comm_torch().TorchBackend,
+        "self.shm_comm_op = build_shm_op()",
+    ),
+]
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=title)
+def test_deepspeed_is_as_it_was_read(contract: Contract) -> None:
+    contract.check("deepspeed")
+
+
+def test_every_patch_has_a_contract() -> None:
+    rooms = (marks, optimizers, partitions, pipeline, startup, step)
+    wanted = set().union(*map(public_functions, rooms))
+    assert wanted - {contract.name for contract in CONTRACTS} == {"MasterRange"}  # only ours

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.test_chunked_loss import gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, PreTrainedModel, masking_utils
 
@@ -33,6 +32,7 @@ from bigtrain.run.preflight import inspect_inputs
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from tests.support.datasets import write_dataset
+from tests.unit.models.layers.test_chunked_loss import gradients
 
 
 def find(model_type: str, attention: str, **values: Any) -> tuple[str, str]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.test_sequence_check import problems
 from transformers import CONFIG_MAPPING
 from transformers.masking_utils import causal_mask_function
 
@@ -15,6 +14,7 @@ from bigtrain.models.equivalence.proxy_model import build_proxy_model, with_head
 from bigtrain.models.equivalence.thresholds import cross_thresholds, document_positions
 from bigtrain.models.parallel.sequence import SequenceParallel
 from tests.support.longrope import longrope
+from tests.unit.models.equivalence.test_sequence_parallel import problems
 
 
 def test_lengths_that_samples_pass_are_made_small_in_their_order() -> None:

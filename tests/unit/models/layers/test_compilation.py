@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.test_chunked_loss import COMMON, gradients
 from torch._dynamo.utils import counters
 from torch.profiler import profile
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -14,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.activation_offload import offload_checkpoints
 from bigtrain.models.layers.compilation import compile_layers, is_compiled, uncompiled
+from tests.unit.models.layers.test_chunked_loss import COMMON, gradients
 
 LAYERS = 4
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.test_sequence_check import COMMON
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from bigtrain.models.equivalence.document_isolation import find_isolation
@@ -16,6 +15,7 @@ from bigtrain.models.equivalence.sequence_parallel import _in_parts
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.layers.rotary import choose_by_document, document_lengths
 from tests.support.longrope import longrope
+from tests.unit.models.equivalence.test_sequence_parallel import COMMON
 
 ORIGINAL = 10
 DOCUMENTS = ((4, 6, 8, 6), (3, 18, 3), (24,))

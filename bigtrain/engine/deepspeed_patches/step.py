@@ -1,19 +1,21 @@
-"""Work of DeepSpeed's step that changes no number, left out. All of it is of ZeRO 0."""
+"""DeepSpeed's optimizer step: work that changes no number left out, and its figures taken."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-from bigtrain.engine.startup.mesh import Mesh
 
+def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup) -> None:
+    """Call once, right after `deepspeed.initialize`. Every number of a step stays what it was.
 
-def skip_redundant_work(engine: Any, mesh: Mesh) -> None:
-    """Call once, right after `deepspeed.initialize`. Every number of a step stays what it was."""
-    if dist.get_world_size(mesh.replicas) == 1:
+    `replicas`: the processes that gradients are averaged over. All of the work is of ZeRO 0.
+    """
+    if dist.get_world_size(replicas) == 1:
         _leave_out_lone_reduction(engine)
     leave_overflow_to_the_norm(engine.optimizer)
 
@@ -50,3 +52,29 @@ def _leave_out_lone_reduction(engine: Any) -> None:
         and engine.gradient_predivide_factor() == 1.0
     ):
         engine.allreduce_no_retain = lambda *_, **__: None
+
+
+def replace_clipping(engine: Any, clip: Callable[[], None]) -> None:
+    """Let `clip` clip the gradients of fp32 ZeRO 0, the only optimizer whose norm nobody keeps.
+
+    DeepSpeed 0.19.8 (runtime/engine.py:3502, `clip_fp32_gradients`) throws the norm away: measuring
+    it once more would be another pass over all gradients.
+    """
+    engine.clip_fp32_gradients = clip
+
+
+def measured_norm(optimizer: Any) -> Any:
+    """The norm of the gradient when DeepSpeed has measured it and not yet used it.
+
+    The engine's public `get_global_grad_norm` takes it over after the update (0.19.8,
+    runtime/engine.py:3519, from `_global_grad_norm` of every wrapper).
+    """
+    return optimizer._global_grad_norm
+
+
+def has_overflowed(optimizer: Any) -> bool:
+    """Whether DeepSpeed left the last update out itself, since the gradient was not finite.
+
+    `overflow` of its 16-bit wrappers (0.19.8, runtime/base_optimizer.py and runtime/fp16/).
+    """
+    return bool(getattr(optimizer, "overflow", False))

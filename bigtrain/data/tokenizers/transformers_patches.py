@@ -1,0 +1,34 @@
+"""The private parts of transformers that tokenizers need, each with why. Read in transformers 5.23.
+
+Those that models need are in `bigtrain.models.transformers_patches`: neither folder may import the
+other. `tests/unit/data/tokenizers/test_transformers_patches.py` has the contract tests.
+transformers is imported when these are called, as in `bigtrain.data.tokenizers.tokenizer`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def template_syntax_tree(source: str) -> Any:
+    """A chat template as a jinja2 syntax tree, in the environment that transformers renders it in.
+
+    Its `_compile_jinja_template` (utils/chat_template_utils.py:562) makes that environment, with
+    extensions without which some templates cannot be read. Raises jinja2.TemplateSyntaxError.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    compile_: Any = _compile_jinja_template
+    return compile_(source).environment.parse(source)
+
+
+def decodes_plainly(tokenizer: Any) -> bool:
+    """Whether decoding by a transformers tokenizer is what `tokenizers` does and nothing after it.
+
+    A class changes it in `decode` (tokenization_utils_base.py:2884) or in `_decode`
+    (tokenization_utils_tokenizers.py:1150), which the former calls.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    return kind.decode is plain.decode and kind._decode is plain._decode

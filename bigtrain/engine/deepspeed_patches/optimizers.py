@@ -1,0 +1,185 @@
+"""What DeepSpeed wraps around the torch optimizer, and where each ZeRO stage keeps fp32 masters.
+
+All of it is named as in deepspeed 0.19.8. DeepSpeed's public functions
+(`deepspeed.utils.safe_get_full_fp32_param` and its like) gather a whole parameter on every process;
+checkpoints read and write the parts where they lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigtrain.engine.deepspeed_patches.partitions import MasterRange
+
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def inner_optimizer(engine: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside DeepSpeed's wrappers, each of which calls it `optimizer`."""
+    optimizer = engine.optimizer
+    while not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def updating_optimizers(engine: Any) -> list[torch.optim.Optimizer]:
+    """All torch optimizers that update parameters of `engine`.
+
+    ZeRO-3 keeps a second one for the part of the update that it does not offload (0.19.8,
+    runtime/zero/stage3.py:317, `backup_optimizer`).
+    """
+    beside = getattr(engine.optimizer, "backup_optimizer", None)
+    return [inner_optimizer(engine)] + ([] if beside is None else [beside])
+
+
+@torch.no_grad()
+def undo_trial_update(engine: Any) -> None:
+    """Take back the update that DeepSpeed makes while it wraps a 16-bit optimizer of ZeRO 0.
+
+    It runs the optimizer once with zero gradients to allocate states (0.19.8,
+    runtime/fp16/unfused_optimizer.py, `initialize_optimizer_states`). That decays the masters, and
+    counts in the bias correction, which makes the first real update of AdamW 26% too small.
+    """
+    inner_optimizer(engine).state.clear()
+    for parameter, master in zero0_masters(engine.optimizer):
+        master.copy_(parameter.data.view(-1))
+
+
+def is_zero3(optimizer: Any) -> bool:
+    """Whether `optimizer` is ZeRO-3's, by its flat masters (0.19.8, runtime/zero/stage3.py:416)."""
+    return hasattr(optimizer, "fp32_partitioned_groups_flat")
+
+
+def offloads_to_nvme(optimizer: Any) -> bool:
+    """Whether ZeRO-3's optimizer states are in files (0.19.8, runtime/zero/stage3.py:826)."""
+    return bool(optimizer.swap_optimizer)
+
+
+def zero0_masters(optimizer: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """(parameter, its flat fp32 master) of DeepSpeed's 16-bit wrappers for ZeRO 0; else none."""
+    return [
+        (parameter, flat.data.view(-1).narrow(0, offset, parameter.numel()))
+        for parameter, flat, offset in zero0_layout(optimizer)
+    ]
+
+
+def zero0_layout(optimizer: Any) -> list[tuple[nn.Parameter, Any, int]]:
+    """(parameter, tensor that holds its master, offset in it) of the same wrappers.
+
+    FP16_UnfusedOptimizer keeps a master per parameter (runtime/fp16/unfused_optimizer.py,
+    `fp32_groups`), FP16_Optimizer one per group (runtime/fp16/fused_optimizer.py,
+    `fp32_groups_flat`).
+    """
+    if not hasattr(optimizer, "fp16_groups") or is_zero3(optimizer):
+        return []
+    found = []
+    for index, group in enumerate(optimizer.fp16_groups):
+        offset = 0
+        for number, parameter in enumerate(group):
+            if hasattr(optimizer, "fp32_groups_flat"):
+                found.append((parameter, optimizer.fp32_groups_flat[index], offset))
+                offset += parameter.numel()
+            else:
+                found.append((parameter, optimizer.fp32_groups[index][number], 0))
+    return found
+
+
+def flat_partitions(optimizer: Any) -> list[torch.Tensor] | None:
+    """This process's flat masters of ZeRO-1 and 2, or of BF16_Optimizer, one per parameter group.
+
+    None of other optimizers. They are named `single_partition_of_fp32_groups`
+    (runtime/zero/stage_1_and_2.py) and `fp32_groups_flat_partition` (runtime/bf16_optimizer.py).
+    """
+    if not _refreshes_itself(optimizer):
+        return None
+    for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(optimizer, name):
+            partitions: list[torch.Tensor] = getattr(optimizer, name)
+            return partitions
+    return []
+
+
+def zero12_range(parameter: Any, partitions: list[torch.Tensor]) -> MasterRange | None:
+    """Where this process has its part of a parameter's master in `flat_partitions`, if it has one.
+
+    By `_hp_mapping` (0.19.8, utils/mixed_precision_linkage.py, utils/tensor_fragment.py). Not
+    through its `optim_fragment`: DeepSpeed links that after the first group's first update, when
+    the other groups have no state yet, and never again.
+    """
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return None
+    address = mapping.hp_fragment_address
+    flat = partitions[mapping.param_group_index]
+    return MasterRange(flat, address.start, address.numel, mapping.lp_fragment_address.start)
+
+
+def masters_of_group(optimizer: Any, index: int, group: dict[str, Any]) -> list[Any]:
+    """What the torch optimizer updates in its group `index`.
+
+    ZeRO-3 leaves the group empty between updates, and puts its sub-groups there one by one (0.19.8,
+    runtime/zero/stage3.py, `_optimizer_step`).
+    """
+    if not is_zero3(optimizer):
+        return list(group["params"])
+    return [
+        flat
+        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat)
+        if optimizer.sub_group_to_group_id[number] == index
+    ]
+
+
+@torch.no_grad()
+def refresh_parameters(engine: Any) -> None:
+    """Make the parameters used in forward agree with the masters. Collective.
+
+    As DeepSpeed does it after loading a checkpoint: `update_lp_params` where there is one; ZeRO-3
+    by `_reassign_or_swap_out_partitioned_parameters` (0.19.8, runtime/zero/stage3.py:2854, called
+    so at :3565) and `persistent_parameters` (:296), which are never gathered anew.
+    """
+    optimizer = engine.optimizer
+    if _refreshes_itself(optimizer):
+        optimizer.update_lp_params()
+    elif is_zero3(optimizer):
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        persistent = optimizer.persistent_parameters
+        if persistent:
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
+    else:
+        for parameter, master in zero0_masters(optimizer):
+            parameter.data.view(-1).copy_(master)
+
+
+def _refreshes_itself(optimizer: Any) -> bool:
+    """Whether `optimizer` is of ZeRO-1 or 2, or BF16_Optimizer."""
+    return hasattr(optimizer, "update_lp_params")
+
+
+def scaler_state(optimizer: Any) -> dict[str, Any]:
+    """The state of float16's loss scaling; nothing where there is none.
+
+    0.19.8, runtime/fp16/loss_scaler.py. DeepSpeed pickles the scaler itself.
+    """
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
+
+
+def restore_scaler(optimizer: Any, state: dict[str, Any]) -> None:
+    """Set what `scaler_state` gave, where this optimizer has it."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    for name, value in state.items():
+        if hasattr(scaler, name):
+            setattr(scaler, name, value)
+
+
+def kept_gradients(optimizer: Any) -> Any:
+    """The gradients that ZeRO keeps until its step, in dicts and lists.
+
+    `averaged_gradients` (0.19.8, runtime/zero/stage_1_and_2.py and stage3.py:513).
+    """
+    return getattr(optimizer, "averaged_gradients", {})

@@ -1,0 +1,85 @@
+"""Parameters that ZeRO-3 has partitioned: what it keeps of them, and how whole ones become such."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@dataclass(frozen=True)
+class MasterRange:
+    """The part of a parameter that this process has, in a flat tensor.
+
+    `count` elements of `flat` from `offset` on are those of the parameter (of this process's shard
+    of it, under tensor parallelism) from `start` on.
+    """
+
+    flat: torch.Tensor
+    offset: int
+    count: int
+    start: int
+
+
+class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
+    """As DeepSpeed's, but nobody is sent the first process's uninitialized parameters.
+
+    All of them would be whole in memory for that, one after the other, and the pieces that are
+    kept lie between, so that none of it is given back. Replaces `_zero_init_param` of 0.19.8
+    (runtime/zero/partition_parameters.py:1200), which converts, broadcasts and partitions.
+    """
+
+    def _zero_init_param(self, param: nn.Parameter) -> None:
+        self._convert_to_deepspeed_param(param)
+        param.partition()  # type: ignore[attr-defined]
+
+
+def partition_parameters(init: Any, parameters: list[nn.Parameter]) -> None:
+    """Partition whole `parameters` by `init`, a `deepspeed.zero.Init`, as constructors' ones are.
+
+    `Init(module=...)` takes a whole module (0.19.8, runtime/zero/partition_parameters.py:1181),
+    by `_convert_to_zero_parameters` (:1209); here one layer after the other is cut first.
+    """
+    init._convert_to_zero_parameters(parameters)
+
+
+def partition_of(parameter: Any) -> torch.Tensor | None:
+    """What this process keeps of a ZeRO-3 parameter between its uses; None of any other.
+
+    `ds_tensor` of 0.19.8, runtime/zero/partition_parameters.py (`_partition_param`). DeepSpeed's
+    public functions gather the whole parameter instead.
+    """
+    return getattr(parameter, "ds_tensor", None)
+
+
+def frozen_range(parameter: Any) -> MasterRange:
+    """Where this process has what it has of a parameter that no optimizer knows."""
+    if partition_of(parameter) is None:
+        return MasterRange(parameter.data.view(-1), 0, parameter.numel(), 0)
+    start, count = _partition_range(parameter, dist.get_rank(group=parameter.ds_process_group))
+    return MasterRange(parameter.ds_tensor.data, 0, count, start)
+
+
+def zero3_range(parameter: Any, optimizer: Any) -> MasterRange:
+    """Where ZeRO-3 has this process's part of a parameter's fp32 master.
+
+    `grad_position` (0.19.8, runtime/zero/stage3.py:1955) says in which flat master of a sub-group
+    and from where on; `_get_param_partition_rank` (:646) which part of the parameter it is.
+    """
+    group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
+    return MasterRange(optimizer.fp32_partitioned_groups_flat[group], offset, count, start)
+
+
+def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:
+    """(start, count) of a ZeRO-3 partition within the full parameter, padding left out.
+
+    Partitions are equally large (0.19.8, runtime/zero/partition_parameters.py, `_partition_param`).
+    """
+    capacity = parameter.ds_tensor.ds_numel
+    start = min(capacity * rank, parameter.ds_numel)
+    return start, min(capacity, parameter.ds_numel - start)

@@ -1,0 +1,56 @@
+"""The pipeline engine of DeepSpeed: which of its instructions bigtrain carries out itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule
+from torch import nn
+
+
+def replace_loss(engine: Any, loss: Callable[..., torch.Tensor]) -> None:
+    """Let the last stage compute `loss` of its outputs and the labels.
+
+    DeepSpeed 0.19.8 takes a loss in `PipelineModule` alone, before there is an engine, and calls
+    the attribute at each forward pass (runtime/pipe/engine.py:755).
+    """
+    engine.module.loss_fn = loss
+
+
+def replace_instructions(
+    engine: Any,
+    reduce_tied_gradients: Callable[[Any], None],
+    optimizer_step: Callable[[Any], None],
+) -> None:
+    """Carry out two instructions of `engine`'s schedule by these functions, called with `engine`.
+
+    DeepSpeed 0.19.8 (runtime/pipe/engine.py:1360, `_INSTRUCTION_MAP`) knows tied weights as layers
+    that it built, and sums the wrong attribute of some; before the update bigtrain has to know the
+    norm. The engine gets a table of its own, so that no other one changes.
+    """
+    engine._INSTRUCTION_MAP = {
+        **engine._INSTRUCTION_MAP,
+        schedule.ReduceTiedGrads: reduce_tied_gradients,
+        schedule.OptimizerStep: optimizer_step,
+    }
+
+
+def run_optimizer_step(engine: Any) -> None:
+    """DeepSpeed's own instruction for the update (0.19.8, runtime/pipe/engine.py:1221)."""
+    engine._exec_optimizer_step()
+
+
+def accumulated_gradient(parameter: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
+    """Where DeepSpeed accumulates a parameter's gradient before it is reduced.
+
+    0.19.8: BF16_Optimizer in `_hp_grad` (runtime/bf16_optimizer.py:524), ZeRO-1 with float32
+    gradients of 16-bit parameters in `grad_accum` (runtime/zero/stage_1_and_2.py:402). Its own sum
+    of tied gradients (runtime/pipe/engine.py, `_exec_reduce_tied_grads`) does not know the latter.
+    """
+    if hasattr(optimizer, "fp32_groups_gradient_dict"):  # BF16_Optimizer
+        return parameter._hp_grad  # type: ignore[attr-defined, no-any-return]
+    if getattr(optimizer, "use_grad_accum_attribute", False):
+        return parameter.grad_accum  # type: ignore[attr-defined, no-any-return]
+    return parameter.grad

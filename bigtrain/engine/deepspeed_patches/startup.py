@@ -1,0 +1,61 @@
+"""Parts of DeepSpeed that belong to the whole process: compiled operators, the known groups."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.utils import groups
+
+
+def remember_groups(mpu: Any) -> None:
+    """Let DeepSpeed's group functions ask `mpu`, or nobody for None.
+
+    An engine writes its own there (0.19.8, utils/groups.py:50, runtime/engine.py:2122) and leaves
+    that of an earlier one where it has none.
+    """
+    groups.mpu = mpu
+
+
+@contextmanager
+def operators_loaded_by(load: Callable[..., ModuleType]) -> Iterator[None]:
+    """Inside, what DeepSpeed compiles comes from `load`, whose first argument is torch's loader.
+
+    The others are those of `torch.utils.cpp_extension.load`, which DeepSpeed 0.19.8 calls in
+    `OpBuilder.jit_load` (ops/op_builder/builder.py:568).
+
+    All but communication in shared memory: on CPUs DeepSpeed would load that at every start, for a
+    collective of inference that training never calls (0.19.8, comm/torch.py, `build_shm_op`). It
+    would also fill 69 MB of /dev/shm per process, which nobody removes (csrc/cpu/comm/shm.cpp).
+    """
+    jit_load = OpBuilder.jit_load
+    # By name: as an attribute of deepspeed.comm it is PyTorch.
+    backend = importlib.import_module("deepspeed.comm.torch")
+
+    def load_jit(builder: OpBuilder, verbose: bool = True) -> ModuleType:
+        from torch.utils import cpp_extension
+
+        with _replaced(cpp_extension, "load", partial(load, cpp_extension.load)):
+            module: ModuleType = jit_load(builder, verbose)
+            return module
+
+    with (
+        _replaced(OpBuilder, "jit_load", load_jit),
+        _replaced(backend, "build_shm_op", lambda: None),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

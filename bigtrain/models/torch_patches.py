@@ -1,0 +1,128 @@
+"""Every private part of torch that bigtrain uses, each with why.
+
+Read in torch 2.13. It lies here because `models`, `engine` and `run` need it, and this is the
+lowest of them. `tests/unit/models/test_torch_patches.py` has a contract test for each, which says
+in one sentence what an upgrade has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree
+
+ATEN_TO_COPY = torch.ops.aten._to_copy
+"""What `Tensor.to` becomes below autograd (aten/src/ATen/native/native_functions.yaml)."""
+
+
+# --- what an object's own dict holds is found before what its class defines ---
+
+
+def shadow(owner: object, name: str, value: Any) -> None:
+    """Let `owner` have `value` as its attribute `name`, without it becoming a submodule.
+
+    For methods that are called through the object: `nn.Module._call_impl` calls ``self.forward``
+    inside of the module's hooks (nn/modules/module.py), wrappers of optimizers ``optimizer.step``
+    (optim/optimizer.py). And for parameters and submodules: `nn.Module.__getattr__` looks for those
+    only where the object's own dict has nothing.
+    """
+    vars(owner)[name] = value
+
+
+def unshadow(owner: object, name: str) -> None:
+    """Take back what `shadow` did; nothing where it did nothing."""
+    vars(owner).pop(name, None)
+
+
+@contextmanager
+def shadowed(owner: object, values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, attributes of `owner` are shadowed; after, they are what they were before."""
+    names = vars(owner)
+    before = {name: names[name] for name in values if name in names}
+    names.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                names[name] = before[name]
+            else:
+                del names[name]
+
+
+# --- tensors and modules ---
+
+
+def wrapper_tensor(
+    kind: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor of the subclass `kind` on the CPU, without storage, whose operations `kind` defines.
+
+    `Tensor._make_wrapper_subclass` (torch/_tensor.py, torch/csrc/autograd/python_variable.cpp) is
+    what torch's own subclasses are made by; there is no public name for it.
+    """
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        kind, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
+    )
+    return made
+
+
+def map_instances(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` of tuples, lists and dicts, with `function` of each instance of `kind` in its place.
+
+    `torch.utils._pytree.tree_map_only`: arguments of operators come in the containers it knows.
+    """
+    return _pytree.tree_map_only(kind, function, tree)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often `tensor` was written to in place (`Tensor._version`, torch/_C/__init__.pyi)."""
+    return tensor._version
+
+
+def has_buffers_alone(module: nn.Module) -> bool:
+    """Whether `module` itself registered buffers and no parameters, those that are None included.
+
+    `Module._buffers` and `_parameters` (nn/modules/module.py); `named_buffers` and
+    `named_parameters` pass over what is None.
+    """
+    return bool(module._buffers and not module._parameters)
+
+
+# --- the process ---
+
+
+def default_store() -> dist.Store:
+    """The store that the default process group was opened with.
+
+    torch/distributed/distributed_c10d.py:1433, `_get_default_store`. Whoever opens the group passes
+    the store himself, and here that is `deepspeed.init_distributed`.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def flight_recorder_trace() -> bytes | None:
+    """What torch's flight recorder, that of NCCL or of gloo, holds of this process's last
+    collectives, as its own reader takes it; None where torch was built without it.
+
+    Both functions are bound in torch/csrc/distributed/c10d/init.cpp; Python has no name for them.
+    """
+    name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
+    dump: Any = getattr(torch._C._distributed_c10d, name, None)
+    if dump is None:
+        return None
+    trace: bytes = dump(includeCollectives=True, includeStackTraces=True, onlyActive=False)
+    return trace
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Write what the CUDA allocator holds to `path`, for https://docs.pytorch.org/memory_viz.
+
+    torch/cuda/memory.py:1129, `_dump_snapshot`; torch's documentation has no other name for it.
+    """
+    torch.cuda.memory._dump_snapshot(path)

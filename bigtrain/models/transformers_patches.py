@@ -1,0 +1,132 @@
+"""Every private part of transformers that models need, each with why. Read in transformers 5.23.
+
+`tests/unit/models/test_transformers_patches.py` has a contract test for each, which says in one
+sentence what an upgrade has moved. Those that tokenizers need are in
+`bigtrain.data.tokenizers.transformers_patches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, masking_utils
+from transformers.utils import output_capturing
+
+Checkpoint = Callable[..., Any]
+
+# --- weights ---
+
+
+def initialize_module(owner: PreTrainedModel, module: nn.Module) -> None:
+    """Fill the parameters and buffers of `module` itself by the rules of the model that has it.
+
+    transformers calls `_init_weights` (modeling_utils.py:2295, and every architecture's own) from
+    `init_weights` and `from_pretrained` alone, for the whole model at once.
+    """
+    owner._init_weights(module)
+
+
+def mark_initialized(tensor: torch.Tensor) -> None:
+    """Have transformers' init functions leave `tensor` alone (initialization.py; 5.23)."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def names_not_saved(model: PreTrainedModel) -> set[str]:
+    """Names in the state of `model` that `save_pretrained` leaves out, beside tied ones.
+
+    `_keys_to_ignore_on_save` of its class, and by modeling_utils.py:1310 of its submodules.
+    """
+    return set(model._keys_to_ignore_on_save or ())
+
+
+def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+    """Patterns of names that `from_pretrained` keeps in another dtype when it loads in `dtype`.
+
+    modeling_utils.py:3835, `_get_dtype_plan`.
+    """
+    plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
+    return plan
+
+
+def drop_expected_keys(model: PreTrainedModel, loading_info: Any) -> None:
+    """Take out of the missing and unexpected keys of `loading_info` those that a class expects.
+
+    As `from_pretrained` does it: modeling_utils.py:4916, `_adjust_missing_and_unexpected_keys`.
+    """
+    model._adjust_missing_and_unexpected_keys(loading_info)
+
+
+# --- parallelism ---
+
+
+def expanded_plan(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
+    """`plan` by the concrete name of every module and parameter, parameters before their module.
+
+    `_expand_parallel_plan` (distributed/mixin.py:211): patterns mean what transformers takes them
+    to mean.
+    """
+    expanded: dict[str, str] = model._expand_parallel_plan(plan)
+    return expanded
+
+
+def modules_of_experts(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose experts may be computed by grouped products.
+
+    The decorator `use_experts_implementation` leaves `_is_expert_parallel` on them
+    (integrations/moe.py:629).
+    """
+    return (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
+
+
+# --- forward passes ---
+
+
+def attention_name(model: PreTrainedModel) -> str:
+    """The attention that `model` has, by its name in transformers' registry, chosen or given.
+
+    Public is `set_attn_implementation` alone; it, too, sets ``config._attn_implementation``
+    (configuration_utils.py:595).
+    """
+    return str(model.config._attn_implementation)
+
+
+def replace_checkpoint(layer: Any, wrap: Callable[[Checkpoint], Checkpoint]) -> None:
+    """Let a checkpointed layer recompute by `wrap` of its checkpoint function.
+
+    Its class calls `_gradient_checkpointing_func` (modeling_layers.py:120), which
+    `gradient_checkpointing_enable` sets on every layer; it takes arguments of torch's function and
+    no other function.
+    """
+    layer._gradient_checkpointing_func = wrap(layer._gradient_checkpointing_func)
+
+
+def collected_outputs() -> dict[str, Any] | None:
+    """What the forward pass under way has recorded, by name, in lists; None outside of one.
+
+    `output_capturing._active_collector` (utils/output_capturing.py:117), set in `capture_outputs`
+    around a base model's forward, transformers 5.17 to 5.23.
+    """
+    collected: dict[str, Any] | None = output_capturing._active_collector.get()
+    return collected
+
+
+@contextmanager
+def packed_sequences_found_by(
+    find: Callable[[torch.Tensor], torch.Tensor | None],
+) -> Iterator[None]:
+    """Inside, masks are made for the documents that `find` tells of positions, None for one.
+
+    Replaces `find_packed_sequence_indices` (masking_utils.py:750), which is called for every kind
+    of mask in every forward pass (:881) and looks at the positions: on a GPU the host then waits
+    for all that has been asked of the device before.
+    """
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = find
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own

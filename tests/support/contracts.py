@@ -1,0 +1,97 @@
+"""What patch modules rely on in libraries, each as one sentence that an upgrade may make false."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+Relies = Callable[..., Any] | str
+"""A function of a patch module, or the name of what else relies on a part."""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """relies: on what is asked for. says: what no longer holds where `holds` is false or fails."""
+
+    relies: Relies
+    says: str
+    holds: Callable[[], object]
+
+    @property
+    def name(self) -> str:
+        return self.relies if isinstance(self.relies, str) else self.relies.__name__
+
+    def check(self, library: str) -> None:
+        try:
+            holds = bool(self.holds())
+        except (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError):
+            holds = False
+        version = importlib.metadata.version(library)
+        assert holds, f"{library} {version}: {self.says}, on which {self.name} relies"
+
+
+def title(contract: Contract) -> str:
+    """For the names of tests."""
+    return f"{contract.name}-{contract.says}"
+
+
+def has(relies: Relies, owner: Callable[[], Any], name: str) -> Contract:
+    """`owner()` has an attribute `name`."""
+    where = _said(owner)
+    return Contract(relies, f"{where} has no {name} any more", lambda: hasattr(owner(), name))
+
+
+def takes(relies: Relies, function: Callable[[], Any], *names: str) -> Contract:
+    """`function()` has the parameters `names`, in this order and no others."""
+    said = f"{_said(function)} does not take ({', '.join(names)}) any more"
+    return Contract(relies, said, lambda: tuple(inspect.signature(function()).parameters) == names)
+
+
+def reads(relies: Relies, owner: Callable[[], Any], *code: str) -> Contract:
+    """The source of `owner()` contains each of `code`."""
+    said = f"{_said(owner)} does not say `{'` and `'.join(code)}` any more"
+    return Contract(relies, said, lambda: all(c in _source(owner()) for c in code))
+
+
+def sets(relies: Relies, owner: Callable[[], Any], *names: str) -> Contract:
+    """The source of `owner()` assigns attributes of these names."""
+    said = f"{_said(owner)} does not set {', '.join(names)} any more"
+    return Contract(
+        relies,
+        said,
+        lambda: all(re.search(rf"\.{name}(: [^=\n]*)? = ", _source(owner())) for name in names),
+    )
+
+
+@cache
+def _source(owner: Any) -> str:
+    return inspect.getsource(owner)
+
+
+def _said(owner: Callable[[], Any]) -> str:
+    """What a lambda gives, as it is written there or by the name it has."""
+    try:
+        found = owner()
+    except (AttributeError, ImportError):
+        written = inspect.getsource(owner)
+        named = re.search(r"lambda: ([\w.()]+)", written)
+        return named[1] if named else written.strip()
+    name = getattr(found, "__qualname__", None) or getattr(found, "__name__", repr(found))
+    return str(name)
+
+
+def public_functions(module: ModuleType) -> set[str]:
+    """Names of the functions and classes that `module` itself defines for others."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
+        and (inspect.isfunction(value) or inspect.isclass(value))
+    }

@@ -1,0 +1,171 @@
+"""Each private part of torch that bigtrain uses is there, and does what it is used for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bigtrain.models import torch_patches
+from tests.support.contracts import Contract, has, public_functions, takes, title
+
+CALLED: list[Any] = []
+
+
+class Wrapper(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        CALLED.append(func.overloadpacket)
+        return torch.zeros(1)
+
+
+def calls_shadow_inside_hooks() -> bool:
+    """Of forward methods, whose modules keep their hooks."""
+    module = nn.Linear(1, 1)
+    seen: list[Any] = []
+    module.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    torch_patches.shadow(module, "forward", lambda _x: "shadow")
+    called = module(torch.zeros(1))
+    torch_patches.unshadow(module, "forward")
+    return called == "shadow" and seen == ["shadow"] and torch.is_tensor(module(torch.zeros(1)))
+
+
+def finds_shadow_before_parameter() -> bool:
+    module = nn.Linear(1, 1, bias=False)
+    with torch_patches.shadowed(module, {"weight": torch.full((1, 1), 3.0)}):
+        inside = float(module(torch.ones(1)))
+    return inside == 3.0 and module.weight is dict(module.named_parameters())["weight"]
+
+
+def calls_shadow_of_step() -> bool:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    torch_patches.shadow(optimizer, "step", lambda: "shadow")
+    found = optimizer.step()
+    torch_patches.unshadow(optimizer, "step")
+    return found == "shadow" and "step" not in vars(optimizer)
+
+
+def counts_writes() -> bool:
+    tensor = torch.zeros(2)
+    before = torch_patches.version_of(tensor)
+    tensor.add_(1)
+    return torch_patches.version_of(tensor) == before + 1
+
+
+def tells_buffers_alone() -> bool:
+    module = nn.Module()
+    module.register_buffer("table", torch.zeros(1))
+    alone = torch_patches.has_buffers_alone(module)
+    module.register_parameter("bias", None)
+    return alone and not torch_patches.has_buffers_alone(module)
+
+
+def wraps() -> bool:
+    tensor = torch_patches.wrapper_tensor(Wrapper, (2, 3), torch.float64)
+    return (type(tensor), tensor.shape, tensor.dtype) == (Wrapper, (2, 3), torch.float64)
+
+
+def converts_by_to_copy() -> bool:
+    tensor = torch_patches.wrapper_tensor(Wrapper, (1,), torch.float64)
+    CALLED.clear()
+    tensor.to(torch.float32)
+    return CALLED == [torch_patches.ATEN_TO_COPY]
+
+
+def maps() -> bool:
+    tree = {"a": [1, (2, "b")], "c": None}
+    found = torch_patches.map_instances(int, lambda number: -number, tree)
+    return found == {"a": [-1, (-2, "b")], "c": None}
+
+
+def dumps_trace() -> bool:
+    trace = torch_patches.flight_recorder_trace()
+    return trace is None or isinstance(trace, bytes)
+
+
+CONTRACTS = [
+    Contract(
+        torch_patches.shadow,
+        "nn.Module does not call the forward in a module's own dict inside of its hooks any more",
+        calls_shadow_inside_hooks,
+    ),
+    Contract(
+        torch_patches.unshadow,
+        "an optimizer's own dict does not come before the step of its class any more",
+        calls_shadow_of_step,
+    ),
+    Contract(
+        torch_patches.shadowed,
+        "nn.Module finds a parameter before what a module's own dict has",
+        finds_shadow_before_parameter,
+    ),
+    Contract(
+        torch_patches.wrapper_tensor,
+        "Tensor._make_wrapper_subclass does not make tensors of a subclass any more",
+        wraps,
+    ),
+    Contract(
+        "torch_patches.ATEN_TO_COPY",
+        "Tensor.to is not aten._to_copy any more",
+        converts_by_to_copy,
+    ),
+    Contract(
+        torch_patches.map_instances,
+        "torch.utils._pytree.tree_map_only does not map tuples, lists and dicts any more",
+        maps,
+    ),
+    Contract(
+        torch_patches.version_of,
+        "Tensor._version does not count writes in place any more",
+        counts_writes,
+    ),
+    Contract(
+        torch_patches.has_buffers_alone,
+        "nn.Module does not keep _buffers and _parameters, None included, any more",
+        tells_buffers_alone,
+    ),
+    has(torch_patches.default_store, lambda: dist.distributed_c10d, "_get_default_store"),
+    takes(torch_patches.default_store, lambda: dist.distributed_c10d._get_default_store),
+    Contract(
+        torch_patches.flight_recorder_trace,
+        "torch._C._distributed_c10d has no _dump_fr_trace or gives no bytes any more",
+        lambda: hasattr(torch._C._distributed_c10d, "_dump_fr_trace") and dumps_trace(),
+    ),
+    Contract(
+        torch_patches.dump_memory_snapshot,
+        "torch.cuda.memory._dump_snapshot does not take a file name first any more",
+        lambda: (
+            next(iter(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)) == "filename"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=title)
+def test_torch_is_as_it_was_read(contract: Contract) -> None:
+    contract.check("torch")
+
+
+def test_every_patch_has_a_contract() -> None:
+    wanted = public_functions(torch_patches)
+    assert wanted - {contract.name for contract in CONTRACTS} == set()
+
+
+@pytest.fixture
+def store() -> Iterator[dist.Store]:
+    made = dist.HashStore()
+    dist.init_process_group("gloo", store=made, rank=0, world_size=1)
+    yield made
+    dist.destroy_process_group()
+
+
+def test_the_default_store_is_the_one_that_the_group_was_opened_with(store: dist.Store) -> None:
+    torch_patches.default_store().set("key", "value")
+    # torch puts a prefix before each key of a group.
+    assert torch_patches.default_store().get("key") == b"value"
+    assert store.num_keys() > 0

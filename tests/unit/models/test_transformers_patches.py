@@ -1,0 +1,227 @@
+"""Each private part of transformers that models need is there, and is what it was read as."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    core_model_loading,
+    initialization,
+    masking_utils,
+    modeling_layers,
+    modeling_utils,
+)
+from transformers.integrations import moe
+from transformers.utils import output_capturing
+
+from bigtrain.models import transformers_patches as patches
+from tests.support.contracts import Contract, has, public_functions, reads, sets, takes, title
+
+SMALL = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+
+
+def empty(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def initializes() -> bool:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
+    weight = model.lm_head.weight
+    with torch.no_grad():
+        weight.fill_(7.0)
+        patches.initialize_module(model, model.lm_head)
+        drawn = bool((weight != 7.0).any())
+        weight.fill_(7.0)
+        patches.mark_initialized(weight)
+        patches.initialize_module(model, model.lm_head)
+    return drawn and bool((weight == 7.0).all())
+
+
+def expands() -> bool:
+    plan = patches.expanded_plan(empty(LlamaConfig(**SMALL)), {"model.layers.*.mlp.up_proj": "x"})
+    name = "model.layers.0.mlp.up_proj"
+    return list(plan.items()) == [(f"{name}.weight", "x"), (name, "x")]
+
+
+def finds_experts() -> bool:
+    found = list(patches.modules_of_experts(empty(MixtralConfig(**SMALL, num_local_experts=2))))
+    return len(found) == 1 and not list(patches.modules_of_experts(empty(LlamaConfig(**SMALL))))
+
+
+def names_attention() -> bool:
+    model = empty(LlamaConfig(**SMALL))
+    model.set_attn_implementation("eager")
+    return patches.attention_name(model) == "eager"
+
+
+def keeps_float32() -> bool:
+    model = empty(LlamaConfig(**SMALL))
+    model._keep_in_fp32_modules_strict = {"norm"}
+    plan = patches.dtype_plan(model, torch.bfloat16)
+    return list(plan.values()) == [torch.float32] and "norm" in next(iter(plan))
+
+
+def records() -> bool:
+    """Outside of a forward pass there is nothing."""
+    return patches.collected_outputs() is None
+
+
+def asks_for_documents() -> bool:
+    asked = []
+
+    def find(positions: torch.Tensor) -> None:
+        asked.append(positions)
+
+    config = LlamaConfig(**SMALL, attn_implementation="sdpa")
+    with patches.packed_sequences_found_by(find):
+        masking_utils.create_causal_mask(
+            config=config,
+            inputs_embeds=torch.zeros(1, 4, 8),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=torch.arange(4)[None],
+        )
+    return len(asked) == 1
+
+
+CONTRACTS = [
+    Contract(
+        patches.initialize_module,
+        "PreTrainedModel._init_weights does not fill a module's parameters any more",
+        initializes,
+    ),
+    Contract(
+        patches.mark_initialized,
+        "init functions do not leave tensors with _is_hf_initialized alone any more",
+        initializes,
+    ),
+    reads(
+        patches.mark_initialized,
+        lambda: initialization.normal_,
+        'getattr(tensor, "_is_hf_initialized", False)',
+    ),
+    has(patches.names_not_saved, lambda: PreTrainedModel, "_keys_to_ignore_on_save"),
+    reads(
+        patches.names_not_saved,
+        lambda: PreTrainedModel.save_pretrained,
+        "in self._keys_to_ignore_on_save",
+    ),
+    takes(patches.dtype_plan, lambda: PreTrainedModel._get_dtype_plan, "self", "dtype"),
+    Contract(
+        patches.dtype_plan,
+        "PreTrainedModel._get_dtype_plan does not give patterns of names any more",
+        keeps_float32,
+    ),
+    takes(
+        patches.drop_expected_keys,
+        lambda: PreTrainedModel._adjust_missing_and_unexpected_keys,
+        "self",
+        "loading_info",
+    ),
+    takes(patches.expanded_plan, lambda: PreTrainedModel._expand_parallel_plan, "self", "plan"),
+    Contract(
+        patches.expanded_plan,
+        "_expand_parallel_plan does not name parameters before their module any more",
+        expands,
+    ),
+    Contract(
+        patches.modules_of_experts,
+        "the experts of Mixtral have no _is_expert_parallel any more, or other modules have it",
+        finds_experts,
+    ),
+    sets(patches.modules_of_experts, lambda: moe.use_experts_implementation, "_is_expert_parallel"),
+    has(patches.attention_name, lambda: PreTrainedConfig, "_attn_implementation"),
+    Contract(
+        patches.attention_name,
+        "config._attn_implementation is not what set_attn_implementation sets any more",
+        names_attention,
+    ),
+    reads(
+        patches.replace_checkpoint,
+        lambda: modeling_layers,
+        "return self._gradient_checkpointing_func(partial(forward, self, **kwargs), *args)",
+    ),
+    has(patches.collected_outputs, lambda: output_capturing, "_active_collector"),
+    Contract(
+        patches.collected_outputs,
+        "_active_collector is not empty outside of forward passes any more",
+        records,
+    ),
+    reads(
+        patches.collected_outputs,
+        lambda: output_capturing,
+        "output_token = _active_collector.set(collected_outputs)",
+        "_active_collector.reset(output_token)",
+    ),
+    takes(
+        patches.packed_sequences_found_by,
+        lambda: masking_utils.find_packed_sequence_indices,
+        "position_ids",
+    ),
+    Contract(
+        patches.packed_sequences_found_by,
+        "masks are not made by masking_utils.find_packed_sequence_indices any more",
+        asks_for_documents,
+    ),
+    # Not private by name, and documented nowhere.
+    Contract(
+        "bigtrain.models.build",
+        "no_init_weights is not a context manager without arguments any more",
+        lambda: isinstance(initialization.no_init_weights(), contextlib.AbstractContextManager),
+    ),
+    Contract(
+        "bigtrain.models.weights.import_hf",
+        "convert_and_load_state_dict_in_model takes other arguments first",
+        lambda: (
+            list(
+                inspect.signature(
+                    core_model_loading.convert_and_load_state_dict_in_model
+                ).parameters
+            )[:4]
+            == ["model", "state_dict", "load_config", "disk_offload_index"]
+        ),
+    ),
+    Contract(
+        "bigtrain.models.weights.import_hf",
+        "LoadStateDictConfig has other fields",
+        lambda: (
+            {"dtype", "device_map", "weight_mapping"}
+            <= inspect.signature(modeling_utils.LoadStateDictConfig).parameters.keys()
+        ),
+    ),
+    Contract(
+        "bigtrain.models.weights.export_hf",
+        "revert_weight_conversion takes other arguments first",
+        lambda: (
+            list(inspect.signature(core_model_loading.revert_weight_conversion).parameters)[:2]
+            == ["model", "state_dict"]
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=title)
+def test_transformers_is_as_it_was_read(contract: Contract) -> None:
+    contract.check("transformers")
+
+
+def test_every_patch_has_a_contract() -> None:
+    wanted = public_functions(patches)
+    assert wanted - {contract.name for contract in CONTRACTS} == set()
