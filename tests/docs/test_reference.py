@@ -24,8 +24,14 @@ def tool() -> ModuleType:
     return module
 
 
-def test_the_pages_are_what_the_tool_writes(tool: ModuleType) -> None:
-    for name, text in tool.pages().items():
+@pytest.fixture(scope="module")
+def pages(tool: ModuleType) -> dict[str, str]:
+    found: dict[str, str] = tool.pages()
+    return found
+
+
+def test_the_pages_are_what_the_tool_writes(pages: dict[str, str]) -> None:
+    for name, text in pages.items():
         written = (ROOT / "docs/reference" / name).read_text(encoding="utf-8")
         assert written == text, f"docs/reference/{name}: run `make reference`"
 
@@ -36,8 +42,7 @@ def test_every_number_has_a_unit(tool: ModuleType) -> None:
     assert set(tool.UNITS) <= {path for path, _ in tool.numeric_fields()}
 
 
-def test_every_field_and_command_is_there(tool: ModuleType) -> None:
-    pages = tool.pages()
+def test_every_field_and_command_is_there(pages: dict[str, str]) -> None:
     for section, field in RunConfig.model_fields.items():
         for key in getattr(field.annotation, "model_fields", {}):
             assert f"| `{section}.{key}` |" in pages["configuration.md"]
@@ -56,8 +61,8 @@ def test_every_field_and_command_is_there(tool: ModuleType) -> None:
         "a sequence between … and … has negative length",
     ],
 )
-def test_texts_of_errors_are_there(tool: ModuleType, text: str) -> None:
-    assert f"| {text} |" in tool.pages()["errors.md"]
+def test_texts_of_errors_are_there(pages: dict[str, str], text: str) -> None:
+    assert f"| {text} |" in pages["errors.md"]
 
 
 def test_the_tool_needs_no_torch() -> None:
