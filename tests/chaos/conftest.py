@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,14 @@ import yaml
 from bigtrain.engine.checkpoint.io import read_full
 from bigtrain.run.checkpointing import checkpoints
 from tests.support.datasets import write_dataset
-from tests.support.lives import Server
+from tests.support.lives import Server, shared_server
 
 STEPS = 24
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = Server(tmp_path_factory.mktemp("lives"))
-    yield started
-    started.close()
+def server() -> Server:
+    return shared_server()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
 from tests.support.datasets import write_dataset
-from tests.support.worlds import run_world
+from tests.support.lives import run_script
 
 VOCAB_SIZE = 97
 SEED = 7
@@ -107,6 +107,6 @@ def train_cases(world_size: int, cases: dict[str, Any], directory: Path) -> dict
     """Train `cases` in a world of `world_size` processes; results by case name."""
     (directory / "cases.json").write_text(json.dumps(cases))
     output = directory / "results.json"
-    run_world(world_size, [str(WORKER), str(directory / "cases.json"), str(output)])
+    run_script(world_size, WORKER, directory / "cases.json", output)
     results: dict[str, Any] = json.loads(output.read_text())
     return results

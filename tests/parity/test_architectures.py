@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.support.worlds import ROOT, run_world
+from tests.support.lives import run_script
+from tests.support.worlds import ROOT
 from tools import architectures
 from tools.architectures import COLUMNS, statuses
 
@@ -110,7 +111,7 @@ def test_what_ends_the_processes_is_wrong_and_the_rest_goes_on(
 
 def test_wrong_plans_are_named_on_every_process(tmp_path: Path) -> None:
     output = tmp_path / "said"
-    run_world(2, [str(Path(__file__).with_name("plan_worker.py")), str(output)])
+    run_script(2, Path(__file__).with_name("plan_worker.py"), output)
     said = json.loads(Path(f"{output}.0").read_text())
     assert said == json.loads(Path(f"{output}.1").read_text())
     assert said["qwen3_moe"] == said["gemma2"] == ""

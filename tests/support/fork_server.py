@@ -4,6 +4,7 @@ Reads one JSON object per line, a request (`tests/support/lives.py`), and answer
 codes by rank when all processes have ended. It sees to that as a launcher does: one that fails
 takes the others with it. A request may hold
 
+script: the path of a Python script and its arguments, which is run instead of train.py.
 die: [rank, n]: that process SIGKILLs itself at its n-th operation on files of checkpoints, by an
     audit hook of the interpreter, from whatever thread.
 send: {"log", "after_bytes", "delay_seconds", "ranks", "signal", "times"}: so long after that file
@@ -32,6 +33,7 @@ import itertools
 import json
 import os
 import resource
+import runpy
 import shutil
 import signal
 import sys
@@ -202,11 +204,18 @@ def child(rank: int, request: dict[str, Any]) -> None:
     slowed = request.get("slow")
     if slowed is not None and slowed["rank"] == rank:
         slow_down(slowed["seconds"])
-    from bigtrain.train import main
-
     code = 1
     try:
-        code = main(request["arguments"])
+        if request.get("script") is None:
+            from bigtrain.train import main
+
+            code = main(request["arguments"])
+        else:
+            sys.argv = request["script"]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

@@ -1,14 +1,18 @@
-"""Worlds of train.py that are forked, so that a life of a run costs no imports."""
+"""Worlds of train.py or of a script that are forked, so that they cost no imports."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,6 +62,7 @@ class Server:
         send: dict[str, Any] | None = None,
         full_disk: dict[str, int] | None = None,
         world_size: int = 2,
+        limit_seconds: float = LIMIT_SECONDS,
         **more: Any,
     ) -> tuple[list[int], str]:
         """Start train.py on so many processes; exit codes by rank, and what they printed.
@@ -67,7 +72,7 @@ class Server:
         request = self._request(arguments) | {"die": die, "send": send, "full_disk": full_disk}
         request |= {"world_size": world_size, **more}
         self._write(json.dumps(request))
-        return self._codes(), Path(request["output"]).read_text()
+        return self._codes(limit_seconds), Path(request["output"]).read_text()
 
     def overtake(
         self,
@@ -110,17 +115,17 @@ class Server:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n".encode())
 
-    def _codes(self) -> list[int]:
+    def _codes(self, limit_seconds: float = LIMIT_SECONDS) -> list[int]:
         assert self.process.stdout is not None
-        answers, _, _ = select.select([self.process.stdout], [], [], LIMIT_SECONDS)
+        answers, _, _ = select.select([self.process.stdout], [], [], limit_seconds)
         if not answers:
-            self._give_up()
+            self._give_up(limit_seconds)
         answer = self.process.stdout.readline()
         assert answer, "the server is gone"
         codes: list[int] = json.loads(answer)
         return codes
 
-    def _give_up(self) -> NoReturn:
+    def _give_up(self, limit_seconds: float) -> NoReturn:
         # The newest two: a world may have been overtaken by another.
         outputs = sorted(self.directory.glob("life-*.txt"))[-2:]
         worlds = psutil.Process(self.process.pid).children(recursive=True)
@@ -130,7 +135,7 @@ class Server:
         self.close()
         self.process = self._start()
         texts = "".join(f"\n{path.name}:\n{path.read_text()[-20000:]}" for path in outputs)
-        raise AssertionError(f"no answer within {LIMIT_SECONDS} s{texts}")
+        raise AssertionError(f"no answer within {limit_seconds} s{texts}")
 
     def _signal(self, number: signal.Signals) -> None:
         """To the server and all that it has started."""
@@ -138,6 +143,33 @@ class Server:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
             return
+
+
+@cache
+def shared_server() -> Server:
+    """The server of this test process: started when first asked for, ended with the process."""
+    server = Server(Path(tempfile.mkdtemp(prefix="bigtrain-lives-")))
+    atexit.register(shutil.rmtree, server.directory, ignore_errors=True)
+    atexit.register(server.close)
+    return server
+
+
+def run_script(
+    world_size: int, script: Path, *arguments: object, timeout_seconds: float = 900
+) -> str:
+    """Run a Python script in `world_size` forked processes; returns their joined output.
+
+    As `tests.support.worlds.run_world`, without the seconds of imports of each process. What needs
+    a process as a launcher starts it (its memory, its imports) is for that one.
+    """
+    codes, output = shared_server().live(
+        [],
+        world_size=world_size,
+        script=[str(script), *map(str, arguments)],
+        limit_seconds=timeout_seconds,
+    )
+    assert codes == [0] * world_size, f"exit codes {codes}:\n{output[-6000:]}"
+    return output
 
 
 def _environment() -> dict[str, str]:
