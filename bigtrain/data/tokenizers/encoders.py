@@ -88,8 +88,11 @@ class Encoder(ABC):
 
     @classmethod
     def engine(cls) -> str:
-        """Library and version, for the manifest."""
-        return f"{cls.library} {metadata.version(cls.library)}"
+        """Library and version, for the manifest; of one that is missing, that it is."""
+        try:
+            return f"{cls.library} {metadata.version(cls.library)}"
+        except metadata.PackageNotFoundError:
+            return f"{cls.library} (not installed)"
 
     @abstractmethod
     def _load(self) -> Any: ...

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,26 @@ def test_the_fastest_that_is_right_is_chosen(
     assert queue.current.library == "fastokens"
     assert "characters, 'na\\xefve nai\\u0308ve " in queue.reason
     assert queue.reason.endswith(f"otherwise than tokenizers {version('tokenizers')}")
+
+
+def test_an_encoder_that_is_not_installed_is_passed_over(
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def absent(name: str) -> str:
+        if name == "gigatoken":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path))  # nothing was found equal before
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    monkeypatch.setattr("bigtrain.data.tokenizers.encoders.metadata.version", absent)
+    queue = choose_encoder(tokenizer.encoder(), "auto")
+    assert queue.current.library == "fastokens"
+    assert queue.reason.startswith("not gigatoken (not installed): it fails with ModuleNotFound")
+    assert caplog.text.count("gigatoken (not installed) is not used") == 1
 
 
 def test_a_tokenizer_that_the_fast_ones_do_not_know() -> None:
