@@ -50,6 +50,9 @@ test test-full: export TOKENIZERS_PARALLELISM = false
 # Two files side by side: their worlds of processes wait for each other much of the time.
 SIDE_BY_SIDE := -n $(or $(TEST_PROCESSES),2) --dist loadfile --no-loadscope-reorder
 
+# More steps and more examples of the same tests too (tests/support/tiers.py).
+test-full: export TEST_TIER = full
+
 test: $(STAMP)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow"
 

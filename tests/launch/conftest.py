@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from bigtrain.cli import main as bigtrain
+from tests.support.lives import shared_server
 from tests.support.worlds import ROOT, free_port
 
 TRAIN = ROOT / "bigtrain" / "train.py"
@@ -155,6 +156,15 @@ def launch(command: Sequence[str | Path], home: Path) -> Finished:
     return wait(start(command, home))
 
 
+def train(*arguments: str | Path, num_processes: int = 1) -> Finished:
+    """train.py's program in forked processes, which spares the seconds that it takes to import.
+
+    For what is the same under every launcher; `launch` starts it as users do.
+    """
+    codes, output = shared_server().live(list(map(str, arguments)), world_size=num_processes)
+    return Finished(max(codes, key=abs), output)
+
+
 def launcher(name: str) -> list[str | Path]:
     """Arguments to Python that start train.py with two processes (`python`: with one)."""
     port = str(free_port())
@@ -187,14 +197,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def finished_run(inputs: Inputs, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that one process, started without a launcher, ran to its end.
+def finished_run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that one process ran to its end.
 
     Tests that write must copy it.
     """
     directory = tmp_path_factory.mktemp("alone") / "run"
-    arguments = ["--config", inputs.run_yaml, f"output.directory={directory}"]
-    finished = launch([*launcher("python"), *arguments], home)
+    finished = train("--config", inputs.run_yaml, f"output.directory={directory}")
     assert finished.code == 0, finished.output
     return directory
 

@@ -32,6 +32,7 @@ from tests.launch.conftest import (
     tokenize,
     write_documents,
 )
+from tests.launch.conftest import train as run_train
 
 Refused = Callable[..., str]
 
@@ -291,9 +292,7 @@ def test_two_processes_say_it_once(inputs: Inputs, home: Path, tmp_path: Path) -
 
 
 @pytest.mark.distributed
-def test_corrupt_contents_are_found_by_all_processes(
-    inputs: Inputs, home: Path, tmp_path: Path
-) -> None:
+def test_corrupt_contents_are_found_by_all_processes(inputs: Inputs, tmp_path: Path) -> None:
     """The sizes are right; each file is read by one process, and both stop with one text."""
     shards, run = tmp_path / "shards", tmp_path / "run"
     shutil.copytree(inputs.shards, shards)
@@ -304,7 +303,7 @@ def test_corrupt_contents_are_found_by_all_processes(
         file.write_bytes(content)
     arguments = ["--config", inputs.run_yaml, f"output.directory={run}", "batch.micro_batch_size=4"]
     changed = [f"data.path={shards}", "data.verify=contents"]
-    finished = launch([*launcher("torchrun"), *arguments, *changed], home)
+    finished = run_train(*arguments, *changed, num_processes=2)
     assert finished.code != 0
     assert finished.output.count("2 of 6 files of the data are corrupt") == 1, finished.output
     for split in ("train", "held_out"):
@@ -338,7 +337,7 @@ def test_processes_of_a_launch_say_each_failure_once_and_at_once(
 
 
 @pytest.mark.distributed
-def test_weights_that_do_not_fit_create_nothing(inputs: Inputs, home: Path, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_create_nothing(inputs: Inputs, tmp_path: Path) -> None:
     """Found out only after the process group exists."""
     run, model = tmp_path / "run", tmp_path / "model"
     tree = load_run_config(str(inputs.run_yaml)).model_dump(mode="json")
@@ -347,8 +346,7 @@ def test_weights_that_do_not_fit_create_nothing(inputs: Inputs, home: Path, tmp_
     tree["model"] = {"path": str(model)}
     tree["output"]["directory"] = str(run)
     (tmp_path / "weightless.yaml").write_text(yaml.safe_dump(tree))
-    command = [*launcher("python"), "--config", tmp_path / "weightless.yaml"]
-    finished = launch(command, home)
+    finished = run_train("--config", tmp_path / "weightless.yaml")
     assert finished.code == 2, finished.output
     assert finished.output.count(f"model.path = '{model}'") == 1
     assert "Traceback" not in finished.output
@@ -357,9 +355,7 @@ def test_weights_that_do_not_fit_create_nothing(inputs: Inputs, home: Path, tmp_
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("listed", ["by an export", "by an earlier start"])
-def test_flipped_weights_are_refused(
-    inputs: Inputs, home: Path, tmp_path: Path, listed: str
-) -> None:
+def test_flipped_weights_are_refused(inputs: Inputs, tmp_path: Path, listed: str) -> None:
     run, model = tmp_path / "run", tmp_path / "model"
     tree = load_run_config(str(inputs.run_yaml)).model_dump(mode="json")
     section = ModelSection(config=tree["model"]["config"])
@@ -377,7 +373,7 @@ def test_flipped_weights_are_refused(
     tree["model"] = {"path": str(model)}
     tree["output"]["directory"] = str(run)
     (tmp_path / "flipped.yaml").write_text(yaml.safe_dump(tree))
-    finished = launch([*launcher("python"), "--config", tmp_path / "flipped.yaml"], home)
+    finished = run_train("--config", tmp_path / "flipped.yaml")
     assert finished.code == 2, finished.output
     assert finished.output.count(f"model.path = '{model}': its files are corrupt, or others") == 1
     assert f"{where} lists {len(content)} and" in finished.output

@@ -16,11 +16,10 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from tests.launch.conftest import (
     Inputs,
-    launch,
-    launcher,
     metrics,
     run_tree,
     tokenize,
+    train,
     write_documents,
 )
 
@@ -45,11 +44,11 @@ def tree(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return found
 
 
-def start(tree: dict[str, Any], home: Path, *overrides: str) -> tuple[int, str]:
+def start(tree: dict[str, Any], *overrides: str) -> tuple[int, str]:
     directory = Path(tree["output"]["directory"])
     run_yaml = directory.with_name("run.yaml")
     run_yaml.write_text(yaml.safe_dump(tree, sort_keys=False))
-    finished = launch([*launcher("python"), "--config", run_yaml, *overrides], home)
+    finished = train("--config", run_yaml, *overrides)
     return finished.code, finished.output
 
 
@@ -74,10 +73,10 @@ def held_out_losses(tree: dict[str, Any], model_directory: Path) -> dict[str, fl
 
 
 def test_goes_on_with_other_shares_and_shorter_and_longer_samples(
-    tree: dict[str, Any], home: Path
+    tree: dict[str, Any],
 ) -> None:
     run = Path(tree["output"]["directory"])
-    code, output = start(tree, home, "data.verify=contents")
+    code, output = start(tree, "data.verify=contents")
     assert code == 0, output
     assert "data verified: 12 files, " in output
 
@@ -94,7 +93,7 @@ def test_goes_on_with_other_shares_and_shorter_and_longer_samples(
     tree["data"]["sources"][0]["weight"] = 1
     tree["batch"]["sequence_length"] = 16
     tree["train"]["steps"] = 8
-    code, output = start(tree, home)
+    code, output = start(tree)
     assert code == 2, output
     for line in (
         "allow_changes=[batch.sequence_length,data.sources,train.steps]",
@@ -104,7 +103,7 @@ def test_goes_on_with_other_shares_and_shorter_and_longer_samples(
         assert line in output
 
     allowed = "checkpoint.allow_changes=[data,batch.sequence_length,train.steps]"
-    code, output = start(tree, home, allowed)
+    code, output = start(tree, allowed)
     assert code == 0, output
     assert "resumed at step 4 " in output
     assert "from sample 32 on with other data: batch.sequence_length: 32 there, 16 now" in output
@@ -119,7 +118,7 @@ def test_goes_on_with_other_shares_and_shorter_and_longer_samples(
 
     tree["batch"]["sequence_length"] = 48  # which nobody declared
     tree["train"]["steps"] = 10
-    code, output = start(tree, home, allowed)
+    code, output = start(tree, allowed)
     assert code == 0, output
     assert "from sample 64 on with other data: batch.sequence_length: 16 there, 48 now" in output
     assert f"{tree['data']['sources'][1]['path']}: " in output

@@ -27,6 +27,7 @@ from tests.launch.conftest import (
     metrics,
     snapshot,
     start,
+    train,
     wait,
 )
 
@@ -241,7 +242,7 @@ def test_killed_run_goes_on_bit_for_bit(
 
 
 def test_finished_run_started_again_stays_as_it_is(
-    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+    finished_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
@@ -250,7 +251,7 @@ def test_finished_run_started_again_stays_as_it_is(
     fewer = ["train.steps=6", "checkpoint.allow_changes=[train.steps]"]
     for changes, steps in (([], STEPS), (fewer, 6)):
         again = ["--config", inputs.run_yaml, f"output.directory={run}", *changes]
-        finished = launch([*launcher("python"), *again], home)
+        finished = train(*again)
         assert finished.code == 0, finished.output
         assert f"complete: the run stands at step {STEPS} of {steps}; nothing to do" in (
             finished.output
@@ -261,14 +262,14 @@ def test_finished_run_started_again_stays_as_it_is(
 
 
 def test_logged_loss_is_the_mean_since_the_last_line(
-    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+    finished_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
     """After a resume between two lines, since the resume."""
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
     shutil.rmtree(run / "checkpoints/step-00000012")
     again = ["--config", inputs.run_yaml, f"output.directory={run}", "logging.every_steps=5"]
-    finished = launch([*launcher("python"), *again], home)
+    finished = train(*again)
     assert finished.code == 0, finished.output
     each, logged = metrics(finished_run), metrics(run)
     assert sorted(logged) == [*range(1, 9), 10, 12]
@@ -278,14 +279,14 @@ def test_logged_loss_is_the_mean_since_the_last_line(
 
 
 def test_export_that_was_cut_off_is_made_good(
-    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+    finished_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
     (run / "exported.json").unlink()
     (run / "hf/model.safetensors").write_bytes(b"of an earlier step")
     again = ["--config", inputs.run_yaml, f"output.directory={run}"]
-    finished = launch([*launcher("python"), *again], home)
+    finished = train(*again)
     assert finished.code == 0, finished.output
     assert "exported to" in finished.output
     for name in ("hf/model.safetensors", "metrics.jsonl", "exported.json"):
@@ -297,14 +298,14 @@ def test_files_of_the_export_have_one_mode(finished_run: Path) -> None:
 
 
 def test_corrupt_newest_checkpoint_is_passed_over(
-    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+    finished_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
     [tensors] = (run / "checkpoints" / "step-00000012" / "tensors").glob("*.safetensors")
     os.truncate(tensors, tensors.stat().st_size - 1)
     again = ["--config", inputs.run_yaml, f"output.directory={run}"]
-    finished = launch([*launcher("python"), *again], home)
+    finished = train(*again)
     assert finished.code == 0, finished.output
     passed_over = f"checkpoint of step 12 is corrupt and passed over: {tensors}: "
     for text in (finished.output, (run / "log.txt").read_text()):
@@ -317,13 +318,13 @@ def test_corrupt_newest_checkpoint_is_passed_over(
 
 
 def test_another_run_is_refused_with_what_differs(
-    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+    finished_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     changed = [f"output.directory={run}", "optimizer.lr=0.01", "logging.every_steps=2"]
-    finished = launch([*launcher("python"), "--config", inputs.run_yaml, *changed], home)
+    finished = train("--config", inputs.run_yaml, *changed)
     assert finished.code == 2, finished.output
     assert "Traceback" not in finished.output
     assert finished.output.count("belongs to a run with other settings") == 1

@@ -7,18 +7,16 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.launch.conftest import Inputs, launch, launcher, metrics
+from tests.launch.conftest import Inputs, metrics, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
-def test_two_stages_make_the_same_run(
-    inputs: Inputs, home: Path, finished_run: Path, tmp_path: Path
-) -> None:
+def test_two_stages_make_the_same_run(inputs: Inputs, finished_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["--config", inputs.run_yaml, "--deepspeed_config", "pipeline_zero1"]
     settings = ["parallel.pipeline=2", f"output.directory={run}"]
-    finished = launch([*launcher("torchrun"), *words, *settings], home)
+    finished = train(*words, *settings, num_processes=2)
     assert finished.code == 0, finished.output
     assert "pipeline stages: layers 0-0, 1-1" in (run / "log.txt").read_text()
     assert "stage=" not in finished.output  # what DeepSpeed's PipelineModule prints

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from bigtrain.run.checkpointing import checkpoints
-from tests.launch.conftest import STEPS, Inputs, launch, launcher, metrics
+from tests.launch.conftest import STEPS, Inputs, metrics, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
 def test_goes_on_with_tensor_parallelism(
-    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+    finished_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
@@ -25,7 +25,7 @@ def test_goes_on_with_tensor_parallelism(
     shutil.rmtree(run / "hf")
     arguments = ["--config", inputs.run_yaml, "--deepspeed_config", "zero1"]
     degree = [f"output.directory={run}", "parallel.tensor=2"]
-    finished = launch([*launcher("torchrun"), *arguments, *degree], home)
+    finished = train(*arguments, *degree, num_processes=2)
     assert finished.code == 0, finished.output
     assert "resumed at step 8 " in finished.output
     for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("held_out_loss", 1e-5)):
@@ -42,12 +42,12 @@ def test_goes_on_with_tensor_parallelism(
 
 
 def test_degree_that_does_not_fit_is_refused_before_anything_starts(
-    inputs: Inputs, home: Path, tmp_path: Path
+    inputs: Inputs, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     degree = [f"output.directory={run}", "parallel.tensor=2", "model.config.num_attention_heads=3"]
     degree += ["model.config.num_key_value_heads=3", "model.config.hidden_size=48"]
-    finished = launch([*launcher("torchrun"), "--config", inputs.run_yaml, *degree], home)
+    finished = train("--config", inputs.run_yaml, *degree, num_processes=2)
     assert finished.code != 0
     assert "parallel.tensor = 2: does not divide the model's num_attention_heads = 3" in (
         finished.output

@@ -13,15 +13,15 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
 from tests.support.datasets import write_dataset
 from tests.support.lives import run_script
+from tests.support.tiers import STEPS
 
 VOCAB_SIZE = 97
 SEED = 7
-STEPS = 20
 WORKER = Path(__file__).with_name("worker.py")
 
 
 def run_config(data: Path, model: dict[str, Any], *, micro_batch_size: int, **sections: Any) -> Any:
-    """A run of 20 steps of 8 samples of 16 tokens, with clipping that bites."""
+    """A run of `STEPS` steps of 8 samples of 16 tokens, with clipping that bites."""
     return {
         "model": model,
         "data": {"path": str(data), "mask_end_of_document": True},

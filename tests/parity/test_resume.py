@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from bigtrain.engine.checkpoint.io import read_full
-from tests.parity.conftest import llama, run_config, train_cases
+from tests.parity.conftest import STEPS, llama, run_config, train_cases
 
 # The whole matrix is trained in the first test's set-up: minutes on two busy cores.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
-STOP, END = 5, 10
+STOP, END = STEPS // 4 + 1, STEPS // 2 + 1
 WRITERS = [(1, "zero0"), (2, "zero1"), (2, "zero2"), (2, "zero3"), (2, "zero3_offload")]
 READERS = [(1, "zero0"), (1, "zero3"), (2, "zero0"), (2, "zero1"), (2, "zero2_offload")]
 READERS += [(2, "zero3")]

@@ -162,6 +162,9 @@ def test_more_points_equal_plain_training(
     compare(case, references[case.architecture], slow_results[case.name])
 
 
+FIRST_STOP, SECOND_STOP = STEPS // 4, STEPS // 2
+
+
 def test_checkpoints_do_not_know_of_it(
     dataset: Path, references: dict[str, Training], tmp_path: Path
 ) -> None:
@@ -169,7 +172,7 @@ def test_checkpoints_do_not_know_of_it(
     split, whole = Case(2, 2, "zero1"), Case(1, 1, "zero0")
     results = []
     for number, (case, first, last) in enumerate(
-        [(split, 0, 5), (whole, 5, 10), (split, 10, STEPS)]
+        [(split, 0, FIRST_STOP), (whole, FIRST_STOP, SECOND_STOP), (split, SECOND_STOP, STEPS)]
     ):
         steps: dict[str, Any] = {"first_step": first, "last_step": last}
         if last < STEPS:
@@ -184,7 +187,7 @@ def test_checkpoints_do_not_know_of_it(
     for key in ("losses", "norms"):
         found = [value for result in results for value in result[key]]
         assert found == pytest.approx(getattr(references["llama"], key), abs=1e-5, rel=1e-4)
-    for step in (5, 10):
+    for step in (FIRST_STOP, SECOND_STOP):
         saved = read_full(tmp_path / str(step) / "tensors")
         again = read_full(tmp_path / f"{step} again" / "tensors")
         assert saved.keys() == again.keys()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.conftest import ARCHITECTURES, run_config, train_cases
+from tests.parity.conftest import ARCHITECTURES, STEPS, run_config, train_cases
 from tests.parity.plain import Training, plain_training
 
 # All cases are trained in the first test's set-up.
@@ -76,7 +76,7 @@ def references(dataset: Path, hf_directories: dict[str, Path]) -> dict[str, Trai
 
 def test_reference_learns_and_clips(references: dict[str, Training]) -> None:
     found = references["llama"]
-    assert found.losses[-1] < found.losses[0] - 0.3
+    assert found.losses[-1] < found.losses[0] - 0.015 * STEPS
     assert min(found.norms) > 0.5
 
 

@@ -4,7 +4,9 @@ Reads one JSON object per line, a request (`tests/support/lives.py`), and answer
 codes by rank when all processes have ended. It sees to that as a launcher does: one that fails
 takes the others with it. A request may hold
 
-script: the path of a Python script and its arguments, which is run instead of train.py.
+script: the path of a Python script and its arguments, which is run instead of train.py; a module
+    after "-m", as for Python.
+environment: variables beside those of the server.
 die: [rank, n]: that process SIGKILLs itself at its n-th operation on files of checkpoints, by an
     audit hook of the interpreter, from whatever thread.
 send: {"log", "after_bytes", "delay_seconds", "ranks", "signal", "times"}: so long after that file
@@ -29,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import itertools
 import json
 import os
@@ -177,6 +180,7 @@ def child(rank: int, request: dict[str, Any]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     size = str(request["world_size"])
+    os.environ.update(request.get("environment", {}))
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -212,7 +216,11 @@ def child(rank: int, request: dict[str, Any]) -> None:
             code = main(request["arguments"])
         else:
             sys.argv = request["script"]
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            if sys.argv[0] == "-m":
+                del sys.argv[0]
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(sys.argv[0], run_name="__main__")
             code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -304,11 +312,15 @@ def main() -> None:
     os.dup2(2, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
     faulthandler.enable(2)  # whoever waits too long sends SIGABRT
+    # Seconds more, which DeepSpeed takes when it makes its first optimizer: torch.compile's.
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+
     import bigtrain.engine.build
     import bigtrain.run.checkpointing.initialize
     import bigtrain.run.checkpointing.resume
     import bigtrain.run.checkpointing.saver  # noqa: F401
 
+    gc.freeze()  # what is imported is no worlds' garbage, and not to be copied for its sake
     for line in sys.stdin:
         answer(serve(json.loads(line)))
 

@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
 
+from bigtrain.errors import LaunchError
 from tests.support.worlds import ROOT, free_port
 
 LIMIT_SECONDS = 300.0
@@ -148,7 +149,9 @@ class Server:
 @cache
 def shared_server() -> Server:
     """The server of this test process: started when first asked for, ended with the process."""
-    server = Server(Path(tempfile.mkdtemp(prefix="bigtrain-lives-")))
+    directory = Path(tempfile.mkdtemp(prefix="bigtrain-lives-"))
+    # Of Hugging Face nothing that this machine's user has.
+    server = Server(directory, {"HF_HOME": str(directory / "home")})
     atexit.register(shutil.rmtree, server.directory, ignore_errors=True)
     atexit.register(server.close)
     return server
@@ -157,18 +160,29 @@ def shared_server() -> Server:
 def run_script(
     world_size: int, script: Path, *arguments: object, timeout_seconds: float = 900
 ) -> str:
-    """Run a Python script in `world_size` forked processes; returns their joined output.
+    """Run a Python script in `world_size` forked processes; returns their joined output."""
+    return run_forked_world(world_size, [str(script), *map(str, arguments)], {}, timeout_seconds)
 
-    As `tests.support.worlds.run_world`, without the seconds of imports of each process. What needs
-    a process as a launcher starts it (its memory, its imports) is for that one.
+
+def run_forked_world(
+    world_size: int,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    timeout_seconds: float = 900,
+) -> str:
+    """As `bigtrain.launchers.local_world.run_local_world`, without the seconds of imports.
+
+    What needs processes as a launcher starts them (their memory, their imports) is for that one.
     """
     codes, output = shared_server().live(
         [],
         world_size=world_size,
-        script=[str(script), *map(str, arguments)],
+        script=list(arguments),
+        environment=dict(environment),
         limit_seconds=timeout_seconds,
     )
-    assert codes == [0] * world_size, f"exit codes {codes}:\n{output[-6000:]}"
+    if codes != [0] * world_size:
+        raise LaunchError(f"exit codes {codes}:\n{output[-6000:]}")
     return output
 
 

@@ -50,6 +50,7 @@ def test_every_contender_is_compared(dtype: str, tmp_path: Path) -> None:
     assert point["contenders"]["bare"]["ratio"] == 1.0
 
 
+@pytest.mark.slow
 def test_an_output_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     finished = run("--output", str(tmp_path / "absent" / "figures.json"))
     assert finished.returncode == 2

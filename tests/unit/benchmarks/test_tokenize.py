@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.worlds import ROOT
 
 
+@pytest.mark.slow
 def test_tiny() -> None:
     words = [sys.executable, "benchmarks/tokenizing.py", "--megabytes", "0.1"]
     words += ["--vocab-size", "300", "--rounds", "1"]

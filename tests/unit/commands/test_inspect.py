@@ -23,6 +23,7 @@ from bigtrain.data.shards.statistics import length_histogram
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
+from tests.support.tiers import examples
 from tests.support.worlds import ROOT
 
 TEXTS = ["naïve <|endoftext|> 東京", "", "b " * 700, *(f"document {n}" for n in range(40))]
@@ -215,7 +216,7 @@ def test_corrupt_lengths(tmp_path: Path) -> None:
         length_histogram([Shard(prefix)], one_sequence=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     documents=st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=30),
     chunk=st.integers(1, 7),

@@ -29,6 +29,7 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from tests.support.datasets import write_dataset
 from tests.support.samples import Numbered
+from tests.support.tiers import examples
 
 LENGTH = 4
 
@@ -55,7 +56,7 @@ def rows(batches: list[MicroBatch]) -> list[list[int]]:
     return [(batch.input_ids[:, 0] // 10).tolist() for batch in batches]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     data_size=st.integers(1, 16),
     micro_batch_size=st.integers(1, 4),

@@ -28,9 +28,12 @@ from bigtrain.data.shards.format import HEADER, Shard
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
+from tests.support.tiers import examples
 
 FRESH_DIRECTORY = settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(80),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -44,7 +47,7 @@ def naive_rooms(lengths: list[int], capacity: int) -> list[int]:
     return rooms
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), capacity=st.integers(1, 40))
 def test_it_is_best_fit_decreasing(data: st.DataObject, capacity: int) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=80))

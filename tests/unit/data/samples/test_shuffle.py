@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigtrain.data.samples.shuffle import SampleOrder, permute
+from tests.support.tiers import examples
 
 ORDER_OF_TEN = [0, 1, 6, 8, 2, 5, 4, 7, 3, 9, 8, 4, 7, 9, 5, 3, 2, 1, 6, 0]
 ORDER_OF_A_TRILLION = [370810206930, 954410505298, 986899092838]
@@ -16,7 +17,7 @@ sizes = st.one_of(st.integers(1, 70), st.integers(71, 5000))
 seeds = st.integers(0, 2**70)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(size=sizes, seed=seeds, epoch=st.integers(0, 5))
 def test_an_epoch_has_no_gap_and_no_repeat(size: int, seed: int, epoch: int) -> None:
     windows = SampleOrder(size, seed).windows(epoch * size, size)

@@ -18,6 +18,7 @@ from bigtrain.data.shards.format import HEADER, MAGIC, Shard
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
 from tests.support.datasets import forget_blocks, write_dataset
+from tests.support.tiers import examples
 
 
 def write_stream(directory: Path, lengths: list[int]) -> tuple[TokenStream, np.ndarray]:
@@ -34,7 +35,9 @@ def write_stream(directory: Path, lengths: list[int]) -> tuple[TokenStream, np.n
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=6),
@@ -121,7 +124,9 @@ def write_documents(directory: Path, shards: list[list[int]]) -> tuple[TokenStre
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     shards=st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=1, max_size=4),
@@ -164,7 +169,9 @@ def test_documents_of_several_sequences_have_one_beginning(tmp_path: Path) -> No
 
 
 @settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(80),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     places=st.lists(st.tuples(st.integers(34, 300), st.integers(0, 255)), min_size=1, max_size=20)

@@ -20,6 +20,7 @@ from bigtrain.data.shards.statistics import token_counts, unigram_entropy
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
+from tests.support.tiers import examples
 
 # By hand, from Megatron-LM's indexed_dataset.py: documents [5, 6, 0], none, [7, 0] of uint16.
 EXPECTED_BIN = bytes.fromhex("0500 0600 0000 0700 0000")
@@ -90,7 +91,9 @@ def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(200),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_corrupt_index_is_refused(tmp_path: Path, data: st.DataObject) -> None:
@@ -196,7 +199,9 @@ def test_manifest_cannot_name_files_elsewhere(corrupt: Path, name: str) -> None:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_corrupt_manifest_is_refused_or_harmless(corrupt: Path, data: st.DataObject) -> None:

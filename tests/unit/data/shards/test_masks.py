@@ -23,6 +23,7 @@ from bigtrain.data.shards.manifest import (
 )
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
+from tests.support.tiers import examples
 
 # Documents [5, 6, 7, 8, 9], [1, 2, 3] and [4, 4]: bits from the lowest, zeros after the last.
 MASK = [0, 1, 1, 0, 1, 0, 0, 1, 0, 1]
@@ -71,7 +72,9 @@ def test_bytes(masked: Path) -> None:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(cuts=st.lists(st.integers(0, 40), max_size=8), seed=st.integers(0, 99))
 def test_any_division_gives_the_same_bytes(tmp_path: Path, cuts: list[int], seed: int) -> None:
@@ -116,7 +119,9 @@ def test_missing_mask_is_refused(copy: Path) -> None:
 
 
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_corrupt_mask_is_refused(copy: Path, data: st.DataObject) -> None:

@@ -27,6 +27,7 @@ from bigtrain.data.tokenizers.equivalence import CheckSampler, require_equal
 from bigtrain.data.tokenizers.selection import choose_encoder
 from bigtrain.data.tokenizers.tokenizer import Tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
+from tests.support.tiers import examples
 
 FAST = sorted(FAST_ENCODERS)
 GIGATOKEN = f"gigatoken {version('gigatoken')}"
@@ -72,7 +73,7 @@ def test_equal_on_the_hard_sample(
 
 
 @pytest.mark.parametrize("name", FAST)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=50), max_size=4))
 def test_equal_on_anything(
     name: str, encoders: tuple[dict[str, Encoder], dict[str, Encoder]], texts: list[str]

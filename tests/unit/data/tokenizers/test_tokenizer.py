@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from bigtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import DataError
+from tests.support.tiers import examples
 
 SENTENCES = ["def f(x):\n    return x + 1\n", "The quick brown fox. " * 3, "naïve 東京 🙂 1234567"]
 
@@ -37,7 +38,7 @@ def test_size_and_special_tokens(trained: Tokenizer) -> None:
     assert trained.decode([0]) == "<|endoftext|>"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_every_text_decodes_to_itself(trained: Tokenizer, text: str) -> None:
     encoded = trained.encoder().encode([text])

@@ -31,6 +31,7 @@ from bigtrain.engine.checkpoint.tensor_files import (
     write_parts,
 )
 from bigtrain.errors import CorruptCheckpointError
+from tests.support.tiers import examples
 from tests.support.worlds import ROOT
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -112,7 +113,7 @@ def cuts(draw: st.DrawFn, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> l
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_every_rectangle_of_every_cut_is_read(data: st.DataObject, tmp_path_factory: Any) -> None:
     directory = tmp_path_factory.mktemp("tensors")
@@ -143,7 +144,7 @@ def test_every_rectangle_of_every_cut_is_read(data: st.DataObject, tmp_path_fact
             find_parts(directory)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_boxes_that_do_not_tile_are_refused(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Any boxes of the right volume: taken just where they cover each element once."""
@@ -216,7 +217,7 @@ def assert_refused_or_same(directory: Path, headers: dict[str, str], tensors: An
     return False
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     rank=st.integers(0, 1),
     kind=st.sampled_from(["flip", "cut", "grow", "zero", "swap", "insert"]),
