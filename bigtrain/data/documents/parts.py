@@ -30,7 +30,6 @@ class ReadOptions:
 
     @property
     def keys(self) -> Keys:
-        """The columns of a table that are read."""
         if self.chat:
             return Keys(self.text_keys, (TOOLS_KEY,), "--chat-key")
         return Keys(self.text_keys)

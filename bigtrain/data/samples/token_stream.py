@@ -13,6 +13,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,11 @@ class TokenStream:
         if all(shard.has_blocks for shard in self.shards):
             paths = [shard.bin_path for shard in self.shards]
             num_bytes = [shard.num_bytes for shard in self.shards]
-            self._verifier = BlockVerifier(paths, num_bytes, self._token_sums)
+            self._verifier = BlockVerifier(paths, num_bytes, partial(self._block_sums, "of_bin"))
         if masks and self._verifier is not None:
             num_bytes = [-(-shard.num_tokens // 8) for shard in self.shards]
-            self._mask_verifier = BlockVerifier(masks, num_bytes, self._mask_sums)
+            sums = partial(self._block_sums, "of_mask")
+            self._mask_verifier = BlockVerifier(masks, num_bytes, sums)
         sizes = [shard.num_tokens for shard in self.shards]
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self._begins = self._ends - np.array(sizes, np.int64)
@@ -125,15 +127,10 @@ class TokenStream:
             low = begins * item
             self._verifier.verify(number, low, low + width * item, lambda _, a, b: content[a:b])
 
-    def _token_sums(self, number: int) -> tuple[Path, Sums]:
+    def _block_sums(self, of: str, number: int) -> tuple[Path, Sums]:
         sums = self.shards[number].block_sums
         assert sums is not None
-        return sums.path, sums.of_bin
-
-    def _mask_sums(self, number: int) -> tuple[Path, Sums]:
-        sums = self.shards[number].block_sums
-        assert sums is not None
-        return sums.path, sums.of_mask
+        return sums.path, getattr(sums, of)
 
     def _mapped_windows(self, number: int, width: int) -> Tokens | None:
         """Every range of `width` tokens of a shard, as a view of its map. None where its file is
@@ -162,10 +159,7 @@ class TokenStream:
         packed = np.cumsum(parts.lengths) - parts.lengths
         narrow = np.empty(int(parts.lengths.sum()), self.token_dtype)
         self._read_parts(replace(parts, places=packed), narrow)
-        for place, begin, length in zip(
-            parts.places.tolist(), packed.tolist(), parts.lengths.tolist(), strict=True
-        ):
-            out[place : place + length] = narrow[begin : begin + length]
+        parts.put(narrow, packed, out)
 
     def read_mask(self, starts: Indices, lengths: Indices, out: Mask, places: Indices) -> None:
         """Which tokens of ranges of the stream are targets, as `read` does with the tokens.
@@ -183,13 +177,7 @@ class TokenStream:
             parts.numbers.tolist(), first.tolist(), packed.data, begins.tolist(), ends.tolist()
         )
         bits = np.unpackbits(packed, bitorder="little").view(np.bool_)
-        for place, begin, length in zip(
-            parts.places.tolist(),
-            (8 * begins + parts.offsets % 8).tolist(),
-            parts.lengths.tolist(),
-            strict=True,
-        ):
-            out[place : place + length] = bits[begin : begin + length]
+        parts.put(bits, 8 * begins + parts.offsets % 8, out)
 
     def begins(self, starts: Indices, lengths: Indices, places: Indices) -> Indices:
         """Where documents begin in ranges of the stream, int64: token ``starts[i] + j`` as
@@ -274,9 +262,15 @@ class _Parts:
     lengths: Indices
     places: Indices
 
+    def put(self, found: Tokens | Mask, begins: Indices, out: Tokens | Mask) -> None:
+        """Copy the parts, which lie in `found` from `begins` on, to their places in `out`."""
+        for place, begin, length in zip(
+            self.places.tolist(), begins.tolist(), self.lengths.tolist(), strict=True
+        ):
+            out[place : place + length] = found[begin : begin + length]
+
     @staticmethod
     def join(several: Sequence[_Parts]) -> _Parts:
-        """All of them as one."""
         names = [field.name for field in fields(_Parts)]
         return _Parts(*(np.concatenate([getattr(p, name) for p in several]) for name in names))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bigtrain.data.samples.rows import Indices, TokenRows
-from bigtrain.data.samples.token_stream import Tokens, TokenStream
+from bigtrain.data.samples.token_stream import TokenStream
 from bigtrain.errors import DataError
 
 
@@ -39,7 +39,6 @@ class PackedWindows:
             )
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
-        """See `bigtrain.data.samples.rows.Samples`."""
         assert not len(samples) or 0 <= samples.min() <= samples.max() < self.num_samples
         starts, width = samples * self.sequence_length, self.sequence_length + 1
         self.stream.read_rows(starts, out.tokens, rows)
@@ -50,14 +49,7 @@ class PackedWindows:
         if out.begins is not None:
             out.begins.append(self.stream.begins(starts, lengths, rows * width))
 
-    def read_into(self, sample: int, out: Tokens) -> None:
-        """Fill `out`, int32 or int64 [sequence_length + 1], with one sample."""
-        assert 0 <= sample < self.num_samples
-        start, length = np.array([sample * self.sequence_length]), self.sequence_length + 1
-        self.stream.read(start, np.array([length]), out, np.array([0]))
-
     def describe(self, sample: int) -> str:
-        """See `bigtrain.data.samples.rows.Samples`."""
         return self.stream.describe(sample * self.sequence_length, self.sequence_length + 1)
 
 

@@ -54,9 +54,8 @@ class LengthHistogram:
 def length_histogram(shards: Iterable[Shard], one_sequence: bool) -> LengthHistogram:
     """Lengths of all documents of `shards`, which must have one. Reads the indexes, in chunks.
 
-    `one_sequence`: every document is one sequence or none, as in what bigtrain writes; then the
-    lengths of the sequences are enough, a third of the index. Raises DataError where an index is
-    corrupt.
+    `one_sequence`: every document is one sequence or none, as bigtrain writes them; then a third of
+    the index is enough. Raises DataError where an index is corrupt.
     """
     counts = np.zeros(0, dtype=np.int64)
     longer: Counter[int] = Counter()
@@ -125,10 +124,8 @@ def token_counts(dataset: TokenDataset, split: Split) -> npt.NDArray[np.int64]:
 def unigram_entropy(dataset: TokenDataset) -> float:
     """Loss that a model without context reaches on the held-out split, in nats per token.
 
-    The cross-entropy of the held-out tokens under the training split's token frequencies, with one
-    added to every count (Laplace). A trained model must be well below it.
-
-    Raises DataError where the dataset has no held-out tokens.
+    The cross-entropy under the training split's token frequencies, with one added to every count
+    (Laplace). Raises DataError where the dataset has no held-out tokens.
     """
     held_out = token_counts(dataset, "held_out")
     if not held_out.sum():

@@ -29,9 +29,8 @@ def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool
     record = workspace.unconfirmed([unit]).get(unit.key)
     if record is None:
         return False
-    pairs = list(zip(unit.parts, record.parts, strict=True))
     parts = []
-    for part, read in pairs:
+    for part, read in zip(unit.parts, record.parts, strict=True):
         times = part.source.record.times
         if same_times(read.times, times):
             parts.append(read)
@@ -63,17 +62,13 @@ def confirm_sources(
         if same_times(record.times, source.record.times):
             confirmed.append(record)
             continue
-        if not _source_holds(record, source, options):
+        if not record.parts or not all(
+            _holds(Part(source, read.begin, read.end), read.xxh3, read.layout_xxh3, options)
+            for read in record.parts
+        ):
             return None
         confirmed.append(replace(source.record, parts=record.parts))
     return tuple(confirmed)
-
-
-def _source_holds(record: SourceRecord, source: Source, options: ReadOptions) -> bool:
-    return bool(record.parts) and all(
-        _holds(Part(source, read.begin, read.end), read.xxh3, read.layout_xxh3, options)
-        for read in record.parts
-    )
 
 
 def _holds(part: Part, xxh3: str, layout_xxh3: str | None, options: ReadOptions) -> bool:

@@ -95,7 +95,7 @@ def finished_manifest(
     manifest = read_manifest(output)
     current: Manifest | None = manifest
     # Under other options it is refused anyway, and would not be read in the same way.
-    if manifest.options == request.options() and not untouched(manifest.sources, sources):
+    if manifest.options == request.options and not untouched(manifest.sources, sources):
         current = _confirmed(request, sources, manifest)
     different = [
         what
@@ -103,7 +103,7 @@ def finished_manifest(
             ("input files", current is not None),
             ("tokenizer", _is_same_tokenizer(manifest, request.tokenizer)),
             ("chat template", _is_same_template(manifest, request)),
-            ("options", manifest.options == request.options()),
+            ("options", manifest.options == request.options),
         )
         if not same
     ]
@@ -150,7 +150,7 @@ def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:
 
 
 def _is_same_template(manifest: Manifest, request: BuildRequest) -> bool:
-    if not request.chat:
+    if not request.options.chat:
         return True
     template = load_tokenizer(request.tokenizer).chat_template(request.chat_template)
     return template.hash == manifest.tokenizer.chat_template

@@ -120,7 +120,6 @@ class Workspace:
         return (self.output / MANIFEST_NAME).exists()
 
     def is_recorded(self, key: str) -> bool:
-        """Whether unit `key` has a record, whatever it says."""
         return self._record_path(key).exists()
 
     def write_record(self, record: UnitRecord) -> None:
@@ -146,7 +145,6 @@ class Workspace:
         return record is not None and record.is_current(unit)
 
     def drop(self, key: str) -> None:
-        """Forget the record of unit `key`."""
         self._record_path(key).unlink(missing_ok=True)
 
     def drop_invalid(self, units: Sequence[Unit]) -> None:
@@ -158,7 +156,6 @@ class Workspace:
                 self.drop(unit.key)
 
     def rejected(self) -> dict[str, str]:
-        """Engines that were found wrong on this input, and why."""
         reasons = {}
         for path in sorted(self.directory.glob("rejected-*.json")):
             note = json.loads(path.read_bytes())
@@ -181,7 +178,6 @@ class Workspace:
             shutil.rmtree(folder, ignore_errors=True)
 
     def has_work(self) -> bool:
-        """Whether something is done here, or being done by somebody."""
         names = (path.name for path in self.directory.glob("*.*"))
         return any(RECORD_OR_CLAIM.fullmatch(name) for name in names)
 

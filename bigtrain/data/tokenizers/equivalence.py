@@ -122,7 +122,6 @@ class CheckSampler:
         self._is_new = np.arange(256) >= FIRST_LEAD_BYTE
 
     def choose(self, contents: Sequence[bytes]) -> Checks:
-        """Checks for the next documents of the stream."""
         documents: list[int] = []
         pieces: list[bytes] = []
         # All at once: of most batches none has a letter of a new script.
@@ -134,7 +133,9 @@ class CheckSampler:
                 begin = 0
             if any_new and not content.isascii() and (rare := self._new_lead_bytes(content)):
                 begin = max(0, content.find(rare[:1]) - 256)
-                self._count(rare)
+                for byte in set(rare):
+                    self._by_lead_byte[byte] += 1
+                    self._is_new[byte] = self._by_lead_byte[byte] < CHECKED_PER_LEAD_BYTE
             if begin is None:
                 continue
             if len(content) <= PIECE_BYTES:
@@ -150,9 +151,3 @@ class CheckSampler:
         units = np.frombuffer(content, np.uint8)
         leads = units[units >= FIRST_LEAD_BYTE]
         return leads[self._is_new[leads]].tobytes()
-
-    def _count(self, lead_bytes: bytes) -> None:
-        for byte in set(lead_bytes):
-            self._by_lead_byte[byte] += 1
-            if self._by_lead_byte[byte] == CHECKED_PER_LEAD_BYTE:
-                self._is_new[byte] = False

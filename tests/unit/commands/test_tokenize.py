@@ -22,7 +22,7 @@ from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import Manifest
 from bigtrain.data.tokenize_job.work_division import Workers
 from bigtrain.data.tokenize_job.worker import is_held_out
-from bigtrain.data.tokenize_job.worker_pool import Round, Watcher, run_round
+from bigtrain.data.tokenize_job.worker_pool import Round, Update, run_round
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.errors import DataError
 from bigtrain.system.machine import Machine
@@ -124,9 +124,9 @@ def test_processes_are_started_where_there_is_enough_to_do(
     )
     rounds: list[Workers] = []
 
-    def spy(work: Round, workers: Workers, watcher: Watcher) -> None:
+    def spy(work: Round, workers: Workers, update: Update) -> None:
         rounds.append(workers)
-        run_round(work, workers, watcher)
+        run_round(work, workers, update)
 
     monkeypatch.setattr("bigtrain.data.tokenize_job.job.run_round", spy)
     output = corpus.parent / "automatic"
