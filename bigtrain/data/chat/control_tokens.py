@@ -183,11 +183,8 @@ class ControlTokens:
 
     def _cuts(self, string: str) -> list[int]:
         """Where to cut `string`: inside of every control token it is, or could be, part of."""
-        cuts = []
-        for match in self._first.finditer(string):
-            place = match.start()
-            if self._whole.match(string, place):
-                cuts.append(place + 1)
+        places = (match.start() for match in self._first.finditer(string))
+        cuts = [place + 1 for place in places if self._whole.match(string, place)]
         # Templates strip white space.
         stripped = string.rstrip()
         longest = self._longest_part

@@ -26,12 +26,10 @@ class TextReader(PartReader):
             for chunk in stream_chunks(stream, stream_bytes(source)):
                 size += len(chunk)
                 if size > limit:
-                    break
+                    why = f"the document {self.options.too_large}"
+                    self.rejects.add(BadDocument(source.path, why))
+                    return
                 parts.append(chunk)
-        if size > limit:
-            why = f"the document {self.options.too_large}"
-            self.rejects.add(BadDocument(source.path, why))
-            return
         content = b"".join(parts)
         try:
             content.decode("utf-8")

@@ -9,25 +9,21 @@ from bigtrain.data.documents.line_readers import JsonLinesReader, TextReader
 from bigtrain.data.documents.parts import Part, ReadOptions, whole
 from bigtrain.data.documents.reader import PartReader
 from bigtrain.data.documents.table_readers import CsvReader, TableReader
-from bigtrain.data.sources.discovery import Kind, Source
+from bigtrain.data.sources.discovery import Source
 
-READERS: dict[Kind, type[PartReader]] = {
+READERS: dict[str, type[PartReader]] = {
     "text": TextReader,
     "jsonl": JsonLinesReader,
     "csv": CsvReader,
-    "parquet": TableReader,
-    "arrow": TableReader,
-    "dataset_file": TableReader,
-    "saved_dataset": TableReader,
-    "hub_dataset": TableReader,
 }
+"""By `Source.kind`; all others are tables."""
 BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 2048
 
 
 def part_reader(part: Part, options: ReadOptions, rejects: Rejects) -> PartReader:
     """The reader for the kind of `part`'s source."""
-    return READERS[part.source.kind](part, options, rejects)
+    return READERS.get(part.source.kind, TableReader)(part, options, rejects)
 
 
 class DocumentReader:
@@ -45,10 +41,10 @@ class DocumentReader:
     def text_batches(self) -> Iterator[list[str]]:
         """In lists of about a million bytes. Raises DataError naming file and line of what cannot
         be read; see `Rejects`."""
-        for contents in batched(self._blocks()):
+        for contents in batched(self.blocks()):
             yield [content.decode("utf-8") for content in contents]
 
-    def _blocks(self) -> Iterator[list[bytes]]:
+    def blocks(self) -> Iterator[list[bytes]]:
         finished = 0
         for source in self.sources:
             reader = part_reader(whole(source), self.options, self.rejects)

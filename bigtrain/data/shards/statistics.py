@@ -57,7 +57,7 @@ def length_histogram(shards: Iterable[Shard], one_sequence: bool) -> LengthHisto
     `one_sequence`: every document is one sequence or none, as bigtrain writes them; then a third of
     the index is enough. Raises DataError where an index is corrupt.
     """
-    counts = np.zeros(0, dtype=np.int64)
+    counts = np.zeros(1, dtype=np.int64)
     longer: Counter[int] = Counter()
     for shard in shards:
         for lengths in _sequence_lengths(shard) if one_sequence else _document_lengths(shard):
@@ -70,12 +70,8 @@ def length_histogram(shards: Iterable[Shard], one_sequence: bool) -> LengthHisto
             found = np.bincount(lengths, minlength=len(counts))
             found[: len(counts)] += counts
             counts = found
-        if one_sequence and shard.num_documents > shard.num_sequences:
-            longer[0] += shard.num_documents - shard.num_sequences
-    empty = longer.pop(0, 0)
-    if empty:
-        counts = np.pad(counts, (0, max(0, 1 - len(counts))))
-        counts[0] += empty
+        if one_sequence:
+            counts[0] += max(0, shard.num_documents - shard.num_sequences)
     (short,) = np.nonzero(counts)
     long = sorted(longer.items())
     return LengthHistogram(

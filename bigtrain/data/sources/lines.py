@@ -84,11 +84,11 @@ def stream_chunks(stream: IO[bytes], expected_bytes: int | None = None) -> Itera
 def range_chunks(
     file: IO[bytes], begin: int, end: int, digest: Digest, around: Digest
 ) -> Iterator[bytes]:
-    """The bytes of the lines of `file` that start in [begin, end), which must lie in the file.
+    """The bytes of the lines of `file` that start in [begin, end).
 
     `digest` is given the bytes of [begin, end) itself, `around` what else decides the lines:
-    whether one goes on at `begin`, and the rest of the last one. Raises EOFError where the file is
-    shorter.
+    whether one goes on at `begin`, and the rest of the last one. Raises EOFError where the file
+    ends before `end`.
     """
     file.seek(max(0, begin - 1))
     inside_line = begin > 0 and file.read(1) != b"\n"

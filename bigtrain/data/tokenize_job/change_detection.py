@@ -1,9 +1,8 @@
 """Whether inputs still hold what was read of them, where their times cannot tell.
 
-As git does it: size and times are looked at first, and where these are as they were the content
-is taken to be the same. After a copy, a checkout or `touch` they are not; then the content is
-hashed and compared with what was hashed while it was tokenized. A file of lines or text costs
-reading it, a table reading its documents.
+As git does it: where size and times are as they were the content is taken to be the same. After a
+copy, a checkout or `touch` it is hashed and compared with what was hashed while it was tokenized:
+of a file of lines or text that costs reading it, of a table reading its documents.
 """
 
 from __future__ import annotations

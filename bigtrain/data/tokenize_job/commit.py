@@ -1,8 +1,7 @@
 """From finished units to the dataset: shards get their names, the manifest comes last.
 
 Before the first file moves, `assembly.json` says which will go where. So a process that was killed
-in the middle is continued by the next one, in any order and twice as well as once; and where the
-plan has changed meanwhile (an input was fixed), the files go back first.
+is continued by the next one; and where the plan has changed meanwhile, the files go back first.
 """
 
 from __future__ import annotations

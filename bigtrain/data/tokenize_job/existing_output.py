@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from bigtrain.data.shards.dataset import open_dataset
@@ -114,7 +115,10 @@ def finished_manifest(
         )
     open_dataset(output, check="sizes")
     if current is not None and current is not manifest:
-        _refresh(workspace, current)
+        # With the new times, so that the next start need not read the inputs.
+        draft = output / f"{MANIFEST_NAME}.{workspace.token}.partial"
+        with suppress(OSError):  # a dataset that may only be read: the next start looks again
+            write_manifest(output, current, draft)
     workspace.remove()
     return manifest
 
@@ -130,15 +134,6 @@ def _confirmed(
         "the times of input files changed; all of them hold what %s was made of", request.output
     )
     return manifest.model_copy(update={"sources": confirmed})
-
-
-def _refresh(workspace: Workspace, manifest: Manifest) -> None:
-    """Note the new times, so that the next start need not read the inputs."""
-    draft = workspace.output / f"{MANIFEST_NAME}.{workspace.token}.partial"
-    try:
-        write_manifest(workspace.output, manifest, draft)
-    except OSError:  # a dataset that may only be read: the next start looks again
-        draft.unlink(missing_ok=True)
 
 
 def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:

@@ -59,8 +59,12 @@ def build_dataset(request: BuildRequest) -> BuildResult:
     left behind.
     """
     sources = inputs_outside(request.output, find_sources(request.selection))
-    if request.options.chat:
-        _refuse_texts(sources)
+    for source in sources:
+        if request.options.chat and source.kind == "text":
+            raise DataError(
+                f"--input {source.path} is text, and --chat-key names a key of it -> conversations "
+                "are read from .jsonl, .parquet, .csv, .json, .arrow and datasets"
+            )
     workspace = Workspace(request.output, new_token())
     if workspace.is_finished() or not is_own(workspace):
         return BuildResult(finished_manifest(request, sources, workspace), already_finished=True)
@@ -68,15 +72,6 @@ def build_dataset(request: BuildRequest) -> BuildResult:
     with _work_folder(workspace):
         manifest = build.run()
     return BuildResult(manifest, already_finished=False, built_tokens=build.built_tokens)
-
-
-def _refuse_texts(sources: Sequence[Source]) -> None:
-    for source in sources:
-        if source.kind == "text":
-            raise DataError(
-                f"--input {source.path} is text, and --chat-key names a key of it -> conversations "
-                "are read from .jsonl, .parquet, .csv, .json, .arrow and datasets"
-            )
 
 
 @contextmanager

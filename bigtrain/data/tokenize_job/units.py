@@ -86,15 +86,13 @@ def _groups(
     size = 0
     for source in sources:
         num_bytes = source.record.bytes
-        if num_bytes is None or num_bytes > shard_bytes:
+        if num_bytes is None or size + num_bytes > shard_bytes:
             if group:
                 yield group
                 group, size = [], 0
-            yield from ([part] for part in _cut(source, options, shard_bytes))
-            continue
-        if group and size + num_bytes > shard_bytes:
-            yield group
-            group, size = [], 0
+            if num_bytes is None or num_bytes > shard_bytes:
+                yield from ([part] for part in _cut(source, options, shard_bytes))
+                continue
         group.append(whole(source))
         size += num_bytes
         chance = min(1.0, num_bytes / (shard_bytes / 4))

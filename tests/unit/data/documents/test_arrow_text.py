@@ -71,9 +71,9 @@ def test_bad_rows_among_good_ones(tmp_path: Path) -> None:
         (1, "not UTF-8, or half of a surrogate pair")
     ]
     selection = Selection(inputs=[str(path)])
+    reader = DocumentReader(find_sources(selection), ReadOptions(selection), Rejects(False))
     with pytest.raises(DataError, match=r"x\.parquet row 1: not UTF-8"):
-        sources, options = find_sources(selection), ReadOptions(selection)
-        list(DocumentReader(sources, options, Rejects(False)).text_batches())
+        list(reader.text_batches())
     parquet.write_table(pa.table({"text": ["é" * 5, "é" * 6, "", "x"]}), path)
     documents, bad = read(path, limit=10)
     assert documents == ["é" * 5, "", "x"]
