@@ -57,7 +57,7 @@ class PartReader(ABC):
         """Checksum of what decides the documents besides the bytes of `checksum`.
 
         Of a byte range what of its first and last line lies outside; of tables where documents
-        begin, and the rows that are none. A part with the same two gives the same documents.
+        begin, and the rows that are none.
         """
         return self._layout.hexdigest()
 
@@ -66,10 +66,8 @@ class PartReader(ABC):
         self.bytes_done += len(data)
 
     def skim(self) -> None:
-        """Read what `checksum` and `layout` are of, and nothing more where that is bytes of a file.
-
-        A file is hashed as it lies there, neither decompressed nor parsed. Raises as `blocks`.
-        """
+        """Read what `checksum` and `layout` are of; of bytes of a file, without decompressing or
+        parsing them. Raises as `blocks`."""
         try:
             with open_file(self.part.source) as file:
                 self._skim(file)

@@ -38,8 +38,8 @@ class TrainingBatches:
     """The micro-batches of one data-parallel rank, by the number of samples consumed.
 
     Which sample is which row: `bigtrain.settings.batch_plan.BatchPlan`. `workers` threads read and
-    check the rows of the steps that follow while this one is computed, each of one step or, if they
-    are small, of several; however many there are, the batches are the same. `close` ends them.
+    check the rows of the steps that follow; however many there are, the batches are the same.
+    `close` ends them.
     """
 
     def __init__(

@@ -91,9 +91,8 @@ def convert_place(place: int, num_chunks: int, per_chunk: int, new_per_chunk: in
     """The place in the order of chunks of `new_per_chunk` windows that follows `place` in that of
     the same chunks with `per_chunk` windows.
 
-    Nothing that was read before `place` in its epoch is read after it. What that leaves out of the
-    epoch is at most one old and one new window of each chunk of one group; nothing where the number
-    stays the same.
+    Nothing that was read before `place` in its epoch is read after it; at most one old and one new
+    window of each chunk of one group are left out.
     """
     if per_chunk == new_per_chunk:
         return place
@@ -122,10 +121,8 @@ def permute(indices: Indices, size: int, seed: int, epoch: int, source: int = 0)
 
 
 def shuffle_block(size: int, seed: int, block: int, first_sample: int = 0) -> Indices:
-    """The permutation of ``range(size)`` inside block `block` of a mixture, int64 [size].
-
-    Blocks are counted from `first_sample` of the run, where its mixture last changed.
-    """
+    """The permutation of ``range(size)`` inside block `block` of a mixture, int64 [size], counted
+    from `first_sample` of the run."""
     label = f"bigtrain mixture order 1, seed {seed}, block {block}"
     label += f", from {first_sample}" if first_sample else ""
     return _permute(np.arange(size, dtype=np.int64), size, label)

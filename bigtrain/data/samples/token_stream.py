@@ -2,8 +2,7 @@
 
 The documents of a split form one stream of tokens, and sample ``w`` is its window
 ``[w * L, w * L + L + 1)`` for sequence length ``L``, as in Megatron's GPTDataset: consecutive
-windows share one token, which is the last label of the first and the first input of the second, so
-every token but the first of the stream is predicted exactly once.
+windows share one token, so every token but the first of the stream is predicted exactly once.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ GATHERED_TOKENS = 1 << 15
 
 
 class TokenStream:
-    """The tokens of `shards`, all of one type, one after another. For any number of threads.
-
-    Parameter `vocab_size`: what their tokenizer's is; here nothing is compared with it.
-    """
+    """The tokens of `shards`, all of one type, one after another. For any number of threads."""
 
     def __init__(self, shards: Sequence[Shard], vocab_size: int) -> None:
         self.shards = tuple(shards)
@@ -93,9 +89,8 @@ class TokenStream:
     def _copy_mapped(self, starts: Indices, out: Tokens, rows: Indices) -> Indices:
         """Copy rows from memory maps; returns which of them were left to `read`.
 
-        Where the pages are in memory this is several times quicker, and all rows of a shard are one
-        operation that other threads do not wait for. Where they are not, a page fault costs more
-        than a read, and for a while no more is copied.
+        Where the pages are in memory this is several times quicker; where they are not, a page
+        fault costs more than a read, and for a while no more is copied.
         """
         width = out.shape[1]
         numbers = np.searchsorted(self._ends, starts, side="right")
@@ -251,11 +246,8 @@ def _page_faults() -> int:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Ranges of shards, all arrays int64 [number of parts].
-
-    numbers: of the shard; offsets: of the first token in it; lengths: in tokens; places: where its
-    tokens go.
-    """
+    """Ranges of shards, int64 [number of parts]: which shard, the first token in it, how many
+    tokens, and where they go."""
 
     numbers: Indices
     offsets: Indices

@@ -10,11 +10,10 @@ from bigtrain.errors import DataError
 
 
 class PackedWindows:
-    """Windows of `sequence_length` + 1 tokens, `sequence_length` apart, of one stream.
+    """Windows of `sequence_length` + 1 tokens, `sequence_length` apart, of one stream, in whole
+    chunks of `chunk_length` tokens, a multiple of it (default: the same).
 
-    `chunk_length`, a multiple of `sequence_length` and by default the same: windows there are only
-    in whole chunks of so many tokens, so that at most one less at the end of the stream belong to
-    none. Raises DataError where the stream is too short for a single one.
+    Raises DataError where the stream is too short for a single one.
     """
 
     def __init__(

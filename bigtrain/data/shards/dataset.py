@@ -41,11 +41,9 @@ class TokenDataset:
 def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
     """The dataset in directory `path`.
 
-    `check`: ``sizes`` compares headers and file sizes with the manifest, in constant time per
-    shard; ``index`` also reads every index.
-
-    Raises DataError where the directory, the manifest or a shard is missing, corrupt, or not what
-    the manifest says, and where the training split holds no token.
+    `check`: ``sizes`` compares headers and file sizes with the manifest; ``index`` also reads every
+    index. Raises DataError where the directory, the manifest or a shard is missing, corrupt, or not
+    what the manifest says, and where the training split holds no token.
     """
     directory = Path(path)
     manifest = read_manifest(directory)

@@ -55,8 +55,7 @@ def build_dataset(request: BuildRequest) -> BuildResult:
 
     An output that is the finished dataset of the same inputs (by path and size, and by times or
     else content), tokenizer and options is left alone; one that was begun is gone on with. Raises
-    DataError for anything wrong: units that are finished by then are kept, without any nothing is
-    left behind.
+    DataError for anything wrong: finished units are kept, without any nothing is left behind.
     """
     sources = inputs_outside(request.output, find_sources(request.selection))
     for source in sources:

@@ -1,8 +1,7 @@
 """Leases: who works on what, told by files in a folder that all processes see.
 
 A claim saves work, it guards nothing: two processes that work on the same thing write the same
-bytes under names of their own. So a claim may be lost or taken over without harm, and there is no
-lock, no coordinator and no clock to agree on.
+bytes under names of their own. So a claim may be lost or taken over without harm.
 """
 
 from __future__ import annotations

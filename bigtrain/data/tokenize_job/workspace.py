@@ -128,11 +128,8 @@ class Workspace:
         write_whole(self._record_path(record.key), content, self.draft(record.key))
 
     def records(self, units: Sequence[Unit], moved: bool = False) -> dict[str, UnitRecord]:
-        """Of all units that are done, by key: of inputs that nobody touched since, by an encoder
-        that is trusted, with whole files.
-
-        `moved`: the files are on their way into the dataset, so they are not looked for.
-        """
+        """Of all units that are done, by key: of untouched inputs, by a trusted encoder, with whole
+        files, unless these have `moved` on their way into the dataset."""
         return {u.key: r for u, r in self._trusted(units, moved) if r.is_current(u)}
 
     def unconfirmed(self, units: Sequence[Unit]) -> dict[str, UnitRecord]:

@@ -1,8 +1,7 @@
 """Encoders: documents to tokens. The reference is `tokenizers`, which `transformers` encodes with.
 
-gigatoken and fastokens encode the same text 20 to 40 times faster, but are young:
-`bigtrain.data.tokenizers.selection` takes one only while `bigtrain.data.tokenizers.equivalence`
-finds it equal.
+gigatoken and fastokens are 20 to 40 times faster, but young: `bigtrain.data.tokenizers.selection`
+takes one only while `bigtrain.data.tokenizers.equivalence` finds it equal.
 """
 
 from __future__ import annotations

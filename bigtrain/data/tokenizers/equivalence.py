@@ -110,11 +110,8 @@ class Checks:
 
 
 class CheckSampler:
-    """Chooses the documents that are compared: the first 64, then one in 1,000.
-
-    And the first 8 of every script, as told by the first bytes of its UTF-8 characters. The
-    choice depends on the documents and their order alone.
-    """
+    """Chooses the documents that are compared, by them and their order alone: the first 64, then
+    one in 1,000, and the first 8 of every script, as told by the first bytes of UTF-8."""
 
     def __init__(self) -> None:
         self._seen = 0

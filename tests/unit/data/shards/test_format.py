@@ -20,7 +20,7 @@ from bigtrain.data.shards.statistics import token_counts, unigram_entropy
 from bigtrain.data.shards.verification import corrupt_files
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
-from tests.support.datasets import write_dataset
+from tests.support.datasets import open_verified, write_dataset
 
 # By hand, from Megatron-LM's indexed_dataset.py: documents [5, 6, 0], none, [7, 0] of uint16.
 EXPECTED_BIN = bytes.fromhex("0500 0600 0000 0700 0000")
@@ -140,7 +140,7 @@ def corrupt(dataset: Path, tmp_path: Path) -> Path:
 
 
 def test_dataset_opens(dataset: Path) -> None:
-    opened = open_dataset(dataset)
+    opened = open_verified(dataset)
     assert opened.manifest.num_documents("train") == 60
     assert sum(s.num_tokens for s in opened.shards("train")) == opened.manifest.num_tokens("train")
     assert len(opened.shards("held_out")) == 1

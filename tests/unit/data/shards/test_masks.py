@@ -24,6 +24,7 @@ from bigtrain.data.shards.manifest import (
 from bigtrain.data.shards.verification import corrupt_files
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
+from tests.support.datasets import open_verified
 
 # Documents [5, 6, 7, 8, 9], [1, 2, 3] and [4, 4]: bits from the lowest, zeros after the last.
 MASK = [0, 1, 1, 0, 1, 0, 0, 1, 0, 1]
@@ -66,7 +67,7 @@ def test_bytes(masked: Path) -> None:
     manifest = read_manifest(masked)
     assert manifest.is_masked
     assert manifest.shards("train")[0].target_tokens == sum(MASK)
-    shard = open_dataset(masked).shards("train")[0]
+    shard = open_verified(masked).shards("train")[0]
     bits = np.unpackbits(shard.mask_bytes, bitorder="little", count=shard.num_tokens)
     assert bits.tolist() == MASK
 
@@ -97,7 +98,7 @@ def test_plain_datasets_say_nothing_of_masks(tmp_path: Path) -> None:
     )
     write_manifest(tmp_path, manifest)
     assert "mask" not in (tmp_path / MANIFEST_NAME).read_text()
-    assert not open_dataset(tmp_path).manifest.is_masked
+    assert not open_verified(tmp_path).manifest.is_masked
 
 
 def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
