@@ -152,7 +152,7 @@ def create_whole(path: Path, content: bytes, draft: Path, durable: bool = True) 
 
     Of several processes that try, one alone succeeds. By a link to `draft`, a name of this process
     alone on the same file system, so that `path` never exists without its content; by exclusive
-    creation where there are no hard links.
+    creation where there are no hard links. `durable` as of `whole_file`.
     """
     try:
         draft.write_bytes(content)
