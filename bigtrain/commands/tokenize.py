@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tokenize and print a summary. Raises DataError; then only finished work is left behind."""
     from bigtrain.data.shards.inspection import summary
-    from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES
+    from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES, OptionsRecord
     from bigtrain.data.tokenize_job.job import build_dataset
     from bigtrain.data.tokenize_job.request import BuildRequest
     from bigtrain.data.tokenize_job.work_division import find_worker_rank
@@ -94,21 +94,26 @@ def run(args: argparse.Namespace) -> int:
     if args.chat_template is not None and args.chat_key is None:
         raise DataError("--chat-template is for conversations -> name their key: --chat-key")
     reading = reading_of(args)
+    options = OptionsRecord(
+        text_keys=reading.text_keys if args.chat_key is None else (args.chat_key,),
+        held_out=args.held_out,
+        shard_bytes=args.shard_size or DEFAULT_SHARD_BYTES,
+        max_document_bytes=reading.max_document_bytes,
+        max_bad_fraction=args.max_bad_fraction,
+        parse_special_tokens=args.parse_special_tokens,
+        chat=args.chat_key is not None,
+        dataset_config=reading.selection.dataset_config,
+        dataset_split=reading.selection.dataset_split,
+    )
     started_at = time.monotonic()
     result = build_dataset(
         BuildRequest(
-            selection=reading.selection,
-            tokenizer=args.tokenizer,
-            output=args.output,
-            text_keys=reading.text_keys if args.chat_key is None else (args.chat_key,),
-            chat=args.chat_key is not None,
+            reading.selection,
+            options,
+            args.tokenizer,
+            args.output,
             chat_template=args.chat_template,
-            held_out=args.held_out,
-            shard_bytes=args.shard_size or DEFAULT_SHARD_BYTES,
-            max_document_bytes=reading.max_document_bytes,
-            max_bad_fraction=args.max_bad_fraction,
             encoder=args.encoder,
-            parse_special_tokens=args.parse_special_tokens,
             workers=args.workers,
             share=find_worker_rank(os.environ, args.rank, args.world_size),
         )

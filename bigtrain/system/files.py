@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import xxhash
 
@@ -146,16 +147,17 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def create_whole(path: Path, content: bytes, draft: Path) -> bool:
+def create_whole(path: Path, content: bytes, draft: Path, durable: bool = True) -> bool:
     """Create `path` with all of `content`; False, and nothing is changed, where it exists already.
 
     Of several processes that try, one alone succeeds. By a link to `draft`, a name of this process
     alone on the same file system, so that `path` never exists without its content; by exclusive
-    creation where there are no hard links.
+    creation where there are no hard links. `durable` as of `whole_file`.
     """
     try:
         draft.write_bytes(content)
-        sync_to_disk(draft)
+        if durable:
+            sync_to_disk(draft)
         os.link(draft, path)
     except FileExistsError:
         return False
@@ -167,23 +169,37 @@ def create_whole(path: Path, content: bytes, draft: Path) -> bool:
             return False
     finally:
         draft.unlink(missing_ok=True)
-    sync_to_disk(path.parent)
+    if durable:
+        sync_to_disk(path.parent)
     return True
 
 
 def write_whole(path: Path, content: bytes, draft: Path | None = None) -> None:
-    """Write `path` so that it is there whole or not at all, and stays after a crash.
-
-    `draft`: where it is written first, on the same file system, and a name of its own for each of
-    several processes that may write `path` at once (default: beside it).
-    """
-    draft = draft or path.with_name(f"{path.name}.partial")
-    with draft.open("wb") as file:
+    """Write `path` as `whole_file` does."""
+    with whole_file(path, draft or path.with_name(f"{path.name}.partial")) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
-    sync_to_disk(path.parent)
+
+
+@contextmanager
+def whole_file(path: Path, draft: Path, durable: bool = True) -> Iterator[IO[bytes]]:
+    """A file to write that is at `path` after the block, whole, or not at all after an exception.
+
+    `draft`: where it is written, on the same file system, and a name of its own for each of several
+    processes that may write `path` at once. `durable`: it stays after a crash of the machine.
+    """
+    try:
+        with draft.open("w+b") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        draft.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_to_disk(path.parent)
 
 
 def file_checksum(path: Path) -> str:

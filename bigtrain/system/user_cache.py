@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from bigtrain.system.files import whole_file
 
 
 def key_of(parts: Sequence[str | bytes]) -> str:
@@ -42,14 +44,8 @@ def cache_put(kind: str, key: str, fact: dict[str, Any]) -> None:
     try:
         path = _path(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                json.dump(fact, file)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with whole_file(path, path.with_name(uuid.uuid4().hex), durable=False) as file:
+            file.write(json.dumps(fact).encode())
     except (OSError, ValueError, RuntimeError):
         return  # no home, no space, no right to write: it is found out again next time
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bigtrain.data.shards.dataset import TokenDataset, open_dataset
 from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import (
     Manifest,
@@ -14,9 +15,16 @@ from bigtrain.data.shards.manifest import (
     read_manifest,
     write_manifest,
 )
+from bigtrain.data.shards.verification import corrupt_files
 from bigtrain.data.shards.writer import ShardWriter
 
 END_OF_DOCUMENT = 0
+
+
+def open_verified(path: Path) -> TokenDataset:
+    """The dataset in directory `path`, whose files all have the manifest's checksums."""
+    assert corrupt_files(path) == []
+    return open_dataset(path)
 
 
 def write_dataset(

@@ -1,12 +1,11 @@
 """What the assistant wrote, where a chat template does not say so itself.
 
-Turn i of the assistant begins where the prompt ends that a model would be given for it: the
-messages before it, rendered with the generation prompt. It ends where the rendering of the messages
-up to it ends, if the template writes the turn in a longer conversation as at the end of one.
-Templates that take the reasoning out of earlier turns do not: there the end is found by another
-rendering with other words for the turn's content, which shows what stands before and after them.
-Every step is checked against the rendering of the whole conversation; what does not hold is
-refused. White space after the control token that ends a turn is the template's, not the turn's.
+A turn begins where the prompt ends that a model would be given for it: the messages before it,
+rendered with the generation prompt. It ends where the rendering of the messages up to it ends, if
+the template writes the turn in a longer conversation as at the end of one. Templates that take the
+reasoning out of earlier turns do not: there the end is found by a rendering with other words for
+the turn's content. Every step is checked against the rendering of the whole conversation. White
+space after the control token that ends a turn is the template's, not the turn's.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ REMEDY = (
     "the chat template does not mark what the assistant wrote, and it cannot be told from its "
     "renderings ({}) -> give one with {{% generation %}} marks: --chat-template FILE"
 )
-
 
 WEIGHT_REMEDY = (
     "a message has weight 0, and which {{% generation %}} blocks of the chat template are message "

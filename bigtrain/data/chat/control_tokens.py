@@ -2,12 +2,11 @@
 
 A tokenizer makes ``<|im_end|>`` in a text its control token whoever wrote it. A conversation whose
 own strings cannot make up a control token's text, whole or together with the template's text
-around them, is encoded as it is. For any other it is found out by a second rendering what the
-template wrote: its strings are cut by a mark wherever they hold a control token's text or could be
-part of one, so a control token's text that is still whole is the template's; without the marks the
-second rendering must be the first one, or else the conversation is refused. Then it is encoded in
-one go by a copy of the tokenizer that knows the control tokens by names of private-use characters,
-which are put in the place of the template's: to it the others are letters like any others.
+around them, is encoded as it is. Any other is rendered again with its strings cut by a mark
+wherever they hold a control token's text or could be part of one, so that one that is still whole
+is the template's; without the marks this must be the first rendering, or else the conversation is
+refused. Then it is encoded by a copy of the tokenizer that knows the control tokens by names of
+private-use characters, which are put in the place of the template's.
 
 A template that takes strings apart and joins the parts anew is not seen through.
 """
@@ -184,11 +183,8 @@ class ControlTokens:
 
     def _cuts(self, string: str) -> list[int]:
         """Where to cut `string`: inside of every control token it is, or could be, part of."""
-        cuts = []
-        for match in self._first.finditer(string):
-            place = match.start()
-            if self._whole.match(string, place):
-                cuts.append(place + 1)
+        places = (match.start() for match in self._first.finditer(string))
+        cuts = [place + 1 for place in places if self._whole.match(string, place)]
         # Templates strip white space.
         stripped = string.rstrip()
         longest = self._longest_part

@@ -1,17 +1,16 @@
 """Conversations to tokens, and which of them the assistant wrote.
 
-A conversation is a list of messages as transformers' ``apply_chat_template`` takes them, each with
-a role and content (text, or a list of parts), and whatever else the template knows: tool calls,
-reasoning. Its tokens are that function's, with nothing added, and so is the mask
-(``return_assistant_tokens_mask``) of templates with ``{% generation %}`` blocks; of others it is
-that of `bigtrain.data.chat.assistant_spans`. As there, a block's last character counts by the first
-token that holds a part of it. Where transformers does not find the token at the end of a block it
-marks all that follow, and where it does not find that at the beginning, no more blocks at all: here
-those tokens are marked that hold characters of the block. A message of ``weight: 0`` is not marked.
+A conversation is a list of messages as transformers' ``apply_chat_template`` takes them. Its tokens
+are that function's, with nothing added, and so is the mask (``return_assistant_tokens_mask``) of
+templates with ``{% generation %}`` blocks; of others it is that of
+`bigtrain.data.chat.assistant_spans`. A block's last character counts by the first token that holds
+a part of it. Where transformers does not find the token at the end of a block it marks all that
+follow, and where it does not find that at the beginning, no more blocks at all: here those tokens
+are marked that hold characters of the block. A message of ``weight: 0`` is not marked.
 
-Rendering is done once for each conversation and encoding for many together. Which characters a
-token holds is summed up from the tokens' own bytes; where these are not the text (a normalizer
-changed it), the conversation is encoded again by the reference tokenizer, which says it.
+Conversations are encoded many together. Which characters a token holds is summed up from the
+tokens' bytes; where these are not the text (a normalizer changed it), the conversation is encoded
+again by the reference tokenizer, which says it.
 """
 
 from __future__ import annotations
@@ -64,6 +63,7 @@ class _Rendered:
     control: Spans | None = None
 
 
+@dataclass
 class ChatEncoder:
     """Turns conversations into tokens and masks. Can be pickled; for any number of threads.
 
@@ -71,16 +71,15 @@ class ChatEncoder:
     have found. With `trusted` the text of control tokens in a conversation makes control tokens.
     """
 
-    def __init__(
-        self, encoder: Encoder, reference: Encoder, template: ChatTemplate, trusted: bool
-    ) -> None:
-        assert encoder.parse_special_tokens
-        assert encoder.end_of_document_id is None
-        self.encoder = encoder
-        self.reference = reference
-        self.template = template
-        self.trusted = trusted
-        self.control = ControlTokens(encoder.tokenizer_json, template.literals)
+    encoder: Encoder
+    reference: Encoder
+    template: ChatTemplate
+    trusted: bool
+
+    def __post_init__(self) -> None:
+        assert self.encoder.parse_special_tokens
+        assert self.encoder.end_of_document_id is None
+        self.control = ControlTokens(self.encoder.tokenizer_json, self.template.literals)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_token_bytes"}

@@ -17,7 +17,6 @@ class TextColumn:
     joined: bytes
 
     def rows(self) -> list[list[str]]:
-        """As of any other column."""
         return [[content.decode("utf-8")] for content in self.contents]
 
 

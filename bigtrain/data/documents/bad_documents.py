@@ -31,16 +31,16 @@ class BadDocument:
         return f"{where}: {self.reason}"
 
 
+@dataclass
 class Rejects:
     """Takes the documents that cannot be read.
 
     Unless `allowed`, the first is an error. Otherwise each is counted and given to `keep`.
     """
 
-    def __init__(self, allowed: bool, keep: Callable[[BadDocument], None] | None = None) -> None:
-        self.allowed = allowed
-        self.keep = keep
-        self.count = 0
+    allowed: bool
+    keep: Callable[[BadDocument], None] | None = None
+    count: int = 0
 
     def add(self, bad: BadDocument) -> None:
         """Raises DataError with place and reason unless bad documents are allowed."""

@@ -38,16 +38,9 @@ def conversation_bytes(messages: object, tools: object = None) -> bytes:
     ):
         raise ConversationError("its tools are not a list of objects")
     # As transformers does: a key without a value is no key.
-    tree: dict[str, object] = {
-        "messages": [
-            {key: value for key, value in message.items() if value is not None}
-            for message in messages
-        ]
-    }
-    if tools:
-        tree["tools"] = tools
+    given = [{key: value for key, value in m.items() if value is not None} for m in messages]
     try:
-        return orjson.dumps(tree)
+        return orjson.dumps({"messages": given, **({"tools": tools} if tools else {})})
     except TypeError as error:
         raise ConversationError(f"it cannot be written as JSON: {error}") from error
 

@@ -22,16 +22,14 @@ class TextReader(PartReader):
         source, limit = self.part.source, self.options.max_document_bytes
         parts: list[bytes] = []
         size = 0
-        with open_stream(source, self._counted()) as stream:
+        with open_stream(source, self) as stream:
             for chunk in stream_chunks(stream, stream_bytes(source)):
                 size += len(chunk)
                 if size > limit:
-                    break
+                    why = f"the document {self.options.too_large}"
+                    self.rejects.add(BadDocument(source.path, why))
+                    return
                 parts.append(chunk)
-        if size > limit:
-            why = f"the document {self.options.too_large}"
-            self.rejects.add(BadDocument(source.path, why))
-            return
         content = b"".join(parts)
         try:
             content.decode("utf-8")
@@ -54,7 +52,7 @@ class JsonLinesReader(PartReader):
     def _blocks(self) -> Iterator[list[bytes]]:
         source = self.part.source
         if self.part.end is None:
-            with open_stream(source, self._counted()) as stream:
+            with open_stream(source, self) as stream:
                 yield from self._parsed(stream_chunks(stream))
             return
         with open_file(source) as file:
@@ -68,7 +66,7 @@ class JsonLinesReader(PartReader):
             pass
 
     def _range_chunks(self, file: IO[bytes], end: int) -> Iterator[bytes]:
-        return range_chunks(file, self.part.begin, end, self._counted(), self._layout)
+        return range_chunks(file, self.part.begin, end, self, self._layout)
 
     def _parsed(self, chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
         for lines in split_lines(chunks, self.options.max_document_bytes):

@@ -9,29 +9,25 @@ from bigtrain.data.documents.line_readers import JsonLinesReader, TextReader
 from bigtrain.data.documents.parts import Part, ReadOptions, whole
 from bigtrain.data.documents.reader import PartReader
 from bigtrain.data.documents.table_readers import CsvReader, TableReader
-from bigtrain.data.sources.discovery import Kind, Source
+from bigtrain.data.sources.discovery import Source
 
-READERS: dict[Kind, type[PartReader]] = {
+READERS: dict[str, type[PartReader]] = {
     "text": TextReader,
     "jsonl": JsonLinesReader,
     "csv": CsvReader,
-    "parquet": TableReader,
-    "arrow": TableReader,
-    "dataset_file": TableReader,
-    "saved_dataset": TableReader,
-    "hub_dataset": TableReader,
 }
+"""By `Source.kind`; all others are tables."""
 BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 2048
 
 
 def part_reader(part: Part, options: ReadOptions, rejects: Rejects) -> PartReader:
     """The reader for the kind of `part`'s source."""
-    return READERS[part.source.kind](part, options, rejects)
+    return READERS.get(part.source.kind, TableReader)(part, options, rejects)
 
 
 class DocumentReader:
-    """Iterates over the documents of `sources`, in order. `bytes_done` follows for progress."""
+    """Reads the documents of `sources`, in order. `bytes_done` follows for progress."""
 
     def __init__(self, sources: Sequence[Source], options: ReadOptions, rejects: Rejects) -> None:
         self.sources = sources
@@ -42,14 +38,13 @@ class DocumentReader:
         sizes = [source.record.bytes for source in sources]
         self.total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
 
-    def __iter__(self) -> Iterator[str]:
-        """Raises DataError naming file and line of what cannot be read; see `Rejects`."""
-        for block in self.blocks():
-            for content in block:
-                yield content.decode("utf-8")
+    def text_batches(self) -> Iterator[list[str]]:
+        """In lists of about a million bytes. Raises DataError naming file and line of what cannot
+        be read; see `Rejects`."""
+        for contents in batched(self.blocks()):
+            yield [content.decode("utf-8") for content in contents]
 
     def blocks(self) -> Iterator[list[bytes]]:
-        """The documents as UTF-8, in lists of those that were read together; raises as above."""
         finished = 0
         for source in self.sources:
             reader = part_reader(whole(source), self.options, self.rejects)
@@ -59,11 +54,6 @@ class DocumentReader:
                 yield documents
             finished += source.record.bytes or 0
             self.bytes_done = finished
-
-    def text_batches(self) -> Iterator[list[str]]:
-        """The documents as texts, in lists of about a million bytes."""
-        for contents in batched(self.blocks()):
-            yield [content.decode("utf-8") for content in contents]
 
 
 def batched(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:

@@ -16,10 +16,9 @@ class ReadOptions:
     """How documents are taken out of sources.
 
     `text_keys`: of several, those that a document has and that are not empty are joined by a line
-    end; it must have one of them. `chat`: the only key holds a conversation, and the key ``tools``,
-    where there is one, its tools (`bigtrain.data.chat.encoder`). `max_document_bytes`: of a
-    document's UTF-8, or of its whole line in a file of lines. `scratch`: a folder, there once
-    documents are read, for what must be decompressed whole (`Source.is_unpacked`).
+    end; it must have one. `chat`: the only key holds a conversation, and the key ``tools``, if any,
+    its tools. `max_document_bytes`: of a document's UTF-8, or of its whole line in a file of lines.
+    `scratch`: a folder, there once documents are read, for what `Source.is_unpacked`.
     """
 
     selection: Selection
@@ -30,7 +29,6 @@ class ReadOptions:
 
     @property
     def keys(self) -> Keys:
-        """The columns of a table that are read."""
         if self.chat:
             return Keys(self.text_keys, (TOOLS_KEY,), "--chat-key")
         return Keys(self.text_keys)

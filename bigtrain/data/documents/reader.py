@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import IO
 
 import xxhash
@@ -15,7 +14,7 @@ import xxhash
 from bigtrain.data.documents.bad_documents import BadDocument, Rejects
 from bigtrain.data.documents.parts import Part, ReadOptions
 from bigtrain.data.sources.files import READ_ERRORS, open_file
-from bigtrain.data.sources.lines import Digest, HashingReader
+from bigtrain.data.sources.lines import HashingReader
 from bigtrain.errors import DataError
 
 
@@ -58,15 +57,17 @@ class PartReader(ABC):
         """Checksum of what decides the documents besides the bytes of `checksum`.
 
         Of a byte range what of its first and last line lies outside; of tables where documents
-        begin, and the rows that are none. A part with the same two gives the same documents.
+        begin, and the rows that are none.
         """
         return self._layout.hexdigest()
 
-    def skim(self) -> None:
-        """Read what `checksum` and `layout` are of, and nothing more where that is bytes of a file.
+    def update(self, data: bytes | memoryview, /) -> None:
+        self._hash.update(data)
+        self.bytes_done += len(data)
 
-        A file is hashed as it lies there, neither decompressed nor parsed. Raises as `blocks`.
-        """
+    def skim(self) -> None:
+        """Read what `checksum` and `layout` are of; of bytes of a file, without decompressing or
+        parsing them. Raises as `blocks`."""
         try:
             with open_file(self.part.source) as file:
                 self._skim(file)
@@ -82,18 +83,4 @@ class PartReader(ABC):
         """As `blocks`, which names the file in `READ_ERRORS`."""
 
     def _skim(self, file: IO[bytes]) -> None:
-        HashingReader(file, self._counted()).drain()
-
-    def _counted(self) -> Digest:
-        return _CountedHash(self)
-
-
-@dataclass
-class _CountedHash:
-    """The reader's hash, which counts what goes into it."""
-
-    reader: PartReader
-
-    def update(self, data: bytes | memoryview, /) -> None:
-        self.reader._hash.update(data)
-        self.reader.bytes_done += len(data)
+        HashingReader(file, self).drain()

@@ -29,24 +29,20 @@ class CsvReader(PartReader):
     """A comma-separated file, whose checksum is of its bytes."""
 
     def reject_at(self, place: int, why: str) -> None:
-        """`place` is a line."""
         self.rejects.add(BadDocument(self.part.source.path, why, line=place))
 
     def _blocks(self) -> Iterator[list[bytes]]:
         options, source = self.options, self.part.source
-        with open_stream(source, self._counted()) as stream:
+        with open_stream(source, self) as stream:
             chunks = stream_chunks(stream)
             limit = options.max_document_bytes
-            for line, rows in csv_rows(source.path, options.keys, chunks, limit, self.rejects):
-                self.places = []
-                contents = []
-                for content, why in _documents(rows, options):
-                    if content is None:
-                        self.reject_at(line, why)
-                    else:
-                        self.places.append(line)
-                        contents.append(content)
-                yield contents
+            for line, values in csv_rows(source.path, options.keys, chunks, limit, self.rejects):
+                content, why = _document(values, options)
+                if content is None:
+                    self.reject_at(line, why)
+                else:
+                    self.places = [line]
+                    yield [content]
 
 
 class TableReader(PartReader):
@@ -78,7 +74,13 @@ class TableReader(PartReader):
             self.places = []
             sizes = array("q")
             joined = None
-            if isinstance(block.values, TextColumn) and self._as_it_stands(block.values):
+            # Whether `_contents` would take every row, and as it is.
+            if (
+                isinstance(block.values, TextColumn)
+                and not self.options.chat
+                and max(map(len, block.values.contents), default=0)
+                <= self.options.max_document_bytes
+            ):
                 contents, joined = block.values.contents, block.values.joined
                 sizes.extend(map(len, contents))
             else:
@@ -92,23 +94,18 @@ class TableReader(PartReader):
     def _rows(self, file: IO[bytes] | None) -> Iterator[Block]:
         part, keys = self.part, self.options.keys
         source = part.source
-        if source.kind == "parquet":
-            return parquet_rows(source.path, keys, part.begin, part.end, file)
-        if source.kind == "arrow":
-            return arrow_rows(source.path, keys, part.begin, part.end, file)
+        if source.kind in ("parquet", "arrow"):
+            read = parquet_rows if source.kind == "parquet" else arrow_rows
+            return read(source.path, keys, part.begin, part.end, file)
         return dataset_rows(source, self.options.selection, keys, part.begin, part.end)
-
-    def _as_it_stands(self, column: TextColumn) -> bool:
-        """Whether `_contents` would take every row, and as it is."""
-        limit = self.options.max_document_bytes
-        return not self.options.chat and max(map(len, column.contents), default=0) <= limit
 
     def _contents(self, block: Block, sizes: array[int]) -> Iterator[bytes]:
         """The rows that are documents. Of each its size goes into `sizes`, and of others why they
         are none, as a number below 0."""
         values = block.values
         rows = values.rows() if isinstance(values, TextColumn) else values
-        for row, (content, why) in enumerate(_documents(rows, self.options), block.row):
+        for row, columns in enumerate(rows, block.row):
+            content, why = _document(columns, self.options)
             if content is None:
                 sizes.append(-1 - xxhash.xxh32_intdigest(why.encode()))
                 self.reject_at(row, why)
@@ -118,15 +115,12 @@ class TableReader(PartReader):
             yield content
 
 
-def _documents(
-    rows: Sequence[Sequence[Any]], options: ReadOptions
-) -> Iterator[tuple[bytes | None, str]]:
-    """The document of each row, or None and why there is none."""
-    for values in rows:
-        if options.chat:
-            content, why = conversation_of(values, options.text_keys[0])
-        else:
-            content, why = text_of(values, options.text_keys)
-        if content is not None and len(content) > options.max_document_bytes:
-            content, why = None, f"the document {options.too_large}"
-        yield content, why
+def _document(values: Sequence[Any], options: ReadOptions) -> tuple[bytes | None, str]:
+    """The document of a row, or None and why there is none."""
+    if options.chat:
+        content, why = conversation_of(values, options.text_keys[0])
+    else:
+        content, why = text_of(values, options.text_keys)
+    if content is not None and len(content) > options.max_document_bytes:
+        return None, f"the document {options.too_large}"
+    return content, why

@@ -10,6 +10,7 @@ import csv
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -53,10 +54,9 @@ def parquet_rows(
     path: str, keys: Keys, begin: int, end: int | None, unpacked: IO[bytes] | None = None
 ) -> Iterator[Block]:
     """Rows of row groups [begin, end). `unpacked`: what `path` holds, where that is compressed."""
-    import pyarrow
     from pyarrow import parquet
 
-    try:
+    with _reading(path):
         # Buffering before reading holds all row groups in memory until the end.
         whole = path if unpacked is None else unpacked
         with parquet.ParquetFile(whole, pre_buffer=False) as file:
@@ -71,19 +71,14 @@ def parquet_rows(
                 for batch in file.iter_batches(at_once, row_groups=[group], columns=columns):
                     yield Block(row, _rows_of(batch, columns), (row - first) / max(1, count))
                     row += batch.num_rows
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def count_row_groups(path: str) -> list[int]:
     """Rows of every row group of a parquet file. Raises DataError where it is corrupt."""
-    import pyarrow
     from pyarrow import parquet
 
-    try:
+    with _reading(path):
         metadata = parquet.read_metadata(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
     return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 
 
@@ -94,35 +89,37 @@ def arrow_rows(
 
     A stream can only be read whole: `begin` 0 and no `end`.
     """
-    import pyarrow
-
-    try:
-        with _mapped(path, unpacked) as mapped:
-            row = 0
-            for batch, done in _record_batches(mapped, begin, end):
-                if done is not None:
-                    columns = _columns(path, keys, batch.schema.names)
-                    for column in columns:
-                        require_sound(batch.column(column))
-                    num_bytes = sum(batch.column(column).nbytes for column in columns)
-                    at_once = _rows_per_read(num_bytes, batch.num_rows)
-                    for first in range(0, batch.num_rows, at_once):
-                        part = batch.slice(first, at_once)
-                        yield Block(row + first, _rows_of(part, columns), done)
-                row += batch.num_rows
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+    with _reading(path), _mapped(path, unpacked) as mapped:
+        row = 0
+        for batch, done in _record_batches(mapped, begin, end):
+            if done is not None:
+                columns = _columns(path, keys, batch.schema.names)
+                for column in columns:
+                    require_sound(batch.column(column))
+                num_bytes = sum(batch.column(column).nbytes for column in columns)
+                at_once = _rows_per_read(num_bytes, batch.num_rows)
+                for first in range(0, batch.num_rows, at_once):
+                    part = batch.slice(first, at_once)
+                    yield Block(row + first, _rows_of(part, columns), done)
+            row += batch.num_rows
 
 
 def count_record_batches(path: str) -> int | None:
     """Record batches of an arrow IPC file; None for a stream, which has no index of them."""
     import pyarrow
 
+    with _reading(path), pyarrow.memory_map(path) as mapped:
+        if not _is_ipc_file(mapped):
+            return None
+        return int(pyarrow.ipc.open_file(mapped).num_record_batches)
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    import pyarrow
+
     try:
-        with pyarrow.memory_map(path) as mapped:
-            if not _is_ipc_file(mapped):
-                return None
-            return int(pyarrow.ipc.open_file(mapped).num_record_batches)
+        yield
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from error
 
@@ -161,8 +158,8 @@ def _is_ipc_file(mapped: Any) -> bool:
 
 def csv_rows(
     path: str, keys: Keys, chunks: Iterator[bytes], max_bytes: int, rejects: Rejects
-) -> Iterator[tuple[int, Rows]]:
-    """(line number, one row) of a comma-separated file with a header, as RFC 4180 has it.
+) -> Iterator[tuple[int, list[str]]]:
+    """(line number, its row) of a comma-separated file with a header, as RFC 4180 has it.
 
     A row of another length than the header's is told to `rejects`. What makes the rest of the file
     ambiguous, a wrong quote or a field of more than `max_bytes` characters, is a DataError in any
@@ -177,7 +174,7 @@ def csv_rows(
         line = reader.line_num + 1
         for fields in reader:
             if len(fields) == len(names):
-                yield line, [[fields[column] for column in columns]]
+                yield line, [fields[column] for column in columns]
             elif fields:
                 why = f"{len(fields)} fields, the header has {len(names)}"
                 rejects.add(BadDocument(path, why, line=line))

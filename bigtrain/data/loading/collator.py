@@ -1,8 +1,8 @@
 """From rows of tokens to the tensors of a forward pass, many rows at a time.
 
-Rows are read and checked as they are stored (`BatchReader.read_rows`), in a thread and long before
-they are needed; the tensors that a step takes, four to eight times the bytes of that, are made when
-it begins (`Collator`), in memory that the last step has left in the processor's cache.
+Rows are read and checked as they are stored (`BatchReader`), in a thread and long before they are
+needed; the tensors of a step, four to eight times the bytes of that, are made when it begins
+(`Collator`), in memory that the last step has left in the processor's cache.
 
 Shapes: R = rows, B = samples of a micro-batch, T = sequence length.
 """
@@ -60,7 +60,6 @@ class StoredRows:
     positions: npt.NDArray[np.unsignedinteger[Any]] | None
 
     def part(self, low: int, high: int) -> StoredRows:
-        """Rows `low` to `high`, sharing memory."""
         return StoredRows(
             self.tokens[low:high],
             None if self.targets is None else self.targets[low:high],
@@ -110,9 +109,8 @@ class BatchReader:
     ) -> None:
         """Fill `out` with `samples`, one a row, and then with padding.
 
-        Returns early, with anything in it, once `stop` says so. Raises DataError where a file is
-        corrupt, or holds a token that is not in the vocabulary: it would be an out-of-range read
-        of the embedding.
+        Returns early once `stop` says so. Raises DataError where a file is corrupt, or holds a
+        token not in the vocabulary: it would be an out-of-range read of the embedding.
         """
         step = self._chunk_rows
         for low in range(0, len(out.tokens), step):

@@ -40,13 +40,11 @@ def open_checked(config: RunConfig) -> tuple[tuple[TokenDataset, ...], list[Prob
 def check_datasets(
     config: RunConfig, datasets: Sequence[TokenDataset], model_vocab_size: int | None = None
 ) -> list[Problem]:
-    """Everything wrong with `datasets`, all those of ``config.data.mixture``, for this run; empty
-    where it can be trained on them.
+    """Everything wrong with `datasets`, all those of ``config.data.mixture``, for this run.
 
-    `model_vocab_size`: rows of the model's embedding where the caller knows them; otherwise they
-    are looked up in `model.config`, `model.overrides` or the model directory's config.json, and
-    not checked where they stand only on the hub. Reads headers and sizes of the shards, and loads
-    a tokenizer only where data.tokenizer names one.
+    `model_vocab_size`: rows of the model's embedding where the caller knows them; otherwise those
+    of `known_vocab_size`, if any. Reads headers and sizes of the shards, and loads a tokenizer only
+    where data.tokenizer names one.
     """
     manifests = [dataset.manifest for dataset in datasets]
     try:
@@ -68,25 +66,22 @@ def check_datasets(
 def check_same_tokenizer(config: RunConfig, manifests: Sequence[Manifest]) -> list[Problem]:
     """Whether one tokenizer made all sources: their token ids would mean different text."""
 
-    def identity(manifest: Manifest) -> tuple[str, int, int]:
-        tokenizer = manifest.tokenizer
-        return tokenizer.hash, tokenizer.vocab_size, tokenizer.end_of_document_id
-
-    def described(number: int) -> str:
-        hash_, size, end = identity(manifests[number])
-        name = manifests[number].tokenizer.name
-        return f"{name}, hash {hash_}, {size} tokens, end of document {end}"
-
+    tokenizers = [manifest.tokenizer for manifest in manifests]
+    identities = [(t.hash, t.vocab_size, t.end_of_document_id) for t in tokenizers]
+    described = [
+        f"{t.name}, hash {t.hash}, {t.vocab_size} tokens, end of document {t.end_of_document_id}"
+        for t in tokenizers
+    ]
     return [
         Problem(
             config.data.key_of(number),
             config.data.mixture[number].path,
-            f"was made with another tokenizer ({described(number)}) than "
-            f"{config.data.mixture[0].path} ({described(0)})",
+            f"was made with another tokenizer ({described[number]}) than "
+            f"{config.data.mixture[0].path} ({described[0]})",
             "tokenize all sources of a mixture with the same tokenizer",
         )
-        for number, manifest in enumerate(manifests)
-        if identity(manifest) != identity(manifests[0])
+        for number, identity in enumerate(identities)
+        if identity != identities[0]
     ]
 
 
@@ -119,10 +114,7 @@ def check_tokenizer_files(config: RunConfig) -> list[Problem]:
 
 
 def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
-    """Whether the splits hold enough tokens for one global batch and for one evaluation.
-
-    Every source must hold one sample, and all of them together one global batch.
-    """
+    """Whether every source holds one sample, and all of them together one global batch."""
     length = config.batch.sequence_length
     chunk_length = config.data.chunk_length or length
     tokens = [dataset.manifest.num_tokens("train") for dataset in datasets]

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from itertools import cycle
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
-from typing import Protocol
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, StoredRows, new_rows
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.epoch_remainder import JoinedWindows
 from bigtrain.data.samples.identity import identify_sources
-from bigtrain.data.samples.mixture import MixedSamples
+from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
 from bigtrain.data.samples.packed_samples import packed_documents
 from bigtrain.data.samples.phases import Phase, first_phase
-from bigtrain.data.samples.rows import Indices, Samples
+from bigtrain.data.samples.rows import Samples
 from bigtrain.data.samples.shuffle import SampleOrder
 from bigtrain.data.samples.token_stream import split_stream
 from bigtrain.data.samples.windows import PackedWindows
@@ -27,36 +26,20 @@ from bigtrain.errors import DataError
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 
-__all__ = [
-    "HeldOutBatches",
-    "HeldOutSource",
-    "TrainingBatches",
-    "open_held_out",
-    "open_training_data",
-]
-
 HELD_OUT_ORDER_SEED = 0
 """Not the run's seed: two runs on the same data are measured on the same samples."""
-
 
 STEPS_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 19
 """Of one process, at most. Handing a request from thread to thread costs as much as reading dozens
 of samples, so that a thread reads several steps for one if they are small."""
 
 
-class Order(Protocol):
-    """Which samples of the dataset the samples of a run are: `SampleOrder`, or `MixtureOrder`."""
-
-    def windows(self, first_sample: int, count: int) -> Indices:
-        """Those of samples `first_sample` to `first_sample + count` of the run, int64 [count]."""
-
-
 class TrainingBatches:
     """The micro-batches of one data-parallel rank, by the number of samples consumed.
 
     Which sample is which row: `bigtrain.settings.batch_plan.BatchPlan`. `workers` threads read and
-    check the rows of the steps that follow while this one is computed, each of one step or, if they
-    are small, of several; however many there are, the batches are the same. `close` ends them.
+    check the rows of the steps that follow; however many there are, the batches are the same.
+    `close` ends them.
     """
 
     def __init__(
@@ -64,7 +47,7 @@ class TrainingBatches:
         dataset: Samples,
         plan: BatchPlan,
         data_rank: int,
-        order: Order,
+        order: SampleOrder | MixtureOrder,
         options: BatchOptions,
         *,
         workers: int = 1,
@@ -140,17 +123,17 @@ class TrainingBatches:
 
     def _read_ahead(self, first_sample: int, num_steps: int) -> _Request:
         worker = next(self._next_worker)
-        rows = self._spare.pop() if self._spare else self._new_rows()
+        rows = (
+            self._spare.pop()
+            if self._spare
+            else new_rows(self.dataset, self.options, self._steps_at_once * self._step_rows)
+        )
         request = _Request(first_sample, num_steps, rows)
         worker.requests.put(request)
         self._ahead.append((request, worker))
         return request
 
-    def _new_rows(self) -> StoredRows:
-        return new_rows(self.dataset, self.options, self._steps_at_once * self._step_rows)
-
     def _make_read(self) -> Callable[[_Request], None]:
-        """What one thread does for a request."""
         plan = self.plan
         reader = BatchReader(self.dataset, self.options)
 
@@ -195,39 +178,33 @@ class _Worker:
                 self.results.put(error)
 
 
+@dataclass(frozen=True)
 class HeldOutBatches:
     """The same held-out samples at every evaluation, divided over the data-parallel ranks.
 
     They are the first `samples` of a fixed permutation (all of them where there are fewer). Every
-    rank gets `num_batches` micro-batches, so that collectives in the forward pass match; rows
+    rank gets as many micro-batches, so that collectives in the forward pass match; rows
     beyond the last sample have no labels but -100.
     """
 
-    def __init__(
-        self,
-        dataset: Samples,
-        plan: BatchPlan,
-        data_rank: int,
-        samples: int,
-        options: BatchOptions,
-    ) -> None:
-        assert 0 <= data_rank < plan.data_size
-        assert samples >= 1
-        self.dataset = dataset
-        self.plan = plan
-        self.data_rank = data_rank
-        self.num_samples = min(samples, dataset.num_samples)
-        self.num_batches = -(-self.num_samples // (plan.micro_batch_size * plan.data_size))
-        self.options = options
+    dataset: Samples
+    plan: BatchPlan
+    data_rank: int
+    samples: int
+    options: BatchOptions
+
+    @property
+    def num_samples(self) -> int:
+        return min(self.samples, self.dataset.num_samples)
 
     def __len__(self) -> int:
-        return self.num_batches
+        return -(-self.num_samples // (self.plan.micro_batch_size * self.plan.data_size))
 
     def __iter__(self) -> Iterator[MicroBatch]:
         plan = self.plan
         order = SampleOrder(self.dataset.num_samples, HELD_OUT_ORDER_SEED)
         reader = BatchReader(self.dataset, self.options)
-        for number in range(self.num_batches):
+        for number in range(len(self)):
             first = (number * plan.data_size + self.data_rank) * plan.micro_batch_size
             count = max(0, min(plan.micro_batch_size, self.num_samples - first))
             yield reader.read(order.windows(first, count), plan.micro_batch_size)
@@ -253,10 +230,9 @@ def open_training_data(
 ) -> TrainingBatches:
     """The training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
 
-    `phase`: where the run stands in it; by default at its beginning. `datasets`: those of the
-    mixture in its order, where they are open already.
-
-    No collective. Raises DataError where a dataset is missing, corrupt or too short.
+    `phase`: where the run stands; by default at its beginning. `datasets`: those of the mixture in
+    its order, where they are open already. No collective. Raises DataError where a dataset is
+    missing, corrupt or too short.
     """
     if datasets is None:
         datasets = open_sources(config.data)
@@ -292,9 +268,8 @@ def open_held_out(
 ) -> list[HeldOutSource]:
     """The held-out batches of rank `data_rank`, of each source that has held-out documents.
 
-    `phase`, `datasets`: as of `open_training_data`.
-
-    No collective. Raises DataError where a source has some, but too few for one sample.
+    Arguments as of `open_training_data`. Raises DataError where a source has some, but too few for
+    one sample. No collective.
     """
     if datasets is None:
         datasets = open_sources(config.data)

@@ -2,9 +2,8 @@
 
 The chunks of an epoch in permuted order are one stream of tokens, of which a run has read a
 beginning. Samples of any length are cut from what follows, so that nothing is read twice and less
-than one sample is left out; where a sample goes on in the next chunk, what was before it in the
-data is not what is before it in the sample. Such a place is told as the beginning of a document,
-and is no target. numpy only.
+than one sample is left out. Where a sample goes on in the next chunk, that is told as the beginning
+of a document, and is no target. numpy only.
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ class JoinedWindows:
         )
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
-        """See `bigtrain.data.samples.rows.Samples`."""
         joined = samples >= self.windows.num_samples
         self.windows.fill(samples[~joined], rows[~joined], out)
         if not joined.any():
@@ -109,7 +107,6 @@ class JoinedWindows:
             out.begins += [self.stream.begins(starts, lengths, places), joints]
 
     def describe(self, sample: int) -> str:
-        """See `bigtrain.data.samples.rows.Samples`."""
         if sample < self.windows.num_samples:
             return self.windows.describe(sample)
         pieces = self._pieces(np.array([sample]))

@@ -1,11 +1,9 @@
 """Several datasets read as one: which source sample n comes from, and which of its windows.
 
 Sample n lies in block ``n // BLOCK_SAMPLES``. How many samples every source has given before a
-block is the Webster (Sainte-Lague) apportionment of that many seats by weight, so a block's quotas
-are the difference of two apportionments; inside the block a keyed permutation mixes the sources.
-The k-th sample of a source is window ``permutation(seed, k // N, source)[k % N]`` of its N windows.
-All of it is a pure function of (seed, n) and the weights: there is no state to save, any sample is
-found in the time of one block, and a mixture of one source is exactly `sampling.SampleOrder`.
+block is the Webster (Sainte-Lague) apportionment of that many seats by weight; inside the block a
+keyed permutation mixes the sources, each of which is read in its own `SampleOrder`. All of it is a
+pure function of (seed, n) and the weights, and any sample is found in the time of one block.
 
 Webster's method is monotone in the number of seats (no source ever takes a sample back; Balinski
 and Young 1982, "Fair representation"), which largest remainders are not. numpy only.
@@ -16,7 +14,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -50,7 +47,6 @@ class MixedSamples:
         self.num_samples = int(self._ends[-1])
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
-        """See `bigtrain.data.samples.rows.Samples`."""
         if len(self.sources) == 1:
             self.sources[0].fill(samples, rows, out)
             return
@@ -62,67 +58,39 @@ class MixedSamples:
             source.fill(samples[own] - (self._ends[number] - source.num_samples), rows[own], out)
 
     def describe(self, sample: int) -> str:
-        """See `bigtrain.data.samples.rows.Samples`."""
         number = int(np.searchsorted(self._ends, sample, side="right"))
         source = self.sources[number]
         return source.describe(sample - (int(self._ends[number]) - source.num_samples))
 
 
-@dataclass(frozen=True)
-class SourceOrder:
-    """One source as `MixtureOrder` reads it.
-
-    num_windows: of it; weight: a positive integer (see `integer_weights`); number: tells its
-    permutations from those of the run's other sources; start: samples of it that were read before;
-    num_joined: those that come before its windows (`bigtrain.data.samples.epoch_remainder`).
-    """
-
-    num_windows: int
-    weight: int
-    number: int = 0
-    start: int = 0
-    num_joined: int = 0
-
-    @property
-    def num_samples(self) -> int:
-        return self.num_windows + self.num_joined
-
-
 class MixtureOrder:
-    """The order in which a run reads `sources` in the proportions of their weights.
+    """The order in which a run reads sources, each in its own of `orders`, in the proportions of
+    `weights`, positive integers.
 
     Windows are numbered as `MixedSamples` does, one source after another. `first_sample` is the
-    sample of the run with which this order begins; for `windows_per_chunk` see `SampleOrder`.
+    sample of the run with which this order begins.
     """
 
     def __init__(
         self,
-        sources: Sequence[SourceOrder],
+        orders: Sequence[SampleOrder],
+        weights: Sequence[int],
         seed: int,
-        *,
-        windows_per_chunk: int = 1,
         first_sample: int = 0,
     ) -> None:
-        assert sources
-        assert min(source.weight for source in sources) >= 1
-        self.weights = tuple(source.weight for source in sources)
+        assert min(weights) >= 1
+        self.weights = tuple(weights)
         self.seed = seed
         self.first_sample = first_sample
-        self._orders = [
-            SampleOrder(
-                source.num_windows,
-                seed,
-                source.number,
-                windows_per_chunk=windows_per_chunk,
-                start=source.start,
-                num_joined=source.num_joined,
-            )
-            for source in sources
-        ]
-        self._offsets = [0, *accumulate(source.num_samples for source in sources)][:-1]
+        self._orders = orders
+        sizes = (order.num_windows + order.num_joined for order in orders)
+        self._offsets = [0, *accumulate(sizes)][:-1]
         # Several steps read the same blocks, and numpy does more in one call.
         self._blocks = lru_cache(maxsize=2)(self._windows_of_blocks)
-        self._before = lru_cache(maxsize=2)(self._apportioned)  # a block's end is the next's begin
+        # Samples that each source gives before a block; a block's end is the next's begin.
+        self._before = lru_cache(maxsize=2)(
+            lambda block: apportion(self.weights, block * BLOCK_SAMPLES)
+        )
 
     def windows(self, first_sample: int, count: int) -> Indices:
         """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
@@ -162,10 +130,6 @@ class MixtureOrder:
             own = np.concatenate([b[source] + k * BLOCK_SAMPLES for k, b in enumerate(blocks)])
             found[own] = order.windows(before[source], len(own)) + self._offsets[source]
         return found
-
-    def _apportioned(self, block: int) -> tuple[int, ...]:
-        """Samples that each source gives before a block."""
-        return tuple(apportion(self.weights, block * BLOCK_SAMPLES))
 
     def _places(self, block: int) -> list[Indices]:
         """The places in a block that each source gives, ascending: it reads them in that order."""

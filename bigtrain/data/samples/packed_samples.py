@@ -35,7 +35,6 @@ class PackedDocuments:
         self.num_samples = plan.num_packs
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
-        """See `bigtrain.data.samples.rows.Samples`."""
         if not len(samples):
             return
         width = self.sequence_length + 1
@@ -59,7 +58,6 @@ class PackedDocuments:
             out.begins.append((rows * width + used)[used < width])
 
     def describe(self, sample: int) -> str:
-        """See `bigtrain.data.samples.rows.Samples`."""
         starts, lengths, _ = self._pieces(np.array([sample]))
         pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
         return " and ".join(self.stream.describe(start, length) for start, length in pieces)
@@ -100,7 +98,6 @@ class PackingReport:
         return f"packing of {self.path}, {self.split}: {self.plan.describe()}"
 
     def to_json(self) -> dict[str, Any]:
-        """Counts and fractions."""
         counts = self.plan.counts
         tokens = max(1, counts.tokens)
         return {

@@ -21,6 +21,7 @@ import os
 import shutil
 import struct
 import tempfile
+import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, fields
@@ -35,6 +36,7 @@ from bigtrain.data.samples.best_fit import Block, LongDocuments, PackingCounts, 
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
+from bigtrain.system.files import whole_file
 from bigtrain.system.user_cache import cache_directory
 
 MAGIC = b"BTPLAN1\n"
@@ -67,7 +69,6 @@ class PackingPlan:
         return 1 - self.counts.packed_tokens / max(1, self.num_packs * (self.sequence_length + 1))
 
     def describe(self) -> str:
-        """What became of the documents, in one line."""
         counts, tokens = self.counts, max(1, self.counts.tokens)
         parts = [
             f"{counts.documents:,} documents in {self.num_packs:,} samples",
@@ -96,7 +97,10 @@ def open_plan(
     Any number of processes may call it at once. Raises DataError where an index is corrupt, and
     where there is no room for it anywhere.
     """
-    name = f"{split}-{_key(dataset, split, sequence_length, long_documents)}.plan"
+    digest = xxhash.xxh3_64(f"{sequence_length}:{long_documents}".encode())
+    for shard in dataset.manifest.shards(split):
+        digest.update(f"{shard.tokens}:{shard.index_xxh3}:{shard.mask_xxh3}".encode())
+    name = f"{split}-{digest.hexdigest()}.plan"
     directories = _directories(dataset)
     for directory in directories:
         with suppress(OSError), (directory / name).open("rb") as file:
@@ -125,23 +129,17 @@ def _make(
     counts = PackingCounts()
     blocks = pack_blocks(dataset.shards(split), sequence_length, long_documents, counts)
     with ExitStack() as stack:
-        arrays = [_temporary_file(stack) for _ in range(3)]
+        arrays = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
         header = _write_arrays(arrays, blocks, counts)
         for path in paths:
             with suppress(OSError):
-                return _store(path, header, arrays, sequence_length)
-        kept_open = _temporary_file(stack)
-        _concatenate(kept_open, header, arrays)
-        return _require(_map(kept_open, sequence_length))
-
-
-def _key(
-    dataset: TokenDataset, split: Split, sequence_length: int, long_documents: LongDocuments
-) -> str:
-    digest = xxhash.xxh3_64(f"{sequence_length}:{long_documents}".encode())
-    for shard in dataset.manifest.shards(split):
-        digest.update(f"{shard.tokens}:{shard.index_xxh3}:{shard.mask_xxh3}".encode())
-    return digest.hexdigest()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+                with whole_file(path, draft, durable=False) as file:
+                    os.fchmod(file.fileno(), 0o644)
+                    return _concatenate(file, header, arrays, sequence_length, path)
+        kept_open = stack.enter_context(tempfile.TemporaryFile())
+        return _concatenate(kept_open, header, arrays, sequence_length)
 
 
 def _directories(dataset: TokenDataset) -> list[Path]:
@@ -151,12 +149,6 @@ def _directories(dataset: TokenDataset) -> list[Path]:
         return [beside, cache_directory() / DIRECTORY]
     except RuntimeError:
         return [beside]
-
-
-def _temporary_file(stack: ExitStack) -> IO[bytes]:
-    file = tempfile.TemporaryFile()
-    stack.callback(file.close)
-    return file
 
 
 def _write_arrays(
@@ -173,28 +165,22 @@ def _write_arrays(
     return HEADER.pack(MAGIC, num_packs, num_pieces, *astuple(counts))
 
 
-def _store(
-    path: Path, header: bytes, arrays: Sequence[IO[bytes]], sequence_length: int
+def _concatenate(
+    file: IO[bytes],
+    header: bytes,
+    arrays: Sequence[IO[bytes]],
+    sequence_length: int,
+    path: Path | None = None,
 ) -> PackingPlan:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w+b") as file:
-            _concatenate(file, header, arrays)
-            os.fchmod(file.fileno(), 0o644)
-            Path(temporary).rename(path)
-            return _require(_map(file, sequence_length, path))
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _concatenate(file: IO[bytes], header: bytes, arrays: Sequence[IO[bytes]]) -> None:
+    """Write the plan into `file`, and map it."""
     file.write(header)
     for array in arrays:
         array.seek(0)
         shutil.copyfileobj(array, file, 1 << 20)
     file.flush()
+    plan = _map(file, sequence_length, path)
+    assert plan is not None
+    return plan
 
 
 def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> PackingPlan | None:
@@ -222,8 +208,3 @@ def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> Pac
         sequence_length,
         path,
     )
-
-
-def _require(plan: PackingPlan | None) -> PackingPlan:
-    assert plan is not None
-    return plan

@@ -1,8 +1,7 @@
 """What a run has read when its data changes, so that nothing is read twice in an epoch.
 
 A phase is a stretch of a run with the same sources, weights and sequence length. Sample ``i`` of
-the run is a pure function of the seed, ``i`` and the phases until then; the last of them is enough
-to go on. A phase costs a few numbers for each source, whatever the size of the data.
+the run is a pure function of the seed, ``i`` and the last phase, a few numbers for each source.
 
 Chunks of tokens are permuted, by default of one sample. To another sequence length that divides
 them the order itself is converted. To any other, other chunks are permuted from the next epoch of
@@ -18,8 +17,8 @@ from typing import Any
 
 from bigtrain.data.samples.epoch_remainder import EpochRemainder
 from bigtrain.data.samples.identity import SourceIdentity
-from bigtrain.data.samples.mixture import MixtureOrder, SourceOrder, integer_weights
-from bigtrain.data.samples.shuffle import convert_place
+from bigtrain.data.samples.mixture import MixtureOrder, integer_weights
+from bigtrain.data.samples.shuffle import SampleOrder, convert_place
 from bigtrain.data.samples.windows import count_windows
 from bigtrain.errors import CheckpointError
 from bigtrain.settings.run_config import RunConfig, SourceSection
@@ -69,29 +68,24 @@ class Phase:
 
     @property
     def read(self) -> tuple[SourcePhase, ...]:
-        """The sources that are read."""
         return tuple(source for source in self.sources if source.weight)
 
     def order(self, seed: int) -> MixtureOrder:
-        """The order of the phase's samples."""
-        return MixtureOrder(
-            [
-                SourceOrder(
-                    self.num_chunks(source) * self.windows_per_chunk,
-                    source.weight,
-                    source.number,
-                    source.start,
-                    self.num_joined(source),
-                )
-                for source in self.read
-            ],
-            seed,
-            windows_per_chunk=self.windows_per_chunk,
-            first_sample=self.first_sample,
-        )
+        orders = [
+            SampleOrder(
+                self.num_chunks(source) * self.windows_per_chunk,
+                seed,
+                source.number,
+                windows_per_chunk=self.windows_per_chunk,
+                start=source.start,
+                num_joined=self.num_joined(source),
+            )
+            for source in self.read
+        ]
+        weights = [source.weight for source in self.read]
+        return MixtureOrder(orders, weights, seed, self.first_sample)
 
     def num_chunks(self, source: SourcePhase) -> int:
-        """Chunks of one of its sources."""
         return count_windows(source.num_tokens, self.chunk_length)
 
     def num_joined(self, source: SourcePhase) -> int:
@@ -101,7 +95,6 @@ class Phase:
         return source.rest.num_samples(source.num_tokens, self.sequence_length)
 
     def describe_rests(self) -> list[str]:
-        """The sources that begin with the rest of an epoch, human-readable."""
         return [
             f"{source.path}: {self.num_joined(source)} samples are joined of pieces of "
             f"{source.rest.chunk_length} tokens until its epoch ends"

@@ -4,16 +4,16 @@ Sample ``i`` of a run is window ``permutation(seed, i // N)[i % N]`` of ``N`` wi
 function of the seed and ``i``. So the order is the same for every number of processes, every
 micro-batch and every resume point, and the state of a run is one integer. numpy only.
 
-Where the sequence length may change, chunks of the longest one are permuted, and a chunk is cut
-into as many windows as fit. Chunks come in groups, in permuted order; of a group first the first
-window of every chunk is read, then the second of every chunk, and so on. So neighbours are as far
-apart as a group is long, and at any time one group alone is partly read: all of its chunks up to
-the same token, but for one window.
+Where the sequence length may change, chunks of the longest one are permuted and cut into windows.
+Chunks come in groups, in permuted order; of a group first the first window of every chunk is read,
+then the second of every chunk, and so on. So one group alone is partly read at any time: all of its
+chunks up to the same token, but for one window.
 """
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ GROUP_CHUNKS = 4096
 """At most, of a group; in a small dataset a 64th of it."""
 
 
+@dataclass(frozen=True)
 class SampleOrder:
     """The order in which a run reads `num_windows` windows, epoch after epoch.
 
@@ -39,25 +40,16 @@ class SampleOrder:
     numbered after the windows (`bigtrain.data.samples.epoch_remainder`).
     """
 
-    def __init__(
-        self,
-        num_windows: int,
-        seed: int,
-        source: int = 0,
-        *,
-        windows_per_chunk: int = 1,
-        start: int = 0,
-        num_joined: int = 0,
-    ) -> None:
-        assert num_windows >= 1
-        assert num_windows % windows_per_chunk == 0
-        self.num_windows = num_windows
-        self.seed = seed
-        self.source = source
-        self.windows_per_chunk = windows_per_chunk
-        self.start = start
-        self.num_joined = num_joined
-        self._num_chunks = num_windows // windows_per_chunk
+    num_windows: int
+    seed: int
+    source: int = 0
+    windows_per_chunk: int = 1
+    start: int = 0
+    num_joined: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.num_windows >= 1
+        assert self.num_windows % self.windows_per_chunk == 0
 
     def windows(self, first_sample: int, count: int) -> Indices:
         """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
@@ -78,14 +70,15 @@ class SampleOrder:
         per_chunk = self.windows_per_chunk
         if per_chunk == 1:
             return permute(places, self.num_windows, self.seed, epoch, self.source)
-        group_chunks = group_size(self._num_chunks)
+        num_chunks = self.num_windows // per_chunk
+        group_chunks = group_size(num_chunks)
         # What is left over when chunks are divided into groups belongs to the last one.
-        last = self._num_chunks // group_chunks - 1
+        last = num_chunks // group_chunks - 1
         group = np.minimum(places // (group_chunks * per_chunk), last)
-        size = np.where(group < last, group_chunks, self._num_chunks - last * group_chunks)
+        size = np.where(group < last, group_chunks, num_chunks - last * group_chunks)
         window, chunk = np.divmod(places - group * (group_chunks * per_chunk), size)
         chunk += group * group_chunks
-        permuted = permute(chunk, self._num_chunks, self.seed, epoch, self.source)
+        permuted = permute(chunk, num_chunks, self.seed, epoch, self.source)
         return permuted * per_chunk + window
 
 
@@ -98,9 +91,8 @@ def convert_place(place: int, num_chunks: int, per_chunk: int, new_per_chunk: in
     """The place in the order of chunks of `new_per_chunk` windows that follows `place` in that of
     the same chunks with `per_chunk` windows.
 
-    Nothing that was read before `place` in its epoch is read after it. What that leaves out of the
-    epoch is at most one old and one new window of each chunk of one group; nothing where the number
-    stays the same.
+    Nothing that was read before `place` in its epoch is read after it; at most one old and one new
+    window of each chunk of one group are left out.
     """
     if per_chunk == new_per_chunk:
         return place
@@ -129,10 +121,8 @@ def permute(indices: Indices, size: int, seed: int, epoch: int, source: int = 0)
 
 
 def shuffle_block(size: int, seed: int, block: int, first_sample: int = 0) -> Indices:
-    """The permutation of ``range(size)`` inside block `block` of a mixture, int64 [size].
-
-    Blocks are counted from `first_sample` of the run, where its mixture last changed.
-    """
+    """The permutation of ``range(size)`` inside block `block` of a mixture, int64 [size], counted
+    from `first_sample` of the run."""
     label = f"bigtrain mixture order 1, seed {seed}, block {block}"
     label += f", from {first_sample}" if first_sample else ""
     return _permute(np.arange(size, dtype=np.int64), size, label)

@@ -2,8 +2,7 @@
 
 The documents of a split form one stream of tokens, and sample ``w`` is its window
 ``[w * L, w * L + L + 1)`` for sequence length ``L``, as in Megatron's GPTDataset: consecutive
-windows share one token, which is the last label of the first and the first input of the second, so
-every token but the first of the stream is predicted exactly once.
+windows share one token, so every token but the first of the stream is predicted exactly once.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,7 @@ GATHERED_TOKENS = 1 << 15
 
 
 class TokenStream:
-    """The tokens of `shards`, all of one type, one after another. For any number of threads.
-
-    Parameter `vocab_size`: what their tokenizer's is; here nothing is compared with it.
-    """
+    """The tokens of `shards`, all of one type, one after another. For any number of threads."""
 
     def __init__(self, shards: Sequence[Shard], vocab_size: int) -> None:
         self.shards = tuple(shards)
@@ -64,10 +61,11 @@ class TokenStream:
         if all(shard.has_blocks for shard in self.shards):
             paths = [shard.bin_path for shard in self.shards]
             num_bytes = [shard.num_bytes for shard in self.shards]
-            self._verifier = BlockVerifier(paths, num_bytes, self._token_sums)
+            self._verifier = BlockVerifier(paths, num_bytes, partial(self._block_sums, "of_bin"))
         if masks and self._verifier is not None:
             num_bytes = [-(-shard.num_tokens // 8) for shard in self.shards]
-            self._mask_verifier = BlockVerifier(masks, num_bytes, self._mask_sums)
+            sums = partial(self._block_sums, "of_mask")
+            self._mask_verifier = BlockVerifier(masks, num_bytes, sums)
         sizes = [shard.num_tokens for shard in self.shards]
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self._begins = self._ends - np.array(sizes, np.int64)
@@ -91,9 +89,8 @@ class TokenStream:
     def _copy_mapped(self, starts: Indices, out: Tokens, rows: Indices) -> Indices:
         """Copy rows from memory maps; returns which of them were left to `read`.
 
-        Where the pages are in memory this is several times quicker, and all rows of a shard are one
-        operation that other threads do not wait for. Where they are not, a page fault costs more
-        than a read, and for a while no more is copied.
+        Where the pages are in memory this is several times quicker; where they are not, a page
+        fault costs more than a read, and for a while no more is copied.
         """
         width = out.shape[1]
         numbers = np.searchsorted(self._ends, starts, side="right")
@@ -125,15 +122,10 @@ class TokenStream:
             low = begins * item
             self._verifier.verify(number, low, low + width * item, lambda _, a, b: content[a:b])
 
-    def _token_sums(self, number: int) -> tuple[Path, Sums]:
+    def _block_sums(self, of: str, number: int) -> tuple[Path, Sums]:
         sums = self.shards[number].block_sums
         assert sums is not None
-        return sums.path, sums.of_bin
-
-    def _mask_sums(self, number: int) -> tuple[Path, Sums]:
-        sums = self.shards[number].block_sums
-        assert sums is not None
-        return sums.path, sums.of_mask
+        return sums.path, getattr(sums, of)
 
     def _mapped_windows(self, number: int, width: int) -> Tokens | None:
         """Every range of `width` tokens of a shard, as a view of its map. None where its file is
@@ -162,10 +154,7 @@ class TokenStream:
         packed = np.cumsum(parts.lengths) - parts.lengths
         narrow = np.empty(int(parts.lengths.sum()), self.token_dtype)
         self._read_parts(replace(parts, places=packed), narrow)
-        for place, begin, length in zip(
-            parts.places.tolist(), packed.tolist(), parts.lengths.tolist(), strict=True
-        ):
-            out[place : place + length] = narrow[begin : begin + length]
+        parts.put(narrow, packed, out)
 
     def read_mask(self, starts: Indices, lengths: Indices, out: Mask, places: Indices) -> None:
         """Which tokens of ranges of the stream are targets, as `read` does with the tokens.
@@ -183,13 +172,7 @@ class TokenStream:
             parts.numbers.tolist(), first.tolist(), packed.data, begins.tolist(), ends.tolist()
         )
         bits = np.unpackbits(packed, bitorder="little").view(np.bool_)
-        for place, begin, length in zip(
-            parts.places.tolist(),
-            (8 * begins + parts.offsets % 8).tolist(),
-            parts.lengths.tolist(),
-            strict=True,
-        ):
-            out[place : place + length] = bits[begin : begin + length]
+        parts.put(bits, 8 * begins + parts.offsets % 8, out)
 
     def begins(self, starts: Indices, lengths: Indices, places: Indices) -> Indices:
         """Where documents begin in ranges of the stream, int64: token ``starts[i] + j`` as
@@ -263,20 +246,23 @@ def _page_faults() -> int:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Ranges of shards, all arrays int64 [number of parts].
-
-    numbers: of the shard; offsets: of the first token in it; lengths: in tokens; places: where its
-    tokens go.
-    """
+    """Ranges of shards, int64 [number of parts]: which shard, the first token in it, how many
+    tokens, and where they go."""
 
     numbers: Indices
     offsets: Indices
     lengths: Indices
     places: Indices
 
+    def put(self, found: Tokens | Mask, begins: Indices, out: Tokens | Mask) -> None:
+        """Copy the parts, which lie in `found` from `begins` on, to their places in `out`."""
+        for place, begin, length in zip(
+            self.places.tolist(), begins.tolist(), self.lengths.tolist(), strict=True
+        ):
+            out[place : place + length] = found[begin : begin + length]
+
     @staticmethod
     def join(several: Sequence[_Parts]) -> _Parts:
-        """All of them as one."""
         names = [field.name for field in fields(_Parts)]
         return _Parts(*(np.concatenate([getattr(p, name) for p in several]) for name in names))
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from bigtrain.data.samples.rows import Indices, TokenRows
-from bigtrain.data.samples.token_stream import Tokens, TokenStream
+from bigtrain.data.samples.token_stream import TokenStream
 from bigtrain.errors import DataError
 
 
 class PackedWindows:
-    """Windows of `sequence_length` + 1 tokens, `sequence_length` apart, of one stream.
+    """Windows of `sequence_length` + 1 tokens, `sequence_length` apart, of one stream, in whole
+    chunks of `chunk_length` tokens, a multiple of it (default: the same).
 
-    `chunk_length`, a multiple of `sequence_length` and by default the same: windows there are only
-    in whole chunks of so many tokens, so that at most one less at the end of the stream belong to
-    none. Raises DataError where the stream is too short for a single one.
+    Raises DataError where the stream is too short for a single one.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class PackedWindows:
             )
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
-        """See `bigtrain.data.samples.rows.Samples`."""
         assert not len(samples) or 0 <= samples.min() <= samples.max() < self.num_samples
         starts, width = samples * self.sequence_length, self.sequence_length + 1
         self.stream.read_rows(starts, out.tokens, rows)
@@ -50,14 +48,7 @@ class PackedWindows:
         if out.begins is not None:
             out.begins.append(self.stream.begins(starts, lengths, rows * width))
 
-    def read_into(self, sample: int, out: Tokens) -> None:
-        """Fill `out`, int32 or int64 [sequence_length + 1], with one sample."""
-        assert 0 <= sample < self.num_samples
-        start, length = np.array([sample * self.sequence_length]), self.sequence_length + 1
-        self.stream.read(start, np.array([length]), out, np.array([0]))
-
     def describe(self, sample: int) -> str:
-        """See `bigtrain.data.samples.rows.Samples`."""
         return self.stream.describe(sample * self.sequence_length, self.sequence_length + 1)
 
 

@@ -14,9 +14,9 @@ A `.blocks` file is, little-endian::
     uint64   [B]  XXH3-64 of each block of the .bin
     uint64   [M]  XXH3-64 of each block of the .mask
 
-A process verifies each block once. A block is read as a whole for that, so that a cold one costs up
-to 16 KiB more than what was asked for; larger blocks would cost a data-parallel rank, which reads a
-few samples of each, several times its own reading, and smaller ones a call for every few samples.
+A process verifies each block once, and reads it as a whole for that: larger blocks would cost a
+data-parallel rank, which reads a few samples of each, several times its own reading, and smaller
+ones a call for every few samples.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class BlockHasher:
         self._filled = 0
 
     def update(self, data: memoryview) -> None:
-        """The next bytes of the file."""
         position = 0
         while position < len(data):
             taken = data[position : position + BLOCK_BYTES - self._filled]
@@ -87,9 +86,9 @@ def blocks_content(of_bin: npt.NDArray[np.uint64], of_mask: npt.NDArray[np.uint6
     return b"".join([header, *(part.astype("<u8").tobytes() for part in sums)])
 
 
-def num_blocks(num_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
+def num_blocks(num_bytes: int) -> int:
     """Of a file of `num_bytes`, the last one maybe shorter."""
-    return -(-num_bytes // block_bytes)
+    return -(-num_bytes // BLOCK_BYTES)
 
 
 @dataclass(frozen=True)

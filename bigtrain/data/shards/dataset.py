@@ -17,9 +17,8 @@ from bigtrain.data.shards.manifest import (
 )
 from bigtrain.errors import DataError
 from bigtrain.settings.run_config import DataSection
-from bigtrain.system.files import file_checksum
 
-Level = Literal["sizes", "index", "contents"]
+Level = Literal["sizes", "index"]
 
 
 @dataclass(frozen=True)
@@ -36,19 +35,15 @@ class TokenDataset:
 
     @property
     def tokenizer_path(self) -> Path:
-        """Directory of the tokenizer that made the tokens."""
         return self.path / TOKENIZER_DIRECTORY
 
 
 def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
     """The dataset in directory `path`.
 
-    `check`: ``sizes`` compares headers and file sizes with the manifest, in constant time per
-    shard; ``index`` also reads every index; ``contents`` also compares every checksum, which
-    reads all tokens.
-
-    Raises DataError where the directory, the manifest or a shard is missing, corrupt, or not what
-    the manifest says, and where the training split holds no token.
+    `check`: ``sizes`` compares headers and file sizes with the manifest; ``index`` also reads every
+    index. Raises DataError where the directory, the manifest or a shard is missing, corrupt, or not
+    what the manifest says, and where the training split holds no token.
     """
     directory = Path(path)
     manifest = read_manifest(directory)
@@ -79,21 +74,10 @@ def _open_shard(directory: Path, record: ShardRecord, manifest: Manifest, check:
             )
     if check != "sizes":
         shard.check_index()
-    if check == "contents":
-        for suffix, checksum in record.checksums.items():
-            file = directory / f"{record.name}.{suffix}"
-            if file_checksum(file) != checksum:
-                raise DataError(
-                    f"{file} is corrupt: its checksum is not the manifest's -> tokenize again"
-                )
     return shard
 
 
 def open_sources(data: DataSection) -> tuple[TokenDataset, ...]:
-    """The datasets of a run's mixture, in its order.
-
-    By sizes alone, in the same time for any number of documents: what is read of an index or a
-    shard is checked when it is, and `bigtrain tokenize` has checked the rest. Raises DataError as
-    `open_dataset`.
-    """
+    """The datasets of a run's mixture, in its order, checked by sizes alone: what is read of them
+    is checked when it is. Raises DataError as `open_dataset`."""
     return tuple(open_dataset(source.path, check="sizes") for source in data.mixture)

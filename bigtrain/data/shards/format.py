@@ -67,16 +67,13 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
 
 
 class Shard:
-    """One `.bin/.idx` pair, whose arrays are memory maps.
-
-    Opening reads the header and the file sizes and costs nothing else;
-    `check_index` reads the whole index. Pages are read when they are touched, so a file must not
-    be shortened while it is open.
+    """One `.bin/.idx` pair, whose arrays are memory maps: a file must not be shortened while it is
+    open. Opening reads the header and the file sizes alone.
 
     `mask_path` is None where every token is a target. `checksums`: XXH3-64 of files by suffix, as a
-    manifest lists them. Of those of `.idx` and `.mask` the whole file is compared when it is first
-    looked at; that of `.blocks` gives `block_sums`. Raises DataError where a file is missing or its
-    size is not what the index's header says.
+    manifest lists them; `.idx` and `.mask` are compared when they are first looked at, and that of
+    `.blocks` gives `block_sums`. Raises DataError where a file is missing or its size is not what
+    the index's header says.
     """
 
     def __init__(
@@ -188,17 +185,14 @@ class Shard:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether there are block checksums to verify by what is read."""
         return SUFFIX in self._checksums
 
     @cached_property
     def tokens(self) -> Tokens:
-        """The whole `.bin`."""
         return _map(self.bin_path, self.dtype.str, 0, self.num_tokens)
 
     @cached_property
     def token_bytes(self) -> memoryview:
-        """The whole `.bin` as bytes."""
         return self.tokens.view(np.uint8).data
 
     @cached_property
@@ -307,7 +301,6 @@ class Shard:
             )
 
     def corrupt(self, what: str) -> DataError:
-        """The error that says so."""
         return DataError(f"{self.index_path} is corrupt: {what} -> tokenize again")
 
 

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.format import Shard, Tokens
 from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Manifest
 from bigtrain.data.shards.statistics import LengthHistogram, length_histogram
 from bigtrain.errors import DataError
-
-if TYPE_CHECKING:
-    from bigtrain.data.shards.manifest import Manifest
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 LONE = "all"
@@ -85,9 +82,9 @@ def describe(inspected: Inspected) -> dict[str, Any]:
 
 def _describe_split(inspected: Inspected, split: str) -> dict[str, Any]:
     shards, manifest = inspected.splits[split], inspected.manifest
-    records = manifest.splits[split] if manifest else ()  # type: ignore[index]
     lengths = inspected.lengths(split)
-    if records:
+    if manifest is not None:
+        records = manifest.splits[split]  # type: ignore[index]
         listed = [record.model_dump(mode="json") for record in records]
     else:
         listed = [

@@ -1,9 +1,8 @@
 """Bytes of files by positioned reads: one system call for each range, and no page faults.
 
 Measured on a dropped page cache (random windows of 4,096 tokens): 59 microseconds each, where a
-memory map takes 446 and one advised MADV_RANDOM 160. On a warm cache a read of 2,048 tokens takes
-2 microseconds, and copying many at once from a map less than 1 each
-(`bigtrain.data.samples.token_stream`).
+memory map takes 446. On a warm cache a read of 2,048 tokens takes 2 microseconds, and copying many
+at once from a map less than 1 each (`bigtrain.data.samples.token_stream`).
 """
 
 from __future__ import annotations

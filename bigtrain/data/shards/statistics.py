@@ -54,11 +54,10 @@ class LengthHistogram:
 def length_histogram(shards: Iterable[Shard], one_sequence: bool) -> LengthHistogram:
     """Lengths of all documents of `shards`, which must have one. Reads the indexes, in chunks.
 
-    `one_sequence`: every document is one sequence or none, as in what bigtrain writes; then the
-    lengths of the sequences are enough, a third of the index. Raises DataError where an index is
-    corrupt.
+    `one_sequence`: every document is one sequence or none, as bigtrain writes them; then a third of
+    the index is enough. Raises DataError where an index is corrupt.
     """
-    counts = np.zeros(0, dtype=np.int64)
+    counts = np.zeros(1, dtype=np.int64)
     longer: Counter[int] = Counter()
     for shard in shards:
         for lengths in _sequence_lengths(shard) if one_sequence else _document_lengths(shard):
@@ -71,12 +70,8 @@ def length_histogram(shards: Iterable[Shard], one_sequence: bool) -> LengthHisto
             found = np.bincount(lengths, minlength=len(counts))
             found[: len(counts)] += counts
             counts = found
-        if one_sequence and shard.num_documents > shard.num_sequences:
-            longer[0] += shard.num_documents - shard.num_sequences
-    empty = longer.pop(0, 0)
-    if empty:
-        counts = np.pad(counts, (0, max(0, 1 - len(counts))))
-        counts[0] += empty
+        if one_sequence:
+            counts[0] += max(0, shard.num_documents - shard.num_sequences)
     (short,) = np.nonzero(counts)
     long = sorted(longer.items())
     return LengthHistogram(
@@ -125,10 +120,8 @@ def token_counts(dataset: TokenDataset, split: Split) -> npt.NDArray[np.int64]:
 def unigram_entropy(dataset: TokenDataset) -> float:
     """Loss that a model without context reaches on the held-out split, in nats per token.
 
-    The cross-entropy of the held-out tokens under the training split's token frequencies, with one
-    added to every count (Laplace). A trained model must be well below it.
-
-    Raises DataError where the dataset has no held-out tokens.
+    The cross-entropy under the training split's token frequencies, with one added to every count
+    (Laplace). Raises DataError where the dataset has no held-out tokens.
     """
     held_out = token_counts(dataset, "held_out")
     if not held_out.sum():

@@ -7,7 +7,6 @@ from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Literal, Self
 
 import numpy as np
@@ -184,15 +183,7 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.discard()
-
-    def discard(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Remove what has no final name yet; what `close` finished stays."""
         with suppress(OSError):  # it goes anyway
             self._bin.close()

@@ -67,8 +67,7 @@ class Source:
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether it is decompressed whole before it is read
-        (`bigtrain.data.sources.decompression`)."""
+        """Whether `bigtrain.data.sources.decompression` writes it out before it is read."""
         return self.compressed and self.kind in ("parquet", "arrow")
 
     @property
@@ -91,18 +90,25 @@ class Selection:
 
 
 def find_sources(selection: Selection) -> list[Source]:
-    """The files and datasets that `selection` means, in its order, each once, also where several
-    inputs mean it, which is logged.
+    """The files and datasets that `selection` means, in its order, each once.
 
     An input is a file, a folder (its files with one of the suffixes, sorted by path), a glob, a
     directory written by ``Dataset.save_to_disk``, or the name of a dataset on the hub. Raises
-    DataError for an input that is none of these, for one that matches nothing, and for one
-    that is named twice.
+    DataError for any other, for one that matches nothing, and for one that is named twice.
     """
-    _refuse_twice(selection.inputs)
+    inputs = selection.inputs
+    named = [os.path.normpath(name) for name in inputs]
+    for second, name in enumerate(named):
+        first = named.index(name)
+        if first < second:
+            raise DataError(
+                f"--input {inputs[second]} is named twice, as input {first + 1} and {second + 1}, "
+                "and would be read once -> name it once; to train on it more often make a dataset "
+                "of its own of it, and give that its weight in data.sources"
+            )
     found: dict[str, Source] = {}
     again: list[str] = []
-    for name in selection.inputs:
+    for name in inputs:
         for source in _find(name, selection):
             if source.path in found:
                 again.append(source.path)
@@ -114,18 +120,6 @@ def find_sources(selection: Selection) -> list[Source]:
     if not found:
         raise DataError("no input is left: --exclude matches every file")
     return list(found.values())
-
-
-def _refuse_twice(inputs: Sequence[str]) -> None:
-    named = [os.path.normpath(name) for name in inputs]
-    for second, name in enumerate(named):
-        first = named.index(name)
-        if first < second:
-            raise DataError(
-                f"--input {inputs[second]} is named twice, as input {first + 1} and {second + 1}, "
-                "and would be read once -> name it once; to train on it more often make a dataset "
-                "of its own of it, and give that its weight in data.sources"
-            )
 
 
 def _find(name: str, selection: Selection) -> list[Source]:

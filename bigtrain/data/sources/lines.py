@@ -43,13 +43,12 @@ class ReadAhead:
             ahead = min(ahead, self._end)
         # Every request costs as much as a small read does.
         if ahead - self._asked >= BLOCK_BYTES or ahead == self._end:
-            self._ask(self._asked, ahead - self._asked)
-            self._asked = ahead
-
-    def _ask(self, begin: int, num_bytes: int) -> None:
-        if num_bytes > 0:
+            size = ahead - self._asked
             with suppress(OSError, AttributeError):  # a pipe; a system that cannot
-                os.posix_fadvise(self._file.fileno(), begin, num_bytes, os.POSIX_FADV_WILLNEED)
+                if size > 0:
+                    advice = os.POSIX_FADV_WILLNEED
+                    os.posix_fadvise(self._file.fileno(), self._asked, size, advice)
+            self._asked = ahead
 
 
 class HashingReader(io.RawIOBase):
@@ -61,11 +60,9 @@ class HashingReader(io.RawIOBase):
         self._ahead = ReadAhead(raw)
 
     def readable(self) -> bool:
-        """Always."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """As of any raw stream."""
         self._ahead.follow(len(buffer))
         count = int(self._raw.readinto(buffer))
         self._digest.update(memoryview(buffer)[:count])
@@ -85,17 +82,17 @@ def stream_chunks(stream: IO[bytes], expected_bytes: int | None = None) -> Itera
 
 
 def range_chunks(
-    file: IO[bytes], begin: int, end: int, digest: Digest, around: Digest | None = None
+    file: IO[bytes], begin: int, end: int, digest: Digest, around: Digest
 ) -> Iterator[bytes]:
-    """The bytes of the lines of `file` that start in [begin, end), which must lie in the file.
+    """The bytes of the lines of `file` that start in [begin, end).
 
     `digest` is given the bytes of [begin, end) itself, `around` what else decides the lines:
-    whether one goes on at `begin`, and the rest of the last one. Raises EOFError where the file is
-    shorter.
+    whether one goes on at `begin`, and the rest of the last one. Raises EOFError where the file
+    ends before `end`.
     """
-    inside_line = begin > 0 and _byte_before(file, begin) != b"\n"
-    if around is not None:
-        around.update(b"inside" if inside_line else b"begins")
+    file.seek(max(0, begin - 1))
+    inside_line = begin > 0 and file.read(1) != b"\n"
+    around.update(b"inside" if inside_line else b"begins")
     file.seek(begin)
     position, unfinished = begin, False
     ahead = ReadAhead(file, begin, end)
@@ -115,8 +112,7 @@ def range_chunks(
     while unfinished and (chunk := file.read(BLOCK_BYTES)):
         head, newline, _ = chunk.partition(b"\n")
         unfinished = not newline
-        if around is not None:
-            around.update(head + newline)
+        around.update(head + newline)
         yield head + newline
 
 
@@ -159,8 +155,3 @@ def count_lines_before(path: str, begin: int) -> int:
             left -= len(chunk)
             last = chunk[-1:]
     return count + (last != b"\n")
-
-
-def _byte_before(file: IO[bytes], position: int) -> bytes:
-    file.seek(position - 1)
-    return file.read(1)

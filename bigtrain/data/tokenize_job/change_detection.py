@@ -1,9 +1,8 @@
 """Whether inputs still hold what was read of them, where their times cannot tell.
 
-As git does it: size and times are looked at first, and where these are as they were the content
-is taken to be the same. After a copy, a checkout or `touch` they are not; then the content is
-hashed and compared with what was hashed while it was tokenized. A file of lines or text costs
-reading it, a table reading its documents.
+As git does it: where size and times are as they were the content is taken to be the same. After a
+copy, a checkout or `touch` it is hashed and compared with what was hashed while it was tokenized:
+of a file of lines or text that costs reading it, of a table reading its documents.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool
     record = workspace.unconfirmed([unit]).get(unit.key)
     if record is None:
         return False
-    pairs = list(zip(unit.parts, record.parts, strict=True))
     parts = []
-    for part, read in pairs:
+    for part, read in zip(unit.parts, record.parts, strict=True):
         times = part.source.record.times
         if same_times(read.times, times):
             parts.append(read)
@@ -63,17 +61,13 @@ def confirm_sources(
         if same_times(record.times, source.record.times):
             confirmed.append(record)
             continue
-        if not _source_holds(record, source, options):
+        if not record.parts or not all(
+            _holds(Part(source, read.begin, read.end), read.xxh3, read.layout_xxh3, options)
+            for read in record.parts
+        ):
             return None
         confirmed.append(replace(source.record, parts=record.parts))
     return tuple(confirmed)
-
-
-def _source_holds(record: SourceRecord, source: Source, options: ReadOptions) -> bool:
-    return bool(record.parts) and all(
-        _holds(Part(source, read.begin, read.end), read.xxh3, read.layout_xxh3, options)
-        for read in record.parts
-    )
 
 
 def _holds(part: Part, xxh3: str, layout_xxh3: str | None, options: ReadOptions) -> bool:

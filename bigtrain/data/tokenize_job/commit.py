@@ -1,8 +1,7 @@
 """From finished units to the dataset: shards get their names, the manifest comes last.
 
 Before the first file moves, `assembly.json` says which will go where. So a process that was killed
-in the middle is continued by the next one, in any order and twice as well as once; and where the
-plan has changed meanwhile (an input was fixed), the files go back first.
+is continued by the next one; and where the plan has changed meanwhile, the files go back first.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.fingerprint import fingerprint
 from bigtrain.data.tokenizers.tokenizer import Tokenizer
 from bigtrain.errors import DataError
-from bigtrain.system.files import sync_to_disk, sync_tree, write_whole
+from bigtrain.system.files import sync_to_disk, sync_tree, whole_file, write_whole
 
 CLAIM = "assembly"
 
@@ -123,20 +122,18 @@ class Finish:
         if not bad:
             target.unlink(missing_ok=True)
             return
-        draft = self.workspace.draft(ERRORS_NAME)
         first: BadDocument | None = None
-        with draft.open("w", encoding="utf-8") as file:
+        with whole_file(target, self.workspace.draft(ERRORS_NAME)) as file:
             for document in self._bad_documents(done):
                 first = first or document
-                entry: dict[str, Any] = {"file": document.path}
-                if document.line is not None:
-                    entry["line"] = document.line
-                if document.row is not None:
-                    entry["row"] = document.row
-                entry["reason"] = document.reason
-                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        sync_to_disk(draft)
-        draft.rename(target)
+                entry = {
+                    "file": document.path,
+                    "line": document.line,
+                    "row": document.row,
+                    "reason": document.reason,
+                }
+                known = {key: value for key, value in entry.items() if value is not None}
+                file.write(json.dumps(known, ensure_ascii=False).encode("utf-8") + b"\n")
         good = sum(record.documents for record in done)
         require_few(bad, good, self.options.max_bad_fraction, f"{first}; all are in {target}")
 

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from bigtrain.data.shards.dataset import open_dataset
@@ -95,7 +96,7 @@ def finished_manifest(
     manifest = read_manifest(output)
     current: Manifest | None = manifest
     # Under other options it is refused anyway, and would not be read in the same way.
-    if manifest.options == request.options() and not untouched(manifest.sources, sources):
+    if manifest.options == request.options and not untouched(manifest.sources, sources):
         current = _confirmed(request, sources, manifest)
     different = [
         what
@@ -103,7 +104,7 @@ def finished_manifest(
             ("input files", current is not None),
             ("tokenizer", _is_same_tokenizer(manifest, request.tokenizer)),
             ("chat template", _is_same_template(manifest, request)),
-            ("options", manifest.options == request.options()),
+            ("options", manifest.options == request.options),
         )
         if not same
     ]
@@ -114,7 +115,10 @@ def finished_manifest(
         )
     open_dataset(output, check="sizes")
     if current is not None and current is not manifest:
-        _refresh(workspace, current)
+        # With the new times, so that the next start need not read the inputs.
+        draft = output / f"{MANIFEST_NAME}.{workspace.token}.partial"
+        with suppress(OSError):  # a dataset that may only be read: the next start looks again
+            write_manifest(output, current, draft)
     workspace.remove()
     return manifest
 
@@ -132,15 +136,6 @@ def _confirmed(
     return manifest.model_copy(update={"sources": confirmed})
 
 
-def _refresh(workspace: Workspace, manifest: Manifest) -> None:
-    """Note the new times, so that the next start need not read the inputs."""
-    draft = workspace.output / f"{MANIFEST_NAME}.{workspace.token}.partial"
-    try:
-        write_manifest(workspace.output, manifest, draft)
-    except OSError:  # a dataset that may only be read: the next start looks again
-        draft.unlink(missing_ok=True)
-
-
 def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:
     """By its files; where these differ it is loaded, which takes seconds."""
     found = fingerprint(name)
@@ -150,7 +145,7 @@ def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:
 
 
 def _is_same_template(manifest: Manifest, request: BuildRequest) -> bool:
-    if not request.chat:
+    if not request.options.chat:
         return True
     template = load_tokenizer(request.tokenizer).chat_template(request.chat_template)
     return template.hash == manifest.tokenizer.chat_template

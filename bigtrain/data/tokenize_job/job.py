@@ -1,8 +1,8 @@
 """From a request to a finished dataset, begun or gone on with, alone or beside other processes.
 
-The input is cut into units (`planning`), each of which somebody builds (`workers`, `unit_building`)
-and records (`workspace`); whoever finds all records makes the dataset of them (`assembly`). Every
-process does the same with the same arguments, so any of them may be killed and started again.
+The input is cut into `units`, each of which somebody builds (`worker_pool`, `worker`) and records
+(`workspace`); whoever finds all records makes the dataset of them (`commit`). Every process does
+the same with the same arguments, so any of them may be killed and started again.
 """
 
 from __future__ import annotations
@@ -55,12 +55,15 @@ def build_dataset(request: BuildRequest) -> BuildResult:
 
     An output that is the finished dataset of the same inputs (by path and size, and by times or
     else content), tokenizer and options is left alone; one that was begun is gone on with. Raises
-    DataError for anything wrong: units that are finished by then are kept, without any nothing is
-    left behind.
+    DataError for anything wrong: finished units are kept, without any nothing is left behind.
     """
     sources = inputs_outside(request.output, find_sources(request.selection))
-    if request.chat:
-        _refuse_texts(sources)
+    for source in sources:
+        if request.options.chat and source.kind == "text":
+            raise DataError(
+                f"--input {source.path} is text, and --chat-key names a key of it -> conversations "
+                "are read from .jsonl, .parquet, .csv, .json, .arrow and datasets"
+            )
     workspace = Workspace(request.output, new_token())
     if workspace.is_finished() or not is_own(workspace):
         return BuildResult(finished_manifest(request, sources, workspace), already_finished=True)
@@ -68,15 +71,6 @@ def build_dataset(request: BuildRequest) -> BuildResult:
     with _work_folder(workspace):
         manifest = build.run()
     return BuildResult(manifest, already_finished=False, built_tokens=build.built_tokens)
-
-
-def _refuse_texts(sources: Sequence[Source]) -> None:
-    for source in sources:
-        if source.kind == "text":
-            raise DataError(
-                f"--input {source.path} is text, and --chat-key names a key of it -> conversations "
-                "are read from .jsonl, .parquet, .csv, .json, .arrow and datasets"
-            )
 
 
 @contextmanager
@@ -110,13 +104,13 @@ class _Build:
     workspace: Workspace
 
     def __post_init__(self) -> None:
-        request, tokenizer = self.request, self.tokenizer
+        request, options, tokenizer = self.request, self.request.options, self.tokenizer
         self.reading = request.reading()
-        self.template = tokenizer.chat_template(request.chat_template) if request.chat else None
-        identity = [tokenizer.hash, request.held_out, request.parse_special_tokens]
+        self.template = tokenizer.chat_template(request.chat_template) if options.chat else None
+        identity = [tokenizer.hash, options.held_out, options.parse_special_tokens]
         if self.template is not None:
             identity.append(self.template.hash)
-        self.units = plan_units(self.sources, self.reading, request.shard_bytes, identity)
+        self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
         self.built_tokens = 0
@@ -161,7 +155,14 @@ class _Build:
         while not self.workspace.is_finished():
             with self.workspace.leases.take(CLAIM) as mine:
                 if mine:
-                    return self._finish(records)
+                    return Finish(
+                        self.workspace,
+                        self.sources,
+                        self.units,
+                        self.tokenizer,
+                        self.request.options,
+                        self.template,
+                    ).run(records)
             time.sleep(POLL_S)
         return self._of_others()
 
@@ -191,21 +192,21 @@ class _Build:
                 encoders.current,
                 encoders.reference,
                 self.template,
-                trusted=self.request.parse_special_tokens,
+                trusted=self.request.options.parse_special_tokens,
             )
         job = Job(
             encoders.current,
             encoders.reference,
             encoders.reason,
             token_dtype(self.tokenizer.vocab_size),
-            self.request.held_out,
+            self.request.options.held_out,
             self.reading,
-            allow_bad=self.request.max_bad_fraction > 0,
+            allow_bad=self.request.options.max_bad_fraction > 0,
             chat=chat,
         )
         work = Round(left, self.request.share, job, self.workspace)
         try:
-            run_round(work, self._workers(left), progress)
+            run_round(work, self._workers(left), progress.update)
         except EncoderError as error:
             # What it wrote so far may be wrong as well: every unit of it is done again.
             self.workspace.reject(encoders.current.engine(), str(error))
@@ -215,8 +216,8 @@ class _Build:
     def _trusted_encoders(self) -> EncoderQueue:
         """The current one is not among those that any process has found wrong."""
         if self.encoders is None:
-            reference = self.tokenizer.encoder(self.request.parse_special_tokens)
-            if self.request.chat:  # special tokens are the template's, and ends as well
+            reference = self.tokenizer.encoder(self.request.options.parse_special_tokens)
+            if self.request.options.chat:  # special tokens are the template's, and ends as well
                 reference = self.tokenizer.encoder(parse_special_tokens=True, ends=False)
             self.encoders = choose_encoder(
                 reference,
@@ -227,17 +228,6 @@ class _Build:
         while (engine := self.encoders.current.engine()) in rejected:
             self.encoders.reject(rejected[engine])
         return self.encoders
-
-    def _finish(self, records: dict[str, UnitRecord]) -> Manifest:
-        finish = Finish(
-            self.workspace,
-            self.sources,
-            self.units,
-            self.tokenizer,
-            self.request.options(),
-            self.template,
-        )
-        return finish.run(records)
 
     def _of_others(self) -> Manifest:
         return finished_manifest(self.request, self.sources, self.workspace)

@@ -1,8 +1,7 @@
 """Leases: who works on what, told by files in a folder that all processes see.
 
 A claim saves work, it guards nothing: two processes that work on the same thing write the same
-bytes under names of their own. So a claim may be lost or taken over without harm, and there is no
-lock, no coordinator and no clock to agree on.
+bytes under names of their own. So a claim may be lost or taken over without harm.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from bigtrain.system.files import create_whole
 
 LEASE_S = 120.0
 HEARTBEAT_S = 15.0
@@ -88,28 +89,8 @@ class Leases:
                 self._clean(path.name.removesuffix(SUFFIX), owner.token)
 
     def _create(self, path: Path) -> bool:
-        """By a hard link, so that the claim never exists without its content."""
         draft = self.directory / f"{path.name}.{self.token}"
-        try:
-            draft.write_bytes(self._owner)
-            os.link(draft, path)
-        except FileExistsError:
-            return False
-        except FileNotFoundError:
-            raise
-        except OSError:  # a file system without hard links
-            return self._create_without_link(path)
-        finally:
-            draft.unlink(missing_ok=True)
-        return True
-
-    def _create_without_link(self, path: Path) -> bool:
-        try:
-            with path.open("xb") as file:
-                file.write(self._owner)
-        except FileExistsError:
-            return False
-        return True
+        return create_whole(path, self._owner, draft, durable=False)
 
     def _clear_if_abandoned(self, path: Path) -> bool:
         state, owner = self._state(path)

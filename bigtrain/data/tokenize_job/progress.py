@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from tqdm import tqdm
@@ -43,7 +42,6 @@ class Progress:
                 self._bars.append(self._bar("", None, 0, position))
 
     def update(self, worker: int, counts: Counts) -> None:
-        """Worker number `worker` has done `counts` in this round."""
         self._now[worker] = replace(counts)
         if self._bars:
             self._draw(worker, counts)
@@ -57,7 +55,6 @@ class Progress:
         self._now = {}
 
     def wait_for_others(self, num_units: int) -> None:
-        """Say that what is left is being done by other processes."""
         if self._bars:
             self._bars[0].set_postfix_str(f"waiting for {num_units} parts of other processes")
         elif self.clock() - self._line_at >= LINE_EVERY_S:
@@ -65,7 +62,6 @@ class Progress:
             print(f"tokenize: waiting for {num_units} parts of other processes", file=self.stream)
 
     def counts(self) -> Counts:
-        """What all workers together have done."""
         every = [self._finished, *self._now.values()]
         return Counts(
             num_bytes=sum(counts.num_bytes for counts in every),
@@ -74,7 +70,6 @@ class Progress:
         )
 
     def line(self) -> str:
-        """All of it in one line: share, speeds, time left."""
         counts = self.counts()
         elapsed_s = max(1e-9, self.clock() - self._began_at)
         done = self.done_bytes + counts.num_bytes
@@ -96,12 +91,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for bar in reversed(self._bars):
             bar.close()
 

@@ -1,12 +1,10 @@
 """The units of work of a tokenization: what of the inputs becomes one shard, and under which key.
 
-A unit is a byte range of a file of lines, row groups of a parquet file, record batches of an arrow
-file, rows of a saved dataset, a shard of a streamed one, a file that cannot be cut (compressed,
-csv, text), or several small files together. The plan depends on the inputs, the tokenizer and the
-options alone, not on who works on it. A unit's key says how, and of which ranges of which
-inputs, it is made; what these held is in its record
-(`bigtrain.data.tokenize_job.change_detection`). So work of an earlier plan is taken over wherever
-key and content are the same.
+A unit is a part of a file (`PartRecord` says which), a file that cannot be cut (compressed, csv,
+text), or several small files together. The plan depends on the inputs, the tokenizer and the
+options alone, not on who works on it. A unit's key says how, and of which ranges of which inputs,
+it is made; what these held is in its record (`bigtrain.data.tokenize_job.change_detection`). So
+work of an earlier plan is taken over wherever key and content are the same.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import xxhash
 
@@ -70,10 +67,9 @@ def plan_key(units: Sequence[Unit]) -> str:
 
 
 def _key(common: Sequence[object], parts: Sequence[Part]) -> str:
-    described: list[Any] = []
-    for part in parts:
-        record = part.source.record
-        described.append([part.source.kind, *record.place, part.begin, part.end])
+    described = [
+        [part.source.kind, *part.source.record.place, part.begin, part.end] for part in parts
+    ]
     return xxhash.xxh3_128_hexdigest(json.dumps([common, described]).encode())
 
 
@@ -90,15 +86,13 @@ def _groups(
     size = 0
     for source in sources:
         num_bytes = source.record.bytes
-        if num_bytes is None or num_bytes > shard_bytes:
+        if num_bytes is None or size + num_bytes > shard_bytes:
             if group:
                 yield group
                 group, size = [], 0
-            yield from ([part] for part in _cut(source, options, shard_bytes))
-            continue
-        if group and size + num_bytes > shard_bytes:
-            yield group
-            group, size = [], 0
+            if num_bytes is None or num_bytes > shard_bytes:
+                yield from ([part] for part in _cut(source, options, shard_bytes))
+                continue
         group.append(whole(source))
         size += num_bytes
         chance = min(1.0, num_bytes / (shard_bytes / 4))

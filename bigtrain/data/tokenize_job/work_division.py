@@ -9,6 +9,7 @@ from typing import TypeVar
 from bigtrain.errors import LaunchError
 from bigtrain.system.machine import Machine
 
+T = TypeVar("T")
 BYTES_PER_PROCESS = 256 << 20
 """Of input, at least, for each process of several: it starts in half a second, and its encoder has
 to see words again that another has seen. Measured: two are even with one at twice as much."""
@@ -51,7 +52,6 @@ def divide(workers: int | None, num_units: int, num_bytes: int, machine: Machine
     return Workers(num_processes, num_threads, started=num_processes > 1)
 
 
-T = TypeVar("T")
 GOLDEN = 0.6180339887498949
 
 

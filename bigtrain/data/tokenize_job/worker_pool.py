@@ -1,8 +1,7 @@
 """One process's part of a tokenization: its worker processes, each of which takes units.
 
 There is no queue: every worker goes through all units, its own share first, and builds those that
-are neither done nor claimed. What others have claimed is left to them;
-`bigtrain.data.tokenize_job.job` looks again at the end.
+are neither done nor claimed; `bigtrain.data.tokenize_job.job` looks again at the end.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import traceback
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Protocol
 
 from bigtrain.data.tokenize_job.change_detection import confirm_unit
 from bigtrain.data.tokenize_job.units import Unit
@@ -31,11 +30,8 @@ REPORT_BYTES = 1 << 22
 """A worker tells how far it is after every so many bytes: a few times a second."""
 
 
-class Watcher(Protocol):
-    """Who is told how far every worker is."""
-
-    def update(self, worker: int, counts: Counts) -> None:
-        """Worker number `worker` has done `counts` in this round."""
+Update = Callable[[int, Counts], None]
+"""Is told what worker number so and so has done in this round."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ def new_token() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def run_round(work: Round, workers: Workers, watcher: Watcher) -> None:
+def run_round(work: Round, workers: Workers, update: Update) -> None:
     """Build what of `work` nobody else has claimed.
 
     Where several are started, the first error of any is raised, and the others are ended.
@@ -62,7 +58,7 @@ def run_round(work: Round, workers: Workers, watcher: Watcher) -> None:
     if not workers.started:
         # Even on one core reading and writing wait less beside an encoder.
         job = replace(work.job, num_threads=max(2, num_threads))
-        _take_units(replace(work, job=job), lambda counts: watcher.update(0, counts))
+        _take_units(replace(work, job=job), partial(update, 0))
         return
     job = replace(work.job, num_threads=num_threads)
     # Not fork: the threads of a tokenizer that was already used do not survive it.
@@ -80,7 +76,7 @@ def run_round(work: Round, workers: Workers, watcher: Watcher) -> None:
             sender.close()
             tokens.add(workspace.token)
             processes[receiver] = (number, process)
-        _follow(processes, watcher)
+        _follow(processes, update)
     finally:
         for _, process in processes.values():
             process.kill()
@@ -90,7 +86,7 @@ def run_round(work: Round, workers: Workers, watcher: Watcher) -> None:
             work.workspace.leases.release(tokens)
 
 
-def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], watcher: Watcher) -> None:
+def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], update: Update) -> None:
     """Until every worker has said that it has finished. Raises the first error one reports."""
     running = dict(processes)
     while running:
@@ -106,7 +102,7 @@ def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], watcher: Watc
                     "want of memory -> fewer --workers"
                 ) from None
             if isinstance(message, Counts):
-                watcher.update(number, message)
+                update(number, message)
                 continue
             del running[connection]
             if isinstance(message, BaseException):
@@ -126,11 +122,12 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
             report(counts)
 
     for unit in work.share.order(work.units):
-        if _is_done(unit, work):
+        # It had no valid record when the round began, but may have one of touched inputs.
+        if workspace.is_done(unit):
             continue
         with leases.take(unit.key) as mine:
             # Its last owner may have finished it just before the claim was free.
-            if mine and not _is_done(unit, work):
+            if mine and not workspace.is_done(unit):
                 if work.job.encoder.engine() in workspace.rejected():
                     return  # by another process; the next round takes another encoder
                 if confirm_unit(unit, workspace, work.job.reading):
@@ -139,11 +136,6 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
                     continue
                 build_unit(unit, work.job, workspace, counts, tell)
                 report(counts)
-
-
-def _is_done(unit: Unit, work: Round) -> bool:
-    """Units of this round had no valid record when it began, but some of touched inputs."""
-    return work.workspace.is_done(unit)
 
 
 def _run_worker(work: Round, num_threads: int, connection: Connection) -> None:

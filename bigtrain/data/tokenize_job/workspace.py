@@ -120,7 +120,6 @@ class Workspace:
         return (self.output / MANIFEST_NAME).exists()
 
     def is_recorded(self, key: str) -> bool:
-        """Whether unit `key` has a record, whatever it says."""
         return self._record_path(key).exists()
 
     def write_record(self, record: UnitRecord) -> None:
@@ -129,11 +128,8 @@ class Workspace:
         write_whole(self._record_path(record.key), content, self.draft(record.key))
 
     def records(self, units: Sequence[Unit], moved: bool = False) -> dict[str, UnitRecord]:
-        """Of all units that are done, by key: of inputs that nobody touched since, by an encoder
-        that is trusted, with whole files.
-
-        `moved`: the files are on their way into the dataset, so they are not looked for.
-        """
+        """Of all units that are done, by key: of untouched inputs, by a trusted encoder, with whole
+        files, unless these have `moved` on their way into the dataset."""
         return {u.key: r for u, r in self._trusted(units, moved) if r.is_current(u)}
 
     def unconfirmed(self, units: Sequence[Unit]) -> dict[str, UnitRecord]:
@@ -146,7 +142,6 @@ class Workspace:
         return record is not None and record.is_current(unit)
 
     def drop(self, key: str) -> None:
-        """Forget the record of unit `key`."""
         self._record_path(key).unlink(missing_ok=True)
 
     def drop_invalid(self, units: Sequence[Unit]) -> None:
@@ -158,7 +153,6 @@ class Workspace:
                 self.drop(unit.key)
 
     def rejected(self) -> dict[str, str]:
-        """Engines that were found wrong on this input, and why."""
         reasons = {}
         for path in sorted(self.directory.glob("rejected-*.json")):
             note = json.loads(path.read_bytes())
@@ -181,7 +175,6 @@ class Workspace:
             shutil.rmtree(folder, ignore_errors=True)
 
     def has_work(self) -> bool:
-        """Whether something is done here, or being done by somebody."""
         names = (path.name for path in self.directory.glob("*.*"))
         return any(RECORD_OR_CLAIM.fullmatch(name) for name in names)
 

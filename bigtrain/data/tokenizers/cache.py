@@ -1,11 +1,10 @@
 """Tokenizers of local directories that transformers has loaded before, without transformers.
 
-Kept beside transformers' own loading because importing that and loading cost each process of a
-tokenize job 6.4 s of CPU time (transformers 5.23, two cores), more than tokenizing 100 MB. What it
-makes of a directory is a function of the directory's files and of the libraries' versions, so the
-first load leaves what it found out in `bigtrain.system.user_cache`: what of ``tokenizer.json`` it
-changed, and which files it would save. Where it changed the vocabulary or the merges nothing is
-left, and every load is by transformers.
+Importing transformers and loading cost each process of a tokenize job 6.4 s of CPU time
+(transformers 5.23, two cores), more than tokenizing 100 MB. What it makes of a directory is a
+function of the directory's files and of the libraries' versions, so the first load leaves in
+`bigtrain.system.user_cache` what of ``tokenizer.json`` it changed, and which files it would save.
+Where it changed the vocabulary or the merges nothing is left, and every load is by transformers.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ class CachedTokenizer:
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
     def save(self, directory: Path) -> None:
-        """Write what loads as this tokenizer."""
         for name, text in {**self.files, BACKEND_FILE: self.backend_json}.items():
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,10 +108,8 @@ def remember_tokenizer(
 ) -> CachedTokenizer | None:
     """Leave what transformers made of `directory` for the next load.
 
-    None where it has no ``tokenizer.json``, or has it and loads another vocabulary or merges.
-
-    `facts`: `hash`, `vocab_size` and `end_of_document_id`. `decodes_plainly`: decoding is what
-    `tokenizers` does, and nothing after it.
+    None where it has no ``tokenizer.json``, or loads another vocabulary or merges. `facts`: `hash`,
+    `vocab_size` and `end_of_document_id`.
     """
     try:
         content = (directory / BACKEND_FILE).read_bytes()
@@ -165,14 +161,14 @@ def _normal(text: str) -> dict[str, Any]:
 def _with_changes(content: bytes, changes: dict[str, Any]) -> str:
     if not changes:
         return content.decode("utf-8")
+
+    def changed(tree: dict[str, Any]) -> dict[str, Any]:
+        return {**tree, **changes, "model": {**tree["model"], **changes.get("model", {})}}
+
     try:
-        tree = orjson.loads(content)
-        model = {**tree["model"], **changes.get("model", {})}
-        return orjson.dumps({**tree, **changes, "model": model}).decode("utf-8")
+        return orjson.dumps(changed(orjson.loads(content))).decode("utf-8")
     except (orjson.JSONDecodeError, TypeError):  # halves of surrogate pairs, very large numbers
-        tree = json.loads(content)
-        model = {**tree["model"], **changes.get("model", {})}
-        return json.dumps({**tree, **changes, "model": model})
+        return json.dumps(changed(json.loads(content)))
 
 
 def _saved_files(huggingface: Any) -> dict[str, str] | None:

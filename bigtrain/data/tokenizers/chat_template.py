@@ -78,7 +78,6 @@ class ChatTemplate:
         return texts[0], ranges[0] if ranges else []
 
     def save(self, directory: Path) -> None:
-        """Make it the template of the tokenizer in `directory`."""
         (directory / CHAT_TEMPLATE_NAME).write_text(self.source, encoding="utf-8")
 
     def _source(self, tools: object) -> str:

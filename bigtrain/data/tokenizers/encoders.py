@@ -1,8 +1,7 @@
 """Encoders: documents to tokens. The reference is `tokenizers`, which `transformers` encodes with.
 
-gigatoken and fastokens encode the same text 20 to 40 times faster, but are young:
-`bigtrain.data.tokenizers.selection` takes one only while `bigtrain.data.tokenizers.equivalence`
-finds it equal.
+gigatoken and fastokens are 20 to 40 times faster, but young: `bigtrain.data.tokenizers.selection`
+takes one only while `bigtrain.data.tokenizers.equivalence` finds it equal.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +34,7 @@ class EncoderError(Exception):
     """A fast encoder cannot be used: the text is the reason, for the log and the manifest."""
 
 
+@dataclass(eq=False)
 class Encoder(ABC):
     """Turns documents into tokens. Can be pickled; the library is loaded at the first use.
 
@@ -44,26 +44,19 @@ class Encoder(ABC):
     document can inject a control token.
     """
 
-    library: str
-    uses_all_cores = False
+    library: ClassVar[str]
+    uses_all_cores: ClassVar[bool] = False
     """Whether a call does; calls beside it then use what its last documents leave idle."""
 
-    def __init__(
-        self,
-        tokenizer_json: str,
-        end_of_document_id: int | None,
-        parse_special_tokens: bool = False,
-    ) -> None:
-        self.tokenizer_json = tokenizer_json
-        self.end_of_document_id = end_of_document_id
-        self.parse_special_tokens = parse_special_tokens
-        self._backend: Any = None
+    tokenizer_json: str = field(repr=False)
+    end_of_document_id: int | None
+    parse_special_tokens: bool = False
+    _backend: Any = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_backend": None}
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """`encode_utf8` of texts."""
         return self.encode_utf8([text.encode("utf-8") for text in texts])
 
     def encode_utf8(self, contents: Sequence[bytes]) -> Encoded:
@@ -73,9 +66,10 @@ class Encoder(ABC):
         """
         if self._backend is None:
             self._backend = self._load()
-        tokens, lengths = self._encode(contents)
+        plain = self._encode(contents)
         if self.end_of_document_id is None:
-            return Encoded(tokens, lengths)
+            return plain
+        tokens, lengths = plain.tokens, plain.lengths
         full = lengths > 0
         with_end = lengths + full
         ends = np.cumsum(with_end)
@@ -88,20 +82,22 @@ class Encoder(ABC):
 
     @classmethod
     def engine(cls) -> str:
+<<<<<<< HEAD
         """Library and version, for the manifest; of one that is missing, that it is."""
         try:
             return f"{cls.library} {metadata.version(cls.library)}"
         except metadata.PackageNotFoundError:
             return f"{cls.library} (not installed)"
+=======
+        return f"{cls.library} {metadata.version(cls.library)}"
+>>>>>>> shrink-data
 
     @abstractmethod
     def _load(self) -> Any: ...
 
     @abstractmethod
-    def _encode(
-        self, contents: Sequence[bytes]
-    ) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int64]]:
-        """Tokens of all documents without ends, and how many each has."""
+    def _encode(self, contents: Sequence[bytes]) -> Encoded:
+        """All documents, without ends."""
 
 
 class ReferenceEncoder(Encoder):
@@ -119,20 +115,18 @@ class ReferenceEncoder(Encoder):
         backend.no_padding()
         return backend
 
-    def _encode(
-        self, contents: Sequence[bytes]
-    ) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int64]]:
+    def _encode(self, contents: Sequence[bytes]) -> Encoded:
         texts = [content.decode("utf-8") for content in contents]
         ids = [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        return np.fromiter(chain.from_iterable(ids), np.int64, int(lengths.sum())), lengths
+        tokens = np.fromiter(chain.from_iterable(ids), np.int64, int(lengths.sum()))
+        return Encoded(tokens, lengths)
 
 
 class _FastEncoder(Encoder):
     """A library whose failures mean that it cannot be used, not that the input is wrong."""
 
     def encode_utf8(self, contents: Sequence[bytes]) -> Encoded:
-        """See `Encoder`."""
         try:
             return super().encode_utf8(contents)
         except (KeyboardInterrupt, SystemExit, MemoryError, EncoderError):
@@ -157,13 +151,11 @@ class GigatokenEncoder(_FastEncoder):
             tree["added_tokens"] = [t for t in tree.get("added_tokens", []) if not t["special"]]
         return gigatoken.Tokenizer.from_json(json.dumps(tree))
 
-    def _encode(
-        self, contents: Sequence[bytes]
-    ) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int64]]:
+    def _encode(self, contents: Sequence[bytes]) -> Encoded:
         layout = self._backend.encode_batch(list(contents)).layout
         offsets: npt.NDArray[np.int64] = np.asarray(layout.offsets.data, np.int64)
         tokens = np.asarray(layout.content.data)[int(offsets[0]) : int(offsets[-1])]
-        return tokens, offsets[1:] - offsets[:-1]
+        return Encoded(tokens, offsets[1:] - offsets[:-1])
 
 
 class FastokensEncoder(_FastEncoder):
@@ -178,16 +170,14 @@ class FastokensEncoder(_FastEncoder):
         backend.no_truncation()
         return backend
 
-    def _encode(
-        self, contents: Sequence[bytes]
-    ) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int64]]:
+    def _encode(self, contents: Sequence[bytes]) -> Encoded:
         ids, offsets = self._backend.encode_batch_flat(
             [content.decode("utf-8") for content in contents],
             add_special_tokens=False,
             split_special_tokens=not self.parse_special_tokens,
         )
         ends = np.frombuffer(offsets, "<i8")
-        return np.frombuffer(ids, "<u4"), ends[1:] - ends[:-1]
+        return Encoded(np.frombuffer(ids, "<u4"), ends[1:] - ends[:-1])
 
 
 FAST_ENCODERS: dict[str, type[Encoder]] = {

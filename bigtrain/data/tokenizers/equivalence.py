@@ -110,11 +110,8 @@ class Checks:
 
 
 class CheckSampler:
-    """Chooses the documents that are compared: the first 64, then one in 1,000.
-
-    And the first 8 of every script, as told by the first bytes of its UTF-8 characters. The
-    choice depends on the documents and their order alone.
-    """
+    """Chooses the documents that are compared, by them and their order alone: the first 64, then
+    one in 1,000, and the first 8 of every script, as told by the first bytes of UTF-8."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -122,7 +119,6 @@ class CheckSampler:
         self._is_new = np.arange(256) >= FIRST_LEAD_BYTE
 
     def choose(self, contents: Sequence[bytes]) -> Checks:
-        """Checks for the next documents of the stream."""
         documents: list[int] = []
         pieces: list[bytes] = []
         # All at once: of most batches none has a letter of a new script.
@@ -134,7 +130,9 @@ class CheckSampler:
                 begin = 0
             if any_new and not content.isascii() and (rare := self._new_lead_bytes(content)):
                 begin = max(0, content.find(rare[:1]) - 256)
-                self._count(rare)
+                for byte in set(rare):
+                    self._by_lead_byte[byte] += 1
+                    self._is_new[byte] = self._by_lead_byte[byte] < CHECKED_PER_LEAD_BYTE
             if begin is None:
                 continue
             if len(content) <= PIECE_BYTES:
@@ -150,9 +148,3 @@ class CheckSampler:
         units = np.frombuffer(content, np.uint8)
         leads = units[units >= FIRST_LEAD_BYTE]
         return leads[self._is_new[leads]].tobytes()
-
-    def _count(self, lead_bytes: bytes) -> None:
-        for byte in set(lead_bytes):
-            self._by_lead_byte[byte] += 1
-            if self._by_lead_byte[byte] == CHECKED_PER_LEAD_BYTE:
-                self._is_new[byte] = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from bigtrain.data.tokenizers.encoders import FAST_ENCODERS, Encoder, EncoderError, ReferenceEncoder
 from bigtrain.data.tokenizers.equivalence import prove
@@ -16,7 +16,7 @@ from bigtrain.errors import DataError
 logger = logging.getLogger(__name__)
 
 Choice = Literal["auto", "gigatoken", "fastokens", "reference"]
-CHOICES: tuple[Choice, ...] = ("auto", "gigatoken", "fastokens", "reference")
+CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 
 @dataclass
@@ -33,10 +33,6 @@ class EncoderQueue:
 
     def __post_init__(self) -> None:
         self._advance()
-
-    @property
-    def is_reference(self) -> bool:
-        return self.current is self.reference
 
     @property
     def reason(self) -> str:

@@ -31,11 +31,8 @@ from bigtrain.errors import DataError, first_line
 
 logger = logging.getLogger(__name__)
 
-
 HUB_TIMEOUT_S = 10.0
 FACTS = ("hash", "vocab_size", "end_of_document_id")
-
-
 _DATE_FUNCTION = "strftime_now"
 
 
@@ -65,7 +62,11 @@ class Tokenizer:
         `ends`: each document gets the end-of-document token.
         """
         end = self.end_of_document_id if ends else None
-        return ReferenceEncoder(self._backend_json(), end, parse_special_tokens)
+        if self.remembered is not None:
+            content = self.remembered.backend_json
+        else:
+            content = str(self.huggingface.backend_tokenizer.to_str())
+        return ReferenceEncoder(content, end, parse_special_tokens)
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate:
         """The tokenizer's chat template, or the one in `file`.
@@ -95,7 +96,6 @@ class Tokenizer:
         return ChatTemplate(without, with_tools, variables, literals)
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
-        """Text of `tokens`, special tokens included."""
         ids = [int(token) for token in tokens]
         if self.remembered is not None and self.remembered.decodes_plainly:
             return self.remembered.decode(ids)
@@ -111,11 +111,6 @@ class Tokenizer:
             self.remembered.save(directory)
         else:
             self.huggingface.save_pretrained(str(directory))
-
-    def _backend_json(self) -> str:
-        if self.remembered is not None:
-            return self.remembered.backend_json
-        return str(self.huggingface.backend_tokenizer.to_str())
 
 
 def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
@@ -163,7 +158,7 @@ def _load_with_transformers(name: str) -> Any:
     from transformers.utils import logging as transformers_logging
 
     directory = Path(name)
-    arguments: dict[str, Any] = {"trust_remote_code": False}
+    problem = None if directory.exists() else _hub_problem(name)
     if directory.exists():
         if (
             not (directory / "tokenizer_config.json").is_file()
@@ -173,15 +168,11 @@ def _load_with_transformers(name: str) -> Any:
                 f"{name} holds no tokenizer (tokenizer.json or tokenizer_config.json) -> train "
                 "one with `bigtrain tokenizer`"
             )
-        arguments["local_files_only"] = True
-    else:
-        problem = _hub_problem(name)
-        if problem is not None:
-            arguments["local_files_only"] = True
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
-        return AutoTokenizer.from_pretrained(name, **arguments)
+        local = directory.exists() or problem is not None
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=local)
     except Exception as error:  # whatever a foreign tokenizer's files make transformers raise
         if directory.exists():
             raise DataError(

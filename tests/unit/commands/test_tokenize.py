@@ -22,10 +22,11 @@ from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import Manifest
 from bigtrain.data.tokenize_job.work_division import Workers
 from bigtrain.data.tokenize_job.worker import is_held_out
-from bigtrain.data.tokenize_job.worker_pool import Round, Watcher, run_round
+from bigtrain.data.tokenize_job.worker_pool import Round, Update, run_round
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.errors import DataError
 from bigtrain.system.machine import Machine
+from tests.support.datasets import open_verified
 from tests.support.worlds import ROOT
 
 
@@ -75,7 +76,7 @@ def dataset(corpus: Path, tokenizer: Path) -> Path:
 
 
 def test_every_document_comes_back_in_order(dataset: Path, texts: list[str]) -> None:
-    opened = open_dataset(dataset, check="contents")
+    opened = open_verified(dataset)
     tokenizer = load_tokenizer(str(opened.tokenizer_path))
     assert tokenizer.hash == opened.manifest.tokenizer.hash
     for split, wanted in (("train", False), ("held_out", True)):
@@ -124,9 +125,9 @@ def test_processes_are_started_where_there_is_enough_to_do(
     )
     rounds: list[Workers] = []
 
-    def spy(work: Round, workers: Workers, watcher: Watcher) -> None:
+    def spy(work: Round, workers: Workers, update: Update) -> None:
         rounds.append(workers)
-        run_round(work, workers, watcher)
+        run_round(work, workers, update)
 
     monkeypatch.setattr("bigtrain.data.tokenize_job.job.run_round", spy)
     output = corpus.parent / "automatic"
@@ -292,7 +293,7 @@ def test_documents_longer_than_a_shard(tokenizer: Path, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", ["a", "", "b " * 50, "c", "d " * 3, ""])
     command = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--shard-size", 20]
     assert bigtrain(*command, "--output", tmp_path / "d") == 0
-    opened = open_dataset(tmp_path / "d", check="contents")
+    opened = open_verified(tmp_path / "d")
     assert sum(shard.num_documents for shard in opened.shards("train")) == 6
     tokens = np.concatenate([shard.tokens for shard in opened.shards("train")])
     assert int((tokens == 0).sum()) == 4

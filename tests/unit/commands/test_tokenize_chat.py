@@ -14,10 +14,10 @@ from pyarrow import parquet
 
 from bigtrain.cli import main
 from bigtrain.data.chat.encoder import ChatEncoder
-from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import read_manifest
 from bigtrain.data.shards.verification import corrupt_files
 from tests.support.chats import CHATML, QWEN3, chat_tokenizer, save_chat_tokenizer, turns, unmarked
+from tests.support.datasets import open_verified
 
 CHATS = [turns(f"What is {n} + {n}?", f"It is {2 * n}." + " é🙂" * (n % 3)) for n in range(60)] + [
     turns("Hi", "Hello!", "a < b", "<|im_end|>", system="Be brief.")
@@ -45,7 +45,7 @@ def tokenize(*arguments: object) -> int:
 
 def documents_of(path: Path, split: Any = "train") -> list[tuple[list[int], list[int]]]:
     found = []
-    for shard in open_dataset(path, check="contents").shards(split):
+    for shard in open_verified(path).shards(split):
         mask = np.unpackbits(shard.mask_bytes, bitorder="little", count=shard.num_tokens)
         begin = 0
         for length in shard.sequence_lengths.tolist():

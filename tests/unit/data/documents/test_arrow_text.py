@@ -59,7 +59,7 @@ def read(path: Path, limit: int = 1000) -> tuple[list[str], list[BadDocument]]:
     selection, bad = Selection(inputs=[str(path)]), []  # type: ignore[var-annotated]
     options = ReadOptions(selection, max_document_bytes=limit)
     reader = DocumentReader(find_sources(selection), options, Rejects(True, bad.append))
-    return list(reader), bad
+    return [text for batch in reader.text_batches() for text in batch], bad
 
 
 def test_bad_rows_among_good_ones(tmp_path: Path) -> None:
@@ -71,8 +71,9 @@ def test_bad_rows_among_good_ones(tmp_path: Path) -> None:
         (1, "not UTF-8, or half of a surrogate pair")
     ]
     selection = Selection(inputs=[str(path)])
+    reader = DocumentReader(find_sources(selection), ReadOptions(selection), Rejects(False))
     with pytest.raises(DataError, match=r"x\.parquet row 1: not UTF-8"):
-        list(DocumentReader(find_sources(selection), ReadOptions(selection), Rejects(False)))
+        list(reader.text_batches())
     parquet.write_table(pa.table({"text": ["é" * 5, "é" * 6, "", "x"]}), path)
     documents, bad = read(path, limit=10)
     assert documents == ["é" * 5, "", "x"]

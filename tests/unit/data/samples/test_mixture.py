@@ -19,7 +19,6 @@ from bigtrain.data.samples.mixture import (
     BLOCK_SAMPLES,
     MixedSamples,
     MixtureOrder,
-    SourceOrder,
     apportion,
     integer_weights,
 )
@@ -41,8 +40,8 @@ seeds = st.integers(0, 2**64)
 
 def mixture(sizes: list[int], weights: list[int], seed: int) -> MixtureOrder:
     """Sources of a run from its beginning."""
-    sources = enumerate(zip(sizes, weights, strict=True))
-    return MixtureOrder([SourceOrder(*source, number) for number, source in sources], seed)
+    orders = [SampleOrder(size, seed, number) for number, size in enumerate(sizes)]
+    return MixtureOrder(orders, weights, seed)
 
 
 def seat_by_seat(weights: list[int], seats: int) -> list[int]:

@@ -54,7 +54,8 @@ def test_windows_are_the_stream(tmp_path: Path, lengths: list[int], sequence_len
     inputs, labels = [], []
     for index in range(windows.num_samples):
         out = np.full(sequence_length + 1, -1, dtype=np.int64)
-        windows.read_into(index, out)
+        start, length = np.array([index * sequence_length]), np.array([sequence_length + 1])
+        stream.read(start, length, out, np.array([0]))
         inputs += out[:-1].tolist()
         labels += out[1:].tolist()
     assert inputs == tokens[: len(inputs)].tolist()

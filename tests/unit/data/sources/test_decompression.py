@@ -169,7 +169,7 @@ def test_a_corrupt_file_is_named(tmp_path: Path, kind: str, damage: str, compres
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     with pytest.raises(DataError, match=rf"a\.{kind}\.{compression} cannot be read: \S"):
-        list(reader(path, scratch))
+        list(reader(path, scratch).text_batches())
     assert not list(scratch.iterdir())
 
 
@@ -179,7 +179,7 @@ def test_a_disk_without_room(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
     try:
         with pytest.raises(DataError) as caught:
-            list(reader(path, tmp_path))
+            list(reader(path, tmp_path).text_batches())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(caught.value) == (

@@ -44,7 +44,7 @@ def read(
     options = ReadOptions(chosen, tuple(text_key.split(",")), limit)
     rejects = Rejects(skip, (bad if bad is not None else []).append)
     reader = DocumentReader(find_sources(chosen), options, rejects)
-    documents = list(reader)
+    documents = [text for batch in reader.text_batches() for text in batch]
     assert reader.total_bytes is None or reader.bytes_done == reader.total_bytes
     return documents
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import read_manifest
 from bigtrain.data.tokenize_job.leases import Owner
 from bigtrain.data.tokenize_job.workspace import Workspace
 from bigtrain.data.tokenizers.encoders import GigatokenEncoder, ReferenceEncoder
 from bigtrain.data.tokenizers.training import train_tokenizer
 from tests.support.commands import Commands, Ended
+from tests.support.datasets import open_verified
 
 RECORDS = "[0-9a-f]" * 32 + ".json"
 WORDS = "alpha beta gamma delta épsilon 東京 return self\n    if for".split(" ")
@@ -88,7 +88,7 @@ def claimed(steps: list[str]) -> int:
 @pytest.fixture(scope="module")
 def unbroken(home: Path, steps: list[str]) -> Path:
     output = home / "unbroken"
-    assert len(open_dataset(output, check="contents").shards("train")) >= 3
+    assert len(open_verified(output).shards("train")) >= 3
     assert not list(output.glob(".units*"))
     return output
 
