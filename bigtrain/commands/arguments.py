@@ -102,6 +102,14 @@ def reading_of(args: argparse.Namespace) -> ReadOptions:
     return ReadOptions(selection_of(args), keys, limit)
 
 
+def add_count(
+    parser: argparse.ArgumentParser, flag: str, default: int, metavar: str, text: str
+) -> None:
+    """An option that takes an integer of at least 1; `text` and the default are its help."""
+    help_text = f"{text} (default: {default})"
+    parser.add_argument(flag, type=positive_int, default=default, metavar=metavar, help=help_text)
+
+
 def positive_int(text: str) -> int:
     """An argparse type: an integer of at least 1."""
     value = int(text)

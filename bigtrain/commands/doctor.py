@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from bigtrain.commands.arguments import positive_int
+from bigtrain.commands.arguments import add_count, positive_int
 from bigtrain.errors import EXIT_USER_ERROR
 
 
@@ -34,13 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=positive_int, metavar="N", help="the port a run will use (default: any)"
     )
-    parser.add_argument(
-        "--seconds",
-        type=positive_int,
-        default=120,
-        metavar="S",
-        help="limit of each step of the examination (default: 120)",
-    )
+    add_count(parser, "--seconds", 120, "S", "limit of each step of the examination")
     parser.add_argument(
         "--least-gib",
         type=float,

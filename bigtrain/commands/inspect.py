@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigtrain.commands.arguments import positive_int
+from bigtrain.commands.arguments import add_count
 from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,13 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split", choices=("train", "held_out"), help="of --document (default: train)"
     )
-    parser.add_argument(
-        "--max-tokens",
-        type=positive_int,
-        default=DEFAULT_MAX_TOKENS,
-        metavar="N",
-        help=f"tokens of a document shown at most (default: {DEFAULT_MAX_TOKENS})",
-    )
+    add_count(parser, "--max-tokens", DEFAULT_MAX_TOKENS, "N", "tokens of a document shown at most")
     parser.add_argument(
         "--tokenizer", type=Path, help="directory to decode with (default: the dataset's own)"
     )

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bigtrain.commands.arguments import positive_int
+from bigtrain.commands.arguments import add_count, positive_int
 from bigtrain.errors import LaunchError
 from bigtrain.system.files import write_new
 
@@ -22,19 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", default="1", metavar="N[-M]", help="nodes, or fewest and most (default: 1)"
     )
     slurm.add_argument("--time", default="24:00:00", help="time limit (default: 24:00:00)")
-    slurm.add_argument(
+    add_count(
+        slurm,
         "--save-seconds",
-        type=positive_int,
-        default=600,
-        metavar="S",
-        help="seconds before the time limit at which the run is saved and requeued (default: 600)",
+        600,
+        "S",
+        "seconds before the time limit at which the run is saved and requeued",
     )
-    slurm.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION=VALUE",
-        help="further option of sbatch, such as partition=gpu; may be repeated",
+    _add_repeated(
+        slurm, "--sbatch", "OPTION=VALUE", "further option of sbatch, such as partition=gpu"
     )
     _add_setup(slurm)
     _add_torchrun_arguments(kinds.add_parser("torchrun", help="an elastic run without a scheduler"))
@@ -75,40 +71,31 @@ def _add_torchrun_arguments(parser: argparse.ArgumentParser) -> None:
         help="where nodes meet: a node that stays, or a machine that runs the script with `serve`",
     )
     parser.add_argument("--name", help="of the run (default: from the run's file name)")
-    parser.add_argument(
-        "--restarts",
-        type=positive_int,
-        default=100,
-        metavar="N",
-        help="starts after failures, from the newest checkpoint each (default: 100)",
+    add_count(
+        parser, "--restarts", 100, "N", "starts after failures, from the newest checkpoint each"
     )
-    parser.add_argument(
-        "--heartbeat-timeout",
-        type=positive_int,
-        default=15,
-        metavar="S",
-        help="a node without a sign for so long is given up (default: 15)",
+    add_count(
+        parser, "--heartbeat-timeout", 15, "S", "a node without a sign for so long is given up"
     )
-    parser.add_argument(
+    add_count(
+        parser,
         "--last-call-timeout",
-        type=positive_int,
-        default=15,
-        metavar="S",
-        help="after a change, seconds in which further nodes may come (default: 15)",
+        15,
+        "S",
+        "after a change, seconds in which further nodes may come",
     )
-    parser.add_argument(
-        "--threads", type=positive_int, default=1, metavar="N", help="OMP_NUM_THREADS (default: 1)"
-    )
+    add_count(parser, "--threads", 1, "N", "OMP_NUM_THREADS")
     _add_setup(parser)
 
 
 def _add_setup(parser: argparse.ArgumentParser) -> None:
+    text = "shell command that runs first, such as 'module load cuda'"
+    _add_repeated(parser, "--setup", "COMMAND", text)
+
+
+def _add_repeated(parser: argparse.ArgumentParser, flag: str, metavar: str, text: str) -> None:
     parser.add_argument(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="COMMAND",
-        help="shell command that runs first, such as 'module load cuda'; may be repeated",
+        flag, action="append", default=[], metavar=metavar, help=f"{text}; may be repeated"
     )
 
 
@@ -139,20 +126,16 @@ def _add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="starts after failures, from the newest checkpoint each (default: 10)",
     )
-    parser.add_argument(
+    add_count(
+        parser,
         "--hang-minutes",
-        type=positive_int,
-        default=60,
-        metavar="N",
-        help="minutes without a line of log or metrics after which a pod counts as hung; more "
-        "than saving and logging.every_steps take (default: 60)",
+        60,
+        "N",
+        "minutes without a line of log or metrics after which a pod counts as hung; more than "
+        "saving and logging.every_steps take",
     )
-    parser.add_argument(
-        "--save-seconds",
-        type=positive_int,
-        default=600,
-        metavar="S",
-        help="seconds that an evicted pod is given to save the run (default: 600)",
+    add_count(
+        parser, "--save-seconds", 600, "S", "seconds that an evicted pod is given to save the run"
     )
     for flag, metavar, text in (
         ("--env", "NAME=VALUE", "variable of every pod"),
@@ -163,9 +146,7 @@ def _add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
         ("--image-pull-secret", "SECRET", "Secret that the image's registry asks for"),
         ("--rdma", "RESOURCE=N", "network cards of each node, such as rdma/hca=8"),
     ):
-        parser.add_argument(
-            flag, action="append", default=[], metavar=metavar, help=f"{text}; may be repeated"
-        )
+        _add_repeated(parser, flag, metavar, text)
     parser.add_argument(
         "--token-secret", metavar="NAME", help="short for --secret-env HF_TOKEN=NAME:HF_TOKEN"
     )

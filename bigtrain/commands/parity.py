@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from bigtrain.commands.arguments import positive_int
+from bigtrain.commands.arguments import add_count
 from bigtrain.settings.loading import load_run_config
 
 if TYPE_CHECKING:
@@ -19,13 +19,7 @@ EXIT_DIFFERENT = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the subcommand."""
     parser.add_argument("--config", required=True, help="run YAML, or the name of a recipe")
-    parser.add_argument(
-        "--world-size",
-        type=positive_int,
-        default=2,
-        metavar="N",
-        help="processes, started on this machine's CPUs (default: 2)",
-    )
+    add_count(parser, "--world-size", 2, "N", "processes, started on this machine's CPUs")
     parser.add_argument(
         "--refused", action="store_true", help="also list the topologies that are refused, and why"
     )

@@ -91,14 +91,8 @@ def mean_of(references: Sequence[Figures]) -> tuple[Figures, Limits]:
     if len(references) == 1:
         return references[0], Limits()
     centre = Figures(
-        [
-            sum(values) / len(references)
-            for values in zip(*(r.losses for r in references), strict=True)
-        ],
-        [
-            sum(values) / len(references)
-            for values in zip(*(r.norms for r in references), strict=True)
-        ],
+        _mean_by_step([r.losses for r in references]),
+        _mean_by_step([r.norms for r in references]),
         _mean([r.layers for r in references]),
         _mean([r.first for r in references]),
         _mean([r.last for r in references]),
@@ -115,6 +109,10 @@ def _rounding(reference: Figures, reordered: Sequence[Figures]) -> dict[str, flo
         name: max(WEIGHT_TOLERANCE, ROUNDING * max(floor[name] for floor in floors))
         for name in reference.last
     }
+
+
+def _mean_by_step(runs: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(values) / len(runs) for values in zip(*runs, strict=True)]
 
 
 def _mean(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.models.equivalence.rounding import SumsInParts
+from bigtrain.models.layers.decoder_layers import decoder_layers
 from bigtrain.parity.proxy import RATES, STEPS, micro_batches
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import OptimizerSection, RunConfig
@@ -234,26 +236,21 @@ def _weights(model: nn.Module, masters: dict[str, torch.Tensor]) -> dict[str, to
 def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict[str, float]:
     """Sums of squares of what every layer of `model` puts out during `forward`, by name.
 
-    Layers are what module lists hold, as far as they have parameters (those of other pipeline
-    stages have none here). Sums over tokens, so those of disjoint batches or parts add up.
+    Layers of other pipeline stages, which have no parameters here, are not among them. Sums over
+    tokens, so those of disjoint batches or parts add up.
     """
     sums: dict[str, float] = {}
-    handles = []
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
-    outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
-    for prefix in outer:
-        for index, layer in enumerate(lists[prefix]):
-            if not any(True for _ in layer.parameters()):
-                continue
 
-            def record(
-                _module: object, _inputs: object, output: Any, name: str = f"{prefix}.{index}"
-            ) -> None:
-                hidden = output[0] if isinstance(output, tuple) else output
-                if isinstance(hidden, torch.Tensor):
-                    sums[name] = sums.get(name, 0.0) + float(hidden.double().square().sum())
+    def record(name: str, _layer: object, _inputs: object, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, torch.Tensor):
+            sums[name] = sums.get(name, 0.0) + float(hidden.double().square().sum())
 
-            handles.append(layer.register_forward_hook(record))
+    handles = [
+        layer.register_forward_hook(partial(record, name))
+        for name, layer in decoder_layers(model)
+        if any(True for _ in layer.parameters())
+    ]
     try:
         forward()
     finally:

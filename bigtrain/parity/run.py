@@ -138,13 +138,8 @@ def train_points(
 
 def _figures(place: Path) -> Figures:
     scalars = json.loads((place / "figures.json").read_text())
-    return Figures(
-        scalars["losses"],
-        scalars["norms"],
-        scalars["layers"],
-        read_full_masters(place / "first"),
-        read_full_masters(place / "last"),
-    )
+    first, last = (read_full_masters(place / step) for step in ("first", "last"))
+    return Figures(**scalars, first=first, last=last)
 
 
 def _reason(place: Path, error: LaunchError) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 
 from bigtrain.errors import ConfigError, ModelError
 from bigtrain.models.configuration import load_hf_config
@@ -55,11 +56,9 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
 
 def _degrees(world_size: int) -> Iterator[ParallelSection]:
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    for tensor in divisors:
-        for pipeline in divisors:
-            for sequence in divisors:
-                if world_size % (tensor * pipeline * sequence) == 0:
-                    yield ParallelSection(tensor=tensor, pipeline=pipeline, sequence=sequence)
+    for tensor, pipeline, sequence in product(divisors, repeat=3):
+        if world_size % (tensor * pipeline * sequence) == 0:
+            yield ParallelSection(tensor=tensor, pipeline=pipeline, sequence=sequence)
 
 
 def _name(config: RunConfig, engine: Engine, world_size: int) -> str:

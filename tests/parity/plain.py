@@ -164,7 +164,7 @@ def train(
         parameter.requires_grad_(re.match(frozen, name) is None)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: p.detach().float().clone() for name, p in parameters.items()}
-    optimizer = _optimizer(list(masters.values()), config["optimizer"])
+    optimizer = adamw(list(masters.values()), config["optimizer"])
     found = Training([], [], masters)
     for number, step in enumerate(steps[:num_steps]):
         num_targets = int((step.labels != IGNORED).sum())
@@ -217,7 +217,8 @@ def _product_of_halves(weight: torch.Tensor, inner: bool, inputs: torch.Tensor) 
     return torch.cat([F.linear(inputs, rows) for rows in weight.chunk(2, 0)], -1)
 
 
-def _optimizer(masters: list[torch.Tensor], section: dict[str, Any]) -> torch.optim.Optimizer:
+def adamw(masters: list[torch.Tensor], section: dict[str, Any]) -> torch.optim.Optimizer:
+    """Matrices decay, vectors do not; `section` is the run's `optimizer`."""
     decay = section.get("weight_decay", 0.1)
     return torch.optim.AdamW(
         [

@@ -20,6 +20,7 @@ from bigtrain.data.shards.dataset import open_dataset, open_sources
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config, train_cases
+from tests.parity.plain import adamw
 from tests.parity.test_isolation import gradients, packed_loss
 from tests.support.chats import CHATML, chat_tokenizer, save_chat_tokenizer, turns
 from tests.support.datasets import write_dataset
@@ -155,15 +156,7 @@ def test_from_conversations_to_training(
     run = RunConfig.model_validate(config)
     plan = packing_reports(run, open_sources(run.data))[0].plan
     model.train()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=3e-3,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-    )
+    optimizer = adamw(list(model.parameters()), config["optimizer"])
     for step in range(STEPS):
         samples = SampleOrder(plan.num_packs, SEED).windows(step * SAMPLES, SAMPLES).tolist()
         pieces = [piece for sample in samples for piece in documents_of(chat_dataset, sample)]

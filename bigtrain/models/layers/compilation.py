@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bigtrain.errors import ModelError
+from bigtrain.models.layers.decoder_layers import decoder_layers
 from bigtrain.models.torch_patches import shadow
 
 
@@ -36,7 +36,9 @@ def compile_layers(model: PreTrainedModel) -> int:
 
     Raises ModelError for a model without any.
     """
-    layers = list(_layers(model))
+    layers: list[Any] = [
+        layer for _, layer in decoder_layers(model) if isinstance(layer, GradientCheckpointingLayer)
+    ]
     if not layers:
         raise ModelError(
             f"model.compile: a {model.config.model_type} has no decoder layers of transformers' "
@@ -46,14 +48,6 @@ def compile_layers(model: PreTrainedModel) -> int:
         # Shapes are those of the micro-batch: the same in every step.
         shadow(layer, "forward", torch.compile(layer.forward, dynamic=False))
     return len(layers)
-
-
-def _layers(model: nn.Module) -> Iterator[Any]:
-    for child in model.children():
-        if isinstance(child, GradientCheckpointingLayer):
-            yield child
-        else:
-            yield from _layers(child)
 
 
 @contextmanager

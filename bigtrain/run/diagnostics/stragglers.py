@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.models.layers.decoder_layers import decoder_layers
 from bigtrain.models.parallel.sharding import local_shape
-from bigtrain.run.health.heartbeat import layers_of
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 
@@ -46,7 +46,7 @@ class WorkMeter:
         self._begun: Any = None
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         # A pipeline stage lacks some of the layers.
-        each = ((layer, list(_products(layer))) for _, layer in layers_of(model))
+        each = ((layer, list(_products(layer))) for _, layer in decoder_layers(model))
         layer, products = next((found for found in each if found[1]), (None, []))
         total = sum(_num_elements(module) for module in _products(model))
         sampled = sum(_num_elements(module) for module in products)

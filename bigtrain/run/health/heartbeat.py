@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from bigtrain.models.layers.decoder_layers import decoder_layers
 
 _COUNTERS = Path("/proc/self/io")
 _LEAST_TRANSFER_BYTES = 1 << 20
@@ -57,7 +59,7 @@ class Heartbeat:
         Layers are the members of the outermost module lists. A hook before each, and one on the
         gradient of what it returns: neither adds to the graph.
         """
-        for name, layer in layers_of(model):
+        for name, layer in decoder_layers(model):
             enter = partial(self._enter, "forward pass", name)
             leave = partial(self._enter, "backward pass", name)
             # Before the hooks by which ZeRO-3 gathers parameters: that may be what hangs.
@@ -101,15 +103,6 @@ def _mark_gradient(mark: Callable[[], None], _layer: nn.Module, _args: Any, outp
     first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
     if torch.is_tensor(first) and first.requires_grad and torch.is_grad_enabled():
         first.register_hook(lambda _gradient: mark())
-
-
-def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The members of the outermost module lists of `model`, by name."""
-    inside: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(i) for i in inside):
-            inside.append(f"{name}.")
-            yield from ((f"{name}.{index}", layer) for index, layer in module.named_children())
 
 
 def current_collective() -> str | None:
