@@ -82,15 +82,11 @@ class Encoder(ABC):
 
     @classmethod
     def engine(cls) -> str:
-<<<<<<< HEAD
         """Library and version, for the manifest; of one that is missing, that it is."""
         try:
             return f"{cls.library} {metadata.version(cls.library)}"
         except metadata.PackageNotFoundError:
             return f"{cls.library} (not installed)"
-=======
-        return f"{cls.library} {metadata.version(cls.library)}"
->>>>>>> shrink-data
 
     @abstractmethod
     def _load(self) -> Any: ...

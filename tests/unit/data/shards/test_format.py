@@ -20,12 +20,8 @@ from bigtrain.data.shards.statistics import token_counts, unigram_entropy
 from bigtrain.data.shards.verification import corrupt_files
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
-<<<<<<< HEAD
-from tests.support.datasets import write_dataset
-from tests.support.tiers import examples
-=======
 from tests.support.datasets import open_verified, write_dataset
->>>>>>> shrink-data
+from tests.support.tiers import examples
 
 # By hand, from Megatron-LM's indexed_dataset.py: documents [5, 6, 0], none, [7, 0] of uint16.
 EXPECTED_BIN = bytes.fromhex("0500 0600 0000 0700 0000")
