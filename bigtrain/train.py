@@ -32,10 +32,10 @@ from functools import partial
 from pathlib import Path
 from signal import SIGINT, SIGTERM, Signals
 
-from bigtrain.errors import EXIT_STOPPED, BigtrainError
+from bigtrain.errors import BigtrainError
 from bigtrain.settings.accelerate import read_accelerate
 from bigtrain.settings.resolve import ResolvedRun, resolve_run_files
-from bigtrain.system.world import World, read_world
+from bigtrain.system.world import World, has_other_hosts, read_world
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -92,7 +92,9 @@ def _leave_unstarted(directory: Path, world: World, received: Signals) -> None:
     if LaunchNotes(os.environ).is_any():
         return
     # A failure on another host is not seen here; a run that it refused must leave nothing.
-    may_be_refused = received == SIGTERM and not directory.exists() and _has_other_hosts(world)
+    may_be_refused = (
+        received == SIGTERM and not directory.exists() and has_other_hosts(world, os.environ)
+    )
     if received != SIGINT and not may_be_refused:
         ask_for_restart(directory, received.name, None)
     if world.is_main:
@@ -101,13 +103,6 @@ def _leave_unstarted(directory: Path, world: World, received: Signals) -> None:
             "save; the same command goes on where the run stands",
             file=sys.stderr,
         )
-
-
-def _has_other_hosts(world: World) -> bool:
-    # torchrun's and accelerate's, mpirun's, deepspeed's name for the processes of this host.
-    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_SIZE")
-    here = next((os.environ[name] for name in names if os.environ.get(name)), str(world.size))
-    return here.isdecimal() and int(here) < world.size
 
 
 def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
@@ -121,81 +116,9 @@ def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
     refuse_for_device(run.config, world.size)
     with importing():  # the model's libraries
         inputs = inspect_inputs(run)
-        from bigtrain.data.loading.loader import open_held_out, open_training_data
-        from bigtrain.data.shards.block_checksums import NOT_VERIFIED
-        from bigtrain.engine.build import build_engine
-        from bigtrain.engine.startup.mesh import open_mesh
-        from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
-        from bigtrain.run.checkpointing.initialize import weights_source
-        from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start
-        from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
-        from bigtrain.run.data_verification import verify_data
-        from bigtrain.run.evaluation.held_out import Evaluator
-        from bigtrain.run.finish import finish, is_complete, stop_early
-        from bigtrain.run.loop import train
-        from bigtrain.run.session import open_session
+        from bigtrain.run.training import train_inputs
 
-    source = weights_source(run.config)
-    weights = source.find(run.config, inputs.hf_config)
-    with open_session(run, inputs, world, signals) as session:
-        if run.config.data.verify == "contents":
-            verify_data(session)
-        mesh = open_mesh(run.topology, world.rank)
-        if run.topology.tensor_size > 1:
-            check_tensor_plan(
-                inputs.hf_config,
-                run.config.model.attention,
-                run.config.batch.sequence_length,
-                mesh.tensor,
-                session.device,
-            )
-        engine = build_engine(
-            source.building(run.config),
-            run.engine,
-            run.plan,
-            inputs.hf_config,
-            session.device,
-            mesh,
-            inputs.model_plan,
-        )
-        topology = run.topology
-        placement = [topology.describe(), *topology.crossings(session.hosts)]
-        for line in (*placement, *inputs.model_plan.lines(run.plan.accumulation)):
-            if line:
-                session.say(line)
-        for report in inputs.packing:
-            session.say(str(report))
-        for dataset in inputs.datasets:
-            if not dataset.manifest.has_blocks:
-                session.say(f"{dataset.path}: {NOT_VERIFIED}")
-        pin = session.device.type == "cuda"
-        while True:
-            state = restore_or_start(session, engine)
-            if is_complete(session, state):
-                engine.close()
-                return 0
-            if state.step == 0:
-                source.fill(session, engine, weights)
-            data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
-            batches = open_training_data(*data, datasets=inputs.datasets, device_pin=pin)
-            held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)
-            evaluator = Evaluator(session, engine, held_out)
-            if state.step < run.config.train.steps:
-                refuse_small_disk(session, engine)
-            # Before any process writes; what is asked for until the loop, it does after a step.
-            session.signals.listen()
-            if acquire_run_directory(session, state):
-                break
-            batches.close()
-        session.begin_writing(state)
-        with Saver(session, engine, inputs.data_hash) as saver:
-            state, received = train(session, engine, batches, evaluator, state, saver)
-        batches.close()
-        if received is not None:
-            stop_early(session, engine, state, received)
-            return EXIT_STOPPED
-        finish(session, engine, state)
-        return 0
+    return train_inputs(run, inputs, world, signals)
 
 
 if __name__ == "__main__":

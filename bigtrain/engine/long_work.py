@@ -37,14 +37,11 @@ class LongWork:
 
     def on_main_rank(self, work: Callable[[], Result]) -> Result:
         """What `work` returned on rank 0, on every rank. Its error is raised on every rank."""
+        if self._world.size == 1:
+            return work()
         outcome = _attempt(work) if self._world.is_main else None
-        if self._world.size > 1:
-            self._wait(1, takes_part=self._world.is_main)
-            box = [_sent(outcome)]
-            dist.broadcast_object_list(box, src=0)
-            outcome = box[0] if outcome is None else outcome
-        assert outcome is not None
-        result: Result = _opened([outcome])[0]
+        self._wait(1, takes_part=self._world.is_main)
+        result: Result = _told(outcome, None)
         return result
 
     def on_every_rank(self, work: Callable[[], Result]) -> list[Result]:
@@ -75,6 +72,24 @@ class LongWork:
                 f"the main process ended while rank {self._world.rank} waited for it: see what it "
                 f"says ({error})"
             ) from error
+
+
+def on_main_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """What `work` returned on rank 0, on every rank; its error is raised on every rank.
+
+    Collective over `group`, of all ranks, in which the others wait: for what takes no longer than
+    other collectives (else `LongWork`), and in a thread where that group is used there alone.
+    """
+    result: Result = _told(_attempt(work) if dist.get_rank() == 0 else None, group)
+    return result
+
+
+def _told(outcome: _Outcome | None, group: dist.ProcessGroup | None) -> Any:
+    box = [_sent(outcome)]
+    dist.broadcast_object_list(box, src=0, group=group)
+    found = box[0] if outcome is None else outcome
+    assert found is not None
+    return _opened([found])[0]
 
 
 _Outcome = tuple[Any, BaseException | None]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from bigtrain.errors import LaunchError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+# The number of a host's processes: of torchrun and accelerate, of mpirun, of deepspeed.
+_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_SIZE")
 # What Open MPI's mpirun calls them (man mpirun, "Exported Environment Variables").
 _OF_MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 
@@ -56,6 +58,12 @@ def read_world(environment: Mapping[str, str]) -> World:
     if not (0 <= rank < size and local_rank >= 0):
         raise LaunchError(f"launcher environment {given}: RANK must be in 0..WORLD_SIZE-1")
     return World(rank, size, local_rank)
+
+
+def has_other_hosts(world: World, environment: Mapping[str, str]) -> bool:
+    """Whether the launcher started processes elsewhere too; no, where it does not say."""
+    here = next((environment[name] for name in _LOCAL_SIZE if environment.get(name)), "")
+    return here.isdecimal() and int(here) < world.size
 
 
 def _given_by_mpirun(environment: Mapping[str, str]) -> dict[str, str]:

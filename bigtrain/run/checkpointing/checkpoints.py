@@ -115,12 +115,8 @@ def commit(
     for path in sorted(path for path in partial.iterdir() if path.is_file()):
         sync_to_disk(path)
         files[path.name] = (path.stat().st_size, file_checksum(path))
-    temporary = partial / f"{MANIFEST}.tmp"
-    temporary.write_text(_manifest_text(Manifest(identity, files)))
-    sync_to_disk(temporary)
     sync_to_disk(partial / TENSORS)
-    temporary.rename(partial / MANIFEST)
-    sync_to_disk(partial)
+    write_whole(partial / MANIFEST, _manifest_text(Manifest(identity, files)).encode())
     final = partial.with_name(partial.name.split(".", 1)[0])
     permit()
     if final.exists():

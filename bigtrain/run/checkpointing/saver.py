@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ import torch.distributed as dist
 from bigtrain.engine.checkpoint.io import Staging
 from bigtrain.engine.checkpoint.snapshot import EngineSnapshot, checkpoint_bytes, snapshot_engine
 from bigtrain.engine.checkpoint.tensor_files import Identity
+from bigtrain.engine.long_work import on_main_rank
 from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import BigtrainError, CheckpointError, LostRunTokenError
+from bigtrain.errors import CheckpointError, LostRunTokenError
 from bigtrain.models.verified_export import Probe
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.retention import retain
@@ -36,6 +37,8 @@ _LAST_WAIT_SECONDS = 60.0
 MIB = 1 << 20
 # What a save leaves free on the disk, for probe, metadata, log and figures.
 _SPARE_BYTES = 64 * MIB
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -78,19 +81,15 @@ class Saver:
         self._pending: _Write | None = None
         self._num_failures = 0
         self._run_document: dict[str, Any] = {}
-        self._identity = Identity()
-        self._on_main(lambda: self._begin(data_hash))
-        identity = [self._identity]
-        dist.broadcast_object_list(identity, src=0, group=self._group)
-        self._identity = identity[0]
+        self._identity = self._on_main(lambda: self._begin(data_hash))
 
-    def _begin(self, data_hash: str) -> None:
+    def _begin(self, data_hash: str) -> Identity:
         session = self._session
         attempt = session.run_token.attempt if session.run_token is not None else ""
-        self._identity = Identity(checkpoints.make_run_id(session.directory), 0, attempt)
+        identity = Identity(checkpoints.make_run_id(session.directory), 0, attempt)
         self._run_document = {
             "format": checkpoints.FORMAT,
-            "run": self._identity.run,
+            "run": identity.run,
             "data_hash": data_hash,
             "config": session.run.config.model_dump(mode="json"),
             "deepspeed": session.run.engine.deepspeed,
@@ -99,6 +98,7 @@ class Saver:
             ),
         }
         checkpoints.clear_garbage(session.directory)
+        return identity
 
     def save(self, state: TrainState, held_out_loss: float | None) -> None:
         """Save `state`, once the save before is finished. `held_out_loss`: at it, if measured.
@@ -217,19 +217,18 @@ class Saver:
             return None  # a process is gone
         return None
 
-    def _on_main(self, action: Callable[[], None]) -> None:
-        """Let the main process do `action`; its error is raised on every process."""
-        failure: list[BigtrainError | None] = [None]
-        if self._session.world.is_main:
+    def _on_main(self, action: Callable[[], Result]) -> Result:
+        """`on_main_rank` in the group of saves, with any error but a lost run as that of a save."""
+
+        def attempt() -> Result:
             try:
-                action()
-            except LostRunTokenError as error:
-                failure = [error]
+                return action()
+            except LostRunTokenError:
+                raise
             except Exception as error:
-                failure = [CheckpointError(str(error) or type(error).__name__)]
-        dist.broadcast_object_list(failure, src=0, group=self._group)
-        if failure[0] is not None:
-            raise failure[0]
+                raise CheckpointError(str(error) or type(error).__name__) from error
+
+        return on_main_rank(attempt, self._group)
 
     def _prepare(self, partial: Path, num_bytes: int) -> None:
         self._session.check_run_token()

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from bigtrain.engine.long_work import on_main_rank
 from bigtrain.run.health.hang_report import Position
 from bigtrain.system.world import World
 
@@ -36,9 +37,8 @@ Result = TypeVar("Result")
 def open_board(world: World) -> StatusStore | None:
     """The status store of all processes, None where this one does not reach it. Collective."""
     # torchrun's store outlives a start of the processes.
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token, src=0)
-    place = Place(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), token[0])
+    token = on_main_rank(lambda: secrets.token_hex(8))
+    place = Place(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), token)
     try:
         return StatusStore(place, world)
     except RuntimeError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bigtrain.engine.long_work import on_main_rank
 from bigtrain.errors import BigtrainError
 from bigtrain.run.state import TrainState
 from bigtrain.system.stop_signals import StopSignals, ask_for_restart
@@ -70,11 +71,14 @@ class StopAgreement:
     def _verdict(self, number: int) -> signal.Signals | None:
         if number != _TROUBLE:
             return signal.Signals(number) if number else None
-        error = [self._error]
-        if self._group is not None:
-            dist.broadcast_object_list(error, src=0, group=self._group)
-        assert error[0] is not None
-        raise error[0]
+        if self._group is None:
+            self._raise()
+        on_main_rank(self._raise, self._group)
+        raise AssertionError("there was trouble, and now there is none")
+
+    def _raise(self) -> None:
+        assert self._error is not None
+        raise self._error
 
 
 def leave_marker(run_directory: Path, received: signal.Signals, state: TrainState) -> None:

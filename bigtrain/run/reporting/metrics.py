@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -40,6 +39,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from bigtrain.errors import OutputError
+from bigtrain.run.reporting.metrics_lines import cut_lines
 from bigtrain.run.reporting.progress import (
     OUTPUT_REMEDY,
     Progress,
@@ -144,13 +144,13 @@ class MetricsWriter:
             raise
         # Last, so that a tracker that does not start costs no line.
         self._path = directory / "metrics.jsonl"
-        kept, num_dropped = _cut(self._path, resume_step, resume_samples)
+        first_loss, num_dropped = cut_lines(self._path, resume_step, resume_samples)
         if num_dropped:
             self.info(
                 f"metrics.jsonl: dropped {num_dropped} lines of steps after {resume_step}, "
                 f"which are trained again"
             )
-        self._tally = _Tally(resume_step, kept)
+        self._tally = _Tally(resume_step, first_loss)
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def log_step(self, metrics: StepMetrics) -> None:
@@ -207,7 +207,7 @@ class MetricsWriter:
         but not events. Trackers see those steps twice."""
         self._failure = close_written(self._file, self._path, self._failure)
         with writing(self._path, OUTPUT_REMEDY):
-            _cut(self._path, step, samples)
+            cut_lines(self._path, step, samples)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
         self._tally.roll_back(step)
 
@@ -253,13 +253,12 @@ class MetricsWriter:
 class _Tally:
     """What the closing summary and the time left are made of."""
 
-    def __init__(self, resume_step: int, kept: Sequence[Mapping[str, object]]) -> None:
+    def __init__(self, resume_step: int, first_loss: float | None) -> None:
         self._resume_step = resume_step
         self._begun_at = time.perf_counter()
         self._logged_step = resume_step
         self._seconds = self._tokens = 0.0
-        losses = [line["loss"] for line in kept if "loss" in line]
-        self._first_loss = losses[0] if losses else None
+        self._first_loss = first_loss
         self._last: StepMetrics | None = None
         self._memory_gib = 0.0
         self.held_out: tuple[int, float] | None = None
@@ -320,42 +319,6 @@ def _number_text(value: object) -> str:
 
 def _utilization_text(utilization: float | None) -> str:
     return "" if utilization is None else f", {utilization:.1%} of peak FLOP/s"
-
-
-def _cut(path: Path, last_step: int, samples: int) -> tuple[list[dict[str, object]], int]:
-    """Keep the lines of `path` up to `last_step`, and events of what was read before sample
-    `samples`. Returns them and how many whole ones went.
-
-    The file is written anew beside itself and renamed, so that a kill here loses nothing.
-    """
-    if not path.exists():
-        return [], 0
-    kept: list[dict[str, object]] = []
-    num_dropped = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue  # cut off by a kill
-            step = line.get("step") if isinstance(line, dict) else None
-            if not isinstance(step, int) or last_step == 0:
-                stays = False
-            elif "event" in line:
-                stays = line["first_sample"] < samples
-            else:
-                stays = step <= last_step
-            if stays:
-                kept.append(line)
-            else:
-                num_dropped += 1
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    return kept, num_dropped
 
 
 def memory_gib(device_type: str) -> float:

@@ -1,0 +1,99 @@
+"""The lines of metrics.jsonl that a run takes up again: cut at its end, however long it is.
+
+Steps in the file only grow, but for events, and so do the samples that its lines of steps name. So
+everything before the last line of a step that stays, and whose samples the run has read, stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from bigtrain.system.files import whole_file
+
+_BLOCK_BYTES = 1 << 16
+
+
+def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, int]:
+    """Keep the lines of `path` up to `last_step`, and events of what was read before sample
+    `samples`; of `last_step` 0 none.
+
+    Returns the loss of the first step there is, and how many whole lines went. Reads what is
+    dropped and the line before it. A kill here loses nothing.
+    """
+    if not path.exists():
+        return None, 0
+    with path.open("r+b") as file:
+        kept: list[bytes] = []  # of those after `end`, last one first
+        num_dropped, end = 0, 0
+        for begin, text in _backwards(file):
+            line = _parsed(text)
+            if line is None:
+                continue  # cut off by a kill
+            if not _stays(line, last_step, samples):
+                num_dropped += 1
+                continue
+            is_read = "event" not in line and line.get("samples", samples + 1) <= samples
+            if is_read and text.endswith(b"\n"):
+                end = begin + len(text)
+                break
+            kept.append(text)
+        if kept:
+            # Something between them goes, or only the samples of all lines are above.
+            with whole_file(path, path.with_name(f".{path.name}.tmp")) as whole:
+                file.seek(0)
+                _copy(file, whole, end)
+                whole.writelines(line.rstrip(b"\n") + b"\n" for line in reversed(kept))
+        else:
+            file.truncate(end)
+            os.fsync(file.fileno())
+    return _first_loss(path), num_dropped
+
+
+def _stays(line: dict[str, Any], last_step: int, samples: int) -> bool:
+    step = line.get("step")
+    if not isinstance(step, int) or last_step == 0:
+        return False
+    return line["first_sample"] < samples if "event" in line else step <= last_step
+
+
+def _backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Where each line begins, and the line with its end, the last one first."""
+    begin = file.seek(0, os.SEEK_END)
+    held = b""
+    while begin > 0:
+        size = min(_BLOCK_BYTES, begin)
+        begin = file.seek(begin - size)
+        held = file.read(size) + held
+        while (cut := held.rfind(b"\n", 0, -1)) >= 0:
+            yield begin + cut + 1, held[cut + 1 :]
+            held = held[: cut + 1]
+    if held:
+        yield 0, held
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else {}
+
+
+def _copy(source: IO[bytes], target: IO[bytes], num_bytes: int) -> None:
+    while num_bytes > 0 and (block := source.read(min(_BLOCK_BYTES, num_bytes))):
+        target.write(block)
+        num_bytes -= len(block)
+
+
+def _first_loss(path: Path) -> float | None:
+    with path.open("rb") as file:
+        for text in file:
+            line = _parsed(text)
+            if line and "loss" in line and "event" not in line:
+                loss: float | None = line["loss"]
+                return loss
+    return None

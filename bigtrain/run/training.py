@@ -1,0 +1,118 @@
+"""One start of a run, from inputs that fit to its exit code: build, resume, train, finish."""
+
+from __future__ import annotations
+
+from bigtrain.data.loading.loader import TrainingBatches, open_held_out, open_training_data
+from bigtrain.data.shards.block_checksums import NOT_VERIFIED
+from bigtrain.engine.build import build_engine
+from bigtrain.engine.startup.mesh import Mesh, open_mesh
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import EXIT_STOPPED
+from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
+from bigtrain.models.weights.import_hf import Weights
+from bigtrain.run.checkpointing.initialize import WeightsSource, weights_source
+from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start
+from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
+from bigtrain.run.data_verification import verify_data
+from bigtrain.run.evaluation.held_out import Evaluator
+from bigtrain.run.finish import finish, is_complete, stop_early
+from bigtrain.run.loop import train
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.session import Session, open_session
+from bigtrain.run.state import TrainState
+from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.system.stop_signals import StopSignals
+from bigtrain.system.world import World
+
+
+def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSignals) -> int:
+    """Train `run` to its end or to a signal, from wherever its directory stands.
+
+    Returns the exit code. Collective over all processes of `world`.
+    """
+    source = weights_source(run.config)
+    weights = source.find(run.config, inputs.hf_config)
+    with open_session(run, inputs, world, signals) as session:
+        if run.config.data.verify == "contents":
+            verify_data(session)
+        mesh = open_mesh(run.topology, world.rank)
+        engine = _build(session, inputs, source, mesh)
+        _say_plan(session, inputs)
+        begun = _begin(session, engine, inputs, mesh, source, weights)
+        if begun is None:
+            engine.close()
+            return 0
+        state, batches, evaluator = begun
+        session.begin_writing(state)
+        with Saver(session, engine, inputs.data_hash) as saver:
+            state, received = train(session, engine, batches, evaluator, state, saver)
+        batches.close()
+        if received is not None:
+            stop_early(session, engine, state, received)
+            return EXIT_STOPPED
+        finish(session, engine, state)
+        return 0
+
+
+def _build(session: Session, inputs: Inputs, source: WeightsSource, mesh: Mesh) -> TrainEngine:
+    run = session.run
+    if run.topology.tensor_size > 1:
+        check_tensor_plan(
+            inputs.hf_config,
+            run.config.model.attention,
+            run.config.batch.sequence_length,
+            mesh.tensor,
+            session.device,
+        )
+    return build_engine(
+        source.building(run.config),
+        run.engine,
+        run.plan,
+        inputs.hf_config,
+        session.device,
+        mesh,
+        inputs.model_plan,
+    )
+
+
+def _say_plan(session: Session, inputs: Inputs) -> None:
+    topology = session.run.topology
+    placement = [topology.describe(), *topology.crossings(session.hosts)]
+    for line in (*placement, *inputs.model_plan.lines(session.run.plan.accumulation)):
+        if line:
+            session.say(line)
+    for report in inputs.packing:
+        session.say(str(report))
+    for dataset in inputs.datasets:
+        if not dataset.manifest.has_blocks:
+            session.say(f"{dataset.path}: {NOT_VERIFIED}")
+
+
+def _begin(
+    session: Session,
+    engine: TrainEngine,
+    inputs: Inputs,
+    mesh: Mesh,
+    source: WeightsSource,
+    weights: Weights | None,
+) -> tuple[TrainState, TrainingBatches, Evaluator] | None:
+    """Where the run stands, with the run directory held; None where it is complete."""
+    run = session.run
+    pin = session.device.type == "cuda"
+    while True:
+        state = restore_or_start(session, engine)
+        if is_complete(session, state):
+            return None
+        if state.step == 0:
+            source.fill(session, engine, weights)
+        data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
+        batches = open_training_data(*data, datasets=inputs.datasets, device_pin=pin)
+        held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)
+        evaluator = Evaluator(session, engine, held_out)
+        if state.step < run.config.train.steps:
+            refuse_small_disk(session, engine)
+        # Before any process writes; what is asked for until the loop, it does after a step.
+        session.signals.listen()
+        if acquire_run_directory(session, state):
+            return state, batches, evaluator
+        batches.close()
