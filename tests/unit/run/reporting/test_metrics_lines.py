@@ -103,3 +103,15 @@ def test_a_long_file_is_not_read(tmp_path: Path) -> None:
     assert peak < 1_000_000
     assert path.stat().st_ino == inode
     assert path.read_text().endswith('{"step": 199997, "loss": 1.5, "samples": 1599976}\n')
+
+
+def test_an_event_before_a_step_that_stays_may_go(tmp_path: Path) -> None:
+    """Of samples that are read again, though the run has done that step since by other samples."""
+    path = tmp_path / "metrics.jsonl"
+    first, event = (
+        '{"step": 1, "samples": 8}\n',
+        '{"step": 3, "event": "skipped", "first_sample": 16}',
+    )
+    path.write_text(f'{first}{event}\n{{"step": 2, "samples": 32}}\n')
+    assert cut_lines(path, 2, 16) == (None, 1)
+    assert path.read_text() == f'{first}{{"step": 2, "samples": 32}}\n'
