@@ -11,7 +11,6 @@ model give names, types and bounds themselves.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import types
@@ -23,7 +22,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-TARGET = Path(__file__).resolve().parents[1] / "bigtrain" / "settings" / "deepspeed" / "keys.json"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from tools.generated_file import write_or_compare  # noqa: E402
+
+TARGET = ROOT / "bigtrain" / "settings" / "deepspeed" / "keys.json"
 
 # Read by DeepSpeedConfig.__init__ itself only when torch.distributed runs (runtime/config.py).
 KEYS_OF_DISTRIBUTED_RUNS = ("sequence_parallel_size",)
@@ -169,21 +173,5 @@ def _node_of_annotation(annotation: Any) -> dict[str, Any]:
     return {}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare only; exit 1 on a difference")
-    args = parser.parse_args()
-    text = json.dumps(build_table(), indent=1) + "\n"
-    if args.check:
-        same = TARGET.is_file() and TARGET.read_text(encoding="utf-8") == text
-        print(f"{TARGET}: {'up to date' if same else 'differs; run tools/deepspeed_keys.py'}")
-        return 0 if same else 1
-    temporary = TARGET.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(TARGET)
-    print(f"wrote {TARGET}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_compare(TARGET, lambda: json.dumps(build_table(), indent=1) + "\n", __doc__))

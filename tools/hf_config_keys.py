@@ -10,7 +10,6 @@ transformers' own validation, aliases, and the defaults that rules of bigtrain n
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import json
@@ -18,7 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TARGET = Path(__file__).resolve().parents[1] / "bigtrain" / "settings" / "hf_config_keys.json"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from tools.generated_file import write_or_compare  # noqa: E402
+
+TARGET = ROOT / "bigtrain" / "settings" / "hf_config_keys.json"
 FIGURES = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
 EXAMPLES: dict[str, tuple[Any, ...]] = {
     "boolean": (True,),
@@ -109,21 +113,5 @@ def _figures(config_class: Any) -> dict[str, int | None]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare only; exit 1 on a difference")
-    args = parser.parse_args()
-    text = as_text(build_table())
-    if args.check:
-        same = TARGET.is_file() and TARGET.read_text(encoding="utf-8") == text
-        print(f"{TARGET}: {'up to date' if same else 'differs; run tools/hf_config_keys.py'}")
-        return 0 if same else 1
-    temporary = TARGET.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(TARGET)
-    print(f"wrote {TARGET}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_compare(TARGET, lambda: as_text(build_table()), __doc__))
