@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import os
+import re
 import shlex
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from bigtrain.commands.arguments import positive_int
@@ -30,6 +34,7 @@ from bigtrain.launchers.hostfile import (
 from bigtrain.system.files import write_new
 
 _RESOLVE_SECONDS = 10
+_LOOKUPS_AT_ONCE = 256  # threads that wait
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,16 +97,21 @@ def _check(path: Path) -> int:
 
 def _unknown(hosts: list[Host]) -> list[str]:
     rule = "neither this machine nor ssh's settings know a host of this name"
+    with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
+        known = list(pool.map(_resolves, (host.name for host in hosts)))
     return [
         f"line {host.line}: {host.name}: {rule} -> correct the name, or take it out"
-        for host in hosts
-        if not _resolves(host.name)
+        for host, is_known in zip(hosts, known, strict=True)
+        if not is_known
     ]
 
 
 def _resolves(name: str) -> bool:
     """Whether `name`, or what ssh's settings replace it by, has an address."""
-    return any(_has_address(candidate) for candidate in (name, _name_for_ssh(name)) if candidate)
+    if _has_address(name):
+        return True
+    other = _name_for_ssh(name) if ssh_settings_name_hosts() else None
+    return other is not None and other != name and _has_address(other)
 
 
 def _has_address(name: str) -> bool:
@@ -120,6 +130,31 @@ def _name_for_ssh(name: str) -> str | None:
         return None
     lines = (line.split() for line in result.stdout.splitlines())
     return next((words[1] for words in lines if words[:1] == ["hostname"]), None)
+
+
+@cache
+def ssh_settings_name_hosts() -> bool:
+    """Whether ssh's settings may replace names: else `ssh -G` need not be asked for each.
+
+    By its settings (man ssh_config): HostName, CanonicalizeHostname; of this user and machine, and
+    what they include.
+    """
+    files = [Path.home() / ".ssh/config", Path("/etc/ssh/ssh_config")]
+    seen: set[Path] = set()
+    while files:
+        path = files.pop()
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        for line in path.read_text(errors="replace").splitlines():
+            word, *rest = re.split(r"[\s=]+", line.strip(), maxsplit=1)
+            if word.lower() in ("hostname", "canonicalizehostname"):
+                return True
+            if word.lower() == "include" and rest:
+                for pattern in shlex.split(rest[0]):
+                    found = path.parent / Path(pattern).expanduser()
+                    files += map(Path, glob.glob(str(found)))
+    return False
 
 
 def _environment(path: Path, include: list[str]) -> int:

@@ -229,7 +229,7 @@ def test_killed_run_goes_on_bit_for_bit(
     (half / "tensors" / "rank-00000.safetensors").write_bytes(b"half of it")
     (half / "state.json").write_text('{"step": 12')
 
-    finished = launch([*launcher("deepspeed"), *arguments(inputs, run)], home)
+    finished = train(*arguments(inputs, run), num_processes=2)
     assert finished.code == 0, finished.output
     # From step 8 where the processes were quicker than the kill.
     assert re.search(r"resumed at step [48] ", finished.output)

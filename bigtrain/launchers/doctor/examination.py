@@ -5,6 +5,7 @@ Nothing here waits without a limit, and what is written is deleted.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,14 @@ from typing import Any
 
 from bigtrain.errors import LaunchError
 from bigtrain.launchers.doctor import verdicts as judge
-from bigtrain.launchers.doctor.transport import Reply, Transport, ask_all, probe_command
+from bigtrain.launchers.doctor.transport import (
+    MOST_AT_ONCE,
+    Reply,
+    Transport,
+    ask_all,
+    most_at_once,
+    probe_command,
+)
 from bigtrain.launchers.doctor.verdicts import Finding
 from bigtrain.launchers.hostfile import Host
 
@@ -47,6 +55,7 @@ def examine(what: Examination, say: Callable[[str], None]) -> tuple[list[Finding
         },
         what.transport,
         what.limit_seconds,
+        _as_they_come(len(what.hosts), say),
     )
     found = [judge.judge_reachable(host, replies[host.name].problem) for host in what.hosts]
     there = [host for host in what.hosts if replies[host.name].problem is None]
@@ -58,18 +67,48 @@ def examine(what: Examination, say: Callable[[str], None]) -> tuple[list[Finding
         found += _judge_facts(host, replies[host.name], what.least_gib, alone=len(what.hosts) == 1)
     say(f"{len(there)} hosts: {what.directory} shared")
     found += _shared(what, there)
-    say(f"{len(there)} hosts: network between each pair")
-    network = _network(what, there, facts)
+    groups = _groups(there)
+    said = f", in {len(groups)} groups that share a host" if len(groups) > 1 else ""
+    say(f"{len(there)} hosts: network between each pair{said}")
+    network = [f for group in groups for f in _network(what, group, facts)]
     found += network
     lines: list[str] = []
     if what.compute:
         if any(f.failed and f.check in ("versions", "devices", "network") for f in found):
             lines.append("no computing: hosts fail what it needs (versions, devices, network)")
         else:
-            say(f"{len(there)} hosts: a matrix product per device, all-reduce")
-            computed, lines = _compute(what, there, facts)
-            found += computed
+            say(f"{len(there)} hosts: a matrix product per device, all-reduce{said}")
+            for group in groups:
+                computed, figures = _compute(what, group, facts)
+                found += computed
+                ends = f"{group[0].name} to {group[-1].name}: " if len(groups) > 1 else ""
+                lines += [f"{ends}{line}" for line in figures]
     return found, lines
+
+
+def _as_they_come(num_hosts: int, say: Callable[[str], None]) -> Callable[[Host, Reply], None]:
+    """Says at once which hosts do not answer, and of many how many have."""
+    answered = itertools.count(1)
+
+    def tell(host: Host, reply: Reply) -> None:
+        number = next(answered)
+        if reply.problem is not None and num_hosts > 1:
+            say(f"  {host.name}: {reply.problem}")
+        if number % MOST_AT_ONCE == 0 and number < num_hosts:
+            say(f"  {number} of {num_hosts} hosts were asked")
+
+    return tell
+
+
+def _groups(hosts: Sequence[Host]) -> list[Sequence[Host]]:
+    """As many hosts as can be asked at once, for steps in which they have to do with each other.
+
+    The last of one group is the first of the next, so that a host cut off from the rest shows.
+    """
+    size = most_at_once()
+    if len(hosts) <= size or size < 2:
+        return [hosts]
+    return [hosts[begin : begin + size] for begin in range(0, len(hosts) - 1, size - 1)]
 
 
 def _judge_facts(host: Host, reply: Reply, least_gib: float, *, alone: bool) -> list[Finding]:

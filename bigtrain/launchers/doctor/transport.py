@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -11,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from bigtrain.launchers.hostfile import Host
 from bigtrain.system.shipped_files import checkout
 
 Transport = Literal["ssh", "srun"]
+MOST_AT_ONCE = 128
+"""Hosts that are asked at the same time; each takes a process and some open files here."""
+_FILES_PER_HOST, _OTHER_FILES = 4, 64
 _GRACE_SECONDS = 15  # for the connection, on top of what the probe itself may take
 _KILLED_SECONDS = 5
 _TIMED_OUT = 124  # exit code of `timeout`
@@ -42,20 +46,37 @@ class Reply:
     received_at: float
 
 
+def most_at_once() -> int:
+    """How many hosts can be asked at the same time within this process's limit of open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(MOST_AT_ONCE, (soft - _OTHER_FILES) // _FILES_PER_HOST))
+
+
 def ask_all(
     hosts: Sequence[Host],
     commands: Mapping[str, Sequence[str]],
     transport: Transport,
     limit_seconds: int,
+    tell: Callable[[Host, Reply], None] = lambda _host, _reply: None,
 ) -> dict[str, Reply]:
-    """Run each host's command on it, all at once. Returns within `limit_seconds` and a little."""
+    """Run each host's command on it, `most_at_once` at the same time. Returns replies in order.
+
+    `tell` gets each as it comes, in this thread. Every command ends within `limit_seconds` and a
+    little.
+    """
     if not hosts:
         return {}
-    with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
-        replies = pool.map(
-            lambda host: _ask(host, commands[host.name], transport, limit_seconds), hosts
-        )
-        return {host.name: reply for host, reply in zip(hosts, replies, strict=True)}
+    with ThreadPoolExecutor(max_workers=min(len(hosts), most_at_once())) as pool:
+        asked = {
+            pool.submit(_ask, host, commands[host.name], transport, limit_seconds): host
+            for host in hosts
+        }
+        replies = {}
+        for done in as_completed(asked):
+            host = asked[done]
+            replies[host.name] = done.result()
+            tell(host, replies[host.name])
+        return {host.name: replies[host.name] for host in hosts}
 
 
 def probe_command(probe: str, limit_seconds: int, **arguments: Any) -> list[str]:
