@@ -20,9 +20,9 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         metavar="INPUT",
         help="files, folders, globs, directories of Dataset.save_to_disk, or hub datasets. Files: "
-        ".jsonl, .ndjson, .parquet, .arrow, .csv, .json, or else text, each also compressed (.gz, "
-        ".zst, .xz, .bz2). Compressed parquet and arrow is decompressed whole beside the output "
-        "while it is read: room there for the largest, once for each worker",
+        ".jsonl, .ndjson, .parquet, .arrow, .csv, .tsv, .json, or else text, each also compressed "
+        "(.gz, .zst, .xz, .bz2). Compressed parquet and arrow is decompressed whole beside the "
+        "output while it is read: room there for the largest, once for each worker",
     )
     parser.add_argument(
         "--text-key",

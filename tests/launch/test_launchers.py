@@ -30,22 +30,11 @@ from tests.launch.conftest import (
     train,
     wait,
 )
+from tests.unit.run.reporting.test_metrics import FIELDS
 
 # The first test waits for one run after the other; each takes seconds on an idle machine.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-FIELDS = [
-    "step",
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens",
-    "samples",
-    "tokens_per_second",
-    "step_seconds",
-    "model_flops_utilization",
-    "memory_gib",
-]
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
 PROFILED = ["profile.steps=[2,3]", "profile.ranks=[1]"]
 

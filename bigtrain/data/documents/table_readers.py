@@ -26,7 +26,7 @@ from bigtrain.data.sources.lines import stream_chunks
 
 
 class CsvReader(PartReader):
-    """A comma-separated file, whose checksum is of its bytes."""
+    """A file of comma- or tab-separated rows, whose checksum is of its bytes."""
 
     def reject_at(self, place: int, why: str) -> None:
         self.rejects.add(BadDocument(self.part.source.path, why, line=place))

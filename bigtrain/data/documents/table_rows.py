@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from bigtrain.data.documents.arrow_text import TextColumn, require_sound, text_column
 from bigtrain.data.documents.bad_documents import BadDocument, Rejects
-from bigtrain.data.sources.discovery import Selection, Source
+from bigtrain.data.sources.discovery import Selection, Source, without_compression
 from bigtrain.data.sources.lines import split_lines
 from bigtrain.errors import DataError, first_line
 
@@ -159,14 +159,17 @@ def _is_ipc_file(mapped: Any) -> bool:
 def csv_rows(
     path: str, keys: Keys, chunks: Iterator[bytes], max_bytes: int, rejects: Rejects
 ) -> Iterator[tuple[int, list[str]]]:
-    """(line number, its row) of a comma-separated file with a header, as RFC 4180 has it.
+    """(line number, its row) of a file with a header, as RFC 4180 has it; in a ``.tsv`` with tabs
+    for commas.
 
     A row of another length than the header's is told to `rejects`. What makes the rest of the file
     ambiguous, a wrong quote or a field of more than `max_bytes` characters, is a DataError in any
     case. Bytes that are not UTF-8 come as surrogates.
     """
     previous_limit = csv.field_size_limit(max_bytes)
-    reader = csv.reader(_csv_lines(path, chunks, max_bytes), strict=True)
+    delimiter = "\t" if without_compression(path).endswith(".tsv") else ","
+    lines = _csv_lines(path, chunks, max_bytes)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     line = 1
     try:
         names = [name.removeprefix("\ufeff") for name in next(reader, [])]

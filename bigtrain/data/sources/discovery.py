@@ -1,9 +1,9 @@
 """Which files and datasets an input means, and what is known of them without reading them.
 
 What an input is, by its name without .gz, .zst, .xz or .bz2: ``.jsonl`` and ``.ndjson`` one JSON
-object per line, ``.parquet``, ``.arrow`` and ``.csv`` a column, ``.json`` through `datasets`, any
-other file one document as it stands (bytes decoded as UTF-8, nothing stripped or translated). Of a
-compressed one the name says with what, not the content.
+object per line, ``.parquet``, ``.arrow``, ``.csv`` and ``.tsv`` a column, ``.json`` through
+`datasets`, any other file one document as it stands (bytes decoded as UTF-8, nothing stripped or
+translated). Of a compressed one the name says with what, not the content.
 `bigtrain.data.documents.open_reader` reads them.
 """
 
@@ -40,6 +40,7 @@ Kind = Literal[
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(LINE_SUFFIXES, "jsonl"),
     ".csv": "csv",
+    ".tsv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".json": "dataset_file",
@@ -168,7 +169,7 @@ def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
         for name in names:
             if selection.exclude and _excluded(os.path.join(below, name), selection.exclude):
                 continue
-            if name.endswith(suffixes) or _without_compression(name).endswith(suffixes):
+            if name.endswith(suffixes) or without_compression(name).endswith(suffixes):
                 files.append(os.path.join(prefix, name))
             seen[os.path.splitext(name)[1] or "no suffix"] += 1
     if not files:
@@ -196,7 +197,7 @@ def _file_source(path: str | Path) -> Source:
         raise DataError(f"--input {name!r}: the name is not UTF-8 -> rename it") from None
     except OSError as error:
         raise DataError(f"--input {path}: {error.strerror}") from error
-    kind = KINDS.get(os.path.splitext(_without_compression(name))[1], "text")
+    kind = KINDS.get(os.path.splitext(without_compression(name))[1], "text")
     record = SourceRecord(
         path=name,
         bytes=status.st_size,
@@ -251,6 +252,7 @@ def _hub_source(name: str) -> Source:
     return Source("hub_dataset", SourceRecord(path=name, revision=revision))
 
 
-def _without_compression(name: str) -> str:
+def without_compression(name: str) -> str:
+    """The name of a file without the end that says how it is compressed."""
     stem, suffix = os.path.splitext(name)
     return stem if suffix in COMPRESSION_SUFFIXES else name

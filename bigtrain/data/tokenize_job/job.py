@@ -62,7 +62,7 @@ def build_dataset(request: BuildRequest) -> BuildResult:
         if request.options.chat and source.kind == "text":
             raise DataError(
                 f"--input {source.path} is text, and --chat-key names a key of it -> conversations "
-                "are read from .jsonl, .parquet, .csv, .json, .arrow and datasets"
+                "are read from .jsonl, .parquet, .csv, .tsv, .json, .arrow and datasets"
             )
     workspace = Workspace(request.output, new_token())
     if workspace.is_finished() or not is_own(workspace):

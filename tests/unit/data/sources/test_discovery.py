@@ -263,6 +263,17 @@ def test_csv(tmp_path: Path, content: bytes, documents: list[str]) -> None:
     assert read(write(tmp_path / "a.csv", content)) == documents
 
 
+def test_tsv(tmp_path: Path) -> None:
+    content = b'n\ttext\n1\t"a, ""quoted""\ttab"\n2\tb\n'
+    documents = ['a, "quoted"\ttab', "b"]
+    assert read(write(tmp_path / "a.tsv", content)) == documents
+    assert read(write(tmp_path / "a.tsv.gz", gzip.compress(content))) == documents
+    wrong = write(tmp_path / "b.tsv", b"text\tn\na\t1\nb,2\nc\t3\n")
+    with pytest.raises(DataError, match=r"b\.tsv:3: 1 fields, the header has 2"):
+        read(wrong)
+    assert read(wrong, skip=True) == ["a", "c"]
+
+
 @pytest.mark.parametrize(
     ("content", "message", "documents"),
     [

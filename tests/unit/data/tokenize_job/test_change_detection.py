@@ -17,7 +17,7 @@ from bigtrain.cli import main
 from bigtrain.data.tokenizers.training import train_tokenizer
 
 WORDS = "alpha beta gamma delta épsilon 東京 return self\n    if for".split(" ")
-KINDS = ("jsonl", "parquet", "csv", "txt", "parquet.gz")
+KINDS = ("jsonl", "parquet", "csv", "tsv", "txt", "parquet.gz")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def write(path: Path, documents: list[str]) -> Path:
         parquet.write_table(table, path, row_group_size=20, **plain)
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    elif path.suffix == ".csv":
+    elif path.suffix in (".csv", ".tsv"):
         path.write_text("".join(f"{text}\n" for text in ["text", *documents]))
     else:
         path.write_text(" ".join(documents))
