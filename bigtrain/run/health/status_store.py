@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -34,11 +35,21 @@ _ALARM, _LEADER, _FINISHED, _MOVES = "alarm", "leader", "finished", "moves"
 Result = TypeVar("Result")
 
 
+def _keys(kind: str, num_ranks: int) -> list[str]:
+    return [f"{kind}/{rank}" for rank in range(num_ranks)]
+
+
 def open_board(world: World) -> StatusStore | None:
     """The status store of all processes, None where this one does not reach it. Collective."""
     # torchrun's store outlives a start of the processes.
-    token = on_main_rank(lambda: secrets.token_hex(8))
-    place = Place(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), token)
+
+    def lay_out() -> str:
+        with suppress(RuntimeError):  # which this rank meets again below
+            place.lay_out(world.size)
+        return place.token
+
+    place = Place(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), secrets.token_hex(8))
+    place = replace(place, token=on_main_rank(lay_out))
     try:
         return StatusStore(place, world)
     except RuntimeError as error:
@@ -58,16 +69,28 @@ class Place:
     port: int
     token: str
 
+    def connect(self) -> Any:
+        """Raises RuntimeError where the store is not reached within half a minute."""
+        store = dist.TCPStore(
+            self.address, self.port, is_master=False, timeout=_CONNECT, wait_for_workers=False
+        )
+        return dist.PrefixStore(f"watchdog/{self.token}", store)
+
+    def lay_out(self, num_ranks: int) -> None:
+        """Give every rank blank entries, so that those of all can be read at once without waiting
+        for any. Before anybody reads. Raises as `connect`."""
+        keys = [*_keys("place", num_ranks), *_keys("answer", num_ranks)]
+        self.connect().multi_set(keys, [""] * len(keys))
+
 
 class StatusStore:
     """What this process reads and writes there. Nothing raises; None: the status store is lost."""
 
     def __init__(self, place: Place, world: World) -> None:
-        """Raises RuntimeError where the store is not reached within half a minute."""
-        store = dist.TCPStore(
-            place.address, place.port, is_master=False, timeout=_CONNECT, wait_for_workers=False
-        )
-        self._store = dist.PrefixStore(f"watchdog/{place.token}", store)
+        """`place`: laid out by the main rank. Raises as `Place.connect`."""
+        self._store = place.connect()
+        for key in (f"place/{world.rank}", f"answer/{world.rank}"):
+            self._store.compare_set(key, "", "")  # in a store that has begun anew
         self._place, self._world = place, world
         self._rank, self._size = world.rank, world.size
         self.is_lost = False
@@ -157,9 +180,11 @@ class StatusStore:
         return False
 
     def _read(self, kind: str) -> dict[int, Position] | None:
+        """One call to the store for all ranks: one each would take seconds for thousands."""
+
         def read() -> dict[int, Position]:
-            texts = {rank: self._text(f"{kind}/{rank}") for rank in range(self._size)}
-            return {rank: Position.from_json(text) for rank, text in texts.items() if text}
+            texts = enumerate(self._store.multi_get(_keys(kind, self._size)))
+            return {rank: Position.from_json(text.decode()) for rank, text in texts if text}
 
         return self._do(read)
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -145,6 +146,30 @@ def test_large_files_are_progress(tmp_path: Path) -> None:
     assert not transfers.went_on()
     (tmp_path / "weights").read_bytes()
     assert transfers.went_on()
+
+
+def test_thousands_of_ranks_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    place, size = Place("127.0.0.1", port, "token"), 4096
+    place.lay_out(size)
+    ranks = [StatusStore(place, World(rank, size, 0)) for rank in (0, 4095)]
+    calls = []
+    for name in ("get", "check", "multi_get"):
+        method = getattr(dist.PrefixStore, name)
+        monkeypatch.setattr(
+            dist.PrefixStore,
+            name,
+            lambda self, keys, name=name, method=method: calls.append(name) or method(self, keys),
+        )
+    ranks[1].tell(position(1), moved=False)
+    assert ranks[0].last_known() == {4095: position(1)}
+    ranks[0].answer(position(0))
+    assert ranks[1].answers(0.0) == {0: position(0)}
+    assert set(calls) == {"multi_get"}
+    for rank in ranks:
+        rank.close()
+    del store
 
 
 def test_a_board_is_found_again_after_its_store_was_away() -> None:
