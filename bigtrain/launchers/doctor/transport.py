@@ -27,7 +27,7 @@ from bigtrain.system.shipped_files import checkout
 Transport = Literal["ssh", "srun"]
 MOST_AT_ONCE = 128
 """Hosts that are asked at the same time; each takes a process and some open files here."""
-_FILES_PER_HOST, _OTHER_FILES = 4, 64
+_FILES_PER_HOST, _SPARE_FILES = 4, 16
 _GRACE_SECONDS = 15  # for the connection, on top of what the probe itself may take
 _KILLED_SECONDS = 5
 _TIMED_OUT = 124  # exit code of `timeout`
@@ -49,7 +49,8 @@ class Reply:
 def most_at_once() -> int:
     """How many hosts can be asked at the same time within this process's limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(MOST_AT_ONCE, (soft - _OTHER_FILES) // _FILES_PER_HOST))
+    free = soft - len(os.listdir("/dev/fd")) - _SPARE_FILES
+    return max(1, min(MOST_AT_ONCE, free // _FILES_PER_HOST))
 
 
 def ask_all(

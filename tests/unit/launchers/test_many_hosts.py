@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -26,10 +27,11 @@ exec sh -c "$3"
 
 
 @pytest.fixture
-def few_files() -> Iterator[None]:
-    """As where `ulimit -n` is small: more hosts than open files."""
+def few_files(fake_ssh: None) -> Iterator[None]:
+    """As where `ulimit -n` is small: more hosts than files that can be opened yet."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    num_open = len(os.listdir("/dev/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 50, hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -48,7 +50,7 @@ def names(count: int) -> list[Host]:
     return [Host(f"n{number}", 1, number + 1) for number in range(count)]
 
 
-@pytest.mark.usefixtures("few_files", "fake_ssh")
+@pytest.mark.usefixtures("few_files")
 def test_more_hosts_than_open_files_are_all_asked() -> None:
     assert most_at_once() < 10
     hosts = [*names(150), Host("gone", 1, 151)]
@@ -67,7 +69,7 @@ def test_more_hosts_than_open_files_are_all_asked() -> None:
     assert replies["gone"].problem == "exit code 255: No route to host"
 
 
-@pytest.mark.usefixtures("few_files", "fake_ssh")
+@pytest.mark.usefixtures("few_files")
 def test_the_doctor_tells_who_is_gone_as_it_finds_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
