@@ -19,6 +19,7 @@ from tests.support.lives import Server
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 FILES = [
+    "layout.json",
     "manifest.json",
     "state.json",
     "probe.safetensors",

@@ -40,13 +40,15 @@ class Fragment:
 
     name: the parameter's Hugging Face name. shard: of the full parameter. start: of the range, in
     elements of the shard. tensors: 1-D views by kind (`MASTER`, then each optimizer state by its
-    own name).
+    own name). capacity: as of `MasterRange`. is_replicated: whether all replicas hold the same.
     """
 
     name: str
     shard: Shard
     start: int
     tensors: dict[str, torch.Tensor]
+    capacity: int | None = None
+    is_replicated: bool = False
 
     def parts(self, kind: str) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """(offsets in the full parameter, view) of every rectangle that the fragment covers."""
@@ -205,7 +207,7 @@ def _finder(engine: Any) -> Any:
 def _part_of(name: str, parameter: nn.Parameter, master: Any, offset: int, states: Any) -> Fragment:
     """A whole parameter whose master is a range of the tensor `master`."""
     tensors = _ranges(master, states.get(master, {}), offset, parameter.numel())
-    return Fragment(name, _shard(parameter), 0, tensors)
+    return Fragment(name, _shard(parameter), 0, tensors, is_replicated=True)
 
 
 def _ranges(master: Any, state: dict[str, Any], offset: int, count: int) -> dict[str, torch.Tensor]:
@@ -227,7 +229,7 @@ def _fragment(
     if found is None:
         return None
     tensors = _ranges(found.flat, states.get(found.flat, {}), found.offset, found.count)
-    return Fragment(name, _shard(parameter), found.start, tensors)
+    return Fragment(name, _shard(parameter), found.start, tensors, found.capacity)
 
 
 def _zero3(name: str, parameter: nn.Parameter, optimizer: Any, states: Any) -> Fragment | None:
@@ -241,7 +243,10 @@ def _zero3(name: str, parameter: nn.Parameter, optimizer: Any, states: Any) -> F
 def _frozen(name: str, parameter: nn.Parameter) -> Fragment:
     found = frozen_range(parameter)
     values = found.flat.narrow(0, found.offset, found.count)
-    return Fragment(name, _shard(parameter), found.start, {MASTER: values})
+    is_whole = found.capacity is None
+    return Fragment(
+        name, _shard(parameter), found.start, {MASTER: values}, found.capacity, is_whole
+    )
 
 
 def _shard(parameter: Any) -> Shard:

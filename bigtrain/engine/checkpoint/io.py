@@ -7,7 +7,7 @@ files of all. Keys are ``KIND/PARAMETER`` (`master/...`, `exp_avg/...`) and ``bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bigtrain.engine.checkpoint.division import Division, divide
 from bigtrain.engine.checkpoint.fragments import Fragment
-from bigtrain.engine.checkpoint.lazy import BUFFER, DTYPES, memory_of, open_tensors, open_weights
-from bigtrain.engine.checkpoint.tensor_files import Identity, NewPart, file_name, write_parts
+from bigtrain.engine.checkpoint.layout import Layout, merge
+from bigtrain.engine.checkpoint.lazy import (
+    BUFFER,
+    DTYPES,
+    memory_of,
+    open_boxes,
+    open_tensors,
+    open_weights,
+)
+from bigtrain.engine.checkpoint.tensor_files import (
+    Identity,
+    Listing,
+    NewPart,
+    Wanted,
+    file_name,
+    write_parts,
+)
+from bigtrain.engine.gather import gather_on_main
+from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-_Index = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -31,10 +47,6 @@ class _Chunk:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     view: torch.Tensor
-
-    @property
-    def index(self) -> _Index:
-        return self.key, self.offsets
 
     def part(self) -> NewPart:
         if self.view.dtype not in _NAMES:
@@ -47,9 +59,7 @@ class _Chunk:
         return memory_of(self.view.detach().cpu().contiguous())
 
 
-def _chunks(
-    fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]
-) -> dict[_Index, _Chunk]:
+def _chunks(fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]) -> list[_Chunk]:
     found = []
     for fragment in fragments:
         for kind in fragment.tensors:
@@ -58,31 +68,31 @@ def _chunks(
     for name, buffer in buffers.items():
         view = buffer if buffer.ndim else buffer.view(1)
         found.append(_Chunk(f"{BUFFER}/{name}", tuple(view.shape), (0,) * view.ndim, view))
-    return {chunk.index: chunk for chunk in found}
+    return found
 
 
 class Staging:
     """Host memory that saves are copied to, page-locked beside a GPU, and used again by the next.
 
-    group: of all processes, on the CPU; None: the default one. copies: False to divide the work
-    alone, and write from the live tensors.
+    copies: False to divide the work alone, and write from the live tensors.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, copies: bool = True) -> None:
-        self._group = group
+    def __init__(self, *, copies: bool = True) -> None:
         self._copies = copies
         self._arenas: dict[torch.dtype, torch.Tensor] = {}
-        self._written_here: frozenset[_Index] | None = None
+        self._division: Division | None = None
 
-    def take(self, chunks: dict[_Index, _Chunk]) -> dict[_Index, _Chunk]:
-        """Those chunks that this process is to write; their copies are valid until the next call.
+    def division(
+        self, fragments: Sequence[Fragment], buffers: Mapping[str, torch.Tensor], mesh: Mesh
+    ) -> Division:
+        """What this rank writes, found at the first call, which is collective."""
+        if self._division is None:
+            self._division = divide(fragments, buffers, mesh)
+        return self._division
 
-        Collective at the first call, which divides what several processes hold among them.
-        """
-        if self._written_here is None:
-            self._written_here = _divide(chunks, self._group)
-        own = [chunk for index, chunk in chunks.items() if index in self._written_here]
-        return {chunk.index: chunk for chunk in (self._copy(own) if self._copies else own)}
+    def take(self, own: list[_Chunk]) -> list[_Chunk]:
+        """Copies of what this rank writes, valid until the next call."""
+        return self._copy(own) if self._copies else own
 
     def _copy(self, own: list[_Chunk]) -> list[_Chunk]:
         num_elements: dict[torch.dtype, int] = {}
@@ -105,25 +115,12 @@ class Staging:
         return copies
 
 
-def _divide(chunks: dict[_Index, _Chunk], group: dist.ProcessGroup | None) -> frozenset[_Index]:
-    """What this process writes: each chunk is written once, by the holder with the least to do."""
-    if dist.get_world_size(group) == 1:
-        return frozenset(chunks)
-    own = {index: chunk.view.numel() * chunk.view.itemsize for index, chunk in chunks.items()}
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    holders: dict[_Index, list[int]] = {}
-    for rank, held in enumerate(everyone):
-        for index in held:
-            holders.setdefault(index, []).append(rank)
-    load = [0] * len(everyone)
-    mine = set()
-    for index, ranks in holders.items():
-        writer = min(ranks, key=lambda rank: load[rank])
-        load[writer] += everyone[writer][index]
-        if writer == dist.get_rank(group):
-            mine.add(index)
-    return frozenset(mine)
+@dataclass(frozen=True)
+class Written:
+    """On the main rank; empty on the others. files: bytes and checksum of the header by name."""
+
+    files: Mapping[str, tuple[int, str]]
+    layout: Layout
 
 
 class TensorSnapshot:
@@ -131,18 +128,20 @@ class TensorSnapshot:
 
     def __init__(
         self,
-        fragments: Iterable[Fragment],
+        fragments: Sequence[Fragment],
         buffers: Mapping[str, torch.Tensor],
+        mesh: Mesh,
         staging: Staging | None = None,
     ) -> None:
         """Of the live tensors, or of what `staging` takes of them. Collective."""
-        # Of a part that several processes hold, the one that answers for it writes.
-        chunks = _chunks((f for f in fragments if f.shard.primary), buffers)
-        self._chunks = (staging or Staging(copies=False)).take(chunks)
+        staging = staging or Staging(copies=False)
+        division = staging.division(fragments, buffers, mesh)
+        own = [chunk for chunk in _chunks(fragments, buffers) if chunk.key in division.keys]
+        self._chunks, self._rows = staging.take(own), division.rows
 
     def num_bytes(self, group: dist.ProcessGroup | None = None) -> int:
         """Of all processes' tensors together. Collective over the CPU group `group`."""
-        own = sum(chunk.view.numel() * chunk.view.itemsize for chunk in self._chunks.values())
+        own = sum(chunk.view.numel() * chunk.view.itemsize for chunk in self._chunks)
         total = torch.tensor(own, dtype=torch.int64)
         dist.all_reduce(total, group=group)
         return int(total)
@@ -152,60 +151,55 @@ class TensorSnapshot:
         directory: Path,
         group: dist.ProcessGroup | None = None,
         identity: Identity | None = None,
-    ) -> dict[str, tuple[int, str]]:
-        """Write and fsync the file of every rank; bytes and checksum of the header by file name.
+    ) -> Written:
+        """Write and fsync the file of every rank.
 
-        Collective over `group`, a CPU group of all processes, and in a thread of its own if that
-        group is used by nothing else meanwhile. Raises CheckpointError on all processes where one
-        of them cannot write.
+        Collective over `group`, a CPU group of all ranks, and in a thread of its own if that group
+        is used by nothing else meanwhile. Raises CheckpointError on all ranks where one of them
+        cannot write.
         """
-        written: dict[str, tuple[int, str]] = {}
+        rank, entry = dist.get_rank(), (0, "")
 
         def write() -> None:
-            rank = dist.get_rank()
+            nonlocal entry
             directory.mkdir(exist_ok=True)
-            name, parts = file_name(rank), [chunk.part() for chunk in self._chunks.values()]
-            written[name] = write_parts(directory / name, identity or Identity(), rank, parts)
+            parts = [chunk.part() for chunk in self._chunks]
+            entry = write_parts(directory / file_name(rank), identity or Identity(), rank, parts)
 
-        everyone = _together(write, lambda: written, group)
-        return {name: entry for files in everyone for name, entry in files.items()}
+        _together(write, group)
+        everyone = gather_on_main((entry, self._rows), group)
+        files = {file_name(number): there for number, (there, _) in enumerate(everyone)}
+        return Written(files, merge(row for _, rows in everyone for row in rows))
 
 
 def read_tensors(
     directory: Path,
     fragments: Iterable[Fragment],
     buffers: Mapping[str, torch.Tensor],
-    headers: Mapping[str, str] | None = None,
+    listing: Listing | None = None,
 ) -> None:
-    """Fill every process's fragments and buffers in place, whatever topology wrote them.
+    """Fill every rank's fragments and buffers in place, whatever topology wrote them.
 
-    Collective. `headers`: checksums by file name, as the manifest has them. Raises CheckpointError
-    when a tensor is missing or has another shape, and CorruptCheckpointError when a file is not as
-    it was written, on all processes.
+    Collective. `listing`: None takes the files that are there. Raises CheckpointError when a tensor
+    is missing or has another shape, and CorruptCheckpointError when a file is not as it was
+    written, on all ranks.
     """
 
     def read() -> None:
-        chunks = _chunks(fragments, buffers).values()
-        stored = open_tensors(directory, headers)
+        chunks = _chunks(fragments, buffers)
+        wanted: dict[str, Wanted] = {}
         for chunk in chunks:
-            tensor = stored.get(chunk.key)
-            if tensor is None:
-                raise CheckpointError(f"{directory}: holds no tensor {chunk.key}")
-            if tuple(tensor.shape) != chunk.shape:
-                raise CheckpointError(
-                    f"{directory}: {chunk.key} has shape {list(tensor.shape)} there and "
-                    f"{list(chunk.shape)} in this run's model"
-                )
+            tensor = wanted.setdefault(chunk.key, Wanted(chunk.shape, []))
+            tensor.boxes.append((chunk.offsets, tuple(chunk.view.shape)))
+        stored = open_boxes(directory, wanted, listing)
         for chunk in chunks:
             stored[chunk.key].fill(chunk.offsets, chunk.view.detach())
 
-    _together(read, lambda: None, None)
+    _together(read, None)
 
 
-def _together(
-    action: Callable[[], None], result: Callable[[], Any], group: dist.ProcessGroup | None
-) -> list[Any]:
-    """Let every rank do `action`; the `result` of each. Collective over `group`.
+def _together(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """Let every rank do `action`. Collective over `group`.
 
     Raises on all of them if one has failed: CorruptCheckpointError if that is all that is wrong,
     or else CheckpointError, since another model's checkpoint is no damage.
@@ -217,12 +211,11 @@ def _together(
         is_damage = isinstance(error, CorruptCheckpointError)
         failure = (is_damage, str(error) or type(error).__name__)
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (failure, result()), group=group)
-    failures = {found for found, _ in everyone if found is not None}
+    dist.all_gather_object(everyone, failure, group=group)
+    failures = {found for found in everyone if found is not None}
     if failures:
         kind = CorruptCheckpointError if all(d for d, _ in failures) else CheckpointError
         raise kind("; ".join(sorted({text for _, text in failures})))
-    return [value for _, value in everyone]
 
 
 def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:

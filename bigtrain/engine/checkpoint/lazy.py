@@ -14,8 +14,16 @@ from typing import Any
 import torch
 
 from bigtrain.engine.checkpoint.fragments import MASTER
-from bigtrain.engine.checkpoint.tensor_files import Part, find_parts
-from bigtrain.errors import CorruptCheckpointError
+from bigtrain.engine.checkpoint.tensor_files import (
+    Listing,
+    MissingPartsError,
+    Part,
+    Wanted,
+    find_boxes,
+    find_parts,
+    refuse_other_shape,
+)
+from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, blocks, narrowed, room
 
 BUFFER = "buffer"
@@ -42,25 +50,53 @@ DTYPES = {
 
 def open_tensors(
     directory: Path,
-    headers: Mapping[str, str] | None = None,
+    listing: Listing | None = None,
     kinds: Collection[str] | None = None,
 ) -> dict[str, LazyTensor]:
     """Tensors by key, of some or all kinds, of which nothing is read yet. Not collective.
 
-    `headers`: as for `find_parts`. That and reading raise CorruptCheckpointError.
+    `listing`: as for `find_parts`. That and reading raise CorruptCheckpointError.
     """
+    return _opened(find_parts(directory, listing, kinds))
+
+
+def open_boxes(
+    directory: Path,
+    wanted: Mapping[str, Wanted],
+    listing: Listing | None = None,
+) -> dict[str, LazyTensor]:
+    """Tensors by key, of which what is `wanted` can be read, and nothing else. Not collective.
+
+    Looks into the files that the layout of `listing` names, and into all without one, or if those
+    do not hold what they should. Raises as `find_boxes`.
+    """
+    layout = None if listing is None else listing.layout
+    if layout is None:
+        return _opened(find_boxes(directory, wanted, listing))
+    ranks: set[int] = set()
+    for key, tensor in wanted.items():
+        rows = layout.rows.get(key)
+        if rows is None:
+            raise CheckpointError(f"{directory}: holds no tensor {key}")
+        refuse_other_shape(directory, key, rows[0].cut.shape, tensor)
+        for offsets, sizes in tensor.boxes:
+            ranks |= layout.writers(key, offsets, sizes)
+    try:
+        return _opened(find_boxes(directory, wanted, listing, ranks))
+    except MissingPartsError:
+        return _opened(find_boxes(directory, wanted, listing))
+
+
+def _opened(found: Mapping[str, Sequence[Part]]) -> dict[str, LazyTensor]:
     return {
         key: LazyTensor(parts[0].shape, DTYPES[parts[0].dtype], _Stored(parts))
-        for key, parts in find_parts(directory, headers).items()
-        if kinds is None or key.partition("/")[0] in kinds
+        for key, parts in found.items()
     }
 
 
-def open_weights(
-    directory: Path, headers: Mapping[str, str] | None = None
-) -> dict[str, LazyTensor]:
+def open_weights(directory: Path, listing: Listing | None = None) -> dict[str, LazyTensor]:
     """Masters and buffers by Hugging Face name, as `open_tensors`."""
-    found = open_tensors(directory, headers, (MASTER, BUFFER))
+    found = open_tensors(directory, listing, (MASTER, BUFFER))
     return {key.partition("/")[2]: tensor for key, tensor in found.items()}
 
 

@@ -7,7 +7,6 @@ of `bigtrain.run.checkpointing.checkpoints`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from bigtrain.engine.checkpoint.fragments import (
     set_optimizer_step_count,
 )
 from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, read_tensors
+from bigtrain.engine.checkpoint.tensor_files import Listing
 from bigtrain.engine.deepspeed_patches.optimizers import (
     refresh_parameters,
     restore_scaler,
@@ -48,7 +48,7 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
     """Masters, optimizer states and buffers, or what `staging` takes of them. Collective."""
     ensure_optimizer_states(engine.engine)
     tensors = TensorSnapshot(
-        owned_fragments(engine.engine, engine.module), _buffers(engine), staging
+        owned_fragments(engine.engine, engine.module), _buffers(engine), engine.mesh, staging
     )
     scalars = {
         "optimizer_steps": optimizer_step_count(engine.engine),
@@ -84,25 +84,23 @@ def restore_engine(
     engine: TrainEngine,
     directory: Path,
     scalars: dict[str, Any],
-    headers: Mapping[str, str] | None = None,
+    listing: Listing | None = None,
 ) -> None:
     """Fill the engine from `directory`, written at any topology, and from `save_engine`'s dict.
 
-    `headers`: checksums of the headers of its files by name, which the manifest has. Collective
-    over all processes. Raises CheckpointError for tensors missing or of other shapes,
-    CorruptCheckpointError for files that cannot be read; another checkpoint may be restored then.
+    `listing`: of its files; None takes those that are there. Collective over all ranks. Raises
+    CheckpointError for tensors missing or of other shapes, CorruptCheckpointError for files that
+    cannot be read; another checkpoint may be restored then.
     """
     ensure_optimizer_states(engine.engine)
     fragments = owned_fragments(engine.engine, engine.module)
-    read_tensors(directory, fragments, _buffers(engine), headers)
+    read_tensors(directory, fragments, _buffers(engine), listing)
     set_optimizer_step_count(engine.engine, int(scalars["optimizer_steps"]))
     restore_scaler(engine.engine.optimizer, scalars.get("loss_scaler", {}))
     refresh_parameters(engine.engine)
 
 
-def restore_weights(
-    engine: TrainEngine, directory: Path, headers: Mapping[str, str] | None = None
-) -> None:
+def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | None = None) -> None:
     """Fill masters and buffers alone from `directory`; the optimizer stays as new. Collective.
 
     Raises as `restore_engine`.
@@ -111,7 +109,7 @@ def restore_weights(
         replace(fragment, tensors={MASTER: fragment.tensors[MASTER]})
         for fragment in owned_fragments(engine.engine, engine.module)
     ]
-    read_tensors(directory, masters, _buffers(engine), headers)
+    read_tensors(directory, masters, _buffers(engine), listing)
     refresh_parameters(engine.engine)
 
 

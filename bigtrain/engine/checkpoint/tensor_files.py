@@ -21,14 +21,15 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from bigtrain.errors import CorruptCheckpointError
+from bigtrain.engine.checkpoint.layout import Layout
+from bigtrain.errors import CheckpointError, CorruptCheckpointError
 
 FORMAT = "bigtrain.checkpoint/2"
 SUFFIX = ".safetensors"
@@ -49,6 +50,13 @@ _DIGEST_DIGITS = 16
 _NUMBERS = re.compile(r"\d{1,18}(,\d{1,18}){0,7}")
 _MISMATCH = "contents do not match their checksum"
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a rectangle of a tensor."""
+
+
+class MissingPartsError(CorruptCheckpointError):
+    """Files that were read do not hold all of what is wanted."""
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -60,6 +68,33 @@ class Identity:
     run: str = ""
     step: int = 0
     attempt: str = ""
+
+
+@dataclass
+class Wanted:
+    """What a reader wants of a tensor: rectangles of it, which has this shape."""
+
+    shape: tuple[int, ...]
+    boxes: list[Box]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is known of tensor files before they are opened.
+
+    headers: checksum of the header of each by its name, as the manifest has them. identity: the
+    save that all of them are of; layout: which of them hold what. None where it is not known.
+    """
+
+    headers: Mapping[str, str]
+    identity: Identity | None = None
+    layout: Layout | None = None
+
+
+def files_there(directory: Path) -> Listing:
+    """The files of `directory`, of which nothing is known."""
+    names = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
+    return Listing(dict.fromkeys(names, ""))
 
 
 @dataclass(frozen=True)
@@ -82,7 +117,7 @@ class NewPart:
         return math.prod(self.sizes) * DTYPE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """A rectangle of the tensor `key`, whose bytes begin at `begin` of the file `path`.
 
@@ -187,24 +222,106 @@ def _header(
 
 def find_parts(
     directory: Path,
-    headers: Mapping[str, str] | None = None,
-    identity: Identity | None = None,
+    listing: Listing | None = None,
+    kinds: Collection[str] | None = None,
 ) -> dict[str, list[Part]]:
-    """The parts of every tensor by its key, which cover it exactly. Reads headers alone.
+    """The parts of every tensor by its key, which cover it exactly. Reads all headers.
 
-    headers: checksum of the header of each file by its name, as the manifest has them; None takes
-    the files that are there. identity: theirs, if known; it is the same for all in any case. Which
-    file holds what is told by nothing else, so a reader opens all of them: if that ever costs too
-    much, this is the place to compute it from the topology.
+    listing: None takes the files that are there. kinds: of keys, the words before the first slash;
+    None for all.
 
     Raises CorruptCheckpointError for a file that cannot be read, is not as it was written, or does
     not fit the others.
     """
-    if headers is None:
-        names = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
-        headers = dict.fromkeys(names, "")
     found: dict[str, list[Part]] = {}
-    for name, digest in sorted(headers.items()):
+    covers: dict[str, _Cover] = {}
+    for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
+        if kinds is None or part.key.partition("/")[0] in kinds:
+            found.setdefault(part.key, []).append(part)
+            covers.setdefault(part.key, _Cover(part.shape)).add_part(part)
+    if not covers:
+        raise CorruptCheckpointError(f"{directory}: holds no tensors")
+    _require_covered(directory, covers)
+    return found
+
+
+def find_boxes(
+    directory: Path,
+    wanted: Mapping[str, Wanted],
+    listing: Listing | None = None,
+    ranks: Collection[int] | None = None,
+) -> dict[str, list[Part]]:
+    """The parts that hold what is `wanted`, each element of it once, by key.
+
+    listing: as for `find_parts`. ranks: whose headers to read; None for all. Raises CheckpointError
+    for a tensor that is not there or of another shape, and CorruptCheckpointError as `find_parts`.
+    """
+    listing = listing or files_there(directory)
+    if ranks is not None:
+        names = set(map(file_name, ranks))
+        headers = {name: digest for name, digest in listing.headers.items() if name in names}
+        listing = replace(listing, headers=headers)
+    found: dict[str, list[Part]] = {}
+    for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
+        tensor = wanted.get(part.key)
+        if tensor is None:
+            continue
+        refuse_other_shape(directory, part.key, part.shape, tensor)
+        parts = found.setdefault(part.key, [])
+        if any(_common(box, part) for box in tensor.boxes):
+            parts.append(part)
+    for key, tensor in wanted.items():
+        if key not in found:
+            kind = CheckpointError if ranks is None else MissingPartsError
+            raise kind(f"{directory}: holds no tensor {key}")
+        for offsets, sizes in tensor.boxes:
+            cover = _Cover(sizes)
+            for part in found[key]:
+                common = _common((offsets, sizes), part)
+                if common is not None:
+                    low = tuple(a - b for a, b in zip(common[0], offsets, strict=True))
+                    cover.add(low, common[1], part.dtype)
+            _require_covered(directory, {key: cover})
+    return found
+
+
+def refuse_other_shape(directory: Path, key: str, shape: tuple[int, ...], wanted: Wanted) -> None:
+    """Raises CheckpointError where the tensor `key` has another shape than is `wanted`."""
+    if shape != wanted.shape:
+        raise CheckpointError(
+            f"{directory}: {key} has shape {list(shape)} there and {list(wanted.shape)} in this "
+            "run's model"
+        )
+
+
+def verify_files(directory: Path, listing: Listing) -> None:
+    """Read every byte of all files, which are to cover their tensors exactly, one after another.
+
+    In memory is one header. Raises CorruptCheckpointError where one is not as it was written, is of
+    another save than is listed, or does not fit the others.
+    """
+    covers: dict[str, _Cover] = {}
+    for parts in _read_headers(directory, listing):
+        for part in parts:
+            covers.setdefault(part.key, _Cover(part.shape)).add_part(part)
+        verify_parts(parts)
+    _require_covered(directory, covers)
+
+
+def _common(box: Box, part: Part) -> Box | None:
+    """The rectangle that `box` and `part` have in common."""
+    ends = zip(*box, part.offsets, part.sizes, strict=True)
+    edges = [(max(o, p), min(o + n, p + m)) for o, n, p, m in ends]
+    if any(low >= high for low, high in edges):
+        return None
+    return tuple(low for low, _ in edges), tuple(high - low for low, high in edges)
+
+
+def _read_headers(directory: Path, listing: Listing | None) -> Iterator[list[Part]]:
+    """The parts of each file; all are of one save."""
+    listing = listing or files_there(directory)
+    identity = listing.identity
+    for name, digest in sorted(listing.headers.items()):
         path = directory / name
         theirs, parts = _read_header(path, digest)
         if identity is not None and theirs != identity:
@@ -212,15 +329,7 @@ def find_parts(
                 f"{path}: is of {_words(theirs)}, and not of {_words(identity)}"
             )
         identity = theirs
-        for part in parts:
-            found.setdefault(part.key, []).append(part)
-    if not found:
-        raise CorruptCheckpointError(f"{directory}: holds no tensors")
-    for key, parts in found.items():
-        problem = _misfit(parts)
-        if problem:
-            raise CorruptCheckpointError(f"{directory}: {problem} of {key}")
-    return found
+        yield parts
 
 
 def verify_parts(parts: Sequence[Part]) -> None:
@@ -293,22 +402,68 @@ def _parse(
     return identity, parts
 
 
-def _misfit(parts: Sequence[Part]) -> str | None:
-    """What is wrong with parts that are to cover a tensor, each element once; None if nothing."""
-    shape = parts[0].shape
-    if any(part.shape != shape or part.dtype != parts[0].dtype for part in parts):
-        return "different shapes or dtypes"
-    # Corners of boxes cancel in pairs, but those of the sum of all boxes modulo 2: if they are the
-    # full tensor's, every element is covered an odd number of times, and by the volume just once.
-    if sum(math.prod(part.sizes) for part in parts) != math.prod(shape):
-        return "parts are missing, or there are too many,"
-    corners: set[tuple[int, ...]] = set()
-    for part in parts:
-        if 0 not in part.sizes:
-            ends = zip(part.offsets, part.sizes, strict=True)
-            corners ^= set(itertools.product(*((low, low + size) for low, size in ends)))
-    full = set(itertools.product(*((0, size) for size in shape))) if 0 not in shape else set()
-    return None if corners == full else "parts overlap, and others are missing,"
+class _Cover:
+    """What is to cover a box of `sizes`, each element once; takes the same memory for any number.
+
+    Corners of rectangles cancel in pairs, but those of the sum of all rectangles modulo 2: if they
+    are the box's own, every element is covered an odd number of times, and by the volume just once.
+    Corners that are left are told apart by the exclusive or of their 64-bit hashes.
+    """
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self._sizes = sizes
+        self._volume = 0
+        self._corners = 0
+        self._dtypes: set[str] = set()
+        self._is_odd = False
+
+    def add_part(self, part: Part) -> None:
+        self._is_odd |= part.shape != self._sizes
+        self.add(part.offsets, part.sizes, part.dtype)
+
+    def add(self, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: str) -> None:
+        self._dtypes.add(dtype)
+        self._volume += math.prod(sizes)
+        if not self._is_odd:
+            self._corners ^= self._hash(offsets, sizes)
+
+    def problem(self) -> str | None:
+        """What is wrong with the parts; None if nothing."""
+        if self._is_odd or len(self._dtypes) > 1:
+            return "different shapes or dtypes"
+        if self._volume != math.prod(self._sizes):
+            return "parts are missing, or there are too many,"
+        whole = self._hash((0,) * len(self._sizes), self._sizes)
+        return None if self._corners == whole else "parts overlap, and others are missing,"
+
+    def _hash(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+        if 0 in sizes:
+            return 0
+        corners = [0]
+        for whole, low, size in zip(self._sizes, offsets, sizes, strict=True):
+            corners = [c * (whole + 1) + end for c in corners for end in (low, low + size)]
+        found = 0
+        for corner in corners:
+            found ^= _mixed(corner)
+        return found
+
+
+def _mixed(number: int) -> int:
+    """SplitMix64 (Steele, Lea, Flood 2014), of numbers below 2**64; larger ones are folded."""
+    number = (number ^ (number >> 64)) + 0x9E3779B97F4A7C15 & _WORD
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _WORD
+    return number ^ (number >> 31)
+
+
+_WORD = (1 << 64) - 1
+
+
+def _require_covered(directory: Path, covers: Mapping[str, _Cover]) -> None:
+    for key, cover in covers.items():
+        problem = cover.problem()
+        if problem:
+            raise MissingPartsError(f"{directory}: {problem} of {key}")
 
 
 def _num_blocks(num_bytes: int) -> int:

@@ -16,13 +16,15 @@ class MasterRange:
     """The part of a parameter that this process has, in a flat tensor.
 
     `count` elements of `flat` from `offset` on are those of the parameter (of this process's shard
-    of it, under tensor parallelism) from `start` on.
+    of it, under tensor parallelism) from `start` on. `capacity`: where all replicas hold equally
+    large ranges, one after the other, how large; the last ones are short.
     """
 
     flat: torch.Tensor
     offset: int
     count: int
     start: int
+    capacity: int | None = None
 
 
 class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
@@ -61,7 +63,7 @@ def frozen_range(parameter: Any) -> MasterRange:
     if partition_of(parameter) is None:
         return MasterRange(parameter.data.view(-1), 0, parameter.numel(), 0)
     start, count = _partition_range(parameter, dist.get_rank(group=parameter.ds_process_group))
-    return MasterRange(parameter.ds_tensor.data, 0, count, start)
+    return MasterRange(parameter.ds_tensor.data, 0, count, start, parameter.ds_tensor.ds_numel)
 
 
 def zero3_range(parameter: Any, optimizer: Any) -> MasterRange:
@@ -72,7 +74,8 @@ def zero3_range(parameter: Any, optimizer: Any) -> MasterRange:
     """
     group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
-    return MasterRange(optimizer.fp32_partitioned_groups_flat[group], offset, count, start)
+    flat = optimizer.fp32_partitioned_groups_flat[group]
+    return MasterRange(flat, offset, count, start, parameter.ds_tensor.ds_numel)
 
 
 def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@
         tensors/rank-00000.safetensors   fp32 masters, optimizer states, buffers; one of each rank
                         (bigtrain.engine.checkpoint.tensor_files)
         state.json      step, samples, tokens, held-out loss, configuration, versions, topology
+        layout.json     which rank wrote what (bigtrain.engine.checkpoint.layout)
         probe.safetensors   a fixed input and the logits the model gave for it
         manifest.json   run, step, every file above with size and xxh3 checksum, and its own
     RUN/run_id          drawn when the run began; every checkpoint has it
@@ -22,7 +23,6 @@ next start or save removes. Nothing here is collective: the main process calls i
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -36,13 +36,15 @@ from typing import Any, Literal
 
 import xxhash
 
-from bigtrain.engine.checkpoint.tensor_files import Identity, Part, find_parts, verify_parts
+from bigtrain.engine.checkpoint.layout import parse_layout
+from bigtrain.engine.checkpoint.tensor_files import Identity, Listing, verify_files
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.system.files import create_whole, file_checksum, sync_to_disk, write_whole
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
+LAYOUT = "layout.json"
 PROBE = "probe.safetensors"
 TENSORS = "tensors"
 RUN_ID = "run_id"
@@ -51,7 +53,7 @@ _FILE_NAME = re.compile(rf"({TENSORS}/)?[^/.][^/]*")
 
 Contents = Literal["none", "small", "all"]
 """What is read and compared with its checksum, beside the sizes of all files: `small` is all but
-the data of tensor files, which is compared block by block as a resume reads it."""
+tensor files, which every rank compares block by block as it reads of them."""
 
 
 @dataclass(frozen=True)
@@ -216,13 +218,8 @@ def _verify(directory: Path, contents: Contents) -> None:
     if contents == "none":
         return
     _verify_identity(directory, manifest.identity)
-    parts = find_parts(directory / TENSORS, manifest.headers, manifest.identity)
     if contents == "all":
-        by_file: dict[Path, list[Part]] = {}
-        for part in itertools.chain.from_iterable(parts.values()):
-            by_file.setdefault(part.path, []).append(part)
-        for _, held in sorted(by_file.items()):
-            verify_parts(held)
+        verify_files(directory / TENSORS, Listing(manifest.headers, manifest.identity))
 
 
 def _verify_identity(directory: Path, identity: Identity) -> None:
@@ -336,6 +333,19 @@ def read_state(directory: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CorruptCheckpointError(f"{directory / STATE}: not a JSON object")
     return state
+
+
+def list_tensors(directory: Path) -> Listing:
+    """What a checkpoint says of its tensor files. Raises CorruptCheckpointError."""
+    manifest = read_manifest(directory)
+    layout = None
+    if LAYOUT in manifest.files:  # not of checkpoints written before there was one
+        path = directory / LAYOUT
+        try:
+            layout = parse_layout(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise CorruptCheckpointError(f"{path}: unreadable ({error})") from error
+    return Listing(manifest.headers, manifest.identity, layout)
 
 
 def remove(directory: Path) -> None:

@@ -34,7 +34,7 @@ def export_run(
     config = RunConfig.model_validate(state["config"])
     model_config = run_directory / MODEL_CONFIG
     export_model(
-        open_weights(directory / checkpoints.TENSORS, checkpoints.read_manifest(directory).headers),
+        open_weights(directory / checkpoints.TENSORS, checkpoints.list_tensors(directory)),
         # Not from config.model: a directory or hub name may be gone or changed by now.
         load_hf_config(ModelSection(config=str(model_config))),
         run_directory / "tokenizer",

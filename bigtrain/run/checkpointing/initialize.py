@@ -80,8 +80,8 @@ class WeightsSource:
             return
         try:
             directory = session.long_work.on_main_rank(lambda: _find(checkpoint))
-            headers = checkpoints.read_manifest(directory).headers
-            restore_weights(engine, directory / checkpoints.TENSORS, headers)
+            listing = checkpoints.list_tensors(directory)
+            restore_weights(engine, directory / checkpoints.TENSORS, listing)
         except CheckpointError as error:
             raise CheckpointError(f"{KEY}: {error}") from error
         session.say(f"weights initialized from {directory}")

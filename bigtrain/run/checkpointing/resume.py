@@ -69,10 +69,10 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
     while (directory := _next(session, usable)) is not None:
         document = checkpoints.read_state(directory)
         phases = resumed_phases(document, session.run.config, session.inputs, directory)
-        headers = checkpoints.read_manifest(directory).headers
+        listing = checkpoints.list_tensors(directory)
         tensors = directory / checkpoints.TENSORS
         try:
-            restore_engine(engine, tensors, document["engine"], headers)
+            restore_engine(engine, tensors, document["engine"], listing)
         except CorruptCheckpointError as error:
             # Found on all processes by what the reading of tensors checks.
             session.say(checkpoints.passed_over(document["step"], str(error)))

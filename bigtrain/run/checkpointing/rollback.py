@@ -26,10 +26,10 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
     good = _good_checkpoints(session, state)
     while (found := _from_main(session, good)) is not None:
         directory, document = Path(found[0]), found[1]
-        headers = checkpoints.read_manifest(directory).headers
+        listing = checkpoints.list_tensors(directory)
         tensors = directory / checkpoints.TENSORS
         try:
-            restore_engine(engine, tensors, document["engine"], headers)
+            restore_engine(engine, tensors, document["engine"], listing)
         except CorruptCheckpointError as error:
             session.say(checkpoints.passed_over(document["step"], str(error)))
             continue

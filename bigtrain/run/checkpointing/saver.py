@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.checkpoint.io import Staging
+from bigtrain.engine.checkpoint.io import Staging, Written
 from bigtrain.engine.checkpoint.snapshot import EngineSnapshot, checkpoint_bytes, snapshot_engine
 from bigtrain.engine.checkpoint.tensor_files import Identity
 from bigtrain.engine.long_work import on_main_rank
@@ -77,7 +77,7 @@ class Saver:
         self._section = session.run.config.checkpoint
         # Of its own: the thread's collectives must not meet those of training.
         self._group = cpu_group()
-        self._staging = Staging(self._group, copies=self._section.asynchronous)
+        self._staging = Staging(copies=self._section.asynchronous)
         self._pending: _Write | None = None
         self._num_failures = 0
         self._run_document: dict[str, Any] = {}
@@ -238,12 +238,14 @@ class Saver:
         self,
         write: _Write,
         partial: Path,
-        written: dict[str, tuple[int, str]],
+        written: Written,
         identity: Identity,
     ) -> None:
+        layout = json.dumps(written.layout.to_json(), separators=(",", ":"))
+        (partial / checkpoints.LAYOUT).write_text(layout)
         (partial / checkpoints.STATE).write_text(json.dumps(write.document, indent=1))
         write.probe.save(partial / checkpoints.PROBE)
-        final = checkpoints.commit(partial, written, identity, self._session.check_run_token)
+        final = checkpoints.commit(partial, written.files, identity, self._session.check_run_token)
         seconds = time.perf_counter() - write.begun_at
         write.notes.append(
             f"checkpoint of step {write.step}: {final} (written in {seconds:.1f} s"

@@ -24,6 +24,7 @@ from bigtrain.engine.checkpoint.tensor_files import (
     BLOCK_BYTES,
     DTYPE_BYTES,
     Identity,
+    Listing,
     NewPart,
     file_name,
     find_parts,
@@ -209,7 +210,9 @@ def small_checkpoint(directory: Path) -> tuple[dict[str, str], dict[str, torch.T
 
 def assert_refused_or_same(directory: Path, headers: dict[str, str], tensors: Any) -> bool:
     try:
-        found = {key: lazy.read() for key, lazy in open_tensors(directory, headers).items()}
+        found = {
+            key: lazy.read() for key, lazy in open_tensors(directory, Listing(headers)).items()
+        }
     except CorruptCheckpointError:
         return True
     assert found.keys() == tensors.keys()
@@ -370,4 +373,4 @@ def test_nothing_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="holds no tensors"):
         find_parts(tmp_path)
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors: cannot be read"):
-        find_parts(tmp_path, {file_name(0): "0" * 16})
+        find_parts(tmp_path, Listing({file_name(0): "0" * 16}))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from bigtrain.engine.checkpoint.tensor_files import Identity, NewPart, write_parts
-from bigtrain.errors import CheckpointError
+from bigtrain.engine.checkpoint.tensor_files import Identity, NewPart, find_parts, write_parts
+from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.retention import reasons_to_keep, retain
 from bigtrain.settings.run_config import CheckpointSection
@@ -200,12 +200,14 @@ def test_a_tensor_file_of_another_step_is_damage(tmp_path: Path) -> None:
     file = newer / "tensors" / FILE
     shutil.copyfile(older / "tensors" / FILE, file)
     assert file.stat().st_size == (older / "tensors" / FILE).stat().st_size
-    assert checkpoints.damage(newer) == f"{file}: contents do not match their checksum"
+    assert checkpoints.damage(newer, "all") == f"{file}: contents do not match their checksum"
     files = json.loads((older / "manifest.json").read_text())["files"]
     state = json.loads((newer / "manifest.json").read_text())["files"]["state.json"]
     rewrite(newer / "manifest.json", files={**files, "state.json": state})
     expected = f"{file}: is of run {RUN}, step 10, and not of run {RUN}, step 20"
-    assert checkpoints.damage(newer) == expected
+    assert checkpoints.damage(newer, "all") == expected
+    with pytest.raises(CorruptCheckpointError, match=expected):
+        find_parts(newer / "tensors", checkpoints.list_tensors(newer))
 
 
 def test_starts_that_overlap_agree_on_the_run_s_id(

@@ -1,0 +1,81 @@
+"""What each rank writes of a checkpoint, so that every element is written once.
+
+Who holds what is a function of the topology: ZeRO gives each replica a range of its own, or all
+replicas hold the same. So each rank finds its share by itself, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.engine.checkpoint.fragments import Fragment
+from bigtrain.engine.checkpoint.layout import Cut, Row
+from bigtrain.engine.checkpoint.lazy import BUFFER
+from bigtrain.engine.startup.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Division:
+    """keys: of the tensors of which this rank writes what it has. rows: its part of the layout."""
+
+    keys: frozenset[str]
+    rows: tuple[Row, ...]
+
+
+def divide(
+    fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor], mesh: Mesh
+) -> Division:
+    """This rank's share of fragments and buffers. Collective over `mesh.pipeline`.
+
+    What all replicas hold falls to the one that has the least to write so far; all of them compute
+    the same. Of what several tensor-parallel ranks or stages hold, the `primary` one's counts.
+    """
+    replicas = tuple(dist.get_process_group_ranks(mesh.replicas))
+    place = replicas.index(mesh.rank)
+    rows: list[Row] = []
+    keys: set[str] = set()
+    alike: list[tuple[str, Cut, torch.Tensor]] = []
+    for fragment in fragments:
+        if not fragment.shard.primary:
+            continue
+        shard, capacity = fragment.shard, fragment.capacity
+        cut = Cut(shard.shape, shard.dim, shard.ranges, shard.local_size)
+        for kind, tensor in fragment.tensors.items():
+            key = f"{kind}/{fragment.name}"
+            if fragment.is_replicated:
+                alike.append((key, cut, tensor))
+                continue
+            keys.add(key)
+            if capacity is None or fragment.start != capacity * place:
+                rows.append(Row(key, cut, (mesh.rank,), fragment.start, tensor.numel()))
+            elif place == 0:  # for all of them
+                rows.append(Row(key, cut, replicas, 0, capacity))
+    if mesh.coordinates.tensor_rank == 0:
+        held_before = _buffers_of_earlier_stages(buffers, mesh)
+        alike += [
+            (f"{BUFFER}/{name}", Cut(tuple(buffer.shape) or (1,)), buffer)
+            for name, buffer in buffers.items()
+            if name not in held_before
+        ]
+    loads = [(0, number) for number in range(len(replicas))]
+    for key, cut, tensor in alike:
+        num_bytes, writer = loads[0]
+        heapq.heapreplace(loads, (num_bytes + tensor.numel() * tensor.itemsize, writer))
+        if writer == place and tensor.numel():
+            keys.add(key)
+            rows.append(Row(key, cut, (mesh.rank,), 0, tensor.numel()))
+    return Division(frozenset(keys), tuple(rows))
+
+
+def _buffers_of_earlier_stages(buffers: Mapping[str, torch.Tensor], mesh: Mesh) -> set[str]:
+    if mesh.topology.pipeline_size == 1:
+        return set()
+    stages: list[Any] = [None] * mesh.topology.pipeline_size
+    dist.all_gather_object(stages, list(buffers), group=mesh.pipeline)
+    return {name for names in stages[: mesh.coordinates.pipeline_rank] for name in names}

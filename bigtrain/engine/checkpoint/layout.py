@@ -1,0 +1,141 @@
+"""Which rank wrote which part of a checkpoint's tensors, in a few numbers a parameter.
+
+ZeRO-3 cuts every parameter into as many parts as there are replicas. To say so part by part takes
+replicas x parameters entries; here it is one row a parameter and tensor-parallel rank, "equal
+ranges of so many elements". What is not cut evenly has a row for each part, of which there are
+about as many as parameters and ranks together. So a reader finds the few files that hold what it
+needs. It trusts none of this: their headers prove what was read. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT = 1
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is cut for tensor parallelism; as `bigtrain.models.parallel.sharding.Shard`.
+
+    shape: of the full parameter. ranges: [start, stop) along `dim`, in their order in the shard,
+    which holds `local_size` rows of it; `dim` is None for the whole parameter.
+    """
+
+    shape: Numbers
+    dim: int | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+    local_size: int = 0
+
+    def flat_ranges(self, offsets: Numbers, sizes: Numbers) -> Iterator[tuple[int, int]]:
+        """First and last flat position in the shard of what it holds of a rectangle of the full
+        parameter; one for each of `ranges` that it touches."""
+        if self.dim is None:
+            yield _ends(self.shape, offsets, sizes)
+            return
+        dim, begin = self.dim, 0
+        local = (*self.shape[:dim], self.local_size, *self.shape[dim + 1 :])
+        for start, stop in self.ranges:
+            low, high = max(offsets[dim], start), min(offsets[dim] + sizes[dim], stop)
+            if low < high:
+                there = (*offsets[:dim], begin + low - start, *offsets[dim + 1 :])
+                yield _ends(local, there, (*sizes[:dim], high - low, *sizes[dim + 1 :]))
+            begin += stop - start
+
+
+def _ends(shape: Numbers, offsets: Numbers, sizes: Numbers) -> tuple[int, int]:
+    first = last = 0
+    for size, offset, count in zip(shape, offsets, sizes, strict=True):
+        first, last = first * size + offset, last * size + offset + count - 1
+    return first, last
+
+
+@dataclass(frozen=True)
+class Row:
+    """Who wrote a shard of the tensor `key`, or a flat range of one.
+
+    `ranks` hold equal ranges of `count` elements, one after the other from element `start` on, the
+    last of them short.
+    """
+
+    key: str
+    cut: Cut
+    ranks: Numbers
+    start: int
+    count: int
+
+    def writers(self, offsets: Numbers, sizes: Numbers) -> set[int]:
+        """Of the rectangle of the full tensor; more than that where it is narrow."""
+        found: set[int] = set()
+        for first, last in self.cut.flat_ranges(offsets, sizes):
+            low = max(0, (first - self.start) // self.count)
+            high = min(len(self.ranks) - 1, (last - self.start) // self.count)
+            found.update(self.ranks[low : high + 1])
+        return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rows of a checkpoint by the key of their tensors."""
+
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+
+    def writers(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> set[int]:
+        """The ranks that wrote some of a rectangle of tensor `key`, and perhaps a few more."""
+        place = tuple(offsets), tuple(sizes)
+        return {rank for row in self.rows.get(key, ()) for rank in row.writers(*place)}
+
+    def to_json(self) -> dict[str, Any]:
+        """What many rows share is there once."""
+        groups: dict[Numbers, int] = {}
+        cuts: dict[Cut, int] = {}
+        tensors = {
+            key: [
+                (
+                    cuts.setdefault(row.cut, len(cuts)),
+                    groups.setdefault(row.ranks, len(groups)),
+                    row.start,
+                    row.count,
+                )
+                for row in rows
+            ]
+            for key, rows in self.rows.items()
+        }
+        places = [(cut.shape, cut.dim, cut.ranges, cut.local_size) for cut in cuts]
+        return {"format": FORMAT, "groups": list(groups), "cuts": places, "tensors": tensors}
+
+
+def merge(rows: Iterable[Row]) -> Layout:
+    """The layout of all ranks' rows together."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.key, []).append(row)
+    return Layout(dict(sorted(found.items())))
+
+
+def parse_layout(text: bytes) -> Layout:
+    """Of the JSON of `Layout.to_json`. Raises ValueError."""
+    try:
+        document = json.loads(text)
+        if document["format"] != FORMAT:
+            raise ValueError(f"format {document['format']!r}, this is {FORMAT}")
+        groups = [tuple(map(int, group)) for group in document["groups"]]
+        cuts = [
+            Cut(tuple(shape), dim, tuple((low, high) for low, high in ranges), local_size)
+            for shape, dim, ranges, local_size in document["cuts"]
+        ]
+        rows = {
+            key: [
+                Row(key, cuts[cut], groups[group], int(start), max(1, int(count)))
+                for cut, group, start, count in entries
+            ]
+            for key, entries in document["tensors"].items()
+        }
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return Layout(rows)
