@@ -46,10 +46,9 @@ def _verify_datasets(datasets: Sequence[Path]) -> None:
     if corrupt:
         raise DataError("\n".join(corrupt))
     for path in datasets:
-        manifest = open_dataset(path, check="index").manifest
-        shards = [shard for shards in manifest.splits.values() for shard in shards]
-        tokens = sum(shard.tokens for shard in shards)
-        print(f"{path}: {len(shards)} shards, {tokens:,} tokens, every checksum is right")
+        splits = open_dataset(path, check="index").table.splits.values()
+        num_shards, tokens = sum(map(len, splits)), sum(split.num_tokens for split in splits)
+        print(f"{path}: {num_shards} shards, {tokens:,} tokens, every checksum is right")
 
 
 def _verify_model(directory: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from bigtrain.data.shards.verification import damage, listed_files, share_of
+from bigtrain.data.shards.verification import ListedShards, share_of
 from bigtrain.errors import DataError
 from bigtrain.run.session import Session
 
@@ -17,20 +17,22 @@ def verify_data(session: Session) -> None:
     Raises DataError on every process, with all files that are corrupt.
     """
     begun = time.perf_counter()
-    files = listed_files(session.run.config.data)
-    share = share_of(files, session.world.rank, session.world.size)
-    found = session.long_work.on_every_rank(lambda: damage(share))
+    shards = ListedShards(session.run.config.data)
+    share = share_of(shards.num_bytes.tolist(), session.world.rank, session.world.size)
+    found = session.long_work.on_every_rank(
+        lambda: [text for number in share for text in shards[number].damage()]
+    )
     corrupt = sorted(text for texts in found for text in texts)
     if corrupt:
         shown = corrupt[:_NAMED]
         if len(corrupt) > _NAMED:
             shown.append(f"and {len(corrupt) - _NAMED} more")
         raise DataError(
-            f"{len(corrupt)} of {len(files)} files of the data are corrupt -> restore them, or "
-            "tokenize again:\n" + "\n".join(f"  {text}" for text in shown)
+            f"{len(corrupt)} of {shards.num_files} files of the data are corrupt -> restore them, "
+            "or tokenize again:\n" + "\n".join(f"  {text}" for text in shown)
         )
-    gigabytes = sum(file.num_bytes for file in files) / 1e9
+    gigabytes = shards.num_bytes.sum() / 1e9
     session.say(
-        f"data verified: {len(files)} files, {gigabytes:.3g} GB in "
+        f"data verified: {shards.num_files} files, {gigabytes:.3g} GB of tokens in "
         f"{time.perf_counter() - begun:.1f} s"
     )

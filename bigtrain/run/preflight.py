@@ -11,7 +11,7 @@ from typing import Any
 from bigtrain.data.loading.dataset_checks import check_datasets, open_checked
 from bigtrain.data.samples.identity import SourceIdentity, data_hash, identify_sources
 from bigtrain.data.samples.packed_samples import PackingReport, packing_reports
-from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.dataset import Level, TokenDataset
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.equivalence.model_plan import ModelPlan, choose
@@ -40,16 +40,16 @@ class Inputs:
     model_plan: ModelPlan
 
 
-def inspect_inputs(run: ResolvedRun) -> Inputs:
+def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     """Read the model's configuration and the dataset's manifest, and compare them with the run.
 
-    Creates nothing but a packing plan, which is a cache of the dataset's; every process may call
-    it. Raises ModelError for a model that cannot be found and one ConfigError with everything else
-    that is wrong.
+    `check`: of the data, as of `open_dataset`. Creates nothing but caches of the dataset's (packing
+    plan, shard table); every rank may call it. Raises ModelError for a model that cannot be found
+    and one ConfigError with everything else that is wrong.
     """
     config = run.config
     hf_config = load_hf_config(config.model)
-    datasets, not_opened = open_checked(config)
+    datasets, not_opened = open_checked(config, check)
     problems: list[Problem] = [
         *_check_output(Path(config.output.directory)),
         *check_trackers(config.logging.trackers),
@@ -68,7 +68,7 @@ def inspect_inputs(run: ResolvedRun) -> Inputs:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(
         hf_config,
-        data_hash(config.data, [dataset.manifest for dataset in datasets]),
+        data_hash(config.data, datasets),
         identify_sources(config, datasets),
         datasets,
         packing_reports(config, datasets),
@@ -89,7 +89,7 @@ def _check_output(directory: Path) -> Sequence[Problem]:
 
 
 def _check_best(config: RunConfig, datasets: Sequence[TokenDataset]) -> Sequence[Problem]:
-    if config.checkpoint.keep_best == 0 or any(d.manifest.shards("held_out") for d in datasets):
+    if config.checkpoint.keep_best == 0 or any(d.shards("held_out") for d in datasets):
         return []
     return [
         Problem(

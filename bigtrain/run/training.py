@@ -84,7 +84,7 @@ def _say_plan(session: Session, inputs: Inputs) -> None:
     for report in inputs.packing:
         session.say(str(report))
     for dataset in inputs.datasets:
-        if not dataset.manifest.has_blocks:
+        if not dataset.table.has_blocks:
             session.say(f"{dataset.path}: {NOT_VERIFIED}")
 
 

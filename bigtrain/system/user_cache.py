@@ -12,12 +12,14 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bigtrain.system.files import whole_file
+from bigtrain.system.made_once import made_once
 
 
 def key_of(parts: Sequence[str | bytes]) -> str:
@@ -33,10 +35,9 @@ def key_of(parts: Sequence[str | bytes]) -> str:
 def cache_get(kind: str, key: str) -> dict[str, Any] | None:
     """The fact that `cache_put` was given for `key`; None where there is none."""
     try:
-        fact = json.loads(_path(kind, key).read_bytes())
-    except (OSError, ValueError, RuntimeError):
+        return _read(_path(kind, key))
+    except RuntimeError:
         return None
-    return fact if isinstance(fact, dict) else None
 
 
 def cache_put(kind: str, key: str, fact: dict[str, Any]) -> None:
@@ -48,6 +49,29 @@ def cache_put(kind: str, key: str, fact: dict[str, Any]) -> None:
             file.write(json.dumps(fact).encode())
     except (OSError, ValueError, RuntimeError):
         return  # no home, no space, no right to write: it is found out again next time
+
+
+def cached(kind: str, key: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The fact for `key`, found out by one of all processes that ask for it at once, and kept."""
+    own: dict[str, Any] = {}
+
+    def make(file: IO[bytes]) -> None:
+        own.update(find())
+        file.write(json.dumps(own).encode())
+
+    with suppress(RuntimeError):  # no home
+        found = made_once([_path(kind, key)], _read, make)
+        if found is not None:
+            return found
+    return own or find()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        fact = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return fact if isinstance(fact, dict) else None
 
 
 def builds(*libraries: str) -> str:
@@ -87,6 +111,15 @@ def cache_directory() -> Path:
     # Its specification has a relative XDG_CACHE_HOME ignored.
     root = Path(base) if base and os.path.isabs(base) else Path.home() / ".cache"
     return root / "bigtrain"
+
+
+def beside_or_cached(directory: Path, kind: str, name: str) -> list[Path]:
+    """Where a file that is made of `directory` may lie: in it, for all who read it, or else in the
+    user's cache."""
+    places = [directory / kind / name]
+    with suppress(RuntimeError):
+        places.append(cache_directory() / kind / name)
+    return places
 
 
 def _path(kind: str, key: str) -> Path:

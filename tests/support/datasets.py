@@ -11,6 +11,8 @@ from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import (
     Manifest,
     OptionsRecord,
+    ShardRecord,
+    Split,
     TokenizerRecord,
     read_manifest,
     write_manifest,
@@ -34,18 +36,24 @@ def write_dataset(
     num_documents: int = 60,
     seed: int = 0,
     masked: bool = False,
+    num_shards: int = 1,
 ) -> Path:
     """Random documents of 5 to 60 tokens with a learnable pattern, each closed by token 0.
 
-    A tenth of them are held out. `masked`: about two in five tokens are targets. There is no
-    tokenizer beside them: nothing here reads text.
+    A tenth of them are held out, and the others are in `num_shards`. `masked`: about two in
+    five tokens are targets. There is no tokenizer beside them: nothing here reads text.
     """
     directory.mkdir(parents=True)
     generator = np.random.default_rng(seed)
     dtype = token_dtype(vocab_size)
-    splits = {}
-    for split, count in (("train", num_documents), ("held_out", max(1, num_documents // 10))):
-        with ShardWriter(directory, f"{split}_00000", dtype, masked=masked) as writer:
+    splits: dict[Split, tuple[ShardRecord, ...]] = {"train": (), "held_out": ()}
+    held_out = max(1, num_documents // 10)
+    parts: list[tuple[Split, int, int]] = [
+        *(("train", number, num_documents // num_shards) for number in range(num_shards)),
+        ("held_out", 0, held_out),
+    ]
+    for split, number, count in parts:
+        with ShardWriter(directory, f"{split}_{number:05d}", dtype, masked=masked) as writer:
             for _ in range(count):
                 length = int(generator.integers(5, 60))
                 start = int(generator.integers(1, vocab_size))
@@ -54,7 +62,7 @@ def write_dataset(
                 tokens = np.append(body, END_OF_DOCUMENT).astype(np.int64)
                 mask = generator.random(len(tokens)) < 0.4 if masked else None
                 writer.add(tokens, np.array([len(tokens)]), len(tokens), mask)
-            splits[split] = (writer.close(),)
+            splits[split] += (writer.close(),)
     write_manifest(
         directory,
         Manifest(

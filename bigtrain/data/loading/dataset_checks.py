@@ -13,8 +13,9 @@ from typing import Any
 
 from bigtrain.data.samples.packed_samples import plan_of
 from bigtrain.data.samples.windows import count_windows
-from bigtrain.data.shards.dataset import TokenDataset, open_dataset
-from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Manifest, Split
+from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
+from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split, TokenizerRecord
+from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.data.tokenizers.fingerprint import foreign_file
 from bigtrain.errors import DataError, Problem
 from bigtrain.settings.run_config import ModelSection, RunConfig
@@ -24,14 +25,16 @@ MAX_PADDING_ROWS = 1024
 this for speed and tensor parallelism; more is rather another tokenizer."""
 
 
-def open_checked(config: RunConfig) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
+def open_checked(
+    config: RunConfig, check: Level = "sizes"
+) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
     """The datasets of the mixture, in its order, or else what is wrong with each that cannot be
-    opened."""
+    opened. `check` as of `open_dataset`."""
     problems: list[Problem] = []
     datasets: list[TokenDataset] = []
     for number, source in enumerate(config.data.mixture):
         try:
-            datasets.append(open_dataset(source.path, check="sizes"))
+            datasets.append(open_dataset(source.path, check))
         except DataError as error:
             problems.append(Problem(config.data.key_of(number), source.path, str(error)))
     return (() if problems else tuple(datasets)), problems
@@ -46,27 +49,27 @@ def check_datasets(
     of `known_vocab_size`, if any. Reads headers and sizes of the shards, and loads a tokenizer only
     where data.tokenizer names one.
     """
-    manifests = [dataset.manifest for dataset in datasets]
+    tables = [dataset.table for dataset in datasets]
     try:
         problems = check_length(config, datasets)
     except DataError as error:  # of an index that packing reads
         return [Problem("data.packing", config.data.packing, str(error))]
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
-    problems += check_masks(config, manifests) + check_same_tokenizer(config, manifests)
+    problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
     if model_vocab_size is None:
         model_vocab_size = known_vocab_size(config.model)
     if model_vocab_size is not None:
-        problems += check_vocabulary(manifests[0], model_vocab_size)
+        problems += check_vocabulary(tables[0].tokenizer, model_vocab_size)
     if config.data.tokenizer is not None:
-        problems += _check_tokenizer(manifests[0], config.data.tokenizer)
+        problems += _check_tokenizer(tables[0].tokenizer, config.data.tokenizer)
     return problems
 
 
-def check_same_tokenizer(config: RunConfig, manifests: Sequence[Manifest]) -> list[Problem]:
+def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Whether one tokenizer made all sources: their token ids would mean different text."""
 
-    tokenizers = [manifest.tokenizer for manifest in manifests]
+    tokenizers = [table.tokenizer for table in tables]
     identities = [(t.hash, t.vocab_size, t.end_of_document_id) for t in tokenizers]
     described = [
         f"{t.name}, hash {t.hash}, {t.vocab_size} tokens, end of document {t.end_of_document_id}"
@@ -117,7 +120,7 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
     """Whether every source holds one sample, and all of them together one global batch."""
     length = config.batch.sequence_length
     chunk_length = config.data.chunk_length or length
-    tokens = [dataset.manifest.num_tokens("train") for dataset in datasets]
+    tokens = [dataset.table.num_tokens("train") for dataset in datasets]
     samples = [_num_samples(config, dataset, "train") for dataset in datasets]
     key, value = ("data.path", config.data.path) if config.data.path else ("data.sources", None)
     problems = []
@@ -144,7 +147,7 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
                     + ("batch.sequence_length" if chunk_length == length else "data.chunk_length"),
                 )
             )
-        held_out = dataset.manifest.num_tokens("held_out")
+        held_out = dataset.table.num_tokens("held_out")
         if held_out and not _num_samples(config, dataset, "held_out"):
             problems.append(
                 Problem(
@@ -164,11 +167,11 @@ def _num_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int:
         return plan_of(config, dataset, split).num_packs
     length = config.batch.sequence_length
     chunk_length = config.data.chunk_length or length if split == "train" else length
-    num_tokens = dataset.manifest.num_tokens(split)
+    num_tokens = dataset.table.num_tokens(split)
     return count_windows(num_tokens, chunk_length) * (chunk_length // length)
 
 
-def check_masks(config: RunConfig, manifests: Sequence[Manifest]) -> list[Problem]:
+def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Whether conversations are kept apart: an answer must not be learned from another chat."""
     if config.data.isolates:
         return []
@@ -180,14 +183,13 @@ def check_masks(config: RunConfig, manifests: Sequence[Manifest]) -> list[Proble
             "is full, and see each other",
             "set data.packing=best_fit (or at least data.document_boundaries=isolate)",
         )
-        for number, manifest in enumerate(manifests)
-        if manifest.is_masked
+        for number, table in enumerate(tables)
+        if table.is_masked
     ]
 
 
-def check_vocabulary(manifest: Manifest, model_vocab_size: int) -> list[Problem]:
+def check_vocabulary(tokenizer: TokenizerRecord, model_vocab_size: int) -> list[Problem]:
     """Whether the shards' token ids fit a model with `model_vocab_size` rows of embedding."""
-    tokenizer = manifest.tokenizer
     if tokenizer.vocab_size > model_vocab_size:
         rule = (
             f"too small: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
@@ -230,21 +232,21 @@ def known_vocab_size(model: ModelSection) -> int | None:
     return None
 
 
-def _check_tokenizer(manifest: Manifest, name: str) -> list[Problem]:
+def _check_tokenizer(listed: TokenizerRecord, name: str) -> list[Problem]:
     from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(name)
     except DataError as error:
         return [Problem("data.tokenizer", name, str(error))]
-    if tokenizer.hash == manifest.tokenizer.hash:
+    if tokenizer.hash == listed.hash:
         return []
     return [
         Problem(
             "data.tokenizer",
             name,
-            f"another tokenizer than the one the shards were made with ({manifest.tokenizer.name}, "
-            f"{manifest.tokenizer.vocab_size} tokens; this one has {tokenizer.vocab_size})",
+            f"another tokenizer than the one the shards were made with ({listed.name}, "
+            f"{listed.vocab_size} tokens; this one has {tokenizer.vocab_size})",
             "leave data.tokenizer out, or tokenize again with it",
         )
     ]

@@ -289,7 +289,7 @@ def open_held_out(
             ),
         )
         for name, source, dataset in zip(config.data.names, phase.read, datasets, strict=True)
-        if dataset.manifest.num_tokens("held_out")
+        if dataset.table.num_tokens("held_out")
     ]
 
 
@@ -311,7 +311,7 @@ def _samples(
 
 def _options(config: RunConfig, datasets: Sequence[TokenDataset], pin: bool) -> BatchOptions:
     # Preflight has found all datasets to have the same tokenizer.
-    end = datasets[0].manifest.tokenizer.end_of_document_id
+    end = datasets[0].table.tokenizer.end_of_document_id
     return BatchOptions(
         end_of_document_id=end if config.data.mask_end_of_document else None,
         isolate=config.data.isolates,

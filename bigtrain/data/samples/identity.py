@@ -9,7 +9,7 @@ import xxhash
 
 from bigtrain.data.samples.packed_samples import plan_of
 from bigtrain.data.shards.dataset import TokenDataset
-from bigtrain.data.shards.manifest import Manifest
+from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.settings.run_config import DataSection, RunConfig
 
 
@@ -35,10 +35,9 @@ def identify_sources(
     """
     found = []
     for source, dataset in zip(config.data.mixture, datasets, strict=True):
-        manifest = dataset.manifest
-        digest = xxhash.xxh3_64(manifest.tokenizer.hash.encode())
-        _add_tokens(digest, manifest)
-        num_tokens = manifest.num_tokens("train")
+        digest = xxhash.xxh3_64(dataset.table.tokenizer.hash.encode())
+        _add_tokens(digest, dataset.table)
+        num_tokens = dataset.table.num_tokens("train")
         if config.data.packing == "best_fit":
             length = config.batch.sequence_length
             digest.update(f"best_fit:{length}:{config.data.long_documents}".encode())
@@ -48,17 +47,20 @@ def identify_sources(
     return tuple(found)
 
 
-def data_hash(data: DataSection, manifests: Sequence[Manifest]) -> str:
-    """Identity of all that is trained on, by the manifests of the mixture in its order. A mixture's
+def data_hash(data: DataSection, datasets: Sequence[TokenDataset]) -> str:
+    """Identity of all that is trained on, the mixture's datasets in its order. A mixture's
     is also that of its weights; a mixture of one source is that source."""
-    digest = xxhash.xxh3_64(manifests[0].tokenizer.hash.encode())
-    for source, manifest in zip(data.mixture, manifests, strict=True):
-        if len(manifests) > 1:
+    digest = xxhash.xxh3_64(datasets[0].table.tokenizer.hash.encode())
+    for source, dataset in zip(data.mixture, datasets, strict=True):
+        if len(datasets) > 1:
             digest.update(f"source:{source.weight!r}:{source.epochs!r}".encode())
-        _add_tokens(digest, manifest)
+        _add_tokens(digest, dataset.table)
     return digest.hexdigest()
 
 
-def _add_tokens(digest: xxhash.xxh3_64, manifest: Manifest) -> None:
-    for shard in manifest.shards("train"):
-        digest.update(f"{shard.tokens}:{shard.xxh3}{shard.mask_xxh3 or ''}".encode())
+def _add_tokens(digest: xxhash.xxh3_64, table: ShardTable) -> None:
+    shards = table.splits["train"]
+    masks = shards.hexadecimal("mask_xxh3") if table.is_masked else [""] * len(shards)
+    tokens, sums = shards.rows["tokens"].tolist(), shards.hexadecimal("xxh3")
+    for row in zip(tokens, sums, masks, strict=True):
+        digest.update("{}:{}{}".format(*row).encode())

@@ -121,7 +121,7 @@ def packing_reports(
     splits: Sequence[Split] = ("train", "held_out")
     for source, dataset in zip(config.data.mixture, datasets, strict=True):
         for split in splits:
-            if dataset.manifest.num_tokens(split):
+            if dataset.table.num_tokens(split):
                 plan = plan_of(config, dataset, split)
                 found.append(PackingReport(source.path, split, plan))
     return tuple(found)

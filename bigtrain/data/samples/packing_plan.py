@@ -1,9 +1,9 @@
 """Packing plans on disk: which pieces of documents every sample is, computed once. numpy only.
 
 A plan is a pure function of the dataset, so it is a cache: where it is missing or of another size
-than its header says it is made again, under a temporary name, and two processes that do so at once
-write the same bytes. It lies in ``DATASET/plans/``, or where that cannot be written in ``plans/``
-of the user's cache (`bigtrain.system.user_cache`), or else in a temporary file of the process.
+than its header says, it is made again (`bigtrain.system.made_once`). It lies in ``DATASET/plans/``,
+or where that cannot be written in ``plans/`` of the user's cache (`bigtrain.system.user_cache`), or
+else in a temporary file of the process.
 
 A file is, little-endian::
 
@@ -21,7 +21,6 @@ import os
 import shutil
 import struct
 import tempfile
-import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, fields
@@ -34,10 +33,11 @@ import xxhash
 
 from bigtrain.data.samples.best_fit import Block, LongDocuments, PackingCounts, pack_blocks
 from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.format import Shard
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
-from bigtrain.system.files import whole_file
-from bigtrain.system.user_cache import cache_directory
+from bigtrain.system.made_once import made_once
+from bigtrain.system.user_cache import beside_or_cached
 
 MAGIC = b"BTPLAN1\n"
 HEADER = struct.Struct(f"<8sQQ{len(fields(PackingCounts))}Q")
@@ -98,57 +98,54 @@ def open_plan(
     where there is no room for it anywhere.
     """
     digest = xxhash.xxh3_64(f"{sequence_length}:{long_documents}".encode())
-    for shard in dataset.manifest.shards(split):
-        digest.update(f"{shard.tokens}:{shard.index_xxh3}:{shard.mask_xxh3}".encode())
+    shards = dataset.table.splits.get(split)
+    if shards is not None:
+        masks = shards.hexadecimal("mask_xxh3") if shards.is_masked else [None] * len(shards)
+        tokens, sums = shards.rows["tokens"].tolist(), shards.hexadecimal("index_xxh3")
+        for row in zip(tokens, sums, masks, strict=True):
+            digest.update("{}:{}:{}".format(*row).encode())
     name = f"{split}-{digest.hexdigest()}.plan"
-    directories = _directories(dataset)
-    for directory in directories:
-        with suppress(OSError), (directory / name).open("rb") as file:
-            plan = _map(file, sequence_length, directory / name)
-            if plan is not None:
-                return plan
+
+    def read(path: Path) -> PackingPlan | None:
+        with suppress(OSError), path.open("rb") as file:
+            return _map(file, sequence_length, path)
+        return None
+
+    def make(file: IO[bytes]) -> None:
+        _write(file, dataset.shards(split), sequence_length, long_documents)
+
+    plan = made_once(beside_or_cached(dataset.path, DIRECTORY, name), read, make)
+    if plan is not None:
+        return plan
     try:
-        return _make(
-            dataset, split, sequence_length, long_documents, [d / name for d in directories]
-        )
+        with tempfile.TemporaryFile() as kept_open:
+            make(kept_open)
+            plan = _map(kept_open, sequence_length)
     except OSError as error:
         raise DataError(
             f"the packing plan of {dataset.path} cannot be written anywhere: {error} -> make room "
             "in the dataset's folder, or set TMPDIR"
         ) from error
+    assert plan is not None
+    return plan
 
 
-def _make(
-    dataset: TokenDataset,
-    split: Split,
+def _write(
+    file: IO[bytes],
+    shards: Sequence[Shard],
     sequence_length: int,
     long_documents: LongDocuments,
-    paths: Sequence[Path],
-) -> PackingPlan:
-    """A new plan, kept at the first of `paths` that can be written."""
+) -> None:
+    """A new plan."""
     counts = PackingCounts()
-    blocks = pack_blocks(dataset.shards(split), sequence_length, long_documents, counts)
+    blocks = pack_blocks(shards, sequence_length, long_documents, counts)
     with ExitStack() as stack:
         arrays = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
-        header = _write_arrays(arrays, blocks, counts)
-        for path in paths:
-            with suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-                with whole_file(path, draft, durable=False) as file:
-                    os.fchmod(file.fileno(), 0o644)
-                    return _concatenate(file, header, arrays, sequence_length, path)
-        kept_open = stack.enter_context(tempfile.TemporaryFile())
-        return _concatenate(kept_open, header, arrays, sequence_length)
-
-
-def _directories(dataset: TokenDataset) -> list[Path]:
-    """Where the plan may lie: beside the dataset, for all who read it, or else in the cache."""
-    beside = dataset.path / DIRECTORY
-    try:
-        return [beside, cache_directory() / DIRECTORY]
-    except RuntimeError:
-        return [beside]
+        file.write(_write_arrays(arrays, blocks, counts))
+        for array in arrays:
+            array.seek(0)
+            shutil.copyfileobj(array, file, 1 << 20)
+    file.flush()
 
 
 def _write_arrays(
@@ -163,24 +160,6 @@ def _write_arrays(
         num_packs += len(block.row_ends)
         num_pieces += len(block.starts)
     return HEADER.pack(MAGIC, num_packs, num_pieces, *astuple(counts))
-
-
-def _concatenate(
-    file: IO[bytes],
-    header: bytes,
-    arrays: Sequence[IO[bytes]],
-    sequence_length: int,
-    path: Path | None = None,
-) -> PackingPlan:
-    """Write the plan into `file`, and map it."""
-    file.write(header)
-    for array in arrays:
-        array.seek(0)
-        shutil.copyfileobj(array, file, 1 << 20)
-    file.flush()
-    plan = _map(file, sequence_length, path)
-    assert plan is not None
-    return plan
 
 
 def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> PackingPlan | None:

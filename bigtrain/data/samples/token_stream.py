@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from bigtrain.data.samples.rows import Indices
 from bigtrain.data.shards.block_checksums import BlockVerifier
-from bigtrain.data.shards.dataset import TokenDataset
-from bigtrain.data.shards.format import Mask, Shard
+from bigtrain.data.shards.dataset import FilePaths, ShardList, TokenDataset
+from bigtrain.data.shards.format import Mask
 from bigtrain.data.shards.manifest import Split
 from bigtrain.data.shards.positioned_reads import FileReader
 from bigtrain.errors import DataError
@@ -44,32 +44,26 @@ GATHERED_TOKENS = 1 << 15
 
 
 class TokenStream:
-    """The tokens of `shards`, all of one type, one after another. For any number of threads."""
+    """The tokens of `shards`, one after another. For any number of threads."""
 
-    def __init__(self, shards: Sequence[Shard], vocab_size: int) -> None:
-        self.shards = tuple(shards)
+    def __init__(self, shards: ShardList, vocab_size: int) -> None:
+        self.shards = shards
         self.vocab_size = vocab_size
-        types = {shard.dtype for shard in self.shards}
-        assert len(types) <= 1
-        self.token_dtype = types.pop() if types else np.dtype("<u2")
-        self._reader = FileReader([shard.bin_path for shard in self.shards])
-        masks = [shard.mask_path for shard in self.shards if shard.mask_path is not None]
-        assert len(masks) in (0, len(self.shards))
-        self.is_masked = bool(masks)
-        self._mask_reader = FileReader(masks)
+        self.token_dtype = shards.dtype
+        self.is_masked = shards.is_masked and len(shards) > 0
+        sizes = shards.num_tokens
+        paths, masks = FilePaths(shards, "bin"), FilePaths(shards, "mask")
+        self._reader, self._mask_reader = FileReader(paths), FileReader(masks)
         self._verifier = self._mask_verifier = None
-        if all(shard.has_blocks for shard in self.shards):
-            paths = [shard.bin_path for shard in self.shards]
-            num_bytes = [shard.num_bytes for shard in self.shards]
+        if shards.has_blocks:
+            num_bytes = sizes * self.token_dtype.itemsize
             self._verifier = BlockVerifier(paths, num_bytes, partial(self._block_sums, "of_bin"))
-        if masks and self._verifier is not None:
-            num_bytes = [-(-shard.num_tokens // 8) for shard in self.shards]
+        if self.is_masked and shards.has_blocks:
             sums = partial(self._block_sums, "of_mask")
-            self._mask_verifier = BlockVerifier(masks, num_bytes, sums)
-        sizes = [shard.num_tokens for shard in self.shards]
+            self._mask_verifier = BlockVerifier(masks, -(-sizes // 8), sums)
         self._ends = np.cumsum(sizes, dtype=np.int64)
-        self._begins = self._ends - np.array(sizes, np.int64)
-        self.num_tokens = sum(sizes)
+        self._begins = self._ends - sizes
+        self.num_tokens = int(sizes.sum())
         # Calls of `read_rows` before the next one copies from memory maps.
         self._reads_to_map = 0 if len(self.shards) <= MAX_MAPPED_FILES else sys.maxsize
 
@@ -269,4 +263,5 @@ class _Parts:
 
 def split_stream(dataset: TokenDataset, split: Split) -> TokenStream:
     """The stream of one split of `dataset`; of no tokens where there is no such split."""
-    return TokenStream(dataset.shards(split), dataset.manifest.tokenizer.vocab_size)
+    shards = dataset.splits.get(split) or ShardList.of([])
+    return TokenStream(shards, dataset.table.tokenizer.vocab_size)

@@ -26,7 +26,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ NOT_VERIFIED = (
 """Of a dataset that was made before there were any."""
 
 Indices = npt.NDArray[np.int64]
+Bytes = TypeVar("Bytes", int, Indices)
 Read = Callable[[int, int, int], "memoryview | bytes"]
 """(file, first byte, end): so many bytes of one of several files."""
 
@@ -86,8 +87,8 @@ def blocks_content(of_bin: npt.NDArray[np.uint64], of_mask: npt.NDArray[np.uint6
     return b"".join([header, *(part.astype("<u8").tobytes() for part in sums)])
 
 
-def num_blocks(num_bytes: int) -> int:
-    """Of a file of `num_bytes`, the last one maybe shorter."""
+def num_blocks(num_bytes: Bytes) -> Bytes:
+    """Of a file of `num_bytes`, or of each of several, the last one maybe shorter."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
@@ -136,15 +137,15 @@ class BlockVerifier:
     def __init__(
         self,
         paths: Sequence[Path],
-        sizes: Sequence[int],
+        sizes: Sequence[int] | Indices,
         sums: Callable[[int], tuple[Path, npt.NDArray[np.uint64]]],
     ) -> None:
         self._paths = paths
         self._sizes = np.array(sizes, np.int64)
         self._sums = sums
-        counts = [num_blocks(size) for size in sizes]
+        counts = num_blocks(self._sizes)
         ends = np.cumsum(counts, dtype=np.int64)
-        self._firsts = ends - np.array(counts, np.int64)
+        self._firsts = ends - counts
         # Zeros that nobody has written take no memory.
         self._verified = np.zeros(int(ends[-1]) if len(ends) else 0, np.bool_)
 

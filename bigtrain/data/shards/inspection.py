@@ -61,7 +61,7 @@ def inspect_shards(path: Path) -> Inspected:
             "with `bigtrain tokenize --output`"
         )
     dataset = open_dataset(path, check="sizes")
-    splits = {str(split): shards for split, shards in dataset.splits.items()}
+    splits = {str(split): tuple(shards) for split, shards in dataset.splits.items()}
     return Inspected(path, dataset.manifest, splits)
 
 

@@ -26,7 +26,7 @@ class FileReader:
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = tuple(paths)
+        self.paths = paths
         self._files: OrderedDict[int, _File] = OrderedDict()
         self._lock = Lock()
 

@@ -103,7 +103,7 @@ def token_counts(dataset: TokenDataset, split: Split) -> npt.NDArray[np.int64]:
 
     Raises DataError where a token is not in the vocabulary (a corrupt file).
     """
-    vocab_size = dataset.manifest.tokenizer.vocab_size
+    vocab_size = dataset.table.tokenizer.vocab_size
     counts = np.zeros(vocab_size, dtype=np.int64)
     for shard in dataset.shards(split):
         for low in range(0, shard.num_tokens, CHUNK_ITEMS):

@@ -3,66 +3,89 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, overload
 
-from bigtrain.data.shards.manifest import read_manifest
+import numpy as np
+import numpy.typing as npt
+
+from bigtrain.data.shards.shard_table import read_table
 from bigtrain.settings.run_config import DataSection
 from bigtrain.system.files import file_checksum
 
 
 @dataclass(frozen=True)
-class ListedFile:
-    """A file of a dataset, its size in bytes, and the checksum that its manifest lists."""
+class ListedShard:
+    """The files of a shard with the checksums that its manifest lists."""
 
-    path: Path
-    num_bytes: int
-    xxh3: str
+    files: tuple[tuple[Path, str], ...]
+
+    def damage(self) -> list[str]:
+        """What is wrong with its files, one text for each that is; reads all of them."""
+        found = []
+        for path, listed in self.files:
+            try:
+                checksum = file_checksum(path)
+            except OSError as error:
+                found.append(f"{path} cannot be read: {error.strerror or error}")
+                continue
+            if checksum != listed:
+                found.append(f"{path}: its checksum is {checksum}, the manifest lists {listed}")
+        return found
 
 
-def listed_files(data: DataSection) -> list[ListedFile]:
-    """The files of all sources and splits.
+class ListedShards(Sequence[ListedShard]):
+    """The shards of all sources and splits. num_bytes: of the tokens of each, int64 [shards].
 
-    Raises DataError where a manifest cannot be read. A file that is not there has size 0.
+    Raises DataError where a manifest cannot be read; no other file is looked at.
     """
-    return [
-        ListedFile(path, path.stat().st_size if path.exists() else 0, checksum)
-        for source in data.mixture
-        for path, checksum in _of_dataset(Path(source.path))
-    ]
+
+    def __init__(self, data: DataSection) -> None:
+        self._parts = [
+            (Path(source.path), columns)
+            for source in data.mixture
+            for columns in read_table(Path(source.path)).splits.values()
+        ]
+        sizes = [columns.rows["bytes"].astype(np.int64) for _, columns in self._parts]
+        self.num_bytes: npt.NDArray[np.int64] = np.concatenate(sizes)
+        self._ends = np.cumsum([len(columns) for _, columns in self._parts])
+        self.num_files = sum(len(c) * (2 + c.is_masked + c.has_blocks) for _, c in self._parts)
+
+    def __len__(self) -> int:
+        return len(self.num_bytes)
+
+    @overload
+    def __getitem__(self, number: int) -> ListedShard: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[ListedShard]: ...
+    def __getitem__(self, number: int | slice) -> Any:
+        if isinstance(number, slice):
+            return [self[index] for index in range(*number.indices(len(self)))]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        part = int(np.searchsorted(self._ends, number, side="right"))
+        directory, columns = self._parts[part]
+        place = number - int(self._ends[part]) + len(columns)
+        name = columns.name(place)
+        return ListedShard(
+            tuple(
+                (directory / f"{name}.{suffix}", checksum)
+                for suffix, checksum in columns.checksums(place).items()
+            )
+        )
 
 
-def _of_dataset(directory: Path) -> Iterator[tuple[Path, str]]:
-    for shards in read_manifest(directory).splits.values():
-        for shard in shards:
-            for suffix, checksum in shard.checksums.items():
-                yield directory / f"{shard.name}.{suffix}", checksum
-
-
-def share_of(files: Sequence[ListedFile], rank: int, size: int) -> list[ListedFile]:
-    """The files that process `rank` of `size` reads: about as many bytes as every other."""
-    shares: list[list[ListedFile]] = [[] for _ in range(size)]
-    loads = [(0, number) for number in range(size)]
-    for file in sorted(files, key=lambda file: (-file.num_bytes, file.path)):
-        load, number = heapq.heappop(loads)
-        shares[number].append(file)
-        heapq.heappush(loads, (load + file.num_bytes, number))
+def share_of(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """The numbers of those that rank `rank` reads: about as many bytes as every other rank."""
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0, owner) for owner in range(world_size)]
+    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+        load, owner = loads[0]
+        shares[owner].append(number)
+        heapq.heapreplace(loads, (load + sizes[number], owner))
     return shares[rank]
-
-
-def damage(files: Sequence[ListedFile]) -> list[str]:
-    """What is wrong with `files`, one text for each that is; reads all of them."""
-    found = []
-    for file in files:
-        try:
-            checksum = file_checksum(file.path)
-        except OSError as error:
-            found.append(f"{file.path} cannot be read: {error.strerror or error}")
-            continue
-        if checksum != file.xxh3:
-            found.append(f"{file.path}: its checksum is {checksum}, the manifest lists {file.xxh3}")
-    return found
 
 
 def corrupt_files(path: str | Path) -> list[str]:
@@ -71,7 +94,8 @@ def corrupt_files(path: str | Path) -> list[str]:
     Reads all of it. Raises DataError where there is no dataset.
     """
     problems = []
-    for file, checksum in _of_dataset(Path(path)):
+    shards = ListedShards(DataSection(path=str(path)))
+    for file, checksum in (listed for shard in shards for listed in shard.files):
         try:
             if file_checksum(file) != checksum:
                 problems.append(

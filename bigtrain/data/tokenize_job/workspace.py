@@ -6,7 +6,7 @@
       KEY.TOKEN.train.bin  .idx ...  shards of a unit, written by process TOKEN
       KEY.TOKEN.errors               its bad documents
       KEY.json                       its record: the unit is done once this names those files
-      KEY.claim                      who works on it, `bigtrain.data.tokenize_job.leases`
+      KEY.claim                      who works on it, `bigtrain.system.leases`
       rejected-ENGINE                an encoder found wrong; what it wrote is done again
       assembly.json                  `bigtrain.data.tokenize_job.commit` has begun
       (a file without a name)        what a unit reads, decompressed (`sources.decompression`)
@@ -37,9 +37,9 @@ from bigtrain.data.shards.manifest import (
     Times,
     same_times,
 )
-from bigtrain.data.tokenize_job.leases import Leases
 from bigtrain.data.tokenize_job.units import Unit
 from bigtrain.system.files import write_whole
+from bigtrain.system.leases import Leases
 
 JOURNAL_NAME = "assembly.json"
 RECORD_OR_CLAIM = re.compile(r"[0-9a-f]{32}\.(json|claim)|assembly\.(json|claim)")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.shards.verification import ListedFile, share_of
+from bigtrain.data.shards.verification import share_of
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_weights
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
@@ -100,9 +100,10 @@ def verify_weights(session: Session, weights: Weights) -> Sums:
         sums: dict[str, FileSum] = {}
         problems: list[str] = []
         try:
-            files = [ListedFile(path.absolute(), path.stat().st_size, "") for path in weights.files]
-            for file in share_of(files, world.rank, world.size):
-                sums[str(file.path)] = sum_of(file.path)
+            files = [path.absolute() for path in weights.files]
+            sizes = [path.stat().st_size for path in files]
+            for file in (files[n] for n in share_of(sizes, world.rank, world.size)):
+                sums[str(file)] = sum_of(file)
             names = {Path(path).name: found for path, found in sums.items()}
             problems += differences(names, read_sums(exported), exported)
             problems += differences(sums, read_sums(begun), begun)

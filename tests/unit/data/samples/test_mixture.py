@@ -230,7 +230,7 @@ def config_for(data: dict[str, Any]) -> RunConfig:
 
 def hash_of(data: dict[str, Any]) -> str:
     section = config_for(data).data
-    return data_hash(section, [dataset.manifest for dataset in open_sources(section)])
+    return data_hash(section, open_sources(section))
 
 
 def sources(datasets: list[Path], *weights: float) -> dict[str, Any]:

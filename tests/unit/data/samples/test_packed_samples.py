@@ -18,7 +18,7 @@ from bigtrain.data.samples.identity import data_hash, identify_sources
 from bigtrain.data.samples.packed_samples import PackedDocuments, packed_documents, packing_reports
 from bigtrain.data.samples.packing_plan import PackingPlan, open_plan
 from bigtrain.data.shards.dataset import TokenDataset, open_dataset, open_sources
-from bigtrain.data.shards.manifest import MANIFEST_NAME, read_manifest
+from bigtrain.data.shards.manifest import MANIFEST_NAME
 from bigtrain.errors import DataError, Problem
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
@@ -42,8 +42,7 @@ def config_for(data: dict[str, Any], **batch: Any) -> RunConfig:
 
 
 def hash_of(config: RunConfig) -> str:
-    manifests = [read_manifest(Path(source.path)) for source in config.data.mixture]
-    return data_hash(config.data, manifests)
+    return data_hash(config.data, open_sources(config.data))
 
 
 def problems_of(data: dict[str, Any]) -> list[Problem]:

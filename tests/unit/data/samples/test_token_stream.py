@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bigtrain.data.loading.collator import BatchOptions, BatchReader
 from bigtrain.data.samples.token_stream import READS_AFTER_COLD_MAP, TokenStream, split_stream
 from bigtrain.data.samples.windows import PackedWindows
-from bigtrain.data.shards.dataset import open_dataset
+from bigtrain.data.shards.dataset import ShardList, open_dataset
 from bigtrain.data.shards.format import HEADER, MAGIC, Shard
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
@@ -31,7 +31,7 @@ def write_stream(directory: Path, lengths: list[int]) -> tuple[TokenStream, np.n
             writer.close()
         shards.append(Shard(directory / f"s{number}"))
         position += length
-    return TokenStream(shards, max(1, position)), np.arange(position)
+    return TokenStream(ShardList.of(shards), max(1, position)), np.arange(position)
 
 
 @settings(
@@ -121,7 +121,7 @@ def write_documents(directory: Path, shards: list[list[int]]) -> tuple[TokenStre
             writer.close()
         opened.append(Shard(directory / f"p{number}"))
         positions += [position for length in lengths for position in range(length)]
-    return TokenStream(opened, 1), positions
+    return TokenStream(ShardList.of(opened), 1), positions
 
 
 @settings(
@@ -187,7 +187,7 @@ def test_a_corrupt_index_gives_positions_or_an_error(
         if place < len(content):
             content[place] = value
     (tmp_path / "p0.idx").write_bytes(content)
-    stream = TokenStream([Shard(tmp_path / "p0")], 1)
+    stream = TokenStream(ShardList.of([Shard(tmp_path / "p0")]), 1)
     for start in range(0, 20, 3):
         try:
             begins = stream.begins(np.array([start]), np.array([6]), np.array([100]))

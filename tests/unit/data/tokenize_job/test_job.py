@@ -17,10 +17,10 @@ import pytest
 import zstandard
 
 from bigtrain.data.shards.manifest import read_manifest
-from bigtrain.data.tokenize_job.leases import Owner
 from bigtrain.data.tokenize_job.workspace import Workspace
 from bigtrain.data.tokenizers.encoders import GigatokenEncoder, ReferenceEncoder
 from bigtrain.data.tokenizers.training import train_tokenizer
+from bigtrain.system.leases import Owner
 from tests.support.commands import Commands, Ended
 from tests.support.datasets import open_verified
 

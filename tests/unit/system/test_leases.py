@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.data.tokenize_job.leases import LEASE_S, Leases, Owner
+from bigtrain.system.leases import LEASE_S, Leases, Owner
 from tests.support.worlds import ROOT
 
 
@@ -55,7 +55,7 @@ def test_given_up_after_an_error(tmp_path: Path) -> None:
 def test_of_a_process_that_was_killed(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from bigtrain.data.tokenize_job.leases import Leases\n"
+        "from bigtrain.system.leases import Leases\n"
         "with Leases(Path(sys.argv[1]), 'dead', None).take('unit'): os.kill(os.getpid(), 9)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -109,7 +109,7 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_it_beats_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bigtrain.data.tokenize_job.leases.HEARTBEAT_S", 0.001)
+    monkeypatch.setattr("bigtrain.system.leases.HEARTBEAT_S", 0.001)
     a = leases(tmp_path, "a")
     with a.take("unit"):
         path = tmp_path / "unit.claim"
