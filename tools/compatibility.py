@@ -24,8 +24,10 @@ _HEAD = """\
 # What cannot run
 
 Written by `python tools/compatibility.py --output docs/compatibility.md` from
-`bigtrain/settings/compatibility/` and `tools/compatibility_traps.py`. `bigtrain check` and every
-run refuse these combinations before there is a process group; each has a test made from its example
+`bigtrain/settings/compatibility/` and `tools/compatibility_traps.py`. Every run refuses these
+combinations before there is a process group, and `bigtrain check` those that it can know: of a
+device with `--device` only, and never the heads among tensor-parallel processes, which the model's
+own plan says, nor a missing libaio. Each has a test made from its example
 (`tests/unit/settings/test_compatibility.py`). A leading `ds:` is a key of the DeepSpeed JSON, any
 other of the run. The last column is what the rule itself changes of the example; an error names
 other ways too.
@@ -39,9 +41,9 @@ _FOUND = """
 
 Found on proxy models of the run's own model before there is a process group, and refused with the
 same kind of error: an architecture without a tensor-parallel plan or with a wrong one
-(`models/equivalence/tensor_parallel.py`, `models/equivalence/tensor_parallel.py`), one that cannot
-be cut into stages (`models/equivalence/pipeline_stages.py`; [architectures.md](architectures.md)
-for both), one that mixes tokens outside attention or whose attention does not divide
+(`models/equivalence/tensor_parallel.py`), one that cannot be cut into stages
+(`models/equivalence/pipeline_stages.py`; [architectures.md](architectures.md) for both), one that
+mixes tokens outside attention or whose attention does not divide
 (`models/equivalence/sequence_parallel.py`), one that does not keep documents apart
 (`models/equivalence/document_isolation.py`).
 

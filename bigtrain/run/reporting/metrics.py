@@ -63,10 +63,11 @@ class StepMetrics:
 
     `step`: optimizer steps done, from 1; `loss`: mean over the target tokens of the steps since the
     last logged one, or since the run went on from a checkpoint, without steps that were left out;
-    `lr`: used in this step; `grad_norm`: before clipping; `tokens`, `samples`: trained on
-    since the beginning of the run; `tokens_per_second`: of the whole run, mean since the last
-    logged step, as is `step_seconds`; `model_flops_utilization`: between 0 and 1, None where the
-    device's peak is not known; `memory_gib`: see `memory_gib`.
+    `lr`: used in this step; `grad_norm`: before clipping; `tokens`: trained on since the
+    beginning of the run, padding included; `samples`: trained on since the beginning of the run;
+    `tokens_per_second`: of the whole run, padding included, mean since the last logged step, as is
+    `step_seconds`; `model_flops_utilization`: between 0 and 1, None where the device's peak is not
+    known; `memory_gib`: see `memory_gib`.
     """
 
     step: int
