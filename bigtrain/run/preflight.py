@@ -14,7 +14,8 @@ from bigtrain.data.samples.packed_samples import PackingReport, packing_reports
 from bigtrain.data.shards.dataset import Level, TokenDataset
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
-from bigtrain.models.equivalence.model_plan import ModelPlan, choose
+from bigtrain.models.equivalence.model_plan import ModelPlan
+from bigtrain.models.equivalence.once import choose_once
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.run.reporting.metrics import check_trackers
@@ -63,7 +64,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     problems += check_kernels(hf_config, config.model.kernels)
     model_plan = None
     if not problems:
-        model_plan, problems = choose(config, hf_config, run.plan)
+        model_plan, problems = choose_once(config, hf_config, run.plan)
     if model_plan is None or problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(

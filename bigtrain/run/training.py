@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from bigtrain.data.loading.loader import TrainingBatches, open_held_out, open_training_data
 from bigtrain.data.shards.block_checksums import NOT_VERIFIED
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import Mesh, open_mesh
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import EXIT_STOPPED
+from bigtrain.errors import EXIT_STOPPED, ModelError
+from bigtrain.models.equivalence.once import KIND, trial_key
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.run.checkpointing.initialize import WeightsSource, weights_source
@@ -22,6 +25,7 @@ from bigtrain.run.session import Session, open_session
 from bigtrain.run.state import TrainState
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.stop_signals import StopSignals
+from bigtrain.system.user_cache import cache_get, cache_put
 from bigtrain.system.world import World
 
 
@@ -57,13 +61,7 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
 def _build(session: Session, inputs: Inputs, source: WeightsSource, mesh: Mesh) -> TrainEngine:
     run = session.run
     if run.topology.tensor_size > 1:
-        check_tensor_plan(
-            inputs.hf_config,
-            run.config.model.attention,
-            run.config.batch.sequence_length,
-            mesh.tensor,
-            session.device,
-        )
+        _check_tensor_plan(session, inputs, mesh)
     return build_engine(
         source.building(run.config),
         run.engine,
@@ -73,6 +71,30 @@ def _build(session: Session, inputs: Inputs, source: WeightsSource, mesh: Mesh) 
         mesh,
         inputs.model_plan,
     )
+
+
+def _check_tensor_plan(session: Session, inputs: Inputs, mesh: Mesh) -> None:
+    """Try the model's tensor-parallel plan in the main rank's tensor-parallel group, unless that
+    was done before. Collective; raises ModelError on every rank."""
+    config, work = session.run.config, session.long_work
+    settings = config.model.attention, config.batch.sequence_length
+    key = trial_key(inputs.hf_config, "tensor", session.run.topology.tensor_size, settings)
+    if key is not None and work.on_main_rank(lambda: cache_get(KIND, key) is not None):
+        return
+    failure: ModelError | None = None
+    if 0 in dist.get_process_group_ranks(mesh.tensor):
+        try:
+            check_tensor_plan(inputs.hf_config, *settings, mesh.tensor, session.device)
+        except ModelError as error:
+            failure = error
+
+    def decide() -> None:
+        if failure is not None:
+            raise failure
+        if key is not None:
+            cache_put(KIND, key, {"is_right": True})
+
+    work.on_main_rank(decide)
 
 
 def _say_plan(session: Session, inputs: Inputs) -> None:

@@ -1,0 +1,82 @@
+"""Trials of proxy models, made by one rank and kept for every later start.
+
+A trial takes seconds of a processor and up to 2 GB, and comes out the same on every rank. What it
+found is a fact of the user's cache (`bigtrain.system.user_cache`), whose key has all that it
+depends on: the settings that it reads, the model's configuration, the kind of device, libraries by
+their checksums and this package by its source. A trial that ends in a refusal is not kept, and
+neither is one of a model whose code is not transformers' own.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from transformers import PreTrainedConfig
+
+import bigtrain
+from bigtrain.errors import Problem
+from bigtrain.models.equivalence.model_plan import ModelPlan, choose
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.user_cache import builds, cached, key_of, source_of
+
+KIND = "trials"
+_LIBRARIES = ("torch", "transformers", "liger-kernel", "flash-attn", "kernels")
+_PLAN = TypeAdapter(ModelPlan)
+
+
+class _RefusedError(Exception):
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+
+
+def choose_once(
+    config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
+) -> tuple[ModelPlan | None, list[Problem]]:
+    """As `choose`, which one of all ranks calls that see the same cache, while the others wait."""
+    key = trial_key(
+        hf_config,
+        config.model.model_dump(mode="json", exclude={"path", "config", "overrides"}),
+        config.parallel.model_dump(mode="json"),
+        config.precision.model_dump(mode="json"),
+        [config.data.isolates, config.data.packing, config.batch.sequence_length],
+        vars(plan),
+    )
+    if key is None:
+        return choose(config, hf_config, plan)
+
+    def find() -> dict[str, Any]:
+        chosen, problems = choose(config, hf_config, plan)
+        if chosen is None or problems:
+            raise _RefusedError(problems)
+        found: dict[str, Any] = _PLAN.dump_python(chosen, mode="json")
+        return found
+
+    try:
+        return _PLAN.validate_python(cached(KIND, key, find)), []
+    except _RefusedError as refused:
+        return None, refused.problems
+
+
+def trial_key(hf_config: PreTrainedConfig, *settings: object) -> str | None:
+    """What a trial with these `settings`, of JSON's types, is kept by; None: it is not kept."""
+    if not type(hf_config).__module__.startswith("transformers."):
+        return None
+    try:
+        libraries = builds(*_LIBRARIES)
+    except LookupError:
+        return None
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    model = hf_config.to_json_string(use_diff=False)
+    return key_of([_own_source(), libraries, device, model, json.dumps(settings, sort_keys=True)])
+
+
+@cache
+def _own_source() -> bytes:
+    root = Path(bigtrain.__file__).parent
+    return source_of(*map(str, sorted(root.rglob("*.py"))))

@@ -1,0 +1,117 @@
+"""A trial is made once; what depends on anything else is another trial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, PreTrainedConfig
+
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.equivalence import once
+from bigtrain.models.equivalence.model_plan import choose
+from bigtrain.models.equivalence.once import choose_once, trial_key
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import RunConfig
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+GEMMA = {**LLAMA, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 16}
+BLOOM = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+
+
+def run_of(
+    architecture: dict[str, Any], world_size: int, **sections: Any
+) -> tuple[RunConfig, Any, Any]:
+    tree: dict[str, Any] = {
+        "model": {"config": architecture},
+        "data": {"path": "unread"},
+        "batch": {"sequence_length": 32, "global_batch_size": 4, "micro_batch_size": 1},
+        "train": {"steps": 1},
+        "optimizer": {"lr": 1e-3},
+        "output": {"directory": "unread"},
+    }
+    for section, values in sections.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    config = RunConfig.model_validate(tree)
+    return config, load_hf_config(config.model), resolve_run(config, world_size, "zero1").plan
+
+
+CASES = {
+    "plain": (LLAMA, 1, {}),
+    "stages": (LLAMA, 2, {"parallel": {"pipeline": 2}}),
+    "stages of two kinds of layers": (GEMMA, 2, {"parallel": {"pipeline": 2}}),
+    "sequence": (LLAMA, 2, {"parallel": {"sequence": 2}}),
+    "documents": (LLAMA, 1, {"data": {"document_boundaries": "isolate"}}),
+    "chunks": (LLAMA, 1, {"model": {"loss": "chunked", "loss_chunk_tokens": 7}}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_kept_is_what_was_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, world_size, sections = CASES[name]
+    run = run_of(model, world_size, **sections)
+    expected, problems = choose(*run)
+    assert problems == []
+    assert choose_once(*run) == (expected, [])
+    monkeypatch.setattr(once, "choose", None)  # is not called again
+    assert choose_once(*run) == (expected, [])
+
+
+def test_a_refusal_is_not_kept(tmp_path: Path) -> None:
+    run = run_of(BLOOM, 1, data={"document_boundaries": "isolate"})
+    expected = choose(*run)
+    assert expected[1]
+    for _ in range(2):
+        assert choose_once(*run) == expected
+    assert list((tmp_path / "cache").rglob("*.*")) == []
+
+
+def test_every_setting_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    monkeypatch.setattr(once, "cached", lambda _kind, key, find: keys.append(key) or find())
+    sections: list[dict[str, Any]] = [
+        {},
+        {"data": {"document_boundaries": "isolate"}},
+        {"data": {"document_boundaries": "isolate", "packing": "best_fit"}},
+        {"batch": {"sequence_length": 16}},
+        {"batch": {"micro_batch_size": 2}},
+        {"model": {"loss": "chunked"}},
+        {"model": {"attention": "eager"}},
+        {"model": {"config": {**LLAMA, "hidden_size": 64}}},
+        {"precision": {"dtype": "float32"}},
+    ]
+    for changed in sections:
+        choose_once(*run_of(LLAMA, 1, **changed))
+    assert len(set(keys)) == len(keys) == len(sections)
+    choose_once(*run_of(LLAMA, 1, optimizer={"lr": 1e-4}))  # no trial depends on it
+    assert keys[-1] == keys[0]
+    monkeypatch.setattr(once, "_own_source", lambda: b"another bigtrain")
+    choose_once(*run_of(LLAMA, 1))
+    assert keys[-1] not in keys[:-1]
+
+
+def test_a_model_of_foreign_code_is_tried_every_time() -> None:
+    class Foreign(LlamaConfig):
+        pass
+
+    class Unknown(PreTrainedConfig):
+        pass
+
+    assert trial_key(LlamaConfig(), "x") is not None
+    assert trial_key(Foreign(), "x") is None
+    assert trial_key(Unknown(), "x") is None
