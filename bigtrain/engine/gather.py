@@ -12,28 +12,36 @@ import torch.distributed as dist
 def gather_on_main(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value` in their order on rank 0, an empty list on the others.
 
-    Collective over `group`, of all ranks. `torch.distributed.gather_object` pads each to the
-    longest, and its `all_gather_object` leaves all of them on every rank: of 4,096 ranks, one of
-    which sends 1 MB, that is 4 GB.
+    Collective over `group`, of all ranks. Along a binomial tree, so that no rank has connections to
+    more than the logarithm of their number. `torch.distributed.gather_object` connects rank 0 to
+    all and pads each value to the longest, `all_gather_object` leaves all of them on every rank: of
+    4,096 ranks, one of which sends 1 MB, that is 4 GB.
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    if num_ranks == 1:
-        return [value]
-    device = _device(group)
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    own_size = torch.tensor([data.numel()], device=device)
-    if rank:
-        dist.gather(own_size, dst=0, group=group)
-        dist.send(data, dst=0, group=group)
-        return []
-    sizes = [torch.zeros_like(own_size) for _ in range(num_ranks)]
-    dist.gather(own_size, sizes, dst=0, group=group)
-    found = [value]
-    for sender in range(1, num_ranks):
-        received = torch.empty(int(sizes[sender]), dtype=torch.uint8, device=device)
-        dist.recv(received, src=sender, group=group)
-        found.append(pickle.loads(received.cpu().numpy().tobytes()))
+    found = [value]  # of this rank and those after it
+    distance = 1
+    while distance < num_ranks:
+        if rank % (2 * distance):
+            _send(found, rank - distance, group)
+            return []
+        if rank + distance < num_ranks:
+            found += _receive(rank + distance, group)
+        distance *= 2
     return found
+
+
+def _send(value: Any, rank: int, group: dist.ProcessGroup | None) -> None:
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
+    dist.send(torch.tensor([data.numel()], device=data.device), dst=rank, group=group)
+    dist.send(data, dst=rank, group=group)
+
+
+def _receive(rank: int, group: dist.ProcessGroup | None) -> Any:
+    size = torch.zeros(1, dtype=torch.int64, device=_device(group))
+    dist.recv(size, src=rank, group=group)
+    data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
+    dist.recv(data, src=rank, group=group)
+    return pickle.loads(data.cpu().numpy().tobytes())
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

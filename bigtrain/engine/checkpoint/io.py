@@ -32,11 +32,13 @@ from bigtrain.engine.checkpoint.tensor_files import (
     NewPart,
     Wanted,
     file_name,
+    in_file_order,
     write_parts,
 )
 from bigtrain.engine.gather import gather_on_main
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
+from bigtrain.system.direct_file import ALIGNMENT
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -79,7 +81,7 @@ class Staging:
 
     def __init__(self, *, copies: bool = True) -> None:
         self._copies = copies
-        self._arenas: dict[torch.dtype, torch.Tensor] = {}
+        self._arena = torch.empty(0, dtype=torch.uint8)
         self._division: Division | None = None
 
     def division(
@@ -90,29 +92,33 @@ class Staging:
             self._division = divide(fragments, buffers, mesh)
         return self._division
 
-    def take(self, own: list[_Chunk]) -> list[_Chunk]:
-        """Copies of what this rank writes, valid until the next call."""
-        return self._copy(own) if self._copies else own
-
-    def _copy(self, own: list[_Chunk]) -> list[_Chunk]:
-        num_elements: dict[torch.dtype, int] = {}
-        for chunk in own:
-            dtype = chunk.view.dtype
-            num_elements[dtype] = num_elements.get(dtype, 0) + chunk.view.numel()
+    def take(self, own: list[_Chunk]) -> tuple[list[_Chunk], memoryview | None]:
+        """Copies of what this rank writes, valid until the next call, and all their bytes as they
+        will be in the file; None where nothing was copied."""
+        if not self._copies:
+            return own, None
+        by_name = {chunk.part().name: chunk for chunk in own}
+        ordered = [by_name[part.name] for part in in_file_order(c.part() for c in own)]
+        num_bytes = sum(chunk.view.numel() * chunk.view.itemsize for chunk in own)
         on_gpu = any(chunk.view.is_cuda for chunk in own)
-        for dtype, count in num_elements.items():
-            if dtype not in self._arenas or self._arenas[dtype].numel() != count:
-                self._arenas[dtype] = torch.empty(count, dtype=dtype, pin_memory=on_gpu)
-        used = dict.fromkeys(num_elements, 0)
-        copies = []
-        for chunk in own:
-            dtype, count = chunk.view.dtype, chunk.view.numel()
-            place = self._arenas[dtype].narrow(0, used[dtype], count).view(chunk.view.shape)
+        content = self._memory(num_bytes, on_gpu)
+        copies, begin = [], 0
+        for chunk in ordered:
+            end = begin + chunk.view.numel() * chunk.view.itemsize
+            place = content[begin:end].view(chunk.view.dtype).view(chunk.view.shape)
             copies.append(replace(chunk, view=place.copy_(chunk.view.detach(), non_blocking=True)))
-            used[dtype] += count
+            begin = end
         if on_gpu:
             torch.cuda.current_stream().synchronize()
-        return copies
+        return copies, memory_of(content)
+
+    def _memory(self, num_bytes: int, on_gpu: bool) -> torch.Tensor:
+        """So many bytes at a multiple of `ALIGNMENT`, the same at every call for as many."""
+        if self._arena.numel() != num_bytes + ALIGNMENT:
+            self._arena = torch.empty(0, dtype=torch.uint8)  # before there is another
+            room = num_bytes + ALIGNMENT
+            self._arena = torch.empty(room, dtype=torch.uint8, pin_memory=on_gpu)
+        return self._arena.narrow(0, -self._arena.data_ptr() % ALIGNMENT, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,8 @@ class TensorSnapshot:
         staging = staging or Staging(copies=False)
         division = staging.division(fragments, buffers, mesh)
         own = [chunk for chunk in _chunks(fragments, buffers) if chunk.key in division.keys]
-        self._chunks, self._rows = staging.take(own), division.rows
+        self._chunks, self._content = staging.take(own)
+        self._rows = division.rows
 
     def num_bytes(self, group: dist.ProcessGroup | None = None) -> int:
         """Of all processes' tensors together. Collective over the CPU group `group`."""
@@ -164,7 +171,8 @@ class TensorSnapshot:
             nonlocal entry
             directory.mkdir(exist_ok=True)
             parts = [chunk.part() for chunk in self._chunks]
-            entry = write_parts(directory / file_name(rank), identity or Identity(), rank, parts)
+            path = directory / file_name(rank)
+            entry = write_parts(path, identity or Identity(), rank, parts, self._content)
 
         _together(write, group)
         everyone = gather_on_main((entry, self._rows), group)

@@ -1,9 +1,10 @@
 """Tensor files of a checkpoint: plain data, every block of which proves what it is.
 
 A file is in the safetensors layout (huggingface.co/docs/safetensors): 8 bytes with the length of
-the header (little-endian), the header in JSON, then the data of one part after another, without
-holes. A part is a rectangle of a tensor. Its entry is named ``KEY@OFFSETS``, and ``__metadata__``
-has under the same name the full tensor's shape and the XXH3-64 of each `BLOCK_BYTES` of the part::
+the header (little-endian), the header in JSON, filled up with spaces so that the data begins at a
+multiple of 4,096, then the data of one part after another, without holes. A part is a rectangle of
+a tensor. Its entry is named ``KEY@OFFSETS``, and ``__metadata__`` has under the same name the full
+tensor's shape and the XXH3-64 of each `BLOCK_BYTES` of the part::
 
     "exp_avg/model.norm.weight@0": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}
     "__metadata__": {"format", "run", "step", "attempt", "rank",
@@ -21,7 +22,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ import xxhash
 
 from bigtrain.engine.checkpoint.layout import Layout
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
+from bigtrain.system.direct_file import ALIGNMENT, DirectFile
 
 FORMAT = "bigtrain.checkpoint/2"
 SUFFIX = ".safetensors"
@@ -164,33 +166,41 @@ def file_name(rank: int) -> str:
 
 
 def write_parts(
-    path: Path, identity: Identity, rank: int, parts: Sequence[NewPart]
+    path: Path,
+    identity: Identity,
+    rank: int,
+    parts: Sequence[NewPart],
+    content: memoryview | None = None,
 ) -> tuple[int, str]:
     """Write and fsync a new file; returns its bytes and the XXH3-64 of its header.
 
-    Each byte is hashed as it is written; the header, whose length is known before, comes last.
+    content: the data of all parts in `in_file_order`, one after another, where they lie so at an
+    aligned address (`DirectFile.append`). Each byte is hashed once; the header, whose length is
+    known before, comes last.
     """
-    # Elements of every part begin at a multiple of their size, as safetensors' own writer has it.
-    ordered = sorted(parts, key=lambda part: (-DTYPE_BYTES[part.dtype], part.name))
+    ordered = in_file_order(parts)
     blank = {p.name: "0" * _DIGEST_DIGITS * _num_blocks(p.num_bytes) for p in ordered}
     length = len(_header(ordered, identity, rank, blank))
     digests = {}
-    with path.open("wb") as file:
-        file.seek(length)
+    with DirectFile(path, length) as file:
+        if content is not None:
+            file.append(content)
         for part in ordered:
             found, data = [], part.data()
             for begin in range(0, part.num_bytes, BLOCK_BYTES):
                 block = data[begin : begin + BLOCK_BYTES]
                 found.append(xxhash.xxh3_64_hexdigest(block))
-                file.write(block)
+                if content is None:
+                    file.write(block)
             digests[part.name] = "".join(found)
         header = _header(ordered, identity, rank, digests)
         assert len(header) == length <= _MAX_HEADER_BYTES, (len(header), length)
-        file.seek(0)
-        file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size, xxhash.xxh3_64_hexdigest(header)
+        return file.finish(header), xxhash.xxh3_64_hexdigest(header)
+
+
+def in_file_order(parts: Iterable[NewPart]) -> list[NewPart]:
+    """Elements of every part begin at a multiple of their size, as safetensors' writer has it."""
+    return sorted(parts, key=lambda part: (-DTYPE_BYTES[part.dtype], part.name))
 
 
 def _header(
@@ -216,7 +226,7 @@ def _header(
         metadata[part.name] = f"{','.join(map(str, part.shape))} {digests[part.name]}"
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import secrets
 import socket
 from collections.abc import Iterator
@@ -28,6 +29,10 @@ from bigtrain.system.versions import library_versions
 from bigtrain.system.world import World
 
 PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)
+# From here on gloo connects ranks when they first talk, which few pairs do, and not each to all
+# others: with two groups on the CPU those are 8,190 sockets of a rank of 4,096, where the usual
+# limit of open files is 1,024. What the limit can be raised to without being root, it is.
+_MANY_RANKS = 64
 DEFAULT_PORT = "29500"  # torch's and DeepSpeed's, where a launcher names none
 
 
@@ -126,6 +131,10 @@ def _complete_environment(world: World) -> list[str]:
     address = os.environ.get("MASTER_ADDR", values.get("MASTER_ADDR", ""))
     if is_loopback(address) and "lo" in (name for _, name in socket.if_nameindex()):
         values["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens where this host's name points
+    if world.size >= _MANY_RANKS:
+        values["TORCH_GLOO_LAZY_INIT"] = "1"
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     added = [name for name in values if name not in os.environ]
     if world.is_main and world.size > 1 and "OMPI_COMM_WORLD_RANK" in os.environ:
         _refuse_other_host(os.environ["MASTER_ADDR"])

@@ -1,0 +1,128 @@
+"""A file written past the page cache, in large aligned pieces, by a thread of its own.
+
+A write through the page cache copies every byte in the kernel, and the disk mostly waits for the
+fsync. Here it writes from the memory that holds the content (`append`), or from one of two buffers
+while the other is filled (`write`). Where a file system takes no O_DIRECT (tmpfs, some network file
+systems), the same pieces are written without.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+ALIGNMENT = 4096
+"""Of positions, lengths and memory; no disk asks for more."""
+_PIECE_BYTES = 8 << 20
+_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux alone
+
+
+class DirectFile:
+    """A new file at `path` whose content from byte `begin` on (a multiple of `ALIGNMENT`) is
+    written in order, and what comes before it last. Raises OSError."""
+
+    def __init__(self, path: Path, begin: int) -> None:
+        assert begin % ALIGNMENT == 0, begin
+        self._fd = _open(path)
+        self._begin, self._position = begin, begin
+        self._buffers = [mmap.mmap(-1, _PIECE_BYTES) for _ in range(2)]
+        self._filled = 0
+        self._thread = ThreadPoolExecutor(1, "direct-file")
+        self._pending: deque[Future[None]] = deque()
+
+    def write(self, data: memoryview) -> None:
+        """Append `data`, which may change once this returns."""
+        done = 0
+        while done < len(data):
+            taken = data[done : done + _PIECE_BYTES - self._filled]
+            self._buffers[0][self._filled : self._filled + len(taken)] = taken
+            self._filled += len(taken)
+            done += len(taken)
+            if self._filled == _PIECE_BYTES:
+                self._send()
+
+    def append(self, data: memoryview) -> None:
+        """Append `data` without a copy, by nothing but this before `finish`. It lies at a multiple
+        of `ALIGNMENT` in memory, and stays as it is until then."""
+        assert self._position == self._begin
+        assert not self._filled
+        aligned = len(data) // ALIGNMENT * ALIGNMENT
+        for low in range(0, aligned, _PIECE_BYTES):
+            piece = data[low : min(low + _PIECE_BYTES, aligned)]
+            self._submit(piece, self._position + low)
+        self._position += aligned
+        self.write(data[aligned:])
+
+    def finish(self, head: bytes) -> int:
+        """Write `head` before the rest and bring all of it to the disk; returns the file's bytes.
+
+        As many as `begin` says.
+        """
+        assert len(head) == self._begin, (len(head), self._begin)
+        num_bytes = self._position + self._filled
+        if self._filled:
+            self._send()
+        self._wait(0)
+        for low in range(0, len(head), _PIECE_BYTES):
+            piece = head[low : low + _PIECE_BYTES]
+            self._buffers[0][: len(piece)] = piece
+            self._write(memoryview(self._buffers[0])[: len(piece)], low)
+        os.ftruncate(self._fd, num_bytes)
+        os.fsync(self._fd)
+        return num_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        os.close(self._fd)
+
+    def _send(self) -> None:
+        """Let the thread write the filled buffer, and fill the other."""
+        size = -(-self._filled // ALIGNMENT) * ALIGNMENT  # what is too much is cut off at the end
+        self._submit(memoryview(self._buffers[0])[:size], self._position)
+        self._position += self._filled
+        self._filled = 0
+        self._buffers.reverse()
+        self._wait(1)  # the other one is free
+
+    def _submit(self, data: memoryview, position: int) -> None:
+        self._pending.append(self._thread.submit(self._write, data, position))
+
+    def _wait(self, num_left: int) -> None:
+        while len(self._pending) > num_left:
+            self._pending.popleft().result()
+
+    def _write(self, data: memoryview, position: int) -> None:
+        done = 0
+        while done < len(data):
+            try:
+                done += os.pwrite(self._fd, data[done:], position + done)
+            except OSError as error:
+                flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+                if error.errno != errno.EINVAL or not flags & _DIRECT:
+                    raise
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~_DIRECT)
+
+
+def _open(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | _DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o666)

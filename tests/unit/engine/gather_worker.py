@@ -1,0 +1,34 @@
+"""One of several ranks that gather values of unequal length, in groups that connect at once or when
+they first talk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from bigtrain.engine.gather import gather_on_main
+from bigtrain.engine.startup import process_group as module
+from bigtrain.engine.startup.process_group import cpu_group, process_group
+from bigtrain.system.world import read_world
+
+if __name__ == "__main__":
+    world = read_world(os.environ)
+    if sys.argv[2] == "lazy":
+        module._MANY_RANKS = 2
+    with process_group(world):
+        assert (os.environ.get("TORCH_GLOO_LAZY_INIT") == "1") == (sys.argv[2] == "lazy")
+        if sys.argv[2] == "lazy":
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            assert soft == hard
+        group = cpu_group()
+        for number in range(3):
+            values = [(rank, "x" * (10 ** ((rank + number) % 5))) for rank in range(world.size)]
+            found = gather_on_main(values[world.rank], group)
+            assert found == (values if world.rank == 0 else [])
+        dist.barrier(group)
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    Path(sys.argv[1], f"{world.rank}.done").touch()
