@@ -44,7 +44,8 @@ def train(
     config, plan = session.run.config, session.run.plan
     clock, losses = _Clock(), LossWindow(engine)
     profiler = Profiler(session)
-    group = cpu_group() if session.world.size > 1 else None
+    limit = config.watchdog.collective_timeout_seconds
+    group = cpu_group(limit) if session.world.size > 1 else None
     stop = StopAgreement(session.signals, group, session.trouble)
     stragglers = StragglerWatch(session, engine, group, state)
     guard = Guard(session)

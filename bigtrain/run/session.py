@@ -189,12 +189,13 @@ def open_session(
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
         torch.set_num_threads(max(1, num_threads // local_size))
     directory = Path(run.config.output.directory)
-    patience = run.config.watchdog.rendezvous_timeout_seconds
+    watchdog = run.config.watchdog
+    limits = watchdog.rendezvous_timeout_seconds, watchdog.collective_timeout_seconds
     try:
         with (
             warnings.catch_warnings(),
             StopSignals() if signals is None else nullcontext(signals) as heard,
-            process_group(world, patience) as joined,
+            process_group(world, *limits) as joined,
         ):
             # DeepSpeed's own calls; nothing that a user could do about it.
             warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)

@@ -39,7 +39,8 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
     with open_session(run, inputs, world, signals) as session:
         if run.config.data.verify == "contents":
             verify_data(session)
-        mesh = open_mesh(run.topology, world.rank)
+        limit = run.config.watchdog.collective_timeout_seconds
+        mesh = open_mesh(run.topology, world.rank, limit)
         engine = _build(session, inputs, source, mesh)
         _say_plan(session, inputs)
         begun = _begin(session, engine, inputs, mesh, source, weights)

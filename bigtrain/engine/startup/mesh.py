@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from bigtrain.settings.sections.failures import COLLECTIVE_TIMEOUT_SECONDS
 from bigtrain.settings.topology import AXES, Axis, Coordinates, Topology
 
 # What anybody asks for, in the order every process creates them in. "replicas" hold the same
@@ -44,33 +46,41 @@ class Mesh:
         return self.topology.coordinates(self.rank)
 
 
-def open_mesh(topology: Topology, rank: int) -> Mesh:
-    """Create the groups of `topology` for process `rank`. Collective over the whole world.
+def open_mesh(
+    topology: Topology,
+    rank: int,
+    collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+) -> Mesh:
+    """Create the groups of `topology` for rank `rank`. Collective over the whole world.
 
     An axis of one process costs nothing, and equal groups are made once. They live as long as the
     default process group.
     """
     assert dist.get_world_size() == topology.world_size
     assert dist.get_rank() == rank
+    # Not torch's own, which for a group of NCCL is 10 minutes whatever the world's is.
+    timeout = timedelta(seconds=collective_timeout_seconds)
     made: dict[tuple[Axis, ...], dist.ProcessGroup] = {}
     found = {}
     for name, axes in _AXES_OF.items():
         wide = tuple(axis for axis in AXES if axis in axes and topology.size(axis) > 1)
         if wide not in made:
-            made[wide] = _new_group(topology, rank, wide)
+            made[wide] = _new_group(topology, rank, wide, timeout)
         found[name] = made[wide]
     return Mesh(topology, rank, **found)
 
 
-def _new_group(topology: Topology, rank: int, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
+def _new_group(
+    topology: Topology, rank: int, axes: tuple[Axis, ...], timeout: timedelta
+) -> dist.ProcessGroup:
     groups = topology.groups(*axes)
     own: Any
     if len(groups) == 1:
         own = dist.group.WORLD
     elif not axes:
-        own = dist.new_group([rank], use_local_synchronization=True)
+        own = dist.new_group([rank], timeout, use_local_synchronization=True)
     else:
-        own, _ = dist.new_subgroups_by_enumeration(groups)
+        own, _ = dist.new_subgroups_by_enumeration(groups, timeout)
     assert isinstance(own, dist.ProcessGroup)
     return own
 

@@ -23,12 +23,14 @@ from bigtrain.engine.startup.operators import operators_without_locks
 from bigtrain.engine.startup.rendezvous import all_arrived
 from bigtrain.errors import LaunchError
 from bigtrain.launchers.doctor.verdicts import judge_versions
-from bigtrain.settings.sections.failures import ARRIVAL_TIMEOUT_SECONDS
+from bigtrain.settings.sections.failures import (
+    ARRIVAL_TIMEOUT_SECONDS,
+    COLLECTIVE_TIMEOUT_SECONDS,
+)
 from bigtrain.system.listening import is_loopback
 from bigtrain.system.versions import library_versions
 from bigtrain.system.world import World
 
-PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)
 # From here on gloo connects ranks when they first talk, which few pairs do, and not each to all
 # others: with two groups on the CPU those are 8,190 sockets of a rank of 4,096, where the usual
 # limit of open files is 1,024. What the limit can be raised to without being root, it is.
@@ -47,7 +49,9 @@ class Joined:
 
 @contextmanager
 def process_group(
-    world: World, rendezvous_timeout_seconds: float = ARRIVAL_TIMEOUT_SECONDS
+    world: World,
+    rendezvous_timeout_seconds: float = ARRIVAL_TIMEOUT_SECONDS,
+    collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> Iterator[Joined]:
     """Join the world's process group (nccl on GPUs, gloo on CPUs).
 
@@ -68,7 +72,7 @@ def process_group(
             deepspeed.init_distributed(
                 dist_backend="nccl" if kind == "cuda" else "gloo",
                 auto_mpi_discovery=False,
-                timeout=PROCESS_GROUP_TIMEOUT,
+                timeout=timedelta(seconds=collective_timeout_seconds),
                 verbose=False,
             )
         try:
@@ -84,12 +88,15 @@ def process_group(
                 os.environ.pop(name, None)
 
 
-def cpu_group() -> dist.ProcessGroup:
-    """A group of all processes on the CPU, apart from the one that trains. Collective.
+def cpu_group(
+    collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+) -> dist.ProcessGroup:
+    """A group of all ranks on the CPU, apart from the one that trains. Collective.
 
     Gone with the process group.
     """
-    group = dist.new_group(backend="gloo", timeout=PROCESS_GROUP_TIMEOUT)
+    timeout = timedelta(seconds=collective_timeout_seconds)
+    group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -76,7 +76,7 @@ class Saver:
         self._engine = engine
         self._section = session.run.config.checkpoint
         # Of its own: the thread's collectives must not meet those of training.
-        self._group = cpu_group()
+        self._group = cpu_group(session.run.config.watchdog.collective_timeout_seconds)
         self._staging = Staging(copies=self._section.asynchronous)
         self._pending: _Write | None = None
         self._num_failures = 0

@@ -10,6 +10,7 @@ from bigtrain.settings.sections.base import NonNegativeInt, PositiveInt, Section
 
 Seconds = Annotated[float, Field(gt=0)]
 ARRIVAL_TIMEOUT_SECONDS = 600.0
+COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 
 
 class WatchdogSection(Section):
@@ -29,6 +30,11 @@ class WatchdogSection(Section):
         default=ARRIVAL_TIMEOUT_SECONDS,
         description="for all processes to meet at the start, after which those that have not come "
         "are named and the rest end",
+    )
+    collective_timeout_seconds: Seconds = Field(
+        default=COLLECTIVE_TIMEOUT_SECONDS,
+        description="for one collective operation, after which it fails on the ranks that wait in "
+        "it; what one rank does alone (exports, checks of data) is not waited for in one",
     )
     straggler_factor: Annotated[float, Field(gt=1)] = Field(
         default=1.5,
