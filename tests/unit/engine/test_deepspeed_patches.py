@@ -17,7 +17,7 @@ from deepspeed.runtime import utils as runtime_utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -236,6 +236,35 @@ CONTRACTS = [
         sets(function, lambda w=wrapper: w(), "loss_scaler")
         for function in (optimizers.scaler_state, optimizers.restore_scaler)
         for wrapper in _STEP_WRAPPERS[:2]
+    ),
+    *(
+        sets(function, lambda w=wrapper: w(), "loss_scale_config")
+        for function in (optimizers.scaler_state, optimizers.restore_scaler, step.scaled_loss)
+        for wrapper in _STEP_WRAPPERS[3:]
+    ),
+    Contract(
+        optimizers.scaler_state,
+        "LossScaleConfig has other fields",
+        lambda: (
+            {"use_grad_scaling", "cur_scale", "cur_iter", "last_overflow_iter"}
+            <= {field.name for field in dataclasses.fields(LossScaleConfig)}
+        ),
+    ),
+    reads(
+        step.scaled_loss,
+        lambda: DeepSpeedEngine,
+        "if isinstance(self.optimizer, ZeROOptimizer):\n"
+        "                loss = self.optimizer.scale_if_loss(loss)",
+    ),
+    reads(
+        step.scale_of_norm,
+        lambda: FP16_UnfusedOptimizer.step,
+        "self._global_grad_norm = get_global_norm(norm_list=norm_groups)",
+    ),
+    reads(
+        step.scale_of_norm,
+        lambda: FP16_Optimizer,
+        "self._global_grad_norm = scaled_global_grad_norm / self.loss_scale_config.cur_scale",
     ),
     Contract(
         optimizers.scaler_state,
