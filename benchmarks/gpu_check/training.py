@@ -52,7 +52,7 @@ class Case:
     """A run to compare. engine: a name in ds_configs/, changed by `json` (dotted keys).
 
     scale_power: of float16's first loss scale; large, so that steps are skipped until it fits.
-    num_steps: of the first weights and the last. model: more keys of the section.
+    model: more keys of the section. saves: whether its masters can be read, and are compared.
     """
 
     name: str
@@ -64,14 +64,16 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     json: dict[str, Any] = field(default_factory=dict)
     gradient_dtype: str | None = None
+    saves: bool = True
 
 
 @dataclass
 class Trained:
     """What a run did, by step; a skipped step has no norm, and its loss is not counted.
 
-    updated: whether each step changed the weights. scales: float16's, before each step. first and
-    last: masters after the first update and at the end. saved_scale: what a checkpoint says of it.
+    updated: whether each step changed the weights. scales: float16's, before each step; last_scale:
+    after the last. first and last: masters after the first update and at the end. saved_in and
+    scalars: the checkpoint of the end.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -80,7 +82,9 @@ class Trained:
     scales: list[float] = field(default_factory=list)
     first: dict[str, torch.Tensor] = field(default_factory=dict)
     last: dict[str, torch.Tensor] = field(default_factory=dict)
-    saved_scale: dict[str, Any] = field(default_factory=dict)
+    last_scale: float = 1.0
+    saved_in: Path = Path()
+    scalars: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     peak_gib: float = 0.0
 
@@ -175,10 +179,9 @@ def run_of(setup: Setup, case: Case) -> ResolvedRun:
         },
         "output": {"directory": str(setup.directory / "run")},
     }
-    # float16 is refused on CPUs, where `stand_ins` lets it run.
-    device = "cuda" if case.dtype == "float16" else setup.device
+    # As for CUDA: what is refused on a CPU, `stand_ins` lets run there.
     return resolve_run(
-        RunConfig.model_validate(config), 1, write_engine(setup.directory, case), device
+        RunConfig.model_validate(config), 1, write_engine(setup.directory, case), "cuda"
     )
 
 
@@ -196,12 +199,9 @@ def write_engine(directory: Path, case: Case) -> str:
             node.pop(name, None)
         else:
             node[name] = value
-    for number in count():
-        file = directory / f"engine{number}.json"
-        if not file.exists():
-            file.write_text(json.dumps(tree))
-            return str(file)
-    raise AssertionError("unreachable")
+    file = next(path for n in count() if not (path := directory / f"engine{n}.json").exists())
+    file.write_text(json.dumps(tree))
+    return str(file)
 
 
 @contextmanager
@@ -249,11 +249,12 @@ def train_engine(setup: Setup, case: Case, device: torch.device) -> Trained:
         begun = time.perf_counter()
         for step in range(case.num_steps):
             step_engine(setup, case, engine, step, found)
-            if any(found.updated) and not found.first:
+            if case.saves and any(found.updated) and not found.first:
                 found.first = masters_of(engine, setup.directory)
         synchronize(setup)
         found.seconds = time.perf_counter() - begun
-        found.last = masters_of(engine, setup.directory, found)
+        if case.saves:
+            found.last = masters_of(engine, setup.directory, found)
         found.peak_gib = memory_gib(setup.device)
     return found
 
@@ -287,14 +288,12 @@ def loss_scale_of(engine: TrainEngine) -> float:
 def masters_of(
     engine: TrainEngine, directory: Path, found: Trained | None = None
 ) -> dict[str, torch.Tensor]:
-    """All fp32 masters on the CPU, by way of a checkpoint's files; `found` gets its scale."""
-    for number in count():
-        place = directory / f"tensors{number}"
-        if not place.exists():
-            break
+    """All fp32 masters on the CPU, by way of a checkpoint's files, which `found` is told of."""
+    place = next(path for n in count() if not (path := directory / f"tensors{n}").exists())
     scalars = save_engine(engine, place)
     if found is not None:
-        found.saved_scale = scalars["loss_scaler"]
+        found.saved_in, found.scalars = place, scalars
+        found.last_scale = loss_scale_of(engine)
     return {name: tensor.float().clone() for name, tensor in read_full_masters(place).items()}
 
 
