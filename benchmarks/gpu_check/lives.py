@@ -82,22 +82,38 @@ def train(
     memory_bytes: how much of the device it may use.
     """
 
-    def run() -> int:
-        _repeatable()
-        if memory_bytes is not None:
-            if not setup.on_gpu:
-                with out_of_memory_on_cpu():
-                    return main(arguments)
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(memory_bytes / total)
-        if die_after is None:
-            return main(arguments)
-        directory = checkpoint_path(setup.directory / name, die_after)
-        with mock.patch.object(TrainEngine, "train_step", _dying(directory, die_after)):
-            return main(arguments)
-
     number = len(list(setup.directory.glob(f"{name}-life*.txt")))
-    return live(run, setup.directory, f"{name}-life{number}", limit_seconds)
+    told: dict[str, Any] = {
+        "words": arguments,
+        "on_gpu": setup.on_gpu,
+        "memory_bytes": memory_bytes,
+        "die_after": die_after,
+        "directory": str(setup.directory / name),
+    }
+    log = setup.directory / f"{name}-life{number}.txt"
+    return live("lives:run_program", told, setup, log, limit_seconds)
+
+
+def run_program(
+    words: list[str],
+    on_gpu: bool,
+    memory_bytes: int | None,
+    die_after: int | None,
+    directory: str,
+) -> int:
+    """`train.py`'s exit code for the arguments `words`; the others as for `train`."""
+    _repeatable()
+    if memory_bytes is not None:
+        if not on_gpu:
+            with out_of_memory_on_cpu():
+                return main(words)
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(memory_bytes / total)
+    if die_after is None:
+        return main(words)
+    place = checkpoint_path(Path(directory), die_after)
+    with mock.patch.object(TrainEngine, "train_step", _dying(place, die_after)):
+        return main(words)
 
 
 def _repeatable() -> None:

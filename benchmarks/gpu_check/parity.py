@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_check.plain import orders_of, train_plain
+from benchmarks.gpu_check.plain import num_orders, orders_of, train_plain
 from benchmarks.gpu_check.results import Part, Setup
 from benchmarks.gpu_check.training import (
     Case,
@@ -33,8 +33,9 @@ from bigtrain.parity.comparison import Verdict, compare
 from bigtrain.parity.reference import Figures
 from bigtrain.parity.topologies import Point
 
-OVERFLOWING = {"scale_power": 24, "num_steps": 14}
-"""A first loss scale at which gradients overflow, and steps enough to come down from it."""
+# A first loss scale at which gradients overflow, and steps enough to come down from it.
+_OVERFLOWING = {"scale_power": 24, "num_steps": 14}
+_OVERFLOWING_TINY = {"scale_power": 21, "num_steps": 8}
 
 
 def parity_fp32(setup: Setup, part: Part) -> None:
@@ -50,9 +51,9 @@ def parity_bf16(setup: Setup, part: Part) -> None:
 
 def parity_fp16(setup: Setup, part: Part) -> None:
     """ZeRO 0 to 3 in float16: numbers, which steps overflow, and the scale in a checkpoint."""
+    more = _OVERFLOWING_TINY if setup.tiny else _OVERFLOWING
     cases = [
-        Case(name, name, dtype="float16", **OVERFLOWING)
-        for name in [f"zero{stage}" for stage in range(4)]
+        Case(name, name, dtype="float16", **more) for name in [f"zero{stage}" for stage in range(4)]
     ]
     with alone(setup, run_of(setup, cases[0])) as device:
         for case in cases:
@@ -147,7 +148,7 @@ def references_of(setup: Setup, case: Case, directory: Path) -> list[Trained]:
     key = (case.dtype, case.isolate, case.num_steps, case.scale_power, sum_dtype, scaled_as_zero0)
     if key not in _REFERENCES:
         train = partial(train_plain, setup, case, directory)
-        orders = orders_of(size_of(setup).samples, case.dtype)
+        orders = orders_of(size_of(setup).samples, num_orders(case.dtype, tiny=setup.tiny))
         _REFERENCES[key] = [train(chunks, sum_dtype) for chunks in orders]
     return _REFERENCES[key]
 

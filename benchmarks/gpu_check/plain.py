@@ -22,8 +22,13 @@ from benchmarks.gpu_check.results import Setup
 from benchmarks.gpu_check.training import CLIP_NORM, DTYPES, Case, Trained, batch_of, rate
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
 
-NUM_ORDERS = 8
-"""Plain runs in 16 bit; of four the farthest says too little of the next (tests/parity)."""
+
+def num_orders(dtype: str, *, tiny: bool) -> int:
+    """Plain runs that are compared with. In 16 bit the farthest of four says too little of the
+    next (tests/parity/plain.py); float32's are for weights alone."""
+    if dtype == "float32":
+        return 2 if tiny else 4
+    return 5 if tiny else 8
 
 
 @dataclass
@@ -43,10 +48,10 @@ class Scaler:
             self.scale = max(self.scale / 2, 1.0)
 
 
-def orders_of(samples: int, dtype: str) -> list[list[torch.Tensor]]:
+def orders_of(samples: int, number_of: int) -> list[list[torch.Tensor]]:
     """Divisions of a step's samples into micro-batches: the first, whole; then others, shuffled."""
     orders = [[torch.arange(samples)]]
-    for number in range(1, NUM_ORDERS if dtype != "float32" else 4):
+    for number in range(1, number_of):
         generator = torch.Generator().manual_seed(number)
         order = torch.randperm(samples, generator=generator)
         orders.append(list(order.split(max(1, samples >> (number % 4)))))

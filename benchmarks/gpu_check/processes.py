@@ -7,6 +7,8 @@ each part is started anew (`fresh`), as a user's program is.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import signal
@@ -18,14 +20,25 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from benchmarks.gpu_check.results import Function, Part, Setup
+from benchmarks.gpu_check.results import Function, Part, Setup, Start
 
-Start = Literal["fork", "fresh"]
 ROOT = Path(__file__).resolve().parents[2]
 RESULT, LOG = "part.json", "log.txt"
 _SECONDS_TO_END = 5.0
+
+
+def prepare_forks() -> None:
+    """Import what every part would import anew, and keep all of it out of garbage collections.
+
+    DeepSpeed imports its Muon, and with it torch's compiler, at the first engine, and collects
+    garbage several times in each: seconds of every part.
+    """
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    importlib.import_module("torch.profiler")
+    gc.collect()
+    gc.freeze()
 
 
 def run_part(name: str, function: Function, setup: Setup, start: Start) -> Part:
@@ -37,8 +50,7 @@ def run_part(name: str, function: Function, setup: Setup, start: Start) -> Part:
         pid = fork(lambda: execute(name, function, setup), log)
     else:
         # By its own module, whatever stands under `__main__` here.
-        words = [json.dumps(asdict(setup), default=str), name]
-        pid = _spawn([sys.executable, "-m", "benchmarks.gpu_check.runner", "--part", *words], log)
+        pid = _spawn(["--part", json.dumps(asdict(setup), default=str), name], log)
     code = wait(pid, setup.seconds)
     part = _read(setup.directory / RESULT) or Part(name)
     part.seconds = time.monotonic() - begun
@@ -94,7 +106,9 @@ def _be(call: Callable[[], Any], log: Path) -> NoReturn:
         os._exit(code)
 
 
-def _spawn(command: list[str], log: Path) -> int:
+def _spawn(arguments: list[str], log: Path) -> int:
+    """Start `runner.py` with `arguments` in a process and session of its own."""
+    command = [sys.executable, "-m", "benchmarks.gpu_check", *arguments]
     with log.open("ab") as file:
         process = subprocess.Popen(
             command,
@@ -144,14 +158,27 @@ class Life:
     output: str
 
 
-def live(call: Callable[[], Any], directory: Path, name: str, limit_seconds: float) -> Life:
-    """Run `call` in a forked process of its own, from a part that has not touched CUDA.
+def live(
+    target: str, arguments: dict[str, Any], setup: Setup, log: Path, limit_seconds: float
+) -> Life:
+    """Run a function in a process of its own, from a part that has not touched CUDA itself.
 
-    Its exit code is the integer that `call` returns, 0 for anything else, 1 for an exception.
+    target: ``MODULE:FUNCTION`` of this package; arguments: its keyword arguments, as JSON holds
+    them. The exit code is the integer that it returns, 0 for anything else, 1 for an exception.
     """
-    log = directory / f"{name}.txt"
-    code = wait(fork(call, log), limit_seconds)
+    if setup.start == "fork":
+        pid = fork(lambda: call(target, arguments), log)
+    else:
+        pid = _spawn(["--call", target, json.dumps(arguments)], log)
+    code = wait(pid, limit_seconds)
     return Life(code, log.read_text(errors="replace") if log.exists() else "")
+
+
+def call(target: str, arguments: dict[str, Any]) -> int:
+    """What `live` runs in its process."""
+    module, _, name = target.partition(":")
+    answer = getattr(importlib.import_module(f"benchmarks.gpu_check.{module}"), name)(**arguments)
+    return answer if isinstance(answer, int) else 0
 
 
 def last_lines(log: Path, num_lines: int = 3) -> str:

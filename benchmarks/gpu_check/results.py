@@ -11,6 +11,7 @@ from typing import Any, Literal
 from bigtrain.system.files import write_whole
 
 Status = Literal["passed", "failed", "skipped"]
+Start = Literal["fork", "fresh"]
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,14 @@ class Setup:
 
     device: cuda or cpu. tiny: sizes for tests. directory: of the part alone, empty. seconds: what
     the part may take; one that measures several things leaves the rest out when they run out.
+    start: how processes are started (`processes.py`).
     """
 
     device: Literal["cuda", "cpu"]
     tiny: bool
     directory: Path
     seconds: float
+    start: Start = "fork"
 
     @property
     def on_gpu(self) -> bool:

@@ -10,7 +10,7 @@ import gzip
 import json
 import shutil
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def point_of(size: str, setup: Setup) -> Point:
     """What is measured at `size`; the tiny model on few tokens in tests."""
     common = {**_COMMON, "threads": torch.get_num_threads()}
     if setup.tiny:
-        few = {**_SIZES[size], "micro_batch_size": 2, "engine": None, "gradient_dtype": None}
+        few = {**_SIZES[size], "micro_batch_size": 2}
         return Point(size="tiny", rounds=1, steps_per_round=2, **common, **few)
     return Point(size=size, rounds=3, steps_per_round=4, **common, **_SIZES[size])
 
@@ -91,10 +91,8 @@ def _measure(point: Point, setup: Setup, name: str, limit_seconds: float) -> dic
     directory = setup.directory / name.replace(", ", "-")
     directory.mkdir()
 
-    def run() -> None:
-        write(directory / "result.json", measure(point, directory))
-
-    life = live(run, directory, "output", limit_seconds)
+    told = {"point": asdict(point), "directory": str(directory)}
+    life = live("speed:measure_into", told, setup, directory / "output.txt", limit_seconds)
     # Gigabytes of a run's data are of no use to the next.
     shutil.rmtree(directory / "shards", ignore_errors=True)
     if life.code == 0:
@@ -105,6 +103,13 @@ def _measure(point: Point, setup: Setup, name: str, limit_seconds: float) -> dic
     lines = [line for line in life.output.strip().splitlines() if line.strip()]
     reason = next((line for line in lines if "out of memory" in line.lower()), (lines or [""])[-1])
     return {"failed": reason.strip()[:300]}
+
+
+def measure_into(point: dict[str, Any], directory: str) -> None:
+    """`measure` of a point as JSON holds it, the result in a file of `directory`."""
+    contenders = tuple(point["contenders"])
+    result = measure(Point(**{**point, "contenders": contenders}), Path(directory))
+    write(Path(directory) / "result.json", result)
 
 
 def _summarize(setup: Setup, part: Part) -> None:
