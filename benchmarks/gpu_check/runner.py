@@ -10,11 +10,12 @@ arguments. ``results.json`` and ``table.md`` (for docs/benchmarks.md) are writte
 so that a check which is ended keeps what it had; ``logs.txt`` has what failed parts printed, and
 ``profile.json.gz`` the trace of bigtrain's fastest run (https://ui.perfetto.dev).
 
-On a machine without a network, with its own torch, from a copied checkout that holds
-``.gpu-wheels/`` (`tools/gpu_wheels.py` fills it), the same command installs these wheels into a
-folder of its own first. A session that is lent such a machine runs, with ``.gpu-wheels`` carried:
+On a machine without a network, with its own torch, from a copied checkout that has wheels in
+``.gpu-wheels/`` (`make gpu-wheels`), the same command installs these into a folder of their own
+first. What a session types that is lent such a machine by the tool ``device``, with carry
+[".gpu-wheels"] and timeout_s 600:
 
-    make gpu-check PYTHON=python3 GPU_CHECK_OUTPUT=$OUT
+    python3 tools/gpu_check.py --minutes 9.3 --output $OUT
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from benchmarks.gpu_check.speed import TRACE
 from bigtrain.system.files import write_whole
 
 _LOG_CHARACTERS = 4000
+_STARTED = time.time()
 
 
 def run_all(
@@ -128,6 +130,8 @@ def build_parser() -> argparse.ArgumentParser:
         default="fork",
         help="fork: parts share one import of the libraries; fresh: each imports them",
     )
+    # Since 1970, from when on the minutes count: `tools/gpu_check.py` has installed wheels before.
+    parser.add_argument("--begun", type=float, default=_STARTED, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=Path("runs/gpu-check"))
     return parser
 
@@ -151,7 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "logs.txt").unlink(missing_ok=True)
     entries = [entry for entry in PARTS if args.only is None or entry.name in args.only]
-    seconds = 60 * args.minutes - time.process_time()
+    # In two seconds the last results are printed.
+    seconds = 60 * args.minutes - (time.time() - args.begun) - 2.0
     if args.start == "fork":
         prepare_forks()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
