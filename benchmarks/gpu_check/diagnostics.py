@@ -29,7 +29,7 @@ def out_of_memory(setup: Setup, part: Part) -> None:
         },
     )
     # Model and optimizer fit, the logits do not.
-    ended = train(setup, "large", arguments, limit_seconds=setup.seconds, memory_bytes=1 << 29)
+    ended = train(setup, "large", arguments, limit_seconds=setup.seconds, memory_bytes=3 << 30)
     part.check(ended.code == 2, f"the run ended with {ended.code}, not 2: {ended.output[-300:]}")
     text = next((line for line in ended.output.splitlines() if "ran out of" in line), "")
     part.figures["error"] = text

@@ -3,51 +3,51 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_check.parity import compare_case
+from benchmarks.gpu_check.parity import Surroundings, compare_cases
 from benchmarks.gpu_check.results import Part, Setup
 from benchmarks.gpu_check.stand_ins import flex_on_cpu, quick_compilation
-from benchmarks.gpu_check.training import Case, alone, run_of, size_of
-
-Around = Callable[[], AbstractContextManager[Any]]
+from benchmarks.gpu_check.training import Case, size_of
 
 
 def attention(setup: Setup, part: Part) -> None:
     """sdpa by each of its kernels, flash attention and flex, documents mixed and kept apart."""
-    trials: list[tuple[str, str, Around]] = []
     backends = {
         "flash": SDPBackend.FLASH_ATTENTION,
         "math": SDPBackend.MATH,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
         "cudnn": SDPBackend.CUDNN_ATTENTION,
     }
+    trials = {}
     for name, backend in backends.items():
         if name in ("efficient", "cudnn") and not setup.on_gpu:
             part.note(f"sdpa-{name}", "needs CUDA")
             continue
-        trials.append((f"sdpa-{name}", "sdpa", partial(sdpa_kernel, backend)))
-    trials.append(("flex", "flex_attention", partial(flex_on_cpu, setup.device)))
+        # In the steps alone: models are tried on the CPU before, which has other kernels.
+        forced = partial(sdpa_kernel, backend)
+        trials[f"sdpa-{name}"] = "sdpa", Surroundings(steps=forced, unfit="No available kernel")
+    flex = partial(flex_on_cpu, setup.device)
+    trials["flex"] = "flex_attention", Surroundings(build=flex)
     if importlib.util.find_spec("flash_attn") is None:
         part.note("flash_attention_2", "flash-attn is not installed")
     elif setup.on_gpu:
-        trials.append(("flash_attention_2", "flash_attention_2", nullcontext))
-    with alone(setup, run_of(setup, Case("first"))) as device:
-        for name, implementation, around in trials:
-            for isolate in (False, True):
-                case = Case(
-                    f"{name}{'-documents' if isolate else ''}",
-                    "zero1",
-                    dtype="bfloat16",
-                    isolate=isolate,
-                    model={"attention": implementation},
-                )
-                compare_case(setup, part, case, device, around)
+        trials["flash_attention_2"] = "flash_attention_2", Surroundings()
+    cases, surroundings = [], {}
+    for name, (implementation, around) in trials.items():
+        for isolate in (False, True):
+            case = Case(
+                f"{name}{'-documents' if isolate else ''}",
+                "zero1",
+                dtype="bfloat16",
+                isolate=isolate,
+                model={"attention": implementation},
+            )
+            cases.append(case)
+            surroundings[case.name] = around
+    compare_cases(setup, part, cases, surroundings)
 
 
 def losses(setup: Setup, part: Part) -> None:
@@ -72,9 +72,7 @@ def losses(setup: Setup, part: Part) -> None:
         for case in liger:
             part.note(case.name, why)
         liger = []
-    with alone(setup, run_of(setup, cases[0])) as device:
-        for case in [*cases, *liger]:
-            compare_case(setup, part, case, device)
+    compare_cases(setup, part, [*cases, *liger])
 
 
 def compilation(setup: Setup, part: Part) -> None:
@@ -90,7 +88,5 @@ def compilation(setup: Setup, part: Part) -> None:
             model={**on, "gradient_checkpointing": "full"},
         ),
     ]
-    around = partial(quick_compilation, setup.tiny)
-    with alone(setup, run_of(setup, cases[0])) as device:
-        for case in cases:
-            compare_case(setup, part, case, device, around)
+    around = Surroundings(build=partial(quick_compilation, setup.tiny))
+    compare_cases(setup, part, cases, {case.name: around for case in cases})

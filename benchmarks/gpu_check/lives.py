@@ -25,6 +25,7 @@ from bigtrain.run.checkpointing.checkpoints import checkpoint_path
 from bigtrain.train import main
 
 _PATIENCE_SECONDS = 60.0
+_ballast: list[torch.Tensor] = []
 
 
 def write_run(setup: Setup, name: str, **more: Any) -> list[str]:
@@ -79,7 +80,7 @@ def train(
     """Run train.py's `main` in a process of its own.
 
     die_after: the process kills itself in the step after the checkpoint of this one is complete.
-    memory_bytes: how much of the device it may use.
+    memory_bytes: how much of the device is left to it.
     """
 
     number = len(list(setup.directory.glob(f"{name}-life*.txt")))
@@ -107,8 +108,8 @@ def run_program(
         if not on_gpu:
             with out_of_memory_on_cpu():
                 return main(words)
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(memory_bytes / total)
+        free, _ = torch.cuda.mem_get_info()
+        _ballast.append(torch.empty(free - memory_bytes, dtype=torch.uint8, device="cuda"))
     if die_after is None:
         return main(words)
     place = checkpoint_path(Path(directory), die_after)

@@ -21,21 +21,25 @@ PACKAGES = ("torch", "triton", "deepspeed", "transformers", "tokenizers", "accel
 def machine(setup: Setup, part: Part) -> None:
     """Versions, memory and rates; that the settings of a run took hold on this device."""
     part.figures |= describe()
-    part.figures |= rates(setup)
     with alone(setup, run_of(setup, Case("machine"))) as device:
-        held = torch.ones(64 << 20 if setup.on_gpu else 1, device=device)
-        if not setup.on_gpu:
+        if setup.on_gpu:
+            _check_settings(part, device)
+        else:
             part.note("expandable_segments", "needs CUDA")
-            return
-        segments = torch.cuda.memory_snapshot()
-        large = [s for s in segments if s["total_size"] >= held.nbytes]
-        part.figures["expandable_segments"] = all(s.get("is_expandable") for s in large)
-        part.check(part.figures["expandable_segments"], "the allocator has no expandable segments")
-        for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-            part.check(name in os.environ, f"{name} is not set")
-        part.check(
-            torch.get_float32_matmul_precision() == "highest", "float32 products are in TF32"
-        )
+        part.figures |= rates(setup)
+
+
+def _check_settings(part: Part, device: torch.device) -> None:
+    """Before anything else asks the allocator for memory."""
+    held = torch.ones(64 << 20, device=device)
+    segments = [s for s in torch.cuda.memory_snapshot() if s["total_size"] >= held.nbytes]
+    expandable = bool(segments) and all(s.get("is_expandable") for s in segments)
+    part.figures["expandable_segments"] = expandable
+    part.check(expandable, "the allocator has no expandable segments")
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        part.check(name in os.environ, f"{name} is not set")
+    precision = torch.get_float32_matmul_precision()
+    part.check(precision == "highest", "float32 products are in TF32")
 
 
 def describe() -> dict[str, Any]:

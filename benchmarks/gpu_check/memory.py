@@ -5,9 +5,7 @@ from __future__ import annotations
 from ctypes.util import find_library
 from typing import Any
 
-import torch
-
-from benchmarks.gpu_check.parity import compare_case
+from benchmarks.gpu_check.parity import compare_case, compare_cases
 from benchmarks.gpu_check.results import Part, Setup
 from benchmarks.gpu_check.training import Case, alone, run_of, train_engine
 from bigtrain.engine.startup.operators import operators_folder
@@ -23,10 +21,8 @@ def activation_offload(setup: Setup, part: Part) -> None:
         Case("offloaded-fp32", "zero0", model={**model, "activation_offload": True}),
         Case("offloaded", "zero1", dtype="bfloat16", model={**model, "activation_offload": True}),
     ]
-    with alone(setup, run_of(setup, cases[0])) as device:
-        for case in cases:
-            compare_case(setup, part, case, device)
-    if setup.on_gpu:
+    compare_cases(setup, part, cases)
+    if setup.on_gpu and part.status == "passed":
         kept, offloaded = (part.figures[name]["peak_gib"] for name in ("kept", "offloaded"))
         part.check(
             offloaded <= kept,
@@ -48,10 +44,7 @@ def offload(setup: Setup, part: Part) -> None:
         for case in deepspeeds:
             part.note(case.name, "DeepSpeed's CPU Adam is not compiled here, which takes minutes")
         deepspeeds = []
-    with alone(setup, run_of(setup, cases[0])) as device:
-        for case in [*cases, *deepspeeds]:
-            compare_case(setup, part, case, device)
-        part.figures["threads"] = torch.get_num_threads()
+    compare_cases(setup, part, [*cases, *deepspeeds])
 
 
 def nvme(setup: Setup, part: Part) -> None:
@@ -68,8 +61,7 @@ def nvme(setup: Setup, part: Part) -> None:
         json["zero_optimization.offload_optimizer.pipeline_write"] = None
     # Its masters are in files of DeepSpeed's, so losses and norms of later steps stand for them.
     case = Case("zero3-nvme", "zero3_nvme", json=json, saves="skipped" in part.figures)
-    with alone(setup, run_of(setup, case)) as device:
-        compare_case(setup, part, case, device)
+    compare_cases(setup, part, [case])
 
 
 def zeropp(setup: Setup, part: Part) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,14 @@ def train_plain(
     directory: Path,
     chunks: Sequence[torch.Tensor],
     sum_dtype: torch.dtype,
+    *,
+    plainest: bool,
 ) -> Trained:
     """`case` from the weights in `directory`, samples in micro-batches as in `chunks`.
 
-    sum_dtype: in which gradients of micro-batches are added up.
+    sum_dtype: in which gradients of micro-batches are added up. plainest: whether attention is
+    computed as it is written down, or by the kernel that torch takes. These round differently, and
+    so do the kernels that are compared.
     """
     device = torch.device(setup.device)
     dtype = DTYPES[case.dtype]
@@ -80,10 +85,12 @@ def train_plain(
     if case.dtype == "float16":
         scaler = Scaler(2.0**case.scale_power, 1 if case.engine == "zero0" else 2)
     found = Trained()
+    attention = partial(sdpa_kernel, SDPBackend.MATH) if plainest else nullcontext
     for step in range(case.num_steps):
         batch = batch_of(setup, step, isolate=case.isolate)
         scale = 1.0 if scaler is None else scaler.scale
-        loss = _backward(model, masters, batch, chunks, scale, sum_dtype, device)
+        with attention():
+            loss = _backward(model, masters, batch, chunks, scale, sum_dtype, device)
         norm = float(_norm(masters))
         found.scales.append(scale)
         found.updated.append(norm < float("inf"))
@@ -144,21 +151,16 @@ def _backward(
 
 def logits_of(model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
     """Logits [B, T, V], of every document alone where `batch` keeps them apart."""
-    # The plainest product of queries and keys: what the kernels are compared with.
-    plainest = sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext()
-    with plainest:
-        if batch.position_ids is None:
-            logits: torch.Tensor = model(
-                input_ids=batch.input_ids.to(device), use_cache=False
-            ).logits
-            return logits
-        samples = []
-        for ids, positions in zip(batch.input_ids, batch.position_ids, strict=True):
-            edges = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
-            documents = ids.split([stop - start for start, stop in pairwise(edges)])
-            parts = [model(input_ids=d[None].to(device), use_cache=False).logits for d in documents]
-            samples.append(torch.cat([part[0] for part in parts]))
-        return torch.stack(samples)
+    if batch.position_ids is None:
+        logits: torch.Tensor = model(input_ids=batch.input_ids.to(device), use_cache=False).logits
+        return logits
+    samples = []
+    for ids, positions in zip(batch.input_ids, batch.position_ids, strict=True):
+        edges = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+        documents = ids.split([stop - start for start, stop in pairwise(edges)])
+        parts = [model(input_ids=d[None].to(device), use_cache=False).logits for d in documents]
+        samples.append(torch.cat([part[0] for part in parts]))
+    return torch.stack(samples)
 
 
 def _norm(masters: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -7,6 +7,7 @@ what is left of the part's time; one that does not fit into memory is a row that
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import shutil
 import time
@@ -59,6 +60,8 @@ def speed(size: str, setup: Setup, part: Part) -> None:
     trials = [("bigtrain", point), ("bare", point), ("hf", point)]
     if litgpt_loop.is_installed():
         trials.append(("litgpt", point))
+    if importlib.util.find_spec("torchtitan") is not None:
+        part.note("torchtitan", "is not run from here: measure it beside (gpu_step.py --peer)")
     if point.engine is None and not setup.tiny:
         trials.append(("bigtrain", replace(point, compile="on")))
     for contender, at in trials:

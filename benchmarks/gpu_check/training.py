@@ -6,12 +6,13 @@ process, which is what one GPU can show; how work is divided is compared on CPUs
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -240,22 +241,32 @@ def engine_of(setup: Setup, run: ResolvedRun, device: torch.device) -> Iterator[
         engine.close()
 
 
-def train_engine(setup: Setup, case: Case, device: torch.device) -> Trained:
+def train_engine(
+    setup: Setup,
+    case: Case,
+    device: torch.device,
+    around_steps: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Trained:
     """Train `case` by bigtrain's engine on `device`, in the group that `alone` has opened."""
     run, found = run_of(setup, case), Trained()
+    held = 0.0
     if setup.on_gpu:
+        gc.collect()  # what an engine before has left
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        held = memory_gib(setup.device)
     with engine_of(setup, run, device) as engine:
         begun = time.perf_counter()
         for step in range(case.num_steps):
-            step_engine(setup, case, engine, step, found)
+            with around_steps():
+                step_engine(setup, case, engine, step, found)
             if case.saves and any(found.updated) and not found.first:
                 found.first = masters_of(engine, setup.directory)
         synchronize(setup)
         found.seconds = time.perf_counter() - begun
         if case.saves:
             found.last = masters_of(engine, setup.directory, found)
-        found.peak_gib = memory_gib(setup.device)
+        found.peak_gib = memory_gib(setup.device) - held
     return found
 
 

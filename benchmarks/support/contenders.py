@@ -220,6 +220,8 @@ def tile_weights(model: Any, seed: int, partitioning: Partitioning = WHOLE) -> N
             if parameter.ndim < 2:
                 parameter.fill_(1.0)
                 continue
+            if block.device != parameter.device:
+                block = block.to(parameter.device, parameter.dtype)
             flat = parameter.view(-1)
             for start in range(0, flat.numel(), block.numel()):
                 part = flat[start : start + block.numel()]
