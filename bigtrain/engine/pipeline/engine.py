@@ -22,7 +22,6 @@ from bigtrain.engine.deepspeed_patches.pipeline import (
     replace_loss,
     run_optimizer_step,
 )
-from bigtrain.engine.deepspeed_patches.step import scale_of_norm, scaled_loss
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.pipeline.stage_module import StageModule
 from bigtrain.engine.pipeline.stage_payload import P2PLayout
@@ -87,7 +86,6 @@ class PipelineTrainEngine(TrainEngine):
         # Of which DeepSpeed takes the mean over micro-batches.
         self._stage.feed(micro_batches, self._scale / self.plan.accumulation)
         self._skip_policy, self._num_targets = skip_policy, num_targets
-        self._scale_of_norm = scale_of_norm(self.engine.optimizer)
         self.engine.train_batch(data_iter=((b.input_ids, b.labels) for b in micro_batches))
         return StepResult(self._loss_sum, num_targets, self._gate.close())
 
@@ -161,8 +159,7 @@ class PipelineTrainEngine(TrainEngine):
         self._loss_sum += cross_entropy.detach()
         loss = cross_entropy * self._scale
         # DeepSpeed makes it the mean over micro-batches.
-        loss = loss + self._aux_coefficient * auxiliary[0] if auxiliary else loss
-        return scaled_loss(loss, self.engine.optimizer)
+        return loss + self._aux_coefficient * auxiliary[0] if auxiliary else loss
 
     @property
     def _reports_loss(self) -> bool:
