@@ -1,7 +1,8 @@
 """Runs parts of the check of a GPU, as they are and with a fault planted, in forks of one process.
 
-Arguments: a JSON file for the results, a folder, and names: ``PART``, or ``PART!`` for the part
-with its fault of `FAULTS`, which ends at the first failure.
+Arguments: a JSON file for the results, a folder, and names: ``PART``; ``PART!`` for the part with
+its fault of `FAULTS`, which ends at the first failure; ``PART~`` for the part with the lines that
+are for a GPU, on a CPU that answers in place of `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -109,6 +110,40 @@ def with_fault(function: Function, target: str, fault: Any) -> Function:
     return run
 
 
+class Pretended(Setup):
+    """Says that there is a GPU, and computes on the CPU."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return True
+
+
+def pretending(function: Function) -> Function:
+    """`function` where `torch.cuda` gives made-up answers."""
+    empty = torch.empty
+
+    def unpinned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("pin_memory", None)
+        made: torch.Tensor = empty(*args, **kwargs)
+        return made
+
+    def run(setup: Setup, part: Part) -> None:
+        os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}
+        with (
+            mock.patch.multiple(
+                torch.cuda,
+                synchronize=lambda: None,
+                empty_cache=lambda: None,
+                reset_peak_memory_stats=lambda: None,
+                memory_snapshot=lambda: [{"total_size": 1 << 40, "is_expandable": True}],
+            ),
+            mock.patch.object(torch, "empty", unpinned),
+        ):
+            function(Pretended("cpu", True, setup.directory, setup.seconds), part)
+
+    return run
+
+
 def sleeps(_setup: Setup, _part: Part) -> None:
     time.sleep(60)
 
@@ -140,10 +175,12 @@ def main() -> None:
             setup = Setup("cpu", True, directory, 60.0)
             runner.run_all(MADE_UP, setup, output.parent, seconds=60.0, start="fork")
             continue
-        name = word.removesuffix("!")
+        name = word.rstrip("!~")
         function = named(name).function
         if word.endswith("!"):
             function = with_fault(function, *FAULTS[name])
+        if word.endswith("~"):
+            function = pretending(function)
         setup = Setup("cpu", True, directory / word, 120.0)
         found[word] = asdict(run_part(name, function, setup, "fork"))
         print(word, found[word]["status"], f"{found[word]['seconds']:.1f} s", flush=True)

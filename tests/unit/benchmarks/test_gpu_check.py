@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_check import runner
+from benchmarks.gpu_check import lives, machine, runner
 from benchmarks.gpu_check.parts import PARTS
 from benchmarks.gpu_check.results import Part, table
 from tests.support.worlds import ROOT
@@ -21,6 +22,7 @@ from tests.unit.benchmarks.gpu_check_driver import FAULTS
 # One of these has the lines of all three.
 SLOW = {"speed-1b", "speed-3b"}
 NAMES = [entry.name for entry in PARTS]
+PRETENDED = ["machine", "flight-recorder", "activation-offload"]
 QUICK = [name for name in NAMES if name not in SLOW]
 pytestmark = pytest.mark.timeout(900)  # all parts run in the first test's set-up
 
@@ -44,7 +46,8 @@ def drive(directory: Path, words: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    words = ["made-up", *QUICK, *(f"{name}!" for name in QUICK)]
+    pretended = (f"{name}~" for name in PRETENDED)
+    words = ["made-up", *QUICK, *(f"{name}!" for name in QUICK), *pretended]
     directory = tmp_path_factory.mktemp("check")
     return drive(directory, words) | {"directory": directory}
 
@@ -60,6 +63,34 @@ def test_a_part_passes_on_a_cpu(name: str, found: dict[str, Any]) -> None:
 def test_a_part_finds_the_fault_that_is_planted(name: str, found: dict[str, Any]) -> None:
     assert found[f"{name}!"]["status"] == "failed"
     assert "Found" in found[f"{name}!"]["reason"]  # of the part itself, not of the planting
+
+
+@pytest.mark.parametrize("name", PRETENDED)
+def test_the_lines_for_a_gpu_run_where_one_is_pretended(name: str, found: dict[str, Any]) -> None:
+    reason = found[f"{name}~"]["reason"]
+    # Of a process on a CPU the peak only grows.
+    assert found[f"{name}~"]["status"] == "passed" or "the peak is" in reason, reason
+
+
+def test_a_gpu_is_filled_until_as_much_is_left_as_a_run_may_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 << 30, 80 << 30))
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: asked.append((size, device)))
+    monkeypatch.setattr(lives, "main", lambda words: len(words))
+    monkeypatch.setattr(lives, "_repeatable", lambda: None)
+    assert lives.run_program(["a", "b"], True, 3 << 30, None, "") == 2
+    assert asked == [(47 << 30, "cuda")]
+
+
+def test_a_machine_with_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(name="NVIDIA H200", total_memory=139 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    found = machine.describe()
+    assert (found["gpu"], found["gpu_gib"], found["nccl"]) == ("NVIDIA H200", 139.0, "2.28.9")
 
 
 @pytest.mark.slow
