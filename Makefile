@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full test-oldest check format docs reference bench cluster-deps clean
+.PHONY: help install quickstart test test-full test-oldest check format docs reference bench gpu-check gpu-wheels cluster-deps clean
 
 help:
 	@echo "make install     create .venv with the exact versions of constraints.txt"
@@ -23,6 +23,8 @@ help:
 	@echo "make docs        build the site of docs/ into site/;  make reference: write docs/reference/ anew"
 	@echo "make cluster-deps  Slurm, sshd, pdsh for tests/cluster (Debian, as root); without it they skip"
 	@echo "make bench       run every benchmark of benchmarks/ but the GPU's"
+	@echo "make gpu-check   check a GPU machine in under ten minutes, figures included"
+	@echo "make gpu-wheels  fill .gpu-wheels/ for a GPU machine that has its own torch and no network"
 	@echo "make clean       delete caches and build outputs (keeps .venv and runs/)"
 	@echo "PYTHON=$(PYTHON) is the interpreter that .venv is made from (3.11 or newer)"
 
@@ -85,6 +87,19 @@ reference: $(STAMP)
 bench: $(STAMP)
 	@set -e; for script in $(filter-out benchmarks/gpu_step.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
+GPU_CHECK_MINUTES ?= 9.5
+GPU_CHECK_OUTPUT ?= runs/gpu-check
+GPU_CHECK = tools/gpu_check.py --minutes $(GPU_CHECK_MINUTES) --output $(GPU_CHECK_OUTPUT)
+
+# With the machine's own torch where wheels were carried here beside the checkout, else with .venv.
+gpu-check:
+	@set -e; if [ ! -e $(STAMP) ] && ls .gpu-wheels/*.whl >/dev/null 2>&1; then \
+	$(PYTHON) $(GPU_CHECK) $(ARGS); else $(MAKE) install EXTRAS=gpu,$(EXTRAS); \
+	$(BIN)/python $(GPU_CHECK) $(ARGS); fi
+
+gpu-wheels: $(STAMP)
+	$(BIN)/python tools/gpu_wheels.py
+
 # tests/cluster makes its hosts of these. policy-rc.d keeps the packages from starting daemons here.
 CLUSTER_PACKAGES = iproute2 munge openmpi-bin openssh-server pdsh slurm-client slurm-wlm-basic-plugins slurmctld slurmd
 
@@ -96,5 +111,5 @@ cluster-deps:
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES)
 
 clean:
-	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .gpu-wheels *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

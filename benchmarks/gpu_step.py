@@ -31,6 +31,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.support import litgpt_loop
 from benchmarks.support.contenders import (
@@ -41,9 +42,11 @@ from benchmarks.support.contenders import (
     describe_machine,
     resolve_point,
     run_hf_trainer,
+    weights_of,
 )
 from benchmarks.support.litgpt_loop import LitgptLoop
 from bigtrain.data.loading.loader import open_training_data
+from bigtrain.run.diagnostics.profiling import top_ops
 from bigtrain.run.preflight import inspect_inputs
 from bigtrain.run.reporting.metrics import memory_gib
 from bigtrain.run.session import open_session
@@ -53,11 +56,15 @@ CONTENDERS = ("bare", "bigtrain", "hf", "litgpt")
 
 
 def measure(point: Point, directory: Path) -> dict[str, Any]:
-    """Run the one contender of `point` in this process."""
+    """Run the one contender of `point` in this process.
+
+    With ``point.profile`` a round more is recorded: its trace goes to ``directory/trace.json``, and
+    ``top_ops`` of the result are lines of a table.
+    """
     (contender,) = point.contenders
     run = resolve_point(point, directory)
     inputs = inspect_inputs(run)
-    with open_session(run, inputs, World(0, 1, 0)) as session:
+    with weights_of(point), open_session(run, inputs, World(0, 1, 0)) as session:
         pin = session.device.type == "cuda"
         batches = open_training_data(run.config, run.plan, 0, device_pin=pin)
         watch = Stopwatch(session.device, torch.get_num_threads())
@@ -66,6 +73,7 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
             if contender != "bigtrain"
             else []
         )
+        top: list[str] = []
         if contender == "hf":
             run_hf_trainer(point, run, inputs.hf_config, steps, directory, lambda: None, watch)
         else:
@@ -80,15 +88,33 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
                 watch.start()
                 loop(point.steps_per_round)
                 watch.stop(contender)
+            if point.profile:
+                top = _profile(loop, point.steps_per_round, session.device, directory)
         batches.close()
-        seconds = statistics.median(watch.seconds[contender][1:]) / point.steps_per_round
+        counted = watch.seconds[contender][1 : point.rounds + 1]
+        seconds = statistics.median(counted) / point.steps_per_round
         tokens_per_second = run.plan.tokens_per_step / seconds
-        return {
+        result = {
             "step_seconds": seconds,
             "tokens_per_second": tokens_per_second,
             "model_flops_utilization": session.utilization(tokens_per_second),
             "peak_gib": memory_gib(session.device.type),
         }
+        return result | ({"top_ops": top} if top else {})
+
+
+def _profile(
+    loop: Callable[[int], None], num_steps: int, device: torch.device, directory: Path
+) -> list[str]:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, acc_events=True) as recorded:
+        loop(num_steps)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    recorded.export_chrome_trace(str(directory / "trace.json"))
+    return top_ops(recorded, device.type)
 
 
 def measure_point(point: Point) -> dict[str, Any]:

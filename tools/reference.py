@@ -47,6 +47,7 @@ UNITS = {
     "data.sources.epochs": "epochs",
     "data.sources.weight": "ratio",
     "data.workers": "threads",
+    "engine.cpu_threads": "threads",
     "evaluation.samples": "samples",
     "guard.max_consecutive": "optimizer steps",
     "guard.max_rollbacks": "rollbacks",

@@ -6,10 +6,12 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,7 +24,8 @@ from bigtrain.data.shards.manifest import Manifest, OptionsRecord, TokenizerReco
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import open_mesh
-from bigtrain.models.build import build_model, split_by_decay
+from bigtrain.models import build
+from bigtrain.models.build import WHOLE, Partitioning, build_model, split_by_decay
 from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.evaluation.held_out import Evaluator
@@ -56,6 +59,16 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "sequence_length": 4096,
     },
+    # Llama 3.1 8B's, but for tied embeddings: 7.5 billion parameters.
+    "8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "sequence_length": 4096,
+    },
     "50m": {
         "vocab_size": 32000,
         "hidden_size": 512,
@@ -85,7 +98,12 @@ SIZES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class Point:
-    """One comparison: everything that is the same for all contenders."""
+    """One comparison: everything that is the same for all contenders.
+
+    engine: a file of ds_configs/, that of the ZeRO stage if not given. quick_weights: a block of
+    random numbers over and over, since drawing billions of them takes a minute. profile: one more
+    round, which is recorded and not counted.
+    """
 
     size: str
     zero_stage: int
@@ -100,11 +118,20 @@ class Point:
     compile: str = "off"
     loss: str = "plain"
     checkpointing: str = "none"
+    engine: str | None = None
+    gradient_dtype: str | None = None
+    quick_weights: bool = False
+    profile: bool = False
+
+    @property
+    def engine_name(self) -> str:
+        """Of the DeepSpeed JSON."""
+        return self.engine or f"zero{self.zero_stage}"
 
     @property
     def total_steps(self) -> int:
         """Steps of every contender: the first round warms up and is not counted."""
-        return (self.rounds + 1) * self.steps_per_round
+        return (self.rounds + 1 + self.profile) * self.steps_per_round
 
 
 def write_random_dataset(directory: Path, *, vocab_size: int, num_tokens: int) -> None:
@@ -173,11 +200,39 @@ def resolve_point(point: Point, directory: Path) -> ResolvedRun:
         "train": {"steps": point.total_steps + 1},
         "optimizer": {"lr": 1e-4, "clip_norm": 1.0},
         "schedule": {"type": "constant"},
-        "precision": {"dtype": DTYPES[point.dtype]},
+        "precision": {"dtype": DTYPES[point.dtype], "gradient_dtype": point.gradient_dtype},
         "logging": {"every_steps": LOG_EVERY_STEPS},
         "output": {"directory": str(directory / "run")},
     }
-    return resolve_run(RunConfig.model_validate(config), 1, f"zero{point.zero_stage}")
+    return resolve_run(RunConfig.model_validate(config), 1, point.engine_name)
+
+
+@torch.no_grad()
+def tile_weights(model: Any, seed: int, partitioning: Partitioning = WHOLE) -> None:
+    """In place of `bigtrain.models.build.initialize_weights`: matrices from one block of random
+    numbers, over and over, vectors all ones. For figures of speed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    block = 0.02 * torch.randn(1 << 20, generator=generator)
+    for parameter in model.parameters():
+        with partitioning.gather([parameter]):
+            if not partitioning.writes_weights:
+                continue
+            if parameter.ndim < 2:
+                parameter.fill_(1.0)
+                continue
+            if block.device != parameter.device:
+                block = block.to(parameter.device, parameter.dtype)
+            flat = parameter.view(-1)
+            for start in range(0, flat.numel(), block.numel()):
+                part = flat[start : start + block.numel()]
+                part.copy_(block[: part.numel()])
+
+
+def weights_of(point: Point) -> AbstractContextManager[Any]:
+    """Inside, models get the initial weights that `point` says."""
+    if not point.quick_weights:
+        return nullcontext()
+    return mock.patch.object(build, "initialize_weights", tile_weights)
 
 
 class BareLoop:
@@ -354,7 +409,7 @@ def run_hf_trainer(
     config = run.config
     arguments = TrainingArguments(
         output_dir=str(directory / "hf"),
-        deepspeed=str(find_deepspeed_config(f"zero{point.zero_stage}")),
+        deepspeed=str(find_deepspeed_config(point.engine_name)),
         per_device_train_batch_size=point.micro_batch_size,
         gradient_accumulation_steps=point.accumulation,
         max_steps=point.total_steps + 1,

@@ -13,7 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
-from bigtrain.engine.deepspeed_patches.step import measured_norm, replace_clipping
+from bigtrain.engine.deepspeed_patches.step import (
+    measured_norm,
+    replace_clipping,
+    scale_of_norm,
+    scaled_loss,
+)
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
 from bigtrain.engine.optimizers.skip_step import SkipPolicy, SkipStepHook, StepStats, mean_loss
 from bigtrain.engine.prefetch import DeviceFeed
@@ -71,6 +76,7 @@ class TrainEngine:
         config: Any = self.module.config
         self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self._norm: torch.Tensor | None = None
+        self._scale_of_norm = 1.0
         self._gate = SkipStepHook(engine, self._norm_before_update)
         if isinstance(engine.optimizer, torch.optim.Optimizer):
             replace_clipping(engine, self._clip_gradients)
@@ -104,6 +110,7 @@ class TrainEngine:
             if batch is micro_batches[-1]:
                 self.mark("optimizer update")
                 self._norm = self._gradient_norm_before_step()
+                self._scale_of_norm = scale_of_norm(self.engine.optimizer)
                 self._gate.watch(skip_policy, self._own_share(loss_sum), num_targets)
             self.engine.step()
         return StepResult(loss_sum, num_targets, self._gate.close())
@@ -120,7 +127,9 @@ class TrainEngine:
     def _norm_before_update(self) -> Any:
         """The norm of the gradient when DeepSpeed has measured it, and not yet used it."""
         norm = self._norm
-        return measured_norm(self.engine.optimizer) if norm is None else norm
+        if norm is not None:
+            return norm
+        return measured_norm(self.engine.optimizer) / self._scale_of_norm
 
     def _accumulate(
         self, batch: MicroBatch, moved: MicroBatch, scale: torch.Tensor, loss_sum: torch.Tensor
@@ -134,7 +143,7 @@ class TrainEngine:
         if auxiliary is not None:
             loss = loss + self._aux_coefficient * auxiliary / self.plan.accumulation
         self.mark("backward pass")
-        self.engine.backward(loss, scale_wrt_gas=False)
+        self.engine.backward(scaled_loss(loss, self.engine.optimizer), scale_wrt_gas=False)
 
     def _clip_gradients(self) -> None:
         # As the method of DeepSpeed that this stands for.
@@ -153,8 +162,10 @@ class TrainEngine:
 
     def gradient_norm(self) -> float:
         """Norm of the whole last gradient before clipping. Waits for the device."""
-        norm = self._norm if self._norm is not None else self.engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan")
+        if self._norm is not None:
+            return float(self._norm)
+        norm = self.engine.get_global_grad_norm()
+        return float(norm) / self._scale_of_norm if norm is not None else float("nan")
 
     def step_loss(self, result: StepResult) -> float:
         """Mean loss of a step over the global batch, in nats per token. Waits for the device."""

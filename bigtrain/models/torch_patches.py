@@ -120,6 +120,16 @@ def flight_recorder_trace() -> bytes | None:
     return trace
 
 
+def set_allocator(settings: str) -> None:
+    """Give the allocators of devices and page-locked memory `settings`, as PYTORCH_ALLOC_CONF does.
+
+    They count for memory asked for from now on. Raises RuntimeError or ValueError for a key that
+    this torch does not know. torch 2.13 has no public name for it: torch/cuda/memory.py,
+    `_set_allocator_settings`, is deprecated in favour of this one.
+    """
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
 def dump_memory_snapshot(path: str) -> None:
     """Write what the CUDA allocator holds to `path`, for https://docs.pytorch.org/memory_viz.
 

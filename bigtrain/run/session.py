@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 
 from bigtrain.engine.long_work import LongWork
 from bigtrain.engine.startup.process_group import process_group
+from bigtrain.engine.startup.runtime import runtime_settings
 from bigtrain.errors import BigtrainError, LostRunTokenError
 from bigtrain.models.build import empty_model
 from bigtrain.models.weights.checksums import Sums
@@ -184,34 +184,28 @@ def open_session(
 
     `signals`: those that the program has watched for since it began.
     """
-    num_threads = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
-        torch.set_num_threads(max(1, num_threads // local_size))
     directory = Path(run.config.output.directory)
     watchdog = run.config.watchdog
     limits = watchdog.rendezvous_timeout_seconds, watchdog.collective_timeout_seconds
-    try:
-        with (
-            warnings.catch_warnings(),
-            StopSignals() if signals is None else nullcontext(signals) as heard,
-            process_group(world, *limits) as joined,
-        ):
-            # DeepSpeed's own calls; nothing that a user could do about it.
-            warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
-            warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
-            session = Session(
-                run, world, joined.device, directory, inputs, heard, joined.hosts, joined.long_work
-            )
-            with Watchdog(
-                run.config.watchdog, world, directory, session.heartbeat, session.superseded
-            ):
-                try:
-                    yield session
-                finally:
-                    session.close()
-    finally:
-        torch.set_num_threads(num_threads)
+    with (
+        warnings.catch_warnings(),
+        StopSignals() if signals is None else nullcontext(signals) as heard,
+        runtime_settings(run, world) as settings,
+        process_group(world, *limits) as joined,
+    ):
+        # DeepSpeed's own calls; nothing that a user could do about it.
+        warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
+        warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
+        session = Session(
+            run, world, joined.device, directory, inputs, heard, joined.hosts, joined.long_work
+        )
+        with Watchdog(run.config.watchdog, world, directory, session.heartbeat, session.superseded):
+            try:
+                for line in settings:
+                    session.say(line)
+                yield session
+            finally:
+                session.close()
 
 
 def _shape_of(model: Any) -> ModelShape | None:

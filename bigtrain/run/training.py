@@ -7,7 +7,7 @@ import torch.distributed as dist
 from bigtrain.data.loading.loader import TrainingBatches, open_held_out, open_training_data
 from bigtrain.data.shards.block_checksums import NOT_VERIFIED
 from bigtrain.engine.build import build_engine
-from bigtrain.engine.startup.mesh import Mesh, open_mesh
+from bigtrain.engine.startup.mesh import Mesh, open_mesh, warm_up
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import EXIT_STOPPED, ModelError
 from bigtrain.models.equivalence.once import KIND, trial_key
@@ -41,6 +41,9 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
             verify_data(session)
         limit = run.config.watchdog.collective_timeout_seconds
         mesh = open_mesh(run.topology, world.rank, limit)
+        session.heartbeat.at("opening the connections of all groups", slow=True)
+        warm_up(mesh, session.device)
+        session.heartbeat.at("building the model", slow=True)
         engine = _build(session, inputs, source, mesh)
         _say_plan(session, inputs)
         begun = _begin(session, engine, inputs, mesh, source, weights)

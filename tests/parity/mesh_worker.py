@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.startup.mesh import ModelParallelUnit, open_mesh
+from bigtrain.engine.startup.mesh import ModelParallelUnit, open_mesh, warm_up
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.settings.topology import AXES, Topology
 from bigtrain.system.world import read_world
@@ -26,6 +26,7 @@ COMBINED = {"replicas": ("data", "sequence"), "model": ("pipeline", "tensor")}
 
 def check(topology: Topology, rank: int) -> None:
     mesh = open_mesh(topology, rank)
+    warm_up(mesh, torch.device("cpu"))
     names = {axis: (axis,) for axis in AXES} | COMBINED
     for name, axes in names.items():
         (members,) = [group for group in topology.groups(*axes) if rank in group]

@@ -76,11 +76,14 @@ def _chunks(fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]) 
 class Staging:
     """Host memory that saves are copied to, page-locked beside a GPU, and used again by the next.
 
-    copies: False to divide the work alone, and write from the live tensors.
+    copies: False to divide the work alone, and write from the live tensors. pinned_limit_bytes: how
+    much of this process's memory may be page-locked, which nothing can move or swap; a larger copy
+    goes to ordinary memory, several times slower.
     """
 
-    def __init__(self, *, copies: bool = True) -> None:
+    def __init__(self, *, copies: bool = True, pinned_limit_bytes: int | None = None) -> None:
         self._copies = copies
+        self._pinned_limit_bytes = pinned_limit_bytes
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._division: Division | None = None
 
@@ -116,9 +119,16 @@ class Staging:
         """So many bytes at a multiple of `ALIGNMENT`, the same at every call for as many."""
         if self._arena.numel() != num_bytes + ALIGNMENT:
             self._arena = torch.empty(0, dtype=torch.uint8)  # before there is another
-            room = num_bytes + ALIGNMENT
-            self._arena = torch.empty(room, dtype=torch.uint8, pin_memory=on_gpu)
+            room, limit = num_bytes + ALIGNMENT, self._pinned_limit_bytes
+            pin = on_gpu and (limit is None or pinned_bytes(room) <= limit)
+            self._arena = torch.empty(room, dtype=torch.uint8, pin_memory=pin)
         return self._arena.narrow(0, -self._arena.data_ptr() % ALIGNMENT, num_bytes)
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """What torch takes for so many page-locked bytes: the next power of two, where it cannot be
+    told otherwise (2.11)."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 @dataclass(frozen=True)

@@ -165,16 +165,25 @@ def scaler_state(optimizer: Any) -> dict[str, Any]:
 
     0.19.8, runtime/fp16/loss_scaler.py. DeepSpeed pickles the scaler itself.
     """
-    scaler = getattr(optimizer, "loss_scaler", None)
+    scaler = _scaler(optimizer)
     return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
 
 
 def restore_scaler(optimizer: Any, state: dict[str, Any]) -> None:
     """Set what `scaler_state` gave, where this optimizer has it."""
-    scaler = getattr(optimizer, "loss_scaler", None)
+    scaler = _scaler(optimizer)
     for name, value in state.items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
+
+
+def _scaler(optimizer: Any) -> Any:
+    """What holds the scale: `loss_scaler` of ZeRO 1 to 3, `loss_scale_config` of ZeRO 0's wrappers
+    (runtime/fp16/unfused_optimizer.py:60, fused_optimizer.py:73); None where nothing is scaled."""
+    config = getattr(optimizer, "loss_scale_config", None)
+    if config is not None:
+        return config if config.use_grad_scaling else None
+    return getattr(optimizer, "loss_scaler", None)
 
 
 def kept_gradients(optimizer: Any) -> Any:

@@ -72,6 +72,32 @@ def measured_norm(optimizer: Any) -> Any:
     return optimizer._global_grad_norm
 
 
+def scale_of_norm(optimizer: Any) -> float:
+    """How many times too large the next norm is that `optimizer` measures; a host number.
+
+    ZeRO 0's wrapper for float16 gives out the norm of the scaled gradient (0.19.8,
+    runtime/fp16/unfused_optimizer.py:224), every other one divides it by its scale. Ask before the
+    update, which may change the scale.
+    """
+    if not isinstance(optimizer, FP16_UnfusedOptimizer):
+        return 1.0
+    return float(optimizer.loss_scale)
+
+
+def scaled_loss(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
+    """`loss` as it has to come into the backward pass of float16 under ZeRO 0; else itself.
+
+    DeepSpeed 0.19.8 multiplies it by the loss scale for ZeRO's optimizers alone (runtime/engine.py,
+    `backward`: ``isinstance(self.optimizer, ZeROOptimizer)``), and divides the gradients by it for
+    ZeRO 0 all the same (runtime/fp16/unfused_optimizer.py and fused_optimizer.py): updates would be
+    of gradients 65,536 times too small, and no overflow would ever be seen.
+    """
+    config = getattr(optimizer, "loss_scale_config", None)
+    if config is None or not config.use_grad_scaling:
+        return loss
+    return loss.float() * float(optimizer.loss_scale)
+
+
 def has_overflowed(optimizer: Any) -> bool:
     """Whether DeepSpeed left the last update out itself, since the gradient was not finite.
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from bigtrain.errors import LaunchError
 from bigtrain.settings.sections.failures import COLLECTIVE_TIMEOUT_SECONDS
 from bigtrain.settings.topology import AXES, Axis, Coordinates, Topology
 
@@ -68,6 +70,28 @@ def open_mesh(
             made[wide] = _new_group(topology, rank, wide, timeout)
         found[name] = made[wide]
     return Mesh(topology, rank, **found)
+
+
+def warm_up(mesh: Mesh, device: torch.device) -> None:
+    """Use every group of `mesh` that has several processes once. Collective over the whole world.
+
+    NCCL opens a group's connections at its first collective, which takes seconds at scale. Here a
+    card or cable that does not work is an error with that name, not one in the first step.
+    """
+    seen: set[int] = set()
+    for name in _AXES_OF:
+        group: dist.ProcessGroup = getattr(mesh, name)
+        if id(group) in seen or dist.get_world_size(group) == 1:
+            continue
+        seen.add(id(group))
+        total = torch.ones((), device=device)
+        dist.all_reduce(total, group=group)
+        size = dist.get_world_size(group)
+        if int(total) != size:  # waits, so that an error is this group's
+            raise LaunchError(
+                f"the {name} group of {size} processes adds up to {int(total)} -> bigtrain doctor "
+                "tries every pair of hosts"
+            )
 
 
 def _new_group(

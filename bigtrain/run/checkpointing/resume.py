@@ -41,6 +41,7 @@ _FREE = {
 # Settings younger than some checkpoints, with what such a run did.
 _BEFORE: dict[str, Any] = {
     "model.frozen": [],
+    "precision.tf32": False,
     "data.document_boundaries": "ignore",
     "data.packing": "concatenate",
     "data.long_documents": "cut",

@@ -105,6 +105,11 @@ class PrecisionSection(Section):
         description="in which gradients are accumulated and reduced; default: float32 wherever "
         "the engine can, which is everywhere but ZeRO 0 below float32 and float16",
     )
+    tf32: bool = Field(
+        default=False,
+        description="let float32 matrix products round their factors to TF32's 10 bits of mantissa "
+        "(CUDA): several times faster, and other numbers than a CPU's; false: in full",
+    )
     initial_loss_scale_power: Annotated[int, Field(ge=0, le=32)] = Field(
         default=16, description="float16 only: dynamic loss scaling starts at 2 to this power"
     )

@@ -123,3 +123,15 @@ class EngineSection(Section):
         default="zero1",
         description="name in ds_configs/ or path of a DeepSpeed JSON; --deepspeed_config wins",
     )
+    cpu_threads: PositiveInt | None = Field(
+        default=None,
+        description="threads of each process for work on the CPU; default: its share of the cores "
+        "where there is such work (an optimizer in host memory, or no GPU), unless OMP_NUM_THREADS "
+        "says otherwise (not torchrun's 1)",
+    )
+    bind_cores: bool | None = Field(
+        default=None,
+        description="bind each process to its share of the host's cores; default: where several "
+        "processes of a host have GPUs and keep their optimizer in host memory, and nobody has "
+        "bound them",
+    )

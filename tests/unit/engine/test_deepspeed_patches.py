@@ -7,7 +7,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from deepspeed.runtime import utils as runtime_utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -91,6 +91,25 @@ def test_the_norm_finds_what_the_overflow_check_finds(value: float, dtype: torch
     found = train(value, dtype, whole=False)
     assert found == train(value, dtype, whole=True)
     assert (True in [f for f in found if isinstance(f, bool)]) == (not math.isfinite(value))
+
+
+def test_float16_of_zero_0_is_scaled_before_the_backward_pass() -> None:
+    """DeepSpeed does not, and divides the gradients by the scale all the same."""
+    loss = torch.tensor(3.0)
+    for dtype, scaled in ((torch.float16, 3.0 * 2**4), (torch.bfloat16, 3.0)):
+        config = LossScaleConfig(
+            dtype,
+            True,
+            1.0,
+            {"init_scale": 2.0**4, "scale_window": 2, "min_scale": 1.0, "delayed_shift": 1},
+        )
+        optimizer = SimpleNamespace(loss_scale_config=config, loss_scale=config.cur_scale)
+        assert float(step.scaled_loss(loss, optimizer)) == scaled
+        state = optimizers.scaler_state(optimizer)
+        assert bool(state) == (dtype == torch.float16)
+        optimizers.restore_scaler(optimizer, {**state, "cur_scale": 2.0**9} if state else {})
+        assert config.cur_scale == (2.0**9 if state else 1.0)
+    assert step.scaled_loss(loss, SimpleNamespace()) is loss  # ZeRO 1 to 3, which DeepSpeed scales
 
 
 # --- contracts ---
@@ -236,6 +255,35 @@ CONTRACTS = [
         sets(function, lambda w=wrapper: w(), "loss_scaler")
         for function in (optimizers.scaler_state, optimizers.restore_scaler)
         for wrapper in _STEP_WRAPPERS[:2]
+    ),
+    *(
+        sets(function, lambda w=wrapper: w(), "loss_scale_config")
+        for function in (optimizers.scaler_state, optimizers.restore_scaler, step.scaled_loss)
+        for wrapper in _STEP_WRAPPERS[3:]
+    ),
+    Contract(
+        optimizers.scaler_state,
+        "LossScaleConfig has other fields",
+        lambda: (
+            {"use_grad_scaling", "cur_scale", "cur_iter", "last_overflow_iter"}
+            <= {field.name for field in dataclasses.fields(LossScaleConfig)}
+        ),
+    ),
+    reads(
+        step.scaled_loss,
+        lambda: DeepSpeedEngine,
+        "if isinstance(self.optimizer, ZeROOptimizer):\n"
+        "                loss = self.optimizer.scale_if_loss(loss)",
+    ),
+    reads(
+        step.scale_of_norm,
+        lambda: FP16_UnfusedOptimizer.step,
+        "self._global_grad_norm = get_global_norm(norm_list=norm_groups)",
+    ),
+    reads(
+        step.scale_of_norm,
+        lambda: FP16_Optimizer,
+        "self._global_grad_norm = scaled_global_grad_norm / self.loss_scale_config.cur_scale",
     ),
     Contract(
         optimizers.scaler_state,

@@ -136,6 +136,7 @@ CONTRACTS = [
         "torch._C._distributed_c10d has no _dump_fr_trace or gives no bytes any more",
         lambda: hasattr(torch._C._distributed_c10d, "_dump_fr_trace") and dumps_trace(),
     ),
+    has(torch_patches.set_allocator, lambda: torch._C, "_accelerator_setAllocatorSettings"),
     Contract(
         torch_patches.dump_memory_snapshot,
         "torch.cuda.memory._dump_snapshot does not take a file name first any more",

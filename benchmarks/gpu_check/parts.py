@@ -1,0 +1,45 @@
+"""The parts, the most valuable first, each with its limit on a GPU in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.gpu_check import checkpoints, diagnostics, kernels, machine, memory, parity, speed
+from benchmarks.gpu_check.results import Function
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A part and its limit; least_seconds: with less left of the budget it is not begun."""
+
+    name: str
+    function: Function
+    limit_seconds: float
+    least_seconds: float = 10.0
+
+
+PARTS = (
+    Entry("machine", machine.machine, 60),
+    Entry("parity-fp32", parity.parity_fp32, 60),
+    Entry("parity-bf16", parity.parity_bf16, 60),
+    Entry("parity-fp16", parity.parity_fp16, 100),
+    Entry("checkpoints", checkpoints.checkpoints, 150),
+    Entry("out-of-memory", diagnostics.out_of_memory, 45),
+    Entry("flight-recorder", diagnostics.flight_recorder, 30),
+    Entry("profiler", diagnostics.profiler, 45),
+    Entry("attention", kernels.attention, 150),
+    Entry("speed-1b", speed.speed_1b, 150, 60),
+    Entry("speed-8b", speed.speed_8b, 180, 60),
+    Entry("losses", kernels.losses, 60),
+    Entry("activation-offload", memory.activation_offload, 60),
+    Entry("offload", memory.offload, 180),
+    Entry("speed-3b", speed.speed_3b, 150, 60),
+    Entry("compilation", kernels.compilation, 150),
+    Entry("zeropp", memory.zeropp, 150),
+    Entry("nvme", memory.nvme, 120),
+)
+
+
+def named(name: str) -> Entry:
+    """The part of that name."""
+    return next(entry for entry in PARTS if entry.name == name)

@@ -1,0 +1,121 @@
+"""Process-wide settings of a run's processes, applied on entry and undone on exit.
+
+A user's own setting always wins: a variable of the environment, or a field of the run YAML.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from bigtrain.engine.startup.device import device_kind
+from bigtrain.models.torch_patches import set_allocator
+from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.system.cpu_share import CpuShare, cpu_share, processes_here
+from bigtrain.system.gpu_environment import allocator_settings, nccl_defaults
+from bigtrain.system.machine import this_machine
+from bigtrain.system.world import World
+
+
+@contextmanager
+def runtime_settings(
+    run: ResolvedRun, world: World, environment: MutableMapping[str, str] = os.environ
+) -> Iterator[list[str]]:
+    """Settings of NCCL, the allocator, float32 products, threads and cores, for `run`.
+
+    Yields human-readable lines of what was set. Must come before the process group is opened and
+    before the first memory of a GPU is asked for. Not collective. The allocator keeps its settings:
+    what it holds by then was made with them.
+    """
+    lines: list[str] = []
+    added: dict[str, str] = {}
+    if device_kind() == "cuda":
+        added = nccl_defaults(environment, Path(run.config.output.directory))
+        environment.update(added)
+        lines += _describe_nccl(added)
+        lines += _set_allocator(environment)
+    precision_before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if run.config.precision.tf32 else "highest")
+    if device_kind() == "cuda":
+        lines.append(
+            "float32 matrix products "
+            + ("in TF32 (precision.tf32)" if run.config.precision.tf32 else "in full (no TF32)")
+        )
+    share = _cpu_share(run, world, environment)
+    threads_before = torch.get_num_threads()
+    undo_cores = _bind(share)
+    if share.num_threads is not None:
+        torch.set_num_threads(share.num_threads)
+    lines += _describe_share(share, environment)
+    try:
+        yield lines
+    finally:
+        torch.set_num_threads(threads_before)
+        undo_cores()
+        torch.set_float32_matmul_precision(precision_before)
+        for name in added:
+            environment.pop(name, None)
+
+
+def _describe_nccl(added: dict[str, str]) -> list[str]:
+    if not added:
+        return []
+    return ["set for NCCL: " + ", ".join(f"{name}={value}" for name, value in added.items())]
+
+
+def _set_allocator(environment: MutableMapping[str, str]) -> list[str]:
+    for settings in allocator_settings(environment):
+        try:
+            set_allocator(settings)
+        except (RuntimeError, ValueError):  # a key that this torch does not know
+            continue
+        return [f"CUDA allocator: {settings}"]
+    return []
+
+
+def _cpu_share(run: ResolvedRun, world: World, environment: MutableMapping[str, str]) -> CpuShare:
+    engine = run.config.engine
+    if device_kind() == "cpu":
+        # Ranks on CPUs are for trying a run out: torch's own number, divided, and no binding.
+        own = max(1, torch.get_num_threads() // processes_here(environment))
+        unsaid = "OMP_NUM_THREADS" not in environment
+        return CpuShare(engine.cpu_threads or (own if unsaid else None))
+    # Divided by LOCAL_WORLD_SIZE there, which only torchrun sets; asked for the host as a whole.
+    num_cores = this_machine({}).num_cores
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(num_cores)
+    return cpu_share(
+        environment,
+        world.local_rank,
+        allowed,
+        num_cores,
+        computes_on_cpu=run.engine.offload_optimizer is not None,
+        threads=engine.cpu_threads,
+        bind=engine.bind_cores,
+    )
+
+
+def _bind(share: CpuShare) -> Callable[[], None]:
+    """Bind this process, and what it starts from here on; returns what undoes it."""
+    if share.cores is None or not hasattr(os, "sched_setaffinity"):
+        return lambda: None
+    before = os.sched_getaffinity(0)
+    with suppress(OSError):  # a container may forbid it; slower, and right
+        os.sched_setaffinity(0, share.cores)
+
+    def undo() -> None:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+    return undo
+
+
+def _describe_share(share: CpuShare, environment: MutableMapping[str, str]) -> list[str]:
+    if share.cores is None and (share.num_threads is None or device_kind() == "cpu"):
+        return []
+    cores = f", bound to {len(share.cores)} cores" if share.cores is not None else ""
+    of = f" of {processes_here(environment)} processes here" if cores else ""
+    return [f"each{of} has {torch.get_num_threads()} CPU threads{cores}"]

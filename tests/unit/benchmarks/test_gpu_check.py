@@ -1,0 +1,170 @@
+"""Every line of the check of a GPU runs at tiny size on a CPU, and each part can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_check import lives, machine, runner
+from benchmarks.gpu_check.parts import PARTS
+from benchmarks.gpu_check.results import Part, table
+from tests.support.worlds import ROOT
+from tests.unit.benchmarks.gpu_check_driver import FAULTS
+
+# One of these has the lines of all three.
+SLOW = {"speed-1b", "speed-3b"}
+NAMES = [entry.name for entry in PARTS]
+PRETENDED = ["machine", "flight-recorder", "activation-offload"]
+QUICK = [name for name in NAMES if name not in SLOW]
+pytestmark = pytest.mark.timeout(900)  # all parts run in the first test's set-up
+
+
+def drive(directory: Path, words: list[str]) -> dict[str, Any]:
+    """Results of parts in forks of one process, by name; ``PART!`` is one with its fault."""
+    output = directory / "found.json"
+    driver = ROOT / "tests" / "unit" / "benchmarks" / "gpu_check_driver.py"
+    finished = subprocess.run(
+        [sys.executable, str(driver), str(output), str(directory), *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pretended = (f"{name}~" for name in PRETENDED)
+    words = ["made-up", *QUICK, *(f"{name}!" for name in QUICK), *pretended]
+    directory = tmp_path_factory.mktemp("check")
+    return drive(directory, words) | {"directory": directory}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_part_passes_on_a_cpu(name: str, found: dict[str, Any]) -> None:
+    part = found[name]
+    assert part["status"] == "passed", part
+    assert part["figures"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_part_finds_the_fault_that_is_planted(name: str, found: dict[str, Any]) -> None:
+    assert found[f"{name}!"]["status"] == "failed"
+    assert "Found" in found[f"{name}!"]["reason"]  # of the part itself, not of the planting
+
+
+@pytest.mark.parametrize("name", PRETENDED)
+def test_the_lines_for_a_gpu_run_where_one_is_pretended(name: str, found: dict[str, Any]) -> None:
+    reason = found[f"{name}~"]["reason"]
+    # Of a process on a CPU the peak only grows.
+    assert found[f"{name}~"]["status"] == "passed" or "the peak is" in reason, reason
+
+
+def test_a_gpu_is_filled_until_as_much_is_left_as_a_run_may_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 << 30, 80 << 30))
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: asked.append((size, device)))
+    monkeypatch.setattr(lives, "main", lambda words: len(words))
+    monkeypatch.setattr(lives, "_repeatable", lambda: None)
+    assert lives.run_program(["a", "b"], True, 3 << 30, None, "") == 2
+    assert asked == [(47 << 30, "cuda")]
+
+
+def test_a_machine_with_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(name="NVIDIA H200", total_memory=139 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    found = machine.describe()
+    assert (found["gpu"], found["gpu_gib"], found["nccl"]) == ("NVIDIA H200", 139.0, "2.28.9")
+
+
+@pytest.mark.slow
+def test_the_other_sizes(tmp_path: Path) -> None:
+    results = drive(tmp_path, [*SLOW, *(f"{name}!" for name in SLOW)])
+    assert {results[name]["status"] for name in SLOW} == {"passed"}
+    assert {results[f"{name}!"]["status"] for name in SLOW} == {"failed"}
+
+
+def test_every_part_has_a_fault() -> None:
+    assert FAULTS.keys() == set(NAMES)
+
+
+def test_figures_that_matter_are_there(found: dict[str, Any]) -> None:
+    scaled = found["parity-fp16"]["figures"]["zero0"]
+    assert scaled["skipped_steps"] > 0
+    assert scaled["last_scale"] < 2**21
+    speed = found["speed-8b"]["figures"]
+    assert {"bigtrain", "bare", "hf", "best_over_bare", "top_ops"} <= speed.keys()
+    assert speed["bigtrain"]["peak_gib"] > 0
+    assert found["checkpoints"]["figures"]["tensors_at_8"] > 0
+
+
+def test_what_a_cpu_cannot_call_is_named(found: dict[str, Any]) -> None:
+    said = {name: found[name]["figures"].get("skipped", {}) for name in QUICK}
+    assert said["losses"].keys() == {"liger-fp32", "liger-bf16", "liger-kernels"}
+    assert said["zeropp"] == {"quantized": "needs CUDA"}
+    assert "needs CUDA" in said["attention"]["sdpa-cudnn"]
+
+
+def test_a_part_that_fails_ends_no_other(found: dict[str, Any]) -> None:
+    tree = json.loads((found["directory"] / "results.json").read_text())
+    said = {part["part"]: (part["status"], part["reason"]) for part in tree["parts"]}
+    assert said["works"] == ("passed", "")
+    assert said["works-again"] == ("passed", "")
+    assert said["sleeps"][0] == "failed"
+    assert "took longer than its limit of 1 s" in said["sleeps"][1]
+    assert said["is-killed"][0] == "failed"
+    assert "ended with code -9" in said["is-killed"][1]
+    assert said["raises"] == ("failed", "RuntimeError: planted")
+    assert said["needs-much"][0] == "skipped"
+    assert "s were left of 60" in said["needs-much"][1]
+    written = (found["directory"] / "table.md").read_text()
+    assert "| works | passed | 0 | seen 1.5 |" in written
+    assert "RuntimeError: planted" in (found["directory"] / "logs.txt").read_text()
+
+
+def test_a_table_is_one_line_a_part() -> None:
+    part = Part("x", figures={"a": {"b": 1.23456}, "rows": [1], "names": ["p|q"]})
+    part.fail("first\nline")
+    part.fail("second")
+    lines = table([part]).splitlines()
+    assert lines[2:] == ["| x | failed: first line; second | 0 | a (b 1.235); names [p/q] |"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        runner.main([])
+    assert ended.value.code == 2
+    assert "no CUDA device here; --device cpu --tiny" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_runs_parts_in_fresh_processes(tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--tiny", "--start", "fresh", "--output", str(tmp_path)]
+    finished = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check", *words, "--only", "machine", "profiler"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    tree = json.loads((tmp_path / "results.json").read_text())
+    assert [part["status"] for part in tree["parts"]] == ["passed", "passed"]
+    assert tree["machine"]["cores"] > 0

@@ -1,0 +1,63 @@
+"""What is carried to a GPU machine without a network, and how the check starts from it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from tools import gpu_check, gpu_wheels
+
+
+def test_every_carried_package_has_a_version() -> None:
+    for name in gpu_wheels.CARRIED:
+        assert gpu_wheels.version_of(name)[0].isdigit()
+    with pytest.raises(SystemExit, match="no version of nothing-like-it"):
+        gpu_wheels.version_of("nothing-like-it")
+
+
+def test_a_wheel_for_one_machine_is_told_by_its_name() -> None:
+    assert gpu_wheels.is_neutral("deepspeed-0.19.8-py3-none-any.whl")
+    assert not gpu_wheels.is_neutral("deepspeed-0.19.8-cp312-cp312-linux_x86_64.whl")
+
+
+def test_the_checkout_leaves_room_for_the_wheels() -> None:
+    assert 1_000_000 < gpu_wheels.tree_bytes() < gpu_wheels.LIMIT_BYTES // 2
+
+
+def wheel(folder: Path, version: str) -> Path:
+    """A package of one module, as a wheel."""
+    path = folder / f"carried_thing-{version}-py3-none-any.whl"
+    record = f"carried_thing-{version}.dist-info"
+    with ZipFile(path, "w") as file:
+        file.writestr("carried_thing.py", f"VERSION = '{version}'\n")
+        file.writestr(f"{record}/METADATA", f"Name: carried-thing\nVersion: {version}\n")
+        file.writestr(f"{record}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        file.writestr(f"{record}/RECORD", "")
+    return path
+
+
+def test_wheels_are_installed_once_into_a_folder_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    first = wheel(tmp_path / "wheels", "1.0")
+    packages = gpu_check.install([first], tmp_path)
+    environment = gpu_check.environment_for(packages)
+    command = [sys.executable, "-c", "import carried_thing; print(carried_thing.VERSION)"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "1.0"
+    first.write_bytes(b"")  # nobody reads it again
+    assert gpu_check.install([first], tmp_path) == packages
+    other = gpu_check.install([wheel(tmp_path / "wheels", "2.0")], tmp_path)
+    assert other != packages
+
+
+def test_an_interrupted_installation_is_done_again(tmp_path: Path) -> None:
+    made = wheel(tmp_path, "1.0")
+    packages = gpu_check.install([made], tmp_path)
+    (packages / ".complete").unlink()
+    (packages / "carried_thing.py").unlink()
+    assert gpu_check.install([made], tmp_path) == packages
+    assert (packages / "carried_thing.py").exists()

@@ -1,0 +1,106 @@
+"""Process-wide settings: what is set, that a user's own stays, and that all is undone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bigtrain.engine.checkpoint.io import pinned_bytes
+from bigtrain.engine.startup import runtime
+from bigtrain.system.world import World
+
+ALONE = World(0, 1, 0)
+
+
+def run(directory: Path, **more: Any) -> Any:
+    """As much of a resolved run as the settings depend on."""
+    values = {"tf32": False, "cpu_threads": None, "bind_cores": None, "offload": None} | more
+    return SimpleNamespace(
+        config=SimpleNamespace(
+            output=SimpleNamespace(directory=str(directory)),
+            precision=SimpleNamespace(tf32=values["tf32"]),
+            engine=SimpleNamespace(
+                cpu_threads=values["cpu_threads"], bind_cores=values["bind_cores"]
+            ),
+        ),
+        engine=SimpleNamespace(offload_optimizer=values["offload"]),
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As on a machine with a GPU; returns what its allocator is given."""
+    given: list[str] = []
+    monkeypatch.setattr(runtime, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(runtime, "set_allocator", given.append)
+    return given
+
+
+def test_a_gpu_gets_its_settings_and_they_are_undone(gpu: list[str], tmp_path: Path) -> None:
+    environment: dict[str, str] = {}
+    before = torch.get_float32_matmul_precision()
+    with runtime.runtime_settings(run(tmp_path), ALONE, environment) as lines:
+        assert environment["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert "float32 matrix products in full (no TF32)" in lines
+        assert any("CUDA allocator: expandable_segments:True" in line for line in lines)
+        assert any(line.startswith("set for NCCL: TORCH_NCCL_ASYNC") for line in lines)
+    assert gpu == ["expandable_segments:True,pinned_max_round_threshold_mb:64"]
+    assert environment == {}
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_an_older_allocator_is_given_the_keys_it_knows(
+    gpu: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(settings: str) -> None:
+        if "pinned" in settings:  # torch 2.11
+            raise ValueError("Unrecognized key 'pinned_max_round_threshold_mb'")
+        gpu.append(settings)
+
+    monkeypatch.setattr(runtime, "set_allocator", refuse)
+    with runtime.runtime_settings(run(tmp_path), ALONE, {}):
+        pass
+    assert gpu == ["expandable_segments:True"]
+
+
+def test_tf32_is_the_runs_to_choose(gpu: list[str], tmp_path: Path) -> None:
+    with runtime.runtime_settings(run(tmp_path, tf32=True), ALONE, {}) as lines:
+        assert torch.get_float32_matmul_precision() == "high"
+        assert "float32 matrix products in TF32 (precision.tf32)" in lines
+
+
+def test_an_optimizer_in_host_memory_gets_threads_and_cores(
+    gpu: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound.append(set(cores)))
+    monkeypatch.setattr(runtime, "this_machine", lambda _: SimpleNamespace(num_cores=8))
+    threads = torch.get_num_threads()
+    torchrun = {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}
+    settings = runtime.runtime_settings(run(tmp_path, offload="cpu"), World(1, 2, 1), torchrun)
+    with settings as lines:
+        assert torch.get_num_threads() == 4
+        assert lines[-1] == "each of 2 processes here has 4 CPU threads, bound to 4 cores"
+    assert bound == [{4, 5, 6, 7}, set(range(8))]
+    assert torch.get_num_threads() == threads
+
+
+def test_a_cpu_is_left_as_it_was(tmp_path: Path) -> None:
+    environment = {"OMP_NUM_THREADS": "1"}
+    with runtime.runtime_settings(run(tmp_path), ALONE, environment) as lines:
+        assert lines == []
+        assert torch.get_num_threads() == 1
+    assert environment == {"OMP_NUM_THREADS": "1"}
+
+
+def test_page_locked_memory_is_counted_as_torch_takes_it() -> None:
+    assert pinned_bytes(38 << 30) == 64 << 30
+    assert pinned_bytes(16 << 20) == 16 << 20
+    assert pinned_bytes(0) == 0

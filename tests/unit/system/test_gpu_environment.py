@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bigtrain.system.gpu_environment import allocator_settings, nccl_defaults
+
+RUN = Path("/runs/one")
+
+
+def test_nccl_gets_what_the_user_has_not_set() -> None:
+    assert nccl_defaults({}, RUN) == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/runs/one/nccl_trace_rank_",
+    }
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "left_out"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+    ],
+)
+def test_a_users_variable_wins_by_either_name(set_by_user: str, left_out: str) -> None:
+    found = nccl_defaults({set_by_user: "0"}, RUN)
+    assert left_out not in found
+    assert len(found) == 3
+
+
+def test_the_allocator_is_asked_for_less_where_torch_does_not_know_a_key() -> None:
+    assert allocator_settings({}) == [
+        "expandable_segments:True,pinned_max_round_threshold_mb:64",
+        "expandable_segments:True",
+    ]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_users_settings_of_the_allocator_stay(name: str) -> None:
+    found = allocator_settings({name: "max_split_size_mb:128,expandable_segments:False"})
+    assert found == [
+        "max_split_size_mb:128,expandable_segments:False,pinned_max_round_threshold_mb:64"
+    ]
+    assert allocator_settings({name: f"{found[0]}"}) == []
+
+
+def test_another_allocator_has_no_such_settings() -> None:
+    assert allocator_settings({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}) == []
