@@ -21,10 +21,12 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfi
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import groups, mixed_precision_linkage
+from deepspeed.utils import groups, mixed_precision_linkage, nvtx
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 
 from bigtrain.engine.deepspeed_patches import (
@@ -132,6 +134,8 @@ _STEP_WRAPPERS = (
     lambda: FP16_UnfusedOptimizer,
 )
 
+_LINEAR = ("input", "weight", "bias")
+
 CONTRACTS = [
     # step
     reads(
@@ -160,6 +164,19 @@ CONTRACTS = [
         has(step.skip_redundant_work, lambda: DeepSpeedEngine, name)
         for name in ("communication_data_type", "get_data_types", "gradient_predivide_factor")
     ),
+    reads(step.cheapen_hooks, lambda: nvtx, "if enable_nvtx and not is_compiling():"),
+    reads(
+        step.cheapen_hooks,
+        lambda: DeepSpeedZeRoOffload,
+        "module.pre_bwd_fn = PreBackwardFunctionForModule",
+        "module.post_bwd_fn = PostBackwardFunctionModule",
+    ),
+    reads(
+        step.cheapen_hooks,
+        lambda: torch.autograd.Function.apply.__func__,
+        "inspect.signature(func)",
+    ),
+    takes(step.cheapen_hooks, lambda: LinearFunctionForZeroStage3.forward, *_LINEAR),
     takes(step.replace_clipping, lambda: DeepSpeedEngine.clip_fp32_gradients, "self"),
     reads(
         step.replace_clipping,
@@ -417,6 +434,27 @@ CONTRACTS = [
         "self.shm_comm_op = build_shm_op()",
     ),
 ]
+
+
+def test_a_function_that_carries_its_signature_is_not_inspected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    step.cheapen_hooks(model)
+    weight, bias = model.weight, model.bias
+    data = torch.randn(3, 2, requires_grad=True)
+    expected = torch.nn.functional.linear(data, weight, bias)
+    inspected: list[object] = []
+    real = inspect._signature_from_function  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        inspect,
+        "_signature_from_function",
+        lambda *a, **k: inspected.append(a) or real(*a, **k),
+    )
+    found = LinearFunctionForZeroStage3.apply(data, weight, bias)
+    assert torch.equal(found, expected)
+    assert torch.equal(LinearFunctionForZeroStage3.apply(data, weight), data @ weight.t())
+    assert inspected == []
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=title)
