@@ -38,7 +38,7 @@ def build_engine(
     mesh: Mesh,
     model_plan: ModelPlan | None = None,
 ) -> TrainEngine:
-    """Build the run's model and hand it to DeepSpeed. Collective over all processes.
+    """Build the run's model and hand it to DeepSpeed. Collective over all ranks.
 
     ZeRO-3 models are partitioned while they are built: no process ever holds the whole model.
     `model_plan` are what `inspect_inputs` found; made here where they are not given. Trained

@@ -2,7 +2,7 @@
 
 A collective ends every rank that waits longer in it than the process group's timeout. Here they
 look at the launcher's store until the work is done, and meet in a collective only then. Whoever
-works may die: the launcher ends the others, or the store is gone with the main process, or the
+works may die: the launcher ends the others, or the store is gone with the main rank, or the
 watchdog sees that nothing moves.
 """
 

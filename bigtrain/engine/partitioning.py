@@ -79,7 +79,7 @@ def tensor_partitioning(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitionin
     """How a model is built whose parameters are cut over `mesh.tensor`.
 
     The constructor's full parameters take no memory until they are filled; that happens for one
-    layer at a time, and what remains of it is this process's shard, and under ZeRO-3 (`zero3`: the
+    layer at a time, and what remains of it is this rank's shard, and under ZeRO-3 (`zero3`: the
     DeepSpeed dict) its part of that.
     """
     partition = _partitioner(mesh, zero3) if zero3 is not None else None

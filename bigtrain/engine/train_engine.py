@@ -34,7 +34,7 @@ from bigtrain.settings.batch_plan import BatchPlan
 class StepResult:
     """What one optimizer step did; tensors stay on the device so that nothing waits for it.
 
-    loss_sum: this process's share of the summed cross-entropy, in nats.
+    loss_sum: this rank's share of the summed cross-entropy, in nats.
     num_targets: target tokens of the whole global batch.
     figures: what the step was judged by; None where it was not.
     """
@@ -45,7 +45,7 @@ class StepResult:
 
 
 class TrainEngine:
-    """Trains one model by optimizer steps. Every method is collective over all processes.
+    """Trains one model by optimizer steps. Every method is collective over all ranks.
 
     isolation: how the model is told of documents. mark: called with what the engine does next, in
     words; for whoever watches it. is_compiled: whether its layers are.
@@ -90,7 +90,7 @@ class TrainEngine:
     def train_step(
         self, micro_batches: Sequence[MicroBatch], lr: float, skip_policy: SkipPolicy | None = None
     ) -> StepResult:
-        """Forward and backward of this process's micro-batches, then one optimizer update.
+        """Forward and backward of this rank's micro-batches, then one optimizer update.
 
         Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this very update;
         `skip_policy`, which decides whether it is made (with one, the host waits for the device).
@@ -116,12 +116,12 @@ class TrainEngine:
         return StepResult(loss_sum, num_targets, self._gate.close())
 
     def _own_share(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """What this process adds to a sum over all processes: each loss counts once."""
+        """What this rank adds to a sum over all ranks: each loss counts once."""
         return loss_sum if self._reports_loss else torch.zeros_like(loss_sum)
 
     @property
     def _reports_loss(self) -> bool:
-        """Whether this process has the loss of its samples; one of each copy of the model does."""
+        """Whether this rank has the loss of its samples; one of each copy of the model does."""
         return self.mesh.coordinates.tensor_rank == 0
 
     def _norm_before_update(self) -> Any:
@@ -177,9 +177,9 @@ class TrainEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """Mean loss in nats per token, and the number of tokens, over all processes' `batches`.
+        """Mean loss in nats per token, and the number of tokens, over all ranks' `batches`.
 
-        Every process must bring the same number of batches.
+        Every rank must bring the same number of batches.
         """
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         self.engine.eval()
@@ -195,7 +195,7 @@ class TrainEngine:
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits of `input_ids` [samples, tokens] in evaluation mode: float32, on the CPU.
 
-        Every process computes the same; all must call it with the same input.
+        Every rank computes the same; all must call it with the same input.
         """
         self.engine.eval()
         alone = self.sequence.whole_samples() if self.sequence else nullcontext()
@@ -213,13 +213,13 @@ class TrainEngine:
             self.sequence.close()
 
     def _labels(self, batch: MicroBatch) -> torch.Tensor:
-        """The labels of the tokens that this process computes, where `batch` is."""
+        """The labels of the tokens that this rank computes, where `batch` is."""
         return self.sequence.part(batch.labels) if self.sequence else batch.labels
 
     def _cross_entropy(
         self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """The summed loss of this process's tokens, and all else that the model returned.
+        """The summed loss of this rank's tokens, and all else that the model returned.
 
         `moved` is `batch` on the device; `factor` what the loss is going to be multiplied by.
         """

@@ -40,8 +40,8 @@ class Partitioning:
 
     construct: context in which every new parameter is partitioned as soon as its module exists.
     gather: context in which the given parameters are whole; what `writes_weights`' process wrote
-        to them is on every process afterwards. Collective over all processes.
-    writes_weights: whether this process is the one whose values count inside `gather`.
+        to them is on every rank afterwards. Collective over all ranks.
+    writes_weights: whether this rank is the one whose values count inside `gather`.
     prepare: called once with the whole constructed model, before random weights are filled in; it
         may take parts away. Then `gather` is also what cuts full parameters, trained or random, on
         leaving.
@@ -70,7 +70,7 @@ def build_model(
     Random weights depend on `seed` and parameter names alone: not on dtype beyond rounding, the
     number of processes, partitioning or device. Trained ones (`section.path`) are read into a whole
     model (`weights`: read); a partitioned one is filled by its engine, and holds until then what
-    happens to be in memory (left). Collective over all processes when partitioned.
+    happens to be in memory (left). Collective over all ranks when partitioned.
     Raises ModelError for what cannot be built, and as `find_weights`.
     """
     # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
@@ -211,7 +211,7 @@ def initialize_weights(
     The values come from the architecture's `_init_weights`, called as transformers calls it
     (children before parents), but each module draws from a CPU generator seeded with (seed,
     module name), in float32. So they are the same at every ZeRO stage and world size and on every
-    device, and one layer at a time is whole. Collective over all processes when partitioned.
+    device, and one layer at a time is whole. Collective over all ranks when partitioned.
     """
     done: set[int] = set()
     for prefix, owner, module, recurse in _units(model, "", model):

@@ -107,7 +107,7 @@ def default_store() -> dist.Store:
 
 
 def flight_recorder_trace() -> bytes | None:
-    """What torch's flight recorder, that of NCCL or of gloo, holds of this process's last
+    """What torch's flight recorder, that of NCCL or of gloo, holds of this rank's last
     collectives, as its own reader takes it; None where torch was built without it.
 
     Both functions are bound in torch/csrc/distributed/c10d/init.cpp; Python has no name for them.

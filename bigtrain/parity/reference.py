@@ -61,7 +61,7 @@ def without_progress() -> Iterator[None]:
 
 
 def train_reference(config: RunConfig, sum_dtype: torch.dtype | None = None) -> list[Figures]:
-    """Train plain transformers with torch's AdamW in this process.
+    """Train plain transformers with torch's AdamW in this rank.
 
     In float32 once, whole batches at a time. In 16 bit, with float32 masters, several times, with
     samples in other orders and divisions: rounding alone puts these runs apart. sum_dtype: in which

@@ -64,7 +64,7 @@ def _exported_step(directory: Path) -> object:
 def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
     """Export the last checkpoint to ``RUN/hf`` if asked, and sum up. Collective.
 
-    Raises ModelError on every process if the exported model does not answer as the trained one,
+    Raises ModelError on every rank if the exported model does not answer as the trained one,
     SupersededError if a later start of the run holds its directory.
     """
 

@@ -26,7 +26,7 @@ from bigtrain.settings.lr_schedule import learning_rate_at
 
 
 class Batches(Protocol):
-    """This process's micro-batches of the optimizer step that begins at a global sample."""
+    """This rank's micro-batches of the optimizer step that begins at a global sample."""
 
     def step(self, first_sample: int) -> list[MicroBatch]: ...
 

@@ -1,4 +1,4 @@
-"""Every process-wide effect of a run, begun on entry and undone on exit."""
+"""Every rank-wide effect of a run, begun on entry and undone on exit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from bigtrain.system.world import World
 class Session:
     """A process's part in a run: its place, its device, and (main process) what it writes.
 
-    hosts: of every rank. long_work: for what may take one rank long. hold: the main process's, on
+    hosts: of every rank. long_work: for what may take one rank long. hold: the main rank's, on
     the run directory, from `bigtrain.run.checkpointing.resume.acquire_run_directory` on.
     base_model: checksums of the trained weights that this start has read.
     """
@@ -67,15 +67,15 @@ class Session:
     _said_early: list[str] = field(default_factory=list)
 
     def check_run_token(self) -> None:
-        """Raises on the main process where a later start holds the directory, or it is gone.
+        """Raises on the main rank where a later start holds the directory, or it is gone.
 
-        Not collective; the other processes have no hold.
+        Not collective; the other ranks have no hold.
         """
         if self.run_token is not None:
             self.run_token.check()
 
     def trouble(self) -> BigtrainError | None:
-        """Why the main process can write no more, or None; looks twice a second at most."""
+        """Why the main rank can write no more, or None; looks twice a second at most."""
         failure = None if self.metrics is None else self.metrics.failure
         if self.run_token is not None and (failure is not None or self.run_token.lost()):
             try:
@@ -85,7 +85,7 @@ class Session:
         return failure
 
     def superseded(self) -> bool:
-        """Whether a later start holds the run directory, as far as this process sees."""
+        """Whether a later start holds the run directory, as far as this rank sees."""
         if self.run_token is not None:
             return self.run_token.superseded_by() is not None
         newest = fencing.newest_holder(self.directory)
@@ -94,9 +94,9 @@ class Session:
     def begin_writing(self, state: TrainState) -> None:
         """Write down what the run is, and open metrics and log where it stands.
 
-        On the main process. Comes after `bigtrain.run.checkpointing.resume.acquire_run_directory`,
+        On the main rank. Comes after `bigtrain.run.checkpointing.resume.acquire_run_directory`,
         so that a refused run creates nothing, and overwrites nothing of the run it was not.
-        Collective; raises on every process, OutputError where the directory cannot be written.
+        Collective; raises on every rank, OutputError where the directory cannot be written.
         """
 
         def begin() -> None:
@@ -124,7 +124,7 @@ class Session:
             self.metrics.info(self._said_early.pop(0))
 
     def say(self, text: str) -> None:
-        """A human-readable line, from the main process; log.txt gets it as soon as there is one."""
+        """A human-readable line, from the main rank; log.txt gets it as soon as there is one."""
         if self.metrics is not None:
             self.metrics.info(text)
         elif self.world.is_main:
@@ -155,9 +155,9 @@ class Session:
         )
 
     def seed_step(self, step: int) -> None:
-        """Give this process the random stream of optimizer step `step`.
+        """Give this rank the random stream of optimizer step `step`.
 
-        Dropout is so a function of (seed, step) and what this process computes alone: equal in a
+        Dropout is so a function of (seed, step) and what this rank computes alone: equal in a
         tensor-parallel group, and a resumed run needs no generator states.
         """
         place = self.run.topology.coordinates(self.world.rank)
@@ -180,7 +180,7 @@ def step_seed(seed: int, step: int, place: Coordinates) -> int:
 def open_session(
     run: ResolvedRun, inputs: Inputs, world: World, signals: StopSignals | None = None
 ) -> Iterator[Session]:
-    """Join the process group; nothing is written yet. Collective over all processes.
+    """Join the process group; nothing is written yet. Collective over all ranks.
 
     `signals`: those that the program has watched for since it began.
     """

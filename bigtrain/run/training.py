@@ -32,7 +32,7 @@ from bigtrain.system.world import World
 def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSignals) -> int:
     """Train `run` to its end or to a signal, from wherever its directory stands.
 
-    Returns the exit code. Collective over all processes of `world`.
+    Returns the exit code. Collective over all ranks of `world`.
     """
     source = weights_source(run.config)
     weights = source.find(run.config, inputs.hf_config)

@@ -1,10 +1,10 @@
-"""What each process owns of the model and its optimizer, as parts of full parameters.
+"""What each rank owns of the model and its optimizer, as parts of full parameters.
 
 DeepSpeed keeps fp32 masters and optimizer states in a different shape for every ZeRO stage. Here
 they all become `Fragment`s: live views into DeepSpeed's own storage, described in terms of the
 full Hugging Face parameter. Saving reads through the views, loading writes through them.
 
-A parameter is cut twice: tensor parallelism leaves this process a shard of it
+A parameter is cut twice: tensor parallelism leaves this rank a shard of it
 (`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard.
 """
 
@@ -121,9 +121,9 @@ def _cut(
 
 
 def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
-    """All fragments that this process has of `model`, which `engine` trains.
+    """All fragments that this rank has of `model`, which `engine` trains.
 
-    Parameters that are replicated appear on every process that holds them; `shard.primary` is true
+    Parameters that are replicated appear on every rank that holds them; `shard.primary` is true
     on those that answer for them.
 
     Optimizer states are among them once they exist (`ensure_optimizer_states`). Not collective.

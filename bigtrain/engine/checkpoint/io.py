@@ -77,7 +77,7 @@ class Staging:
     """Host memory that saves are copied to, page-locked beside a GPU, and used again by the next.
 
     copies: False to divide the work alone, and write from the live tensors. pinned_limit_bytes: how
-    much of this process's memory may be page-locked, which nothing can move or swap; a larger copy
+    much of this rank's memory may be page-locked, which nothing can move or swap; a larger copy
     goes to ordinary memory, several times slower.
     """
 
@@ -140,7 +140,7 @@ class Written:
 
 
 class TensorSnapshot:
-    """What this process holds of a checkpoint, ready to be written."""
+    """What this rank holds of a checkpoint, ready to be written."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class TensorSnapshot:
         self._rows = division.rows
 
     def num_bytes(self, group: dist.ProcessGroup | None = None) -> int:
-        """Of all processes' tensors together. Collective over the CPU group `group`."""
+        """Of all ranks' tensors together. Collective over the CPU group `group`."""
         own = sum(chunk.view.numel() * chunk.view.itemsize for chunk in self._chunks)
         total = torch.tensor(own, dtype=torch.int64)
         dist.all_reduce(total, group=group)

@@ -58,7 +58,7 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
 
 
 def checkpoint_bytes(engine: TrainEngine) -> int:
-    """Of the tensors that a checkpoint holds of this process's pipeline stage, all ranks together.
+    """Of the tensors that a checkpoint holds of this rank's pipeline stage, all ranks together.
 
     Masters and AdamW's two states in float32, frozen parameters and buffers as they are.
     """
@@ -73,7 +73,7 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
 def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:
     """Write masters, optimizer states and buffers below `directory`; returns what goes to JSON.
 
-    Collective over all processes, which must see the same `directory`.
+    Collective over all ranks, which must see the same `directory`.
     """
     snapshot = snapshot_engine(engine)
     snapshot.tensors.write(directory)
@@ -116,8 +116,8 @@ def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | Non
 def read_weights(engine: TrainEngine, weights: Weights) -> None:
     """Fill masters and buffers from the files of a Hugging Face model. Collective.
 
-    Each process reads the parts that it owns, and masters are what the files hold, rounded nowhere.
-    Raises ModelError on every process where one of them cannot read its parts.
+    Each rank reads the parts that it owns, and masters are what the files hold, rounded nowhere.
+    Raises ModelError on every rank where one of them cannot read its parts.
     """
     failure: str | None = None
     try:
@@ -138,6 +138,6 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
 
 
 def _buffers(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """Buffers that a state dict holds, by name; the same on every process that has them."""
+    """Buffers that a state dict holds, by name; the same on every rank that has them."""
     kept = engine.module.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in engine.module.named_buffers() if name in kept}

@@ -1,7 +1,7 @@
 """What DeepSpeed wraps around the torch optimizer, and where each ZeRO stage keeps fp32 masters.
 
 All of it is named as in deepspeed 0.19.8. DeepSpeed's public functions
-(`deepspeed.utils.safe_get_full_fp32_param` and its like) gather a whole parameter on every process;
+(`deepspeed.utils.safe_get_full_fp32_param` and its like) gather a whole parameter on every rank;
 checkpoints read and write the parts where they lie.
 """
 
@@ -88,7 +88,7 @@ def zero0_layout(optimizer: Any) -> list[tuple[nn.Parameter, Any, int]]:
 
 
 def flat_partitions(optimizer: Any) -> list[torch.Tensor] | None:
-    """This process's flat masters of ZeRO-1 and 2, or of BF16_Optimizer, one per parameter group.
+    """This rank's flat masters of ZeRO-1 and 2, or of BF16_Optimizer, one per parameter group.
 
     None of other optimizers. They are named `single_partition_of_fp32_groups`
     (runtime/zero/stage_1_and_2.py) and `fp32_groups_flat_partition` (runtime/bf16_optimizer.py).
@@ -103,7 +103,7 @@ def flat_partitions(optimizer: Any) -> list[torch.Tensor] | None:
 
 
 def zero12_range(parameter: Any, partitions: list[torch.Tensor]) -> MasterRange | None:
-    """Where this process has its part of a parameter's master in `flat_partitions`, if it has one.
+    """Where this rank has its part of a parameter's master in `flat_partitions`, if it has one.
 
     By `_hp_mapping` (0.19.8, utils/mixed_precision_linkage.py, utils/tensor_fragment.py). Not
     through its `optim_fragment`: DeepSpeed links that after the first group's first update, when

@@ -13,9 +13,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class MasterRange:
-    """The part of a parameter that this process has, in a flat tensor.
+    """The part of a parameter that this rank has, in a flat tensor.
 
-    `count` elements of `flat` from `offset` on are those of the parameter (of this process's shard
+    `count` elements of `flat` from `offset` on are those of the parameter (of this rank's shard
     of it, under tensor parallelism) from `start` on. `capacity`: where all replicas hold equally
     large ranges, one after the other, how large; the last ones are short.
     """
@@ -50,7 +50,7 @@ def partition_parameters(init: Any, parameters: list[nn.Parameter]) -> None:
 
 
 def partition_of(parameter: Any) -> torch.Tensor | None:
-    """What this process keeps of a ZeRO-3 parameter between its uses; None of any other.
+    """What this rank keeps of a ZeRO-3 parameter between its uses; None of any other.
 
     `ds_tensor` of 0.19.8, runtime/zero/partition_parameters.py (`_partition_param`). DeepSpeed's
     public functions gather the whole parameter instead.
@@ -59,7 +59,7 @@ def partition_of(parameter: Any) -> torch.Tensor | None:
 
 
 def frozen_range(parameter: Any) -> MasterRange:
-    """Where this process has what it has of a parameter that no optimizer knows."""
+    """Where this rank has what it has of a parameter that no optimizer knows."""
     if partition_of(parameter) is None:
         return MasterRange(parameter.data.view(-1), 0, parameter.numel(), 0)
     start, count = _partition_range(parameter, dist.get_rank(group=parameter.ds_process_group))
@@ -67,7 +67,7 @@ def frozen_range(parameter: Any) -> MasterRange:
 
 
 def zero3_range(parameter: Any, optimizer: Any) -> MasterRange:
-    """Where ZeRO-3 has this process's part of a parameter's fp32 master.
+    """Where ZeRO-3 has this rank's part of a parameter's fp32 master.
 
     `grad_position` (0.19.8, runtime/zero/stage3.py:1955) says in which flat master of a sub-group
     and from where on; `_get_param_partition_rank` (:646) which part of the parameter it is.

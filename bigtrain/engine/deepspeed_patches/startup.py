@@ -31,7 +31,7 @@ def operators_loaded_by(load: Callable[..., ModuleType]) -> Iterator[None]:
 
     All but communication in shared memory: on CPUs DeepSpeed would load that at every start, for a
     collective of inference that training never calls (0.19.8, comm/torch.py, `build_shm_op`). It
-    would also fill 69 MB of /dev/shm per process, which nobody removes (csrc/cpu/comm/shm.cpp).
+    would also fill 69 MB of /dev/shm per rank, which nobody removes (csrc/cpu/comm/shm.cpp).
     """
     jit_load = OpBuilder.jit_load
     # By name: as an attribute of deepspeed.comm it is PyTorch.

@@ -18,7 +18,7 @@ from bigtrain.engine.startup.mesh import Mesh
 
 
 def is_counted(parameter: Any, mesh: Mesh) -> bool:
-    """Whether this process's gradient of `parameter` enters the norm: every element does once.
+    """Whether this rank's gradient of `parameter` enters the norm: every element does once.
 
     By the marks that DeepSpeed's own norms go by: shards count everywhere, replicated parameters
     on the first process of a tensor-parallel group, tied ones on one pipeline stage.

@@ -24,7 +24,7 @@ from bigtrain.models.torch_patches import shadow, unshadow
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a step is judged by, the same on every process: mean `loss` of the global batch in nats
+    """What a step is judged by, the same on every rank: mean `loss` of the global batch in nats
     per token, and `grad_norm` before clipping; either may be not finite."""
 
     loss: float
@@ -32,10 +32,10 @@ class StepStats:
 
 
 def mean_loss(loss_share: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
-    """What this process adds to the mean loss of the global batch: summed over all processes it is
+    """What this rank adds to the mean loss of the global batch: summed over all ranks it is
     that mean, in nats per token. Float64, on the device.
 
-    `loss_share`: this process's part of the summed loss; `num_targets`, of the whole batch.
+    `loss_share`: this rank's part of the summed loss; `num_targets`, of the whole batch.
     """
     return loss_share.detach().double() / num_targets.clamp(min=1)
 
@@ -48,7 +48,7 @@ class SkipStepHook:
     """Stands before the update of one DeepSpeed engine. Open unless a skip_policy is given."""
 
     def __init__(self, engine: Any, norm: Callable[[], Any]) -> None:
-        """`norm`: the gradient norm as this process knows it when the update is about to begin."""
+        """`norm`: the gradient norm as this rank knows it when the update is about to begin."""
         self._engine = engine
         self._norm = norm
         self._skip_policy: SkipPolicy | None = None
@@ -68,7 +68,7 @@ class SkipStepHook:
     ) -> None:
         """Let `skip_policy` decide on the update that follows.
 
-        Parameters: `loss_share`, what this process adds to the summed loss of the global batch;
+        Parameters: `loss_share`, what this rank adds to the summed loss of the global batch;
         `num_targets`, of all of it. Both stay on the device until the update is about to begin.
         """
         self._skip_policy, self._is_open = skip_policy, None
@@ -107,7 +107,7 @@ class SkipStepHook:
         return step
 
     def _figures(self, norm: Any) -> StepStats:
-        """The same numbers on every process, by one small reduction; waits for the device."""
+        """The same numbers on every rank, by one small reduction; waits for the device."""
         size = dist.get_world_size()
         share = mean_loss(self._loss_share, self._num_targets)
         own = torch.as_tensor(norm, device=share.device).detach().double().reshape(()) / size

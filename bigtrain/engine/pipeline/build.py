@@ -38,7 +38,7 @@ def build_pipeline_engine(
     mesh: Mesh,
     model_plan: ModelPlan,
 ) -> PipelineTrainEngine:
-    """Build this process's stage of the run's model. Collective over all processes."""
+    """Build this rank's stage of the run's model. Collective over all ranks."""
     stage: Any = None
     stages = model_plan.stages
     assert stages is not None

@@ -34,7 +34,7 @@ _TRIAL_TOKENS = 8
 
 
 class PipelineTrainEngine(TrainEngine):
-    """Trains one model in pipeline stages. Every method is collective over all processes."""
+    """Trains one model in pipeline stages. Every method is collective over all ranks."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class PipelineTrainEngine(TrainEngine):
         return logits.float()
 
     def _in_turn(self, input_ids: torch.Tensor) -> tuple[Any, list[P2PLayout]]:
-        """What the last stage computes, on the CPU of every process, and the layouts between."""
+        """What the last stage computes, on the CPU of every rank, and the layouts between."""
         ranks = dist.get_process_group_ranks(self.mesh.pipeline)
         handed: Any = None
         layouts: list[P2PLayout] = []
@@ -163,12 +163,12 @@ class PipelineTrainEngine(TrainEngine):
 
     @property
     def _reports_loss(self) -> bool:
-        """Whether this process has the loss of its samples; one of each pipeline does."""
+        """Whether this rank has the loss of its samples; one of each pipeline does."""
         return self._stage.stage.is_last and self.mesh.coordinates.tensor_rank == 0
 
     @torch.no_grad()
     def _sum_replicated_gradients(self) -> None:
-        """Complete this process's gradients before they are reduced over replicas."""
+        """Complete this rank's gradients before they are reduced over replicas."""
         optimizer = self.engine.optimizer
         for parameter in self.engine.module.parameters():
             if parameter.requires_grad and accumulated_gradient(parameter, optimizer) is None:

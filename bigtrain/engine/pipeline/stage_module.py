@@ -89,7 +89,7 @@ class StageModule(nn.Module):
 
 
 class StagesModule(PipelineModule):  # type: ignore[misc]
-    """DeepSpeed's module with one "layer" per stage, of which this process has its own."""
+    """DeepSpeed's module with one "layer" per stage, of which this rank has its own."""
 
     def __init__(self, stage: StageModule, topology: ProcessTopology) -> None:
         num_stages = topology.get_dim("pipe")

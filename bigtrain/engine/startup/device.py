@@ -15,14 +15,14 @@ from bigtrain.settings.run_config import RunConfig
 
 
 def device_kind() -> Literal["cpu", "cuda"]:
-    """The kind of device that every process of this machine uses."""
+    """The kind of device that every rank of this machine uses."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def refuse_for_device(config: RunConfig, world_size: int) -> None:
     """Raise ConfigError for what was legal on paper and is not on this machine's devices.
 
-    float16 on a CPU, say; a login node cannot know. Not collective: all processes come to the same
+    float16 on a CPU, say; a login node cannot know. Not collective: all ranks come to the same
     end on like devices.
     """
     accelerate = read_accelerate(os.environ)

@@ -13,7 +13,7 @@ from bigtrain.errors import LaunchError
 from bigtrain.settings.sections.failures import COLLECTIVE_TIMEOUT_SECONDS
 from bigtrain.settings.topology import AXES, Axis, Coordinates, Topology
 
-# What anybody asks for, in the order every process creates them in. "replicas" hold the same
+# What anybody asks for, in the order every rank creates them in. "replicas" hold the same
 # parameters: ZeRO partitions over them and gradients are averaged over them.
 _AXES_OF: dict[str, tuple[Axis, ...]] = {
     "tensor": ("tensor",),
@@ -29,7 +29,7 @@ _AXES_OF: dict[str, tuple[Axis, ...]] = {
 class Mesh:
     """A process's place in a topology and the groups it belongs to.
 
-    Every group is a real one, also where it has this process alone: to torch and DeepSpeed None
+    Every group is a real one, also where it has this rank alone: to torch and DeepSpeed None
     means the whole world. replicas: the processes with the same parameters. model: the processes
     that hold one copy of the model together (a gradient norm is summed over them).
     """
@@ -73,7 +73,7 @@ def open_mesh(
 
 
 def warm_up(mesh: Mesh, device: torch.device) -> None:
-    """Use every group of `mesh` that has several processes once. Collective over the whole world.
+    """Use every group of `mesh` that has several ranks once. Collective over the whole world.
 
     NCCL opens a group's connections at its first collective, which takes seconds at scale. Here a
     card or cable that does not work is an error with that name, not one in the first step.

@@ -1,4 +1,4 @@
-"""The process group: opened once, closed in the order that lets every process exit cleanly."""
+"""The process group: opened once, closed in the order that lets every rank exit cleanly."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DEFAULT_PORT = "29500"  # torch's and DeepSpeed's, where a launcher names none
 
 @dataclass(frozen=True)
 class Joined:
-    """This process's device, the host of every rank, and how they wait for each other's work."""
+    """This rank's device, the host of every rank, and how they wait for each other's work."""
 
     device: torch.device
     hosts: tuple[str, ...]
@@ -55,7 +55,7 @@ def process_group(
 ) -> Iterator[Joined]:
     """Join the world's process group (nccl on GPUs, gloo on CPUs).
 
-    Collective over all processes, on entry and on exit. On an exception nobody waits for the
+    Collective over all ranks, on entry and on exit. On an exception nobody waits for the
     others: they may be stuck in a collective, and it is the launcher that ends them.
 
     Raises LaunchError where the processes cannot meet, where some have not come within
@@ -104,7 +104,7 @@ def cpu_group(
 def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
     """The host of every rank, and a word for this start of the processes. Collective.
 
-    Raises LaunchError on all processes where a host has other versions than the rest.
+    Raises LaunchError on all ranks where a host has other versions than the rest.
     """
     if world.size == 1:
         return (socket.gethostname(),), ""
@@ -122,9 +122,9 @@ def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
 def _complete_environment(world: World) -> list[str]:
     """Give torch what the launcher left out: of mpirun's world, or of one process without any.
 
-    Returns the variables that were added. Raises LaunchError, on the main process, where the port
+    Returns the variables that were added. Raises LaunchError, on the main rank, where the port
     that the others will look for is taken: torch would only say so in a traceback. Likewise where
-    mpirun was told of another host than the main process's: the others would look there for long.
+    mpirun was told of another host than the main rank's: the others would look there for long.
     """
     values = {
         "RANK": str(world.rank),

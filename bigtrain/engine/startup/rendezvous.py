@@ -30,21 +30,21 @@ _NUM_TOLD = "bigtrain/num_told"
 
 @contextmanager
 def all_arrived(world: World, patience_seconds: float) -> Iterator[None]:
-    """Wait until every process of `world` has come to MASTER_ADDR:MASTER_PORT. Collective.
+    """Wait until every rank of `world` has come to MASTER_ADDR:MASTER_PORT. Collective.
 
-    torch's own wait for them only counts who came. Inside the context the main process keeps the
+    torch's own wait for them only counts who came. Inside the context the main rank keeps the
     server over which torch then makes the process group, at the same port. Where MASTER_ADDR is a
     number, it listens at that address alone.
 
-    Raises LaunchError on every process that came if some did not within `patience_seconds`, with
-    the ranks of those and the hosts of the others; and where the main process cannot be reached.
+    Raises LaunchError on every rank that came if some did not within `patience_seconds`, with
+    the ranks of those and the hosts of the others; and where the main rank cannot be reached.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield  # torchrun's agents have met already, and started every process themselves
         return
     store = _join(world, time.monotonic() + patience_seconds)
     store.set(_key(world.rank), socket.gethostname())
-    # Both count from here, when the main process, which may be a late one itself, is there.
+    # Both count from here, when the main rank, which may be a late one itself, is there.
     if world.is_main:
         verdict = _wait_for_all(store, world, time.monotonic() + patience_seconds)
     else:
@@ -118,7 +118,7 @@ def _wait_for_all(store: dist.TCPStore, world: World, end: float) -> str:
 
 
 def _wait_for_main(store: dist.TCPStore, patience_seconds: float) -> str:
-    # The main process gives up first, and says why.
+    # The main rank gives up first, and says why.
     limit = timedelta(seconds=patience_seconds + 2 * _TOLD_WITHIN_SECONDS)
     try:
         store.wait([_VERDICT], limit)

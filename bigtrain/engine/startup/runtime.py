@@ -99,7 +99,7 @@ def _cpu_share(run: ResolvedRun, world: World, environment: MutableMapping[str, 
 
 
 def _bind(share: CpuShare) -> Callable[[], None]:
-    """Bind this process, and what it starts from here on; returns what undoes it."""
+    """Bind this rank, and what it starts from here on; returns what undoes it."""
     if share.cores is None or not hasattr(os, "sched_setaffinity"):
         return lambda: None
     before = os.sched_getaffinity(0)

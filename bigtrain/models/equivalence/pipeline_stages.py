@@ -1,6 +1,6 @@
 """Whether a model computes the same in stages: tried on a proxy model of it, before a run begins.
 
-All stages run one after another in this process; logits and every gradient are compared with the
+All stages run one after another in this rank; logits and every gradient are compared with the
 whole model's. What an architecture does that the cut does not know of shows here, and is refused.
 """
 
@@ -54,7 +54,7 @@ def plan_stages(
     it cannot be.
 
     Builds a proxy model with all of its layers on the CPU; takes seconds. Not collective: all
-    processes come to the same plan.
+    ranks come to the same plan.
     """
 
     def refused(rule: str, remedy: str) -> tuple[None, list[Problem]]:

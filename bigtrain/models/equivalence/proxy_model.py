@@ -50,7 +50,7 @@ def build_proxy_model(
     sequence_length: int = 0,
     tokens: int = TOKENS,
 ) -> PreTrainedModel:
-    """A float32 model on the CPU, as narrow as its class can be built; the same on every process.
+    """A float32 model on the CPU, as narrow as its class can be built; the same on every rank.
 
     `narrower` are ways to change the widths of a text configuration, the narrowest first. `usable`
     raises for a copy that cannot be used, and the next larger one is tried. It has a few layers, of

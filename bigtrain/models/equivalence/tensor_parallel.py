@@ -48,7 +48,7 @@ def check_tensor_plan(
     group: Group,
     device: torch.device,
 ) -> None:
-    """Raise ModelError, on every process, unless a proxy model computes cut what it does whole.
+    """Raise ModelError, on every rank, unless a proxy model computes cut what it does whole.
 
     `sequence_length`: tokens of the run's samples. The message names the parameter whose gradient
     is wrong. Collective over `group`; takes a second or two.
@@ -103,8 +103,8 @@ def check_tensor_plan(
 def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
     """What differs between `model` cut over `group` and whole; None where nothing does.
 
-    `model` is whole, the same on every process, deterministic, and on the group's device; its
-    weights are used up. Collective; every process returns the same.
+    `model` is whole, the same on every rank, deterministic, and on the group's device; its
+    weights are used up. Collective; every rank returns the same.
     """
     model.zero_grad()
     cut = copy.deepcopy(model)
@@ -213,7 +213,7 @@ def check_tensor_size(hf_config: PreTrainedConfig, tensor_size: int) -> list[Pro
 
 
 def _check_heads(config: Any, plan: Plan, size: int) -> list[Problem]:
-    """Heads fall to processes whole; several processes may share a key-value head."""
+    """Heads fall to processes whole; several ranks may share a key-value head."""
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
     heads = config.num_attention_heads if cut & {"q_proj", "query_key_value"} else None
     key_heads = getattr(config, "num_key_value_heads", None) if "k_proj" in cut else None

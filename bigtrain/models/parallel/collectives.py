@@ -1,7 +1,7 @@
 """Collectives with gradients, over an explicit process group: what tensor parallelism is made of.
 
 Megatron's f and g (arXiv:1909.08053, section 3) and their relatives. A tensor is *replicated* if
-every process has the same values and *partial* if the processes' values are to be added up.
+every rank has the same values and *partial* if the processes' values are to be added up.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _split: Any = _Split.apply
 
 
 def sum_gradient(x: Any, group: Group) -> Any:
-    """A replicated `x` as it is; its gradient, partial in every process, is summed.
+    """A replicated `x` as it is; its gradient, partial in every rank, is summed.
 
     Once for all who ask for the same `x`, as queries, keys and values do: what they get is one
     tensor, where their gradients come together before they are exchanged.
@@ -105,7 +105,7 @@ def sum_partial(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_last(x: torch.Tensor, size: int, group: Group) -> torch.Tensor:
-    """All processes' slices of the last dimension joined, cut to `size`; slices equally wide."""
+    """All ranks' slices of the last dimension joined, cut to `size`; slices equally wide."""
     result: torch.Tensor = _gather(x, size, group)
     return result
 

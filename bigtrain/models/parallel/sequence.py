@@ -1,7 +1,7 @@
 """Ulysses: a process holds a part of every sample's tokens, and in attention a part of the heads.
 
 Jacobs et al. 2023, arXiv 2309.14509. Everything in a transformer layer but attention looks at one
-token at a time, so each process computes it for its own tokens. Around attention two all-to-all
+token at a time, so each rank computes it for its own tokens. Around attention two all-to-all
 exchanges turn "all heads of my tokens" into "my heads of all tokens" and back.
 
 It hangs on transformers' own seams, `AttentionInterface` and `AttentionMaskInterface`, so that any
@@ -102,7 +102,7 @@ class SequenceParallel:
         self._model.set_attn_implementation(self._base)
 
     def part(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This process's tokens of `tokens` [B, T, ...]: [B, t, ...]."""
+        """This rank's tokens of `tokens` [B, T, ...]: [B, t, ...]."""
         assert tokens.shape[1] % self.size == 0
         length = tokens.shape[1] // self.size
         return tokens.narrow(1, self.exchange.rank * length, length)
@@ -110,7 +110,7 @@ class SequenceParallel:
     def inputs(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """What the model gets for this process's part of samples, `input_ids` int64 [B, T].
+        """What the model gets for this rank's part of samples, `input_ids` int64 [B, T].
 
         `position_ids` int64 [B, T] keep documents apart, None lets each sample be one document. The
         masks of the next forward pass are those of these samples.
@@ -132,7 +132,7 @@ class SequenceParallel:
 
     @contextmanager
     def whole_samples(self) -> Iterator[None]:
-        """Inside, every process computes whole samples on its own."""
+        """Inside, every rank computes whole samples on its own."""
         self._exchanging = False
         try:
             yield
@@ -219,10 +219,10 @@ class SequenceParallel:
         )
 
     def _all_router_logits(self, _module: Module, _args: Any, outputs: Any) -> None:
-        """Give the head every process's router logits, each as if of a further layer.
+        """Give the head every rank's router logits, each as if of a further layer.
 
         The auxiliary loss takes means over layers and tokens alike, so it is that of whole samples
-        then, the same on every process; its mask stays as long as a part.
+        then, the same on every rank; its mask stays as long as a part.
         """
         own = getattr(outputs, router_logits.KEY, None)
         if self._exchanging and own:

@@ -30,9 +30,9 @@ class Shard:
 
     shape: of the full parameter. ranges: [start, stop) along `dim`, in the order they lie in the
     local tensor; several where matrices are packed in one parameter. local_size: along `dim`; rows
-    beyond the ranges are padding, always zero, and stored nowhere. primary: whether this process
+    beyond the ranges are padding, always zero, and stored nowhere. primary: whether this rank
     answers for what it holds (in norms and checkpoints); of processes with the same part, one does.
-    `dim` is None for a parameter that every process holds whole.
+    `dim` is None for a parameter that every rank holds whole.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Shard:
         return (*self.shape[: self.dim], self.local_size, *self.shape[self.dim + 1 :])
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
-        """This process's part of the full tensor, as a tensor of its own."""
+        """This rank's part of the full tensor, as a tensor of its own."""
         if self.dim is None:
             return full
         local = full.new_zeros(self.local_shape)
@@ -89,7 +89,7 @@ def shard_of(parameter: Any) -> Shard | None:
 def tag_shard(parameter: nn.Parameter, shard: Shard) -> None:
     """Note on `parameter` which shard it is, for everybody here and for DeepSpeed's norms.
 
-    DeepSpeed counts `tensor_model_parallel` parameters on every process and others on the first of
+    DeepSpeed counts `tensor_model_parallel` parameters on every rank and others on the first of
     a tensor-parallel group alone (runtime/utils.py, is_model_parallel_parameter).
     """
     setattr(parameter, _ATTRIBUTE, shard)
@@ -108,13 +108,13 @@ def cut_parameter(parameter: nn.Parameter) -> None:
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:
-    """Shape of the whole parameter, whatever of it this process holds."""
+    """Shape of the whole parameter, whatever of it this rank holds."""
     shard = shard_of(parameter)
     return shard.shape if shard is not None else local_shape(parameter)
 
 
 def local_shape(parameter: Any) -> tuple[int, ...]:
-    """Shape of what the tensor-parallel group gave this process, before ZeRO partitions it."""
+    """Shape of what the tensor-parallel group gave this rank, before ZeRO partitions it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

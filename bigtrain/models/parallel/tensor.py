@@ -172,7 +172,7 @@ def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
     """The dropout that may act on what the cut parameter `name` puts out, if there is any.
 
     It is a module or a number of the block that holds the parameter's layer. What lies outside of
-    that block acts on whole hidden states, and attention's on whole heads: all processes draw
+    that block acts on whole hidden states, and attention's on whole heads: all ranks draw
     equally much for those. A configuration may hold numbers that its causal model never reads.
     """
     block_name = name.rpartition(".")[0].rpartition(".")[0]
@@ -226,7 +226,7 @@ def _key_value_shard(
 
 
 def _sum_of_holders(shard: Shard, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Gradient of a shard that several processes hold: the sum of theirs."""
+    """Gradient of a shard that several ranks hold: the sum of theirs."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         assert shard.dim is not None
@@ -325,7 +325,7 @@ def _rowwise(name: str, module: Any, forward: Any, group: Group) -> Any:
 
 
 def _vocabulary_parallel(module: Any, forward: Any, group: Group) -> Any:
-    """Every process looks up the ids it has; the sum of all lookups has each row once."""
+    """Every rank looks up the ids it has; the sum of all lookups has each row once."""
     rows = _shard(module.weight).local_size
     first = dist.get_rank(group) * rows
     padding = module.padding_idx
@@ -342,7 +342,7 @@ def _vocabulary_parallel(module: Any, forward: Any, group: Group) -> Any:
 
 
 def _experts(forward: Any, group: Group) -> Any:
-    """Each process has a slice of every expert: (hidden states, chosen, weights, ...)."""
+    """Each rank has a slice of every expert: (hidden states, chosen, weights, ...)."""
 
     def run(hidden: Any, *routing: Any, **kwargs: Any) -> Any:
         shared = [sum_gradient(value, group) for value in routing]

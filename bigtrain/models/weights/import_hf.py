@@ -73,7 +73,7 @@ class Weights:
 
     @torch.no_grad()
     def fill_model(self, model: PreTrainedModel) -> None:
-        """Fill a whole model in this process. Raises ModelError as `fill`."""
+        """Fill a whole model in this rank. Raises ModelError as `fill`."""
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in self.tensors:
                 self.fill(name, (0,) * tensor.ndim, tensor.data)
@@ -84,7 +84,7 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
     """The weights of a causal LM of configuration `hf_config` in `source`, of which none is read.
 
     `source`: a directory, or the name of a model in the hub's cache or on the hub. `key`: the
-    setting that named it, for errors. Not collective: every process comes to the same end, since
+    setting that named it, for errors. Not collective: every rank comes to the same end, since
     only the headers of files are looked at. Raises ModelError for files that are missing or
     corrupt, and for tensors that are missing, unknown, or of another shape or kind than the
     model's.

@@ -18,7 +18,7 @@ A save writes ``step-00000200.partial-ATTEMPT``, where each start of the run is 
 a process of an earlier start that is still alive on a host nobody reaches writes beside it, never
 into it. The checkpoint exists once that directory, manifest included, has been renamed. Deleting
 begins with a rename too. What has any other name that begins with ``step-`` is garbage, which the
-next start or save removes. Nothing here is collective: the main process calls it. Imports no torch.
+next start or save removes. Nothing here is collective: the main rank calls it. Imports no torch.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class WeightsSource:
     def find(self, config: RunConfig, hf_config: Any) -> Weights | None:
         """The Hugging Face weights that a run begins with; None where it has none, or goes on.
 
-        Reads headers of files alone; every process may call it. Raises ModelError as
+        Reads headers of files alone; every rank may call it. Raises ModelError as
         `find_weights`.
         """
         if self.hugging_face is None or checkpoints.steps(Path(config.output.directory)):
@@ -67,7 +67,7 @@ class WeightsSource:
     def fill(self, session: Session, engine: TrainEngine, weights: Weights | None) -> None:
         """Give an engine that was just built its weights, `weights` as found. Collective.
 
-        Raises CheckpointError on every process if there is no checkpoint that is whole and of this
+        Raises CheckpointError on every rank if there is no checkpoint that is whole and of this
         model, ModelError if files cannot be read or are others than they should be.
         """
         if self.hugging_face is not None:
@@ -88,9 +88,9 @@ class WeightsSource:
 
 
 def verify_weights(session: Session, weights: Weights) -> Sums:
-    """Checksums of the files of `weights`, which each process reads a part of. Collective.
+    """Checksums of the files of `weights`, which each rank reads a part of. Collective.
 
-    Raises ModelError on every process where they are not those that an export listed beside them,
+    Raises ModelError on every rank where they are not those that an export listed beside them,
     or with which an earlier start of this run began.
     """
     world, begun = session.world, session.directory / BASE_MODEL

@@ -63,7 +63,7 @@ _FREE_SECTIONS = {
 def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
     """Go on from the newest complete checkpoint of the run directory, or begin. Collective.
 
-    A corrupt one is passed over with a warning. Raises CheckpointError on every process if the
+    A corrupt one is passed over with a warning. Raises CheckpointError on every rank if the
     checkpoint's run was another one, with what differs, or if none of those there are is whole.
     """
     usable = _usable(session)
@@ -75,7 +75,7 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
         try:
             restore_engine(engine, tensors, document["engine"], listing)
         except CorruptCheckpointError as error:
-            # Found on all processes by what the reading of tensors checks.
+            # Found on all ranks by what the reading of tensors checks.
             session.say(checkpoints.passed_over(document["step"], str(error)))
             continue
         state = TrainState(
@@ -96,7 +96,7 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
 
 
 def _usable(session: Session) -> Iterator[str]:
-    """Checkpoints to try, newest first, on the main process. Raises CheckpointError if all fail."""
+    """Checkpoints to try, newest first, on the main rank. Raises CheckpointError if all fail."""
     contents: checkpoints.Contents = (
         "all" if session.run.config.checkpoint.verify == "contents" else "small"
     )
@@ -213,7 +213,7 @@ def acquire_run_directory(session: Session, state: TrainState) -> bool:
 
     Comes after everything that can refuse the run: a refused run takes it from nobody. False: an
     earlier start has saved until then, since `state` was read; read it again, and call this again.
-    Raises SupersededError on every process (`bigtrain.run.health.fencing.acquire`), OutputError
+    Raises SupersededError on every rank (`bigtrain.run.health.fencing.acquire`), OutputError
     where the directory cannot be written.
     """
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and why. The main process calls it; imports no torch."""
+"""Which checkpoints of a run stay, and why. The main rank calls it; imports no torch."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
     """Fill the engine from the newest checkpoint that follows no bad step. Collective.
 
     Returns the state to go on from: that checkpoint's step, with the samples after `state`'s. No
-    save may be under way. Raises TrainingError on every process without such a checkpoint, and
+    save may be under way. Raises TrainingError on every rank without such a checkpoint, and
     after ``guard.max_rollbacks`` to the same one.
     """
     section = session.run.config.guard

@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Write:
-    """One save after its copy was taken. error: why it failed, the same on every process; lost:
+    """One save after its copy was taken. error: why it failed, the same on every rank; lost:
     that error where the run holds its directory no longer, as a later start does or it is gone."""
 
     step: int
@@ -63,7 +63,7 @@ class _Write:
 
 
 class Saver:
-    """Writes checkpoints, one at a time. Methods are collective over all processes but `report`.
+    """Writes checkpoints, one at a time. Methods are collective over all ranks but `report`.
 
     As a context manager it finishes on leaving: normally, the last save must have succeeded; after
     an exception, a save under way is given a minute.
@@ -108,7 +108,7 @@ class Saver:
     def save(self, state: TrainState, held_out_loss: float | None) -> None:
         """Save `state`, once the save before is finished. `held_out_loss`: at it, if measured.
 
-        Asynchronous, it returns as soon as a copy is taken. Raises CheckpointError on every process
+        Asynchronous, it returns as soon as a copy is taken. Raises CheckpointError on every rank
         when saves have failed ``checkpoint.max_failures`` times in a row.
         """
         begun = time.perf_counter()
@@ -153,7 +153,7 @@ class Saver:
     def wait(self, *, must_succeed: bool = False) -> None:
         """Wait until no save is under way.
 
-        Raises CheckpointError on every process when `checkpoint.max_failures` saves in a row have
+        Raises CheckpointError on every rank when `checkpoint.max_failures` saves in a row have
         failed, or the last one where it `must_succeed`; what `RunToken.check` raises where the last
         one failed because this start does not hold the run directory any more.
         """
@@ -203,7 +203,7 @@ class Saver:
             written = write.snapshot.tensors.write(tensors, self._group, identity)
             self._on_main(lambda: self._finish(write, partial, written, identity))
         except Exception as error:
-            # Whatever it is, training does not end for it here, and every process knows.
+            # Whatever it is, training does not end for it here, and every rank knows.
             write.lost = self._lost_run_token(error)
             write.error = str(write.lost or error) or type(error).__name__
             if self._session.world.is_main:
@@ -269,7 +269,7 @@ class Saver:
 
 
 def refuse_small_disk(session: Session, engine: TrainEngine) -> None:
-    """Raises CheckpointError on every process where there is no room for a checkpoint. Collective.
+    """Raises CheckpointError on every rank where there is no room for a checkpoint. Collective.
 
     Writes nothing; comes before the first step, which would be lost.
     """

@@ -7,7 +7,7 @@ back to the newest checkpoint without one, and on with the samples that follow: 
 passed over, as in the training of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1).
 Going over the good ones once more would end at the same bad ones with the same weights.
 
-Everything is decided by figures that are the same on every process, and by `GuardState`, which
+Everything is decided by figures that are the same on every rank, and by `GuardState`, which
 every checkpoint holds: a run that goes on from one decides as the run that wrote it did.
 """
 
@@ -31,7 +31,7 @@ _LEAST_SPREAD = 1e-3
 
 class Guard:
     """Judges the steps of a run. `skip_policy`, None where the guard is off, goes to
-    `TrainEngine.train_step`, which calls it on every process with the same figures."""
+    `TrainEngine.train_step`, which calls it on every rank with the same figures."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

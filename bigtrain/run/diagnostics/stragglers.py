@@ -1,6 +1,6 @@
 """Which process is slower than its peers.
 
-In synchronous training every process takes as long for a step as the slowest does, so step times
+In synchronous training every rank takes as long for a step as the slowest does, so step times
 tell nothing. What is measured is work that no other process can hold up: waiting for the batch, and
 the matrix products of one layer (forward, between hooks on its innermost modules, which leaves out
 the gathers and reductions of ZeRO-3 and tensor parallelism; a compiled layer, in which there are
@@ -38,7 +38,7 @@ _MOST_EVENTS = 512
 
 
 class WorkMeter:
-    """Seconds of this process's own work since the last reading."""
+    """Seconds of this rank's own work since the last reading."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, is_compiled: bool) -> None:
         self._on_gpu = device.type == "cuda"
@@ -143,7 +143,7 @@ def find_stragglers(
 
 
 class StragglerWatch:
-    """Gathers what all processes' meters say, and names those that are slow."""
+    """Gathers what all ranks' meters say, and names those that are slow."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class StragglerWatch:
         group: dist.ProcessGroup | None,
         state: TrainState,
     ) -> None:
-        """Collective over all processes. `group`: of all, on the CPU; None for one process."""
+        """Collective over all ranks. `group`: of all, on the CPU; None for one process."""
         self._session = session
         self.meter = WorkMeter(engine.module, engine.device, is_compiled=engine.is_compiled)
         self._group = group

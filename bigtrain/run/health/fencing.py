@@ -8,11 +8,11 @@
 After a link cut a scheduler starts a run again while processes of the start before may live on. So
 every start takes the next generation, by a hard link, which one process alone can make (open with
 O_EXCL where there are none), and renames what earlier starts left. Before everything that changes
-the directory the main process looks whether its own file still has its name: opening a file asks an
+the directory the main rank looks whether its own file still has its name: opening a file asks an
 NFS server anew, where listings come from a cache for half a minute. What remains is one operation
 that was permitted the instant before; checkpoints are complete whoever commits them.
 
-The main process calls all this; nothing is collective. Imports no torch.
+The main rank calls all this; nothing is collective. Imports no torch.
 """
 
 from __future__ import annotations

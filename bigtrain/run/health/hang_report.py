@@ -1,4 +1,4 @@
-"""Who keeps a run from moving: a diagnosis on where every process is. Pure."""
+"""Who keeps a run from moving: a diagnosis on where every rank is. Pure."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Heartbeat:
 
 
 class Transfers:
-    """Whether this process reads or writes files.
+    """Whether this rank reads or writes files.
 
     That is progress where no marks are made: while it verifies or loads for hours, exports, writes
     checkpoints. One that waits for others transfers nothing but what its watchdog exchanges.
@@ -106,7 +106,7 @@ def _mark_gradient(mark: Callable[[], None], _layer: nn.Module, _args: Any, outp
 
 
 def current_collective() -> str | None:
-    """The collective operation that this process's training waits in, by name; None outside.
+    """The collective operation that this rank's training waits in, by name; None outside.
 
     Found on the stacks of the main thread and of threads that Python did not start (autograd's), so
     that it costs nothing until somebody asks. An operation that a GPU waits for is not seen.

@@ -1,8 +1,8 @@
-"""A status store in the launcher's store where all processes say where they are.
+"""A status store in the launcher's store where all ranks say where they are.
 
 That is the TCPStore at MASTER_ADDR:MASTER_PORT, which the process group was opened with: its server
-is a thread of C++ in the main process, or in torchrun's agent, that answers while Python hangs.
-Each process has a connection of its own for this, apart from those of the groups and their
+is a thread of C++ in the main rank, or in torchrun's agent, that answers while Python hangs.
+Each rank has a connection of its own for this, apart from those of the groups and their
 timeouts. It may wait for ever for a host that is gone, so one thread does every operation, for
 which nobody waits long; after the first that takes too long the status store counts as lost, until
 another connection is made.
@@ -40,7 +40,7 @@ def _keys(kind: str, num_ranks: int) -> list[str]:
 
 
 def open_board(world: World) -> StatusStore | None:
-    """The status store of all processes, None where this one does not reach it. Collective."""
+    """The status store of all ranks, None where this one does not reach it. Collective."""
     # torchrun's store outlives a start of the processes.
 
     def lay_out() -> str:
@@ -84,7 +84,7 @@ class Place:
 
 
 class StatusStore:
-    """What this process reads and writes there. Nothing raises; None: the status store is lost."""
+    """What this rank reads and writes there. Nothing raises; None: the status store is lost."""
 
     def __init__(self, place: Place, world: World) -> None:
         """`place`: laid out by the main rank. Raises as `Place.connect`."""
@@ -100,7 +100,7 @@ class StatusStore:
         threading.Thread(target=self._work, name="watchdog-status-store", daemon=True).start()
 
     def tell(self, position: Position, moved: bool) -> None:
-        """Where this process is, and whether it has `moved` since it said so last."""
+        """Where this rank is, and whether it has `moved` since it said so last."""
         text = position.to_json()
         self._do(lambda: self._store.set(f"place/{self._rank}", text))
         if moved:
@@ -124,7 +124,7 @@ class StatusStore:
         self._do(lambda: self._store.set(f"answer/{self._rank}", text))
 
     def leads(self, is_main: bool, answer_seconds: float, report_seconds: float) -> bool:
-        """Whether this process is to report: the main one, or the first after it has not begun.
+        """Whether this rank is to report: the main one, or the first after it has not begun.
 
         Elsewhere it returns when the report is written, or should have been.
         """
@@ -138,7 +138,7 @@ class StatusStore:
         return False
 
     def answers(self, seconds: float) -> dict[int, Position] | None:
-        """Of all processes, as soon as they are there or after `seconds`; then of those there."""
+        """Of all ranks, as soon as they are there or after `seconds`; then of those there."""
         until = time.monotonic() + seconds
         while not self.is_lost:
             found = self._read("answer")

@@ -1,4 +1,4 @@
-"""All processes of a run stop after the same step (`bigtrain.system.stop_signals`: what they stop
+"""All ranks of a run stop after the same step (`bigtrain.system.stop_signals`: what they stop
 for)."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bigtrain.errors import BigtrainError
 from bigtrain.run.state import TrainState
 from bigtrain.system.stop_signals import StopSignals, ask_for_restart
 
-# Between two agreements of several processes, where steps are shorter. One costs about 0.1 ms on
+# Between two agreements of several ranks, where steps are shorter. One costs about 0.1 ms on
 # one machine and grows with the number of processes.
 _SECONDS_BETWEEN = 0.5
 
@@ -24,11 +24,11 @@ _TROUBLE = 1 << 16  # above all signals
 
 
 class StopAgreement:
-    """Makes all processes stop after the same step, whichever of them got a signal, and when the
+    """Makes all ranks stop after the same step, whichever of them got a signal, and when the
     main one finds that nothing can be written any more.
 
-    Parameters: `group`, of all processes on the CPU, for in the training group this would wait for
-    a GPU at every step; None for one process. `trouble`: of the main process, why it must end.
+    Parameters: `group`, of all ranks on the CPU, for in the training group this would wait for
+    a GPU at every step; None for one process. `trouble`: of the main rank, why it must end.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class StopAgreement:
         self._since = time.perf_counter()
 
     def agreed(self) -> signal.Signals | None:
-        """Between two steps: the signal to stop for. Collective, and the same on all processes.
+        """Between two steps: the signal to stop for. Collective, and the same on all ranks.
 
-        Raises the main process's trouble on all of them.
+        Raises the main rank's trouble on all of them.
         """
         if self._group is None:
             return self._verdict(self._own())
@@ -57,7 +57,7 @@ class StopAgreement:
         step_seconds = (time.perf_counter() - self._since) / self._steps_between
         worst = torch.tensor([self._own(), step_seconds], dtype=torch.float64)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
-        # The same on every process, as `worst` is; doubling at most, should steps become slow.
+        # The same on every rank, as `worst` is; doubling at most, should steps become slow.
         wanted = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
         self._steps_between = max(1, min(wanted, 2 * self._steps_between))
         self._steps_left = self._steps_between

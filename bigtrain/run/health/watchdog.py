@@ -1,6 +1,6 @@
 """Ends a run that does not move, and says who keeps it from moving.
 
-Every process has a thread that sees whether its training thread makes marks
+Every rank has a thread that sees whether its training thread makes marks
 (`bigtrain.run.health.heartbeat`), and tells where it is in a status store
 (`bigtrain.run.health.status_store`). When no process has made progress for
 ``watchdog.timeout_seconds``, one raises the alarm. All then dump their stacks to
@@ -10,7 +10,7 @@ Every process has a thread that sees whether its training thread makes marks
 A thread needs the interpreter, which a hang inside C code may hold, and a stopped process does not
 run. The others then say that this one does not answer; and an alarm in C (``faulthandler``), which
 every look sets anew, ends a process that only the interpreter keeps (exit code 1). With the
-status store gone, each process reports for itself.
+status store gone, each rank reports for itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from bigtrain.system.stop_signals import ask_for_restart
 from bigtrain.system.world import World
 
 DIRECTORY = "hangs"
-# For every process to answer an alarm, and for the report to be written; they end in any case.
+# For every rank to answer an alarm, and for the report to be written; they end in any case.
 _ANSWER_SECONDS = 4.0
 _REPORT_SECONDS = 3.0
 _LAST_SECONDS = 30.0
@@ -48,7 +48,7 @@ _SECONDS_BETWEEN_CONNECTIONS = 60.0
 
 
 class Watchdog:
-    """Watches this process's training thread, with those of all others. A context manager.
+    """Watches this rank's training thread, with those of all others. A context manager.
 
     `hold_lost`: whether another start holds the run directory: then nothing of what it writes is
     touched, neither its log nor the marker.
@@ -62,7 +62,7 @@ class Watchdog:
         heartbeat: Heartbeat,
         hold_lost: Callable[[], bool],
     ) -> None:
-        """Collective over all processes."""
+        """Collective over all ranks."""
         self._section = section
         self._world = world
         self._run_directory = run_directory
@@ -135,7 +135,7 @@ class Watchdog:
                 self._end()
 
     def _connect_again(self, lost: StatusStore) -> None:
-        """Begin to, once a minute: one late answer must not part this process for good."""
+        """Begin to, once a minute: one late answer must not part this rank for good."""
 
         def connect() -> None:
             status_store = lost.reopened()
@@ -171,7 +171,7 @@ class Watchdog:
         )
 
     def _end(self) -> None:
-        """Report, and end this process."""
+        """Report, and end this rank."""
         faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=2)
         position = self._position(current_collective())
         name = f"step-{position.step:08d}-{secrets.token_hex(3)}"

@@ -1,7 +1,7 @@
 """The part of accelerate's trackers that bigtrain replaces. Read in accelerate 1.15.
 
 accelerate's `PartialState` sets devices, thread counts and environment variables where it is made,
-and may wait for other processes; only the main process has trackers here. accelerate is imported
+and may wait for other processes; only the main rank has trackers here. accelerate is imported
 when this is called. `tests/unit/run/reporting/test_accelerate_patches.py` has its contract test.
 """
 

@@ -278,7 +278,7 @@ class _Tally:
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step, of those this process has done."""
+        """Mean seconds of a step, of those this rank has done."""
         return self._seconds / max(1, self._logged_step - self._resume_step)
 
     def lines(self, total_steps: int) -> list[str]:
@@ -323,7 +323,7 @@ def _utilization_text(utilization: float | None) -> str:
 
 
 def memory_gib(device_type: str) -> float:
-    """Peak memory of this process so far in GiB: allocated on its device (`device_type` cuda), or
+    """Peak memory of this rank so far in GiB: allocated on its device (`device_type` cuda), or
     else resident in main memory. A host read; waits for no device."""
     if device_type == "cuda":
         import torch

@@ -30,7 +30,7 @@ class Progress:
     `terminal`: a bar (True) or plain lines (False); None asks standard error what it is.
 
     What cannot be written to the log ends nothing by itself: `failure` says why, for whoever may
-    end the run on all processes.
+    end the run on all ranks.
     """
 
     def __init__(

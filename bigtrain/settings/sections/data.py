@@ -79,11 +79,11 @@ class DataSection(Section):
     verify: Literal["sizes", "contents"] = Field(
         default="sizes",
         description="of the shards before training; contents: also read all of them, divided over "
-        "the processes, and compare their checksums. What a step reads is verified in any case",
+        "the ranks, and compare their checksums. What a step reads is verified in any case",
     )
     workers: PositiveInt = Field(
         default=1,
-        description="threads of each process that read the batches of coming steps, one step each; "
+        description="threads of each rank that read the batches of coming steps, one step each; "
         "more hide the delays of a network file system",
     )
 
@@ -150,14 +150,14 @@ class BatchSection(Section):
 
     sequence_length: PositiveInt = Field(description="tokens per sample")
     global_batch_size: PositiveInt | None = Field(
-        default=None, description="samples per optimizer step over all processes"
+        default=None, description="samples per optimizer step over all ranks"
     )
     global_tokens: PositiveInt | None = Field(
         default=None,
         description="the same in tokens; must be a multiple of sequence_length",
     )
     micro_batch_size: PositiveInt = Field(
-        default=1, description="samples per forward pass of one process"
+        default=1, description="samples per forward pass of one rank"
     )
 
     @model_validator(mode="after")

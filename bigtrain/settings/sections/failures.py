@@ -1,4 +1,4 @@
-"""Sections on what a run does about failures: hangs, slow processes, steps that went wrong."""
+"""Sections on what a run does about failures: hangs, slow ranks, steps that went wrong."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 
 
 class WatchdogSection(Section):
-    """When a run that does not move is ended, and which process is called slow."""
+    """When a run that does not move is ended, and which rank is called slow."""
 
     timeout_seconds: Seconds | None = Field(
         default=600.0,
-        description="without progress of any process, after which all say where they are and end "
+        description="without progress of any rank, after which all say where they are and end "
         "(exit code 76); null turns the watchdog off",
     )
     slow_timeout_seconds: Seconds = Field(
@@ -28,7 +28,7 @@ class WatchdogSection(Section):
     )
     rendezvous_timeout_seconds: Seconds = Field(
         default=ARRIVAL_TIMEOUT_SECONDS,
-        description="for all processes to meet at the start, after which those that have not come "
+        description="for all ranks to meet at the start, after which those that have not come "
         "are named and the rest end",
     )
     collective_timeout_seconds: Seconds = Field(
@@ -38,7 +38,7 @@ class WatchdogSection(Section):
     )
     straggler_factor: Annotated[float, Field(gt=1)] = Field(
         default=1.5,
-        description="a process whose own work takes more than this many times the median of its "
+        description="a rank whose own work takes more than this many times the median of its "
         "peers is named in the log",
     )
     straggler_seconds: Seconds = Field(

@@ -87,9 +87,7 @@ class ProfileSection(Section):
     steps: tuple[PositiveInt, PositiveInt] | None = Field(
         default=None, description="first and last optimizer step, counted from 1; default: none"
     )
-    ranks: tuple[NonNegativeInt, ...] = Field(
-        default=(0,), description="processes that record, by their global rank"
-    )
+    ranks: tuple[NonNegativeInt, ...] = Field(default=(0,), description="ranks that record")
 
     @model_validator(mode="after")
     def _steps_ascend(self) -> Self:
