@@ -69,7 +69,7 @@ class LongWork:
                 here = store.add(key, 0)
         except dist.DistError as error:
             raise LaunchError(
-                f"the main process ended while rank {self._world.rank} waited for it: see what it "
+                f"the main rank ended while rank {self._world.rank} waited for it: see what it "
                 f"says ({error})"
             ) from error
 

@@ -36,7 +36,7 @@ from bigtrain.settings.run_config import ModelSection
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How parameters are split over processes while the model is built (ZeRO-3).
+    """How parameters are split over ranks while the model is built (ZeRO-3).
 
     construct: context in which every new parameter is partitioned as soon as its module exists.
     gather: context in which the given parameters are whole; what `writes_weights`' process wrote

@@ -43,7 +43,7 @@ from bigtrain.system.world import World
 
 @dataclass
 class Session:
-    """A process's part in a run: its place, its device, and (main process) what it writes.
+    """A rank's part in a run: its place, its device, and (main rank) what it writes.
 
     hosts: of every rank. long_work: for what may take one rank long. hold: the main rank's, on
     the run directory, from `bigtrain.run.checkpointing.resume.acquire_run_directory` on.
@@ -165,7 +165,7 @@ class Session:
 
 
 def step_seed(seed: int, step: int, place: Coordinates) -> int:
-    """The seed of optimizer step `step` on the process at `place` of a run seeded `seed`.
+    """The seed of optimizer step `step` on the rank at `place` of a run seeded `seed`.
 
     Equal in a tensor-parallel group, different everywhere else.
     """

@@ -75,7 +75,7 @@ def test_openmpi_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
     command += ["--launcher_args", "-x MASTER_ADDR=n2 -x MASTER_PORT=29512", TRAIN, *ARGUMENTS]
     code, output = lab.run("n1", *command, **as_root)
     assert code == 2, output
-    assert "MASTER_ADDR = n2, at which the processes meet, is not n1, where mpirun" in output
+    assert "MASTER_ADDR = n2, at which the ranks meet, is not n1, where mpirun" in output
     assert not (lab.folder / "run").exists()
     command[command.index(TRAIN) - 1] = "-x MASTER_ADDR=n1 -x MASTER_PORT=29512"
     code, output = lab.run("n1", *command, **as_root)
@@ -128,7 +128,7 @@ def test_a_host_that_nobody_knows_is_named_by_the_run(lab: Lab) -> None:
     command = [BINARIES / "deepspeed", "--hostfile", "hosts", TRAIN, *ARGUMENTS]
     code, output = lab.run("n1", *command, "watchdog.rendezvous_timeout_seconds=5")
     assert code != 0, output
-    assert "1 of 2 processes have not come: n9 (rank 1); here are n1 (rank 0)" in output
+    assert "1 of 2 ranks have not connected: n9 (rank 1); here are n1 (rank 0)" in output
     assert not (lab.folder / "run").exists()
 
 

@@ -58,7 +58,7 @@ with process_group.process_group(world) as joined:
     assert found == ("KeyboardInterrupt: " if world.is_main else there), found
     # It waits no longer than the main process lives.
     end = told(lambda: work.on_main_rank(lambda: os._exit(0)))
-    assert end.startswith("LaunchError: the main process ended while rank 1 waited for it"), end
+    assert end.startswith("LaunchError: the main rank ended while rank 1 waited for it"), end
     os._exit(0)
 """
 RUN = """\

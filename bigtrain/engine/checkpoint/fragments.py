@@ -36,7 +36,7 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class Fragment:
-    """A flat range of one process's shard of a parameter, and the storage for it.
+    """A flat range of one rank's shard of a parameter, and the storage for it.
 
     name: the parameter's Hugging Face name. shard: of the full parameter. start: of the range, in
     elements of the shard. tensors: 1-D views by kind (`MASTER`, then each optimizer state by its

@@ -28,7 +28,7 @@ class MasterRange:
 
 
 class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
-    """As DeepSpeed's, but nobody is sent the first process's uninitialized parameters.
+    """As DeepSpeed's, but nobody is sent the first rank's uninitialized parameters.
 
     All of them would be whole in memory for that, one after the other, and the pieces that are
     kept lie between, so that none of it is given back. Replaces `_zero_init_param` of 0.19.8

@@ -1,4 +1,4 @@
-"""The norm of a gradient that lies in pieces on the processes of one copy of the model."""
+"""The norm of a gradient that lies in pieces on the ranks of one copy of the model."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def mean_loss(loss_share: torch.Tensor, num_targets: torch.Tensor) -> torch.Tens
 
 
 SkipPolicy = Callable[[StepStats], bool]
-"""Whether the update of a step with these figures is to be made. Called on every process."""
+"""Whether the update of a step with these figures is to be made. Called on every rank."""
 
 
 class SkipStepHook:

@@ -112,7 +112,7 @@ def _fill_groups(
 
 
 def _replica_groups(stage: Stage, mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """For each parameter that this and other stages hold, the group of processes to sum over."""
+    """For each parameter that this and other stages hold, the group of ranks to sum over."""
     pipelines = mesh.topology.groups("pipeline")
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for holders in dict.fromkeys(stage.replicas.values()):

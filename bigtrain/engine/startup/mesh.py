@@ -27,7 +27,7 @@ _AXES_OF: dict[str, tuple[Axis, ...]] = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """A process's place in a topology and the groups it belongs to.
+    """A rank's place in a topology and the groups it belongs to.
 
     Every group is a real one, also where it has this rank alone: to torch and DeepSpeed None
     means the whole world. replicas: the processes with the same parameters. model: the processes
@@ -89,7 +89,7 @@ def warm_up(mesh: Mesh, device: torch.device) -> None:
         size = dist.get_world_size(group)
         if int(total) != size:  # waits, so that an error is this group's
             raise LaunchError(
-                f"the {name} group of {size} processes adds up to {int(total)} -> bigtrain doctor "
+                f"the {name} group of {size} ranks adds up to {int(total)} -> bigtrain doctor "
                 "tries every pair of hosts"
             )
 

@@ -152,7 +152,7 @@ def _complete_environment(world: World) -> list[str]:
             _free_port(int(port))
         except (OSError, ValueError, OverflowError) as error:
             raise LaunchError(
-                f"port {port} of {socket.gethostname()} (MASTER_PORT), at which the processes "
+                f"port {port} of {socket.gethostname()} (MASTER_PORT), at which the ranks "
                 f"meet, cannot be used: {error} -> end what holds it, or give the launcher another "
                 "(deepspeed --master_port, torchrun --master_port, accelerate "
                 "--main_process_port)"
@@ -173,7 +173,7 @@ def _refuse_other_host(address: str) -> None:
             return
     host = socket.gethostname()
     raise LaunchError(
-        f"MASTER_ADDR = {address}, at which the processes meet, is not {host}, where mpirun "
+        f"MASTER_ADDR = {address}, at which the ranks meet, is not {host}, where mpirun "
         "started the first of them: that is mpirun's own host where the hostfile has it, else the "
         f"file's first -> -x MASTER_ADDR={host}"
     )

@@ -1,4 +1,4 @@
-"""Who came to the meeting of the processes, and who did not, before any process group exists."""
+"""Which ranks connected, and who did not, before any process group exists."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _join(world: World, end: float) -> dist.TCPStore:
         except dist.DistError as error:
             if world.is_main or time.monotonic() > end:
                 raise LaunchError(
-                    f"the main process, {address}:{port} (MASTER_ADDR, MASTER_PORT), cannot be "
+                    f"the main rank, {address}:{port} (MASTER_ADDR, MASTER_PORT), cannot be "
                     f"reached from {socket.gethostname()}: {error} -> see what that host's process "
                     "says; bigtrain doctor tries every pair of hosts"
                 ) from error
@@ -125,7 +125,7 @@ def _wait_for_main(store: dist.TCPStore, patience_seconds: float) -> str:
         verdict = store.get(_VERDICT).decode()
         store.add(_NUM_TOLD, 1)
     except dist.DistError:
-        return "the main process ended, or fell silent, before all processes came: see what it says"
+        return "the main rank ended, or fell silent, before all ranks connected: see what it says"
     return verdict
 
 
@@ -140,7 +140,7 @@ def _who_is_missing(store: dist.TCPStore, world: World, missing: list[int]) -> s
     for rank in missing:
         gone.setdefault(expected[rank] if rank < len(expected) else "", []).append(rank)
     return (
-        f"{len(missing)} of {world.size} processes have not come: {_by_host(gone)}; "
+        f"{len(missing)} of {world.size} ranks have not connected: {_by_host(gone)}; "
         f"here are {_by_host(came)}"
     )
 

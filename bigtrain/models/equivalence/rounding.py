@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class SumsInParts(TorchFunctionMode):
-    """Inside, linear layers add up `num_parts` partial sums, as that many processes would.
+    """Inside, linear layers add up `num_parts` partial sums, as that many ranks would.
 
     Over inputs in the forward pass; over outputs, and over tokens, for the gradients.
     """

@@ -46,7 +46,7 @@ def check_sequence_parallel(
     isolate: bool,
     tensor_size: int = 1,
 ) -> list[Problem]:
-    """Problems with samples of a model of `hf_config` split over `size` processes; or none.
+    """Problems with samples of a model of `hf_config` split over `size` ranks; or none.
 
     `sequence_length`: tokens of these samples. `isolate`: documents in a sample are kept apart.
     `tensor_size`: processes that the attention heads are divided among already. Builds a few narrow
@@ -182,7 +182,7 @@ class _Threads:
 
     @contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
-        """The thread that takes the part of process `rank`.
+        """The thread that takes the part of rank `rank`.
 
         When it fails it lets the others go, which would wait for it.
         """

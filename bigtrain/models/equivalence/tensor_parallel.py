@@ -164,7 +164,7 @@ def _forward(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _heads(config: Any, size: int) -> tuple[int, int]:
-    """The fewest heads, and key-value heads, that fall to `size` processes as the real ones do."""
+    """The fewest heads, and key-value heads, that fall to `size` ranks as the real ones do."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     if key_heads < size:
@@ -213,7 +213,7 @@ def check_tensor_size(hf_config: PreTrainedConfig, tensor_size: int) -> list[Pro
 
 
 def _check_heads(config: Any, plan: Plan, size: int) -> list[Problem]:
-    """Heads fall to processes whole; several ranks may share a key-value head."""
+    """Heads fall to ranks whole; several ranks may share a key-value head."""
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
     heads = config.num_attention_heads if cut & {"q_proj", "query_key_value"} else None
     key_heads = getattr(config, "num_key_value_heads", None) if "k_proj" in cut else None

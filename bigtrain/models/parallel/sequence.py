@@ -1,4 +1,4 @@
-"""Ulysses: a process holds a part of every sample's tokens, and in attention a part of the heads.
+"""Ulysses: a rank holds a part of every sample's tokens, and in attention a part of the heads.
 
 Jacobs et al. 2023, arXiv 2309.14509. Everything in a transformer layer but attention looks at one
 token at a time, so each rank computes it for its own tokens. Around attention two all-to-all
@@ -39,7 +39,7 @@ IMPLEMENTATION = "bigtrain_ulysses"
 
 
 class Exchange(Protocol):
-    """The processes that share samples, and how they exchange."""
+    """The ranks that share samples, and how they exchange."""
 
     @property
     def size(self) -> int: ...
@@ -48,7 +48,7 @@ class Exchange(Protocol):
     def rank(self) -> int: ...
 
     def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Send ``blocks[i]`` to process i; block i of the result came from there. Collective."""
+        """Send ``blocks[i]`` to rank i; block i of the result came from there. Collective."""
 
 
 class GroupExchange:
@@ -242,7 +242,7 @@ class SequenceParallel:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Block i of the first dimension goes to process i, and comes from it. Its own transpose."""
+    """Block i of the first dimension goes to rank i, and comes from it. Its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, blocks: torch.Tensor) -> torch.Tensor:

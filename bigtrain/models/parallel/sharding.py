@@ -1,4 +1,4 @@
-"""Which part of a full parameter a process holds: the one description of a tensor-parallel shard.
+"""Which part of a full parameter a rank holds: the one description of a tensor-parallel shard.
 
 Initialization, loading and checkpoints all cut by it, so that they cannot disagree.
 """
@@ -26,7 +26,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of dimension `dim` of a full parameter that one process holds.
+    """The rows of dimension `dim` of a full parameter that one rank holds.
 
     shape: of the full parameter. ranges: [start, stop) along `dim`, in the order they lie in the
     local tensor; several where matrices are packed in one parameter. local_size: along `dim`; rows

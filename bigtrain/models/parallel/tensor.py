@@ -93,7 +93,7 @@ def _names_of(model: nn.Module, module: nn.Module | None) -> list[str]:
 
 
 def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
-    """Make `model` compute one process's part: forwards exchange over `group`, parameters are
+    """Make `model` compute one rank's part: forwards exchange over `group`, parameters are
     tagged with their shards.
 
     No weights move: whoever fills the parameters cuts them (`sharding.cut_parameter`), and until
@@ -161,7 +161,7 @@ def _shard_of_style(
     if dropout is not None:
         raise ModelError(
             f"parallel.tensor: {name} {list(shape)}: with dropout between its layers ({dropout}), "
-            f"{size} processes need equally wide parts, or their random streams part -> a degree "
+            f"{size} ranks need equally wide parts, or their random streams part -> a degree "
             f"that divides {shape[dim] // packed}, or no dropout"
         )
     matrices = len(shape) + is_bias == 3  # those of experts, stacked
@@ -206,7 +206,7 @@ def _unpadded(
 
 
 def _key_value_heads(model: PreTrainedModel, size: int) -> int:
-    """Key-value heads where they are fewer than processes and divide them; else 0."""
+    """Key-value heads where they are fewer than ranks and divide them; else 0."""
     heads = getattr(text_config(model.config), "num_key_value_heads", None)
     return heads if isinstance(heads, int) and heads < size and size % heads == 0 else 0
 
@@ -252,7 +252,7 @@ def _shrink_groups(modules: dict[str, nn.Module], plan: Plan, model: Any, size: 
             heads = _key_value_heads(model, size)
             raise ModelError(
                 f"parallel.tensor: {parent}: {heads} key-value heads cannot be shared by {size} "
-                f"processes -> parallel.tensor={heads}"
+                f"ranks -> parallel.tensor={heads}"
             )
         attention.num_key_value_groups = groups // holders
 

@@ -111,7 +111,7 @@ def commit(
         if num_bytes != expected:
             raise CheckpointError(
                 f"{path}: {'missing' if num_bytes is None else f'{num_bytes} bytes'} on the "
-                f"main process's host, {expected} bytes were written -> output.directory must "
+                f"main rank's host, {expected} bytes were written -> output.directory must "
                 "be on a file system that all hosts share"
             )
     for path in sorted(path for path in partial.iterdir() if path.is_file()):

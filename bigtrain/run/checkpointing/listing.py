@@ -40,7 +40,7 @@ def describe_checkpoints(run_directory: Path) -> list[str]:
             (
                 str(step),
                 _size(directory),
-                "whole" if damage is None else "corrupt",
+                "complete" if damage is None else "corrupt",
                 f"{loss:.4f}" if isinstance(loss, float) else "-",
                 _topology(document),
                 kept if damage is None else damage,
@@ -54,7 +54,7 @@ def describe_checkpoints(run_directory: Path) -> list[str]:
 
 
 def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[str, bool]]:
-    """A line for each checkpoint and whether it is whole; every byte of it is read.
+    """A line for each checkpoint and whether it is complete; every byte of it is read.
 
     Raises CheckpointError where there is none, or none of `step`.
     """
@@ -66,7 +66,7 @@ def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[
         directory = checkpoints.checkpoint_path(run_directory, number)
         damage = checkpoints.damage(directory, "all")
         if damage is None:
-            yield f"step {number}: whole, {_size(directory)} compared with its checksums", True
+            yield f"step {number}: complete, {_size(directory)} compared with its checksums", True
         else:
             yield f"step {number}: corrupt: {damage}", False
 
@@ -104,7 +104,7 @@ def _topology(document: dict[str, Any]) -> str:
         topology = document["environment"]["topology"]
         stage = document["deepspeed"]["zero_optimization"]["stage"]
         count = topology["world_size"]
-        words = [f"{count} process{'es' if count != 1 else ''}", f"ZeRO {stage}"]
+        words = [f"{count} rank{'s' if count != 1 else ''}", f"ZeRO {stage}"]
         for axis in ("tensor", "pipeline", "sequence"):
             degree = topology[f"{axis}_size"]
             words += [f"{axis} {degree}"] if degree > 1 else []

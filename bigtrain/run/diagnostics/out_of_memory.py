@@ -100,7 +100,7 @@ def remedies(config: RunConfig, zero_stage: int, held: Holdings) -> list[str]:
             found.append(f"parallel.sequence={2 * config.parallel.sequence}")
     if held.parameters + held.gradients + held.optimizer >= held.total / 4:
         if zero_stage < 3:
-            found.append(f"ds_configs/zero{zero_stage + 1}.json on more processes")
+            found.append(f"ds_configs/zero{zero_stage + 1}.json on more ranks")
         found.append(f"ds_configs/zero{min(3, max(2, zero_stage))}_offload.json")
     return found or ["more devices, or a smaller model"]
 
@@ -131,6 +131,6 @@ def _text(session: Session, held: Holdings, error: Exception) -> str:
     config, stage = session.run.config, session.run.engine.zero_stage
     reason = str(error).strip().splitlines()[0]
     return (
-        f"process {session.world.rank} ran out of device memory ({reason}): "
+        f"rank {session.world.rank} ran out of device memory ({reason}): "
         f"{held.describe()}{written} -> {', or '.join(remedies(config, stage, held))}"
     )

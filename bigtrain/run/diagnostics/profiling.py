@@ -1,4 +1,4 @@
-"""A torch profiler trace of some optimizer steps, written by chosen processes.
+"""A torch profiler trace of some optimizer steps, written by chosen ranks.
 
 ``RUN/profile/rank_R_steps_A-B.json`` is in Chrome's format: https://ui.perfetto.dev opens it. The
 ten top_ops operations go to the log. Profiled steps are slower, and so are their figures.

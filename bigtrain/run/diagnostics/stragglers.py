@@ -1,4 +1,4 @@
-"""Which process is slower than its peers.
+"""Which rank is slower than its peers.
 
 In synchronous training every rank takes as long for a step as the slowest does, so step times
 tell nothing. What is measured is work that no other process can hold up: waiting for the batch, and
@@ -113,7 +113,7 @@ def _num_elements(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A process whose work takes `work_seconds` a step, of its peers `median_seconds`."""
+    """A rank whose work takes `work_seconds` a step, of its peers `median_seconds`."""
 
     rank: int
     work_seconds: float

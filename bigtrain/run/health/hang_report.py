@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Position:
-    """Where one process is.
+    """Where one rank is.
 
     step: from 1, 0 before the first. collective: what it waits in, None outside of any.
     """
@@ -53,7 +53,7 @@ class Diagnosis:
 def diagnose(
     answers: Mapping[int, Position], last_known: Mapping[int, Position], hosts: Sequence[str]
 ) -> Diagnosis:
-    """Who lags, of a world whose process `r` runs on ``hosts[r]``.
+    """Who lags, of a world whose rank `r` runs on ``hosts[r]``.
 
     Parameters: `answers`, from the processes that still answer; `last_known`, what any process said
     before, by rank.
@@ -73,18 +73,18 @@ def diagnose(
     lagging, why = _laggards(list(answers.values()))
     lines = [f"{answers[rank]} ({why})" for rank in lagging]
     if not lines:
-        lines = ["all processes are at the same place: look at the network and at their stacks"]
+        lines = ["all ranks are at the same place: look at the network and at their stacks"]
     return _diagnosis(lagging, lines, answers)
 
 
 def diagnose_alone(position: Position, hosts: Sequence[str]) -> Diagnosis:
-    """What a process can say that hears of no other: its store is gone."""
+    """What a rank can say that reaches no other: its store is gone."""
     if len(hosts) == 1:
         return diagnose({position.rank: position}, {}, hosts)
     if position.rank == 0:
-        line = "the launcher's store does not answer, so that rank 0 hears of no other process"
+        line = "the launcher's store does not answer, so that rank 0 cannot reach the other ranks"
         return _diagnosis([], [line], {0: position})
-    line = f"rank 0 on {hosts[0]} does not answer, or its store: no process hears of the others"
+    line = f"rank 0 on {hosts[0]} does not answer, or its store: no rank reaches the others"
     return _diagnosis([0], [line], {position.rank: position})
 
 

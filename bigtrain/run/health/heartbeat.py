@@ -1,4 +1,4 @@
-"""Where a process is in a run: marks that it makes as it goes, and that its watchdog reads."""
+"""Where a rank is in a run: marks that it makes as it goes, and that its watchdog reads."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def open_board(world: World) -> StatusStore | None:
     except RuntimeError as error:
         print(
             f"watchdog: rank {world.rank} does not reach the store at {place.address}:{place.port},"
-            f" so that it hears of no other process: {error}",
+            f" so that it cannot reach the other ranks: {error}",
             file=sys.stderr,
         )
         return None
@@ -107,7 +107,7 @@ class StatusStore:
             self._do(lambda: self._store.add(_MOVES, 1))
 
     def moves(self) -> int | None:
-        """A number that grows while any process moves."""
+        """A number that grows while any rank moves."""
         return self._do(lambda: self._store.add(_MOVES, 0))
 
     def alarm(self) -> str | None:
@@ -148,7 +148,7 @@ class StatusStore:
         return None
 
     def last_known(self) -> dict[int, Position]:
-        """What processes said last before the alarm."""
+        """What ranks said last before the alarm."""
         return self._read("place") or {}
 
     def finish(self) -> None:

@@ -194,7 +194,7 @@ class Watchdog:
         os._exit(EXIT_HANG)
 
     def _diagnosis(self, position: Position) -> Diagnosis | None:
-        """What is to be reported; None where another process does so."""
+        """What is to be reported; None where another rank does so."""
         if self._status_store is None:
             return diagnose_alone(position, self._hosts)
         if not self._status_store.leads(self._world.is_main, _ANSWER_SECONDS, _REPORT_SECONDS):
@@ -222,7 +222,7 @@ class Watchdog:
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         text = (
             f"watchdog: no progress for {idle:.0f} s ({now}), this run ends with exit code "
-            f"{EXIT_HANG}; stacks of all processes: {directory}\n{diagnosis.text}\n"
+            f"{EXIT_HANG}; stacks of all ranks: {directory}\n{diagnosis.text}\n"
         )
         print(text, end="", file=sys.stderr, flush=True)
         try:

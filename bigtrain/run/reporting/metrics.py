@@ -96,7 +96,7 @@ class HeldOutLoss:
 
 
 class MetricsWriter:
-    """Where the figures of a run go. For its main process only; calls no collective.
+    """Where the figures of a run go. For its main rank only; calls no collective.
 
     Parameters
     ----------
@@ -294,7 +294,7 @@ class _Tally:
             f"time      {elapsed}{since}, {rate} tokens/s"
             + _utilization_text(last.model_flops_utilization),
             f"loss      {_number_text(self._first_loss)} -> {_number_text(last.loss)}",
-            f"memory    {self._memory_gib:.2f} GiB at most on the main process",
+            f"memory    {self._memory_gib:.2f} GiB at most on the main rank",
         ]
         if self.held_out is not None:
             step, loss = self.held_out

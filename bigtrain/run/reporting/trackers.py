@@ -43,7 +43,7 @@ def check_trackers(names: Sequence[str]) -> list[Problem]:
 
 
 class Trackers:
-    """The trackers of one run. Made by its main process only; calls no collective.
+    """The trackers of one run. Made by its main rank only; calls no collective.
 
     Parameters: `names` as in ``logging.trackers``; `directory` of the run, below which TensorBoard
     writes ``tensorboard/``; `project` and the directory's name as project and run name;

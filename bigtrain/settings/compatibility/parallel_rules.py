@@ -119,7 +119,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
 
 
 def _heads_fall(size: int, heads: int, key_heads: int | None) -> bool:
-    """Whether heads fall to `size` processes whole; several may share a key-value head."""
+    """Whether heads fall to `size` ranks whole; several may share a key-value head."""
     shared = key_heads is None or key_heads % size == 0 or size % key_heads == 0
     return heads % size == 0 and shared
 

@@ -28,7 +28,7 @@ class WatchdogSection(Section):
     )
     rendezvous_timeout_seconds: Seconds = Field(
         default=ARRIVAL_TIMEOUT_SECONDS,
-        description="for all ranks to meet at the start, after which those that have not come "
+        description="for all ranks to connect at the start, after which those that have not "
         "are named and the rest end",
     )
     collective_timeout_seconds: Seconds = Field(

@@ -56,13 +56,13 @@ def test_all_come() -> None:
 def test_one_does_not_come() -> None:
     said = meet((0, 2), 4, patience_seconds=0.5)
     came = f"here are {HOST} (rank 0, 2)"
-    assert said[0].startswith(f"2 of 4 processes have not come: rank 1, 3; {came} -> ")
+    assert said[0].startswith(f"2 of 4 ranks have not connected: rank 1, 3; {came} -> ")
     assert said[2] == said[0]
 
 
 def test_the_main_process_does_not_come(address: str) -> None:
     said = meet((1,), 2, patience_seconds=0.5)
-    assert said[1].startswith(f"the main process, {address} (MASTER_ADDR, MASTER_PORT), cannot be")
+    assert said[1].startswith(f"the main rank, {address} (MASTER_ADDR, MASTER_PORT), cannot be")
     assert HOST in said[1]
 
 

@@ -53,16 +53,16 @@ def test_checkpoints_lists_them(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert head.split() == "step size state held-out loss written by kept".split()
     rows = [[cell for cell in line.split("  ") if cell] for line in lines]
     assert [[cell.strip() for cell in (row[0], *row[2:])] for row in rows] == [
-        ["10", "whole", "2.2500", "4 processes, ZeRO 3, tensor 2", "held-out loss 2.2500"],
+        ["10", "complete", "2.2500", "4 ranks, ZeRO 3, tensor 2", "held-out loss 2.2500"],
         [
             "20",
             "corrupt",
             "3.0000",
-            "4 processes, ZeRO 3, tensor 2",
+            "4 ranks, ZeRO 3, tensor 2",
             f"{path}: {num_bytes - 1} bytes, should be {num_bytes}",
         ],
-        ["30", "whole", "2.5000", "4 processes, ZeRO 3, tensor 2", "until the next save"],
-        ["40", "whole", "-", "4 processes, ZeRO 3, tensor 2", "newest"],
+        ["30", "complete", "2.5000", "4 ranks, ZeRO 3, tensor 2", "until the next save"],
+        ["40", "complete", "-", "4 ranks, ZeRO 3, tensor 2", "newest"],
     ]
     assert all("KiB" in row[1] for row in rows)
 
@@ -76,10 +76,10 @@ def test_verify_reads_every_byte(run: Path, capsys: pytest.CaptureFixture[str]) 
         ["step 30", " corrupt"],
         ["step 40", lines[3].split(":")[1]],
     ]
-    assert lines[0].startswith("step 10: whole, ")
+    assert lines[0].startswith("step 10: complete, ")
     assert lines[2].endswith(f"{FILE}: contents do not match their checksum")
     assert main(["verify", "--run", str(run), "--step", "40"]) == 0
-    assert capsys.readouterr().out.startswith("step 40: whole, ")
+    assert capsys.readouterr().out.startswith("step 40: complete, ")
 
 
 def test_what_is_not_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

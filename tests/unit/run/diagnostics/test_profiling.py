@@ -116,7 +116,7 @@ def test_remedies_are_for_what_holds_most() -> None:
     full = config_of(model={"gradient_checkpointing": "full"})
     assert "model.activation_offload=true" in remedies(full, 1, activations)
     assert remedies(full, 1, states) == [
-        "ds_configs/zero2.json on more processes",
+        "ds_configs/zero2.json on more ranks",
         "ds_configs/zero2_offload.json",
     ]
     assert remedies(full, 3, states) == ["ds_configs/zero3_offload.json"]

@@ -67,14 +67,14 @@ def test_an_earlier_step_then_another_collective() -> None:
     assert verdict(*others, position(3, collective="broadcast")).ranks == (3,)
     alike = verdict(*others, position(3))
     assert alike.ranks == ()
-    assert "all processes are at the same place" in alike.text
+    assert "all ranks are at the same place" in alike.text
 
 
-def test_one_process_and_one_that_hears_nobody() -> None:
+def test_one_rank_and_one_that_reaches_nobody() -> None:
     assert verdict(position(0, collective=None)).ranks == (0,)
     alone = diagnose_alone(position(3), HOSTS)
     assert alone.ranks == (0,)
-    assert "rank 0 on n0 does not answer, or its store: no process hears" in alone.text
+    assert "rank 0 on n0 does not answer, or its store: no rank reaches" in alone.text
     first = diagnose_alone(position(0), HOSTS)
     assert first.ranks == ()
     assert "the launcher's store does not answer" in first.text

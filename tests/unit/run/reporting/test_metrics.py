@@ -192,7 +192,7 @@ def test_summary_is_what_the_run_came_to(tmp_path: Path) -> None:
     assert ", 5,300 tokens/s, 41.2% of peak FLOP/s\n" in log
     assert "loss      6.0000 -> 2.5000\n" in log
     assert "held out  loss 2.0000 perplexity 7.39 at step 20\n" in log
-    assert "memory    1.50 GiB at most on the main process\n" in log
+    assert "memory    1.50 GiB at most on the main rank\n" in log
     assert log.endswith("exported  runs/x/hf\n")
 
 
