@@ -20,10 +20,13 @@ import torch
 
 from benchmarks.gpu_check.processes import live, write
 from benchmarks.gpu_check.results import Part, Setup
+from benchmarks.gpu_check.stand_ins import quick_compilation
 from benchmarks.gpu_step import measure
 from benchmarks.support import litgpt_loop
 from benchmarks.support.contenders import Point
 
+_COMPILED = "1b"
+"""The size that is also measured with compiled layers, whose compilation takes half a minute."""
 LEAST_SECONDS = 15.0
 """Left of a part's time, with less of which no contender begins."""
 TRACE = "profile.json.gz"
@@ -50,7 +53,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 
 
 def speed(size: str, setup: Setup, part: Part) -> None:
-    """Tokens/s, utilization and peak memory of every contender at `size`; then bigtrain compiled.
+    """Tokens/s, utilization and peak memory of every contender at `size`.
 
     The part fails where bigtrain has no figure; a peer that has none is a row.
     """
@@ -62,7 +65,7 @@ def speed(size: str, setup: Setup, part: Part) -> None:
         trials.append(("litgpt", point))
     if importlib.util.find_spec("torchtitan") is not None:
         part.note("torchtitan", "is not run from here: measure it beside (gpu_step.py --peer)")
-    if point.engine is None and not setup.tiny:
+    if size == _COMPILED:
         trials.append(("bigtrain", replace(point, compile="on")))
     for contender, at in trials:
         name = f"{contender}{', compiled' if at.compile == 'on' else ''}"
@@ -111,7 +114,8 @@ def _measure(point: Point, setup: Setup, name: str, limit_seconds: float) -> dic
 def measure_into(point: dict[str, Any], directory: str) -> None:
     """`measure` of a point as JSON holds it, the result in a file of `directory`."""
     contenders = tuple(point["contenders"])
-    result = measure(Point(**{**point, "contenders": contenders}), Path(directory))
+    with quick_compilation(point["size"] == "tiny"):
+        result = measure(Point(**{**point, "contenders": contenders}), Path(directory))
     write(Path(directory) / "result.json", result)
 
 
