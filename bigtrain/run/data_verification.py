@@ -29,7 +29,7 @@ def verify_data(session: Session) -> None:
             shown.append(f"and {len(corrupt) - _NAMED} more")
         raise DataError(
             f"{len(corrupt)} of {shards.num_files} files of the data are corrupt -> restore them, "
-            "or tokenize again:\n" + "\n".join(f"  {text}" for text in shown)
+            "or remove the dataset and tokenize again:\n" + "\n".join(f"  {text}" for text in shown)
         )
     gigabytes = shards.num_bytes.sum() / 1e9
     session.say(

@@ -147,7 +147,8 @@ class BatchReader:
             found = stored[row]
             raise DataError(
                 f"{self.dataset.describe(int(samples[row]))} are corrupt: one of them is "
-                f"{found.min()} or {found.max()}, the vocabulary has {vocab_size} -> tokenize again"
+                f"{found.min()} or {found.max()}, the vocabulary has {vocab_size} -> "
+                "remove the dataset and tokenize again"
             )
 
     def _fill_positions(self, begins: Indices, out: npt.NDArray[np.unsignedinteger[Any]]) -> None:

@@ -191,7 +191,8 @@ class TokenStream:
         if falls.any() or (tokens < low[part]).any() or (tokens >= high[part]).any():
             named = ", ".join(sorted({str(self.shards[n].index_path) for n in parts.numbers}))
             raise DataError(
-                f"{named}: an index is corrupt: documents are out of order -> tokenize again"
+                f"{named}: an index is corrupt: documents are out of order -> "
+                "remove the dataset and tokenize again"
             )
         return tokens + (parts.places - low)[part]
 

@@ -39,7 +39,8 @@ MAGIC = b"BTBLCKS1"
 HEADER = struct.Struct("<8sQQQ")
 BLOCK_BYTES = 1 << 14
 NOT_VERIFIED = (
-    "it has no checksums of blocks, so what is read of it is not verified -> tokenize again, or "
+    "it has no checksums of blocks, so what is read of it is not verified -> "
+    "remove the dataset and tokenize again, or "
     "set data.verify=contents"
 )
 """Of a dataset that was made before there were any."""
@@ -114,13 +115,16 @@ def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> Block
     if found != xxh3:
         raise DataError(
             f"{path} is corrupt: its checksum is {found}, the manifest lists {xxh3} -> restore it, "
-            "or tokenize again"
+            "or remove the dataset and tokenize again"
         )
     magic, block_bytes, of_bin, of_mask = HEADER.unpack(content[: HEADER.size])
     if (magic, block_bytes) != (MAGIC, BLOCK_BYTES):
         raise DataError(f"{path} is of another version -> use the bigtrain that wrote it")
     if (of_bin, of_mask) != (num_blocks(bin_bytes), num_blocks(mask_bytes)):
-        raise DataError(f"{path} is that of another shard -> restore it, or tokenize again")
+        raise DataError(
+            f"{path} is that of another shard -> restore it, or "
+            "remove the dataset and tokenize again"
+        )
     # Mapped, so that what all processes of a host know is in its memory once.
     sums = np.memmap(path, "<u8", "r", HEADER.size) if of_bin + of_mask else np.empty(0, "<u8")
     return BlockSums(path, np.asarray(sums[:of_bin]), np.asarray(sums[of_bin:]))
@@ -176,7 +180,8 @@ class BlockVerifier:
             if xxhash.xxh3_64_intdigest(read(number, begin, end)) != listed:
                 raise DataError(
                     f"{self._paths[number]} is corrupt: bytes {begin} to {end} do not have the "
-                    f"checksum that {path.name} lists -> restore the file, or tokenize again "
+                    f"checksum that {path.name} lists -> restore the file, or "
+                    "remove the dataset and tokenize again "
                     "(`bigtrain verify` names every corrupt file)"
                 )
         self._verified[blocks] = True

@@ -107,7 +107,7 @@ class ShardList(Sequence[Shard]):
             if found != expected:
                 raise DataError(
                     f"{shard.bin_path} is corrupt: {what} {found}, the manifest says {expected} -> "
-                    "tokenize again"
+                    "remove the dataset and tokenize again"
                 )
         return shard
 

@@ -123,7 +123,7 @@ class Shard:
             if found != mask_bytes:
                 raise DataError(
                     f"{self.mask_path} is corrupt: {found} bytes, {self.num_tokens} tokens have "
-                    f"{mask_bytes} -> tokenize again"
+                    f"{mask_bytes} -> remove the dataset and tokenize again"
                 )
 
     # Mapped when they are first looked at: a training run reads tokens by positioned reads, and
@@ -168,7 +168,8 @@ class Shard:
         if found != listed:
             raise DataError(
                 f"{path} is corrupt: the checksum of bytes 0 to {num_bytes} is {found}, the "
-                f"manifest lists {listed} -> restore the file, or tokenize again"
+                f"manifest lists {listed} -> restore the file, or "
+                "remove the dataset and tokenize again"
             )
 
     @cached_property
@@ -301,7 +302,9 @@ class Shard:
             )
 
     def corrupt(self, what: str) -> DataError:
-        return DataError(f"{self.index_path} is corrupt: {what} -> tokenize again")
+        return DataError(
+            f"{self.index_path} is corrupt: {what} -> remove the dataset and tokenize again"
+        )
 
 
 def _file_size(path: Path) -> int:

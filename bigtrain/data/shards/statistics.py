@@ -111,7 +111,7 @@ def token_counts(dataset: TokenDataset, split: Split) -> npt.NDArray[np.int64]:
             if tokens.min() < 0 or tokens.max() >= vocab_size:
                 raise DataError(
                     f"{shard.bin_path} is corrupt: token {tokens.min()} or {tokens.max()} is not "
-                    f"in the vocabulary of {vocab_size} -> tokenize again"
+                    f"in the vocabulary of {vocab_size} -> remove the dataset and tokenize again"
                 )
             counts += np.bincount(tokens, minlength=vocab_size)
     return counts

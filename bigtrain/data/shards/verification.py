@@ -99,7 +99,8 @@ def corrupt_files(path: str | Path) -> list[str]:
         try:
             if file_checksum(file) != checksum:
                 problems.append(
-                    f"{file} is corrupt: its checksum is not the manifest's -> tokenize again"
+                    f"{file} is corrupt: its checksum is not the manifest's -> "
+                    "remove the dataset and tokenize again"
                 )
         except OSError as error:
             problems.append(f"{file} cannot be read: {error.strerror or error}")
