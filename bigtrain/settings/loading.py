@@ -44,6 +44,13 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
 
+_ALSO_KNOWN_AS = {
+    **dict.fromkeys(("fp32", "float", "single", "32"), "float32"),
+    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
+    **dict.fromkeys(("fp16", "half", "16"), "float16"),
+}
+"""Values of this configuration under names that they have elsewhere."""
+
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
@@ -148,7 +155,7 @@ def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConf
     except ValidationError as error:
         problems.extend(_problem_of(detail) for detail in error.errors())
     if problems:
-        raise ConfigError(problems, str(path))
+        raise ConfigError(problems, f"{path} and the command line" if overrides else str(path))
     return config
 
 
@@ -162,7 +169,17 @@ def _problem_of(detail: Any) -> Problem:
         return Problem(key, None, "is required", f"add {key} to the file or as {key}=VALUE")
     rule = str(detail["msg"]).removeprefix("Value error, ")
     value = None if isinstance(detail["input"], (dict, BaseModel)) else detail["input"]
-    return Problem(key, value, rule[:1].lower() + rule[1:])
+    remedy = ""
+    if detail["type"] == "literal_error":
+        remedy = _meant_value(value, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+    return Problem(key, value, rule[:1].lower() + rule[1:], remedy)
+
+
+def _meant_value(value: object, choices: Sequence[str]) -> str:
+    name = str(value).lower()
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    meant = _ALSO_KNOWN_AS[name] if _ALSO_KNOWN_AS.get(name) in choices else next(iter(close), "")
+    return f"did you mean {meant}?" if meant else ""
 
 
 def _suggestion(location: Sequence[str]) -> str:

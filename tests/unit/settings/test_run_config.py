@@ -144,6 +144,17 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
     assert "precision.dtype = 'fp8': input should be 'float32', 'bfloat16' or 'float16'" in joined
 
 
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [("fp16", "float16"), ("bf16", "bfloat16"), ("FP32", "float32"), ("floot16", "float16")],
+)
+def test_a_value_under_another_name_is_meant(value: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config("quickstart", [f"precision.dtype={value}"])
+    assert str(caught.value).endswith(f" -> did you mean {meant}?")
+    assert "quickstart.yaml and the command line\n" in str(caught.value)
+
+
 def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
     (text,) = problems_of(tmp_path, {**make_tree(), "checkpoints": {}})
     assert text.startswith("checkpoints = {}: unknown key -> did you mean checkpoint? known here:")

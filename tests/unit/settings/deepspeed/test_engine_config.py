@@ -465,7 +465,7 @@ def test_both_files_are_reported_when_the_yaml_fails(tmp_path: Path) -> None:
     assert "train.stps = 3: unknown key -> did you mean train.steps?" in text
     assert f"{name}: zero_optimisation: unknown key" in text
     assert text.splitlines()[0].startswith("2 problems in ")
-    assert text.splitlines()[0].endswith(f"quickstart.yaml and {name}")
+    assert text.splitlines()[0].endswith(f"quickstart.yaml and the command line and {name}")
 
 
 @pytest.mark.parametrize("async_io", [None, True, False])
