@@ -28,6 +28,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.compatibility.check import RULES, Facts, check_compatibility
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, ParallelSection, RunConfig
+from bigtrain.settings.topology import AXES as TOPOLOGY_AXES
 from bigtrain.settings.topology import derive_topology
 from tests.parity.conftest import SEED, STEPS, VOCAB_SIZE, llama, run_config, train_cases
 from tests.parity.plain import (
@@ -341,6 +342,22 @@ EXPECTED_REFUSALS = {
     "sequence parallelism with pipeline",
     "16-bit pipeline with ZeRO 0",
 }
+
+
+def test_no_two_points_train_the_same(matrix: Matrix) -> None:
+    """An axis that `config_of`, `name` or `world_size` leaves out would never be trained."""
+    points = {*legal_points(), *EIGHT}
+    runs = {
+        json.dumps([matrix.config_of(point), point.engine, point.world_size], sort_keys=True)
+        for point in points
+    }
+    assert len(runs) == len({point.name for point in points}) == len(points)
+    for point in (*COVERING, *EIGHT):
+        config = RunConfig.model_validate(matrix.config_of(point))
+        topology = resolve_run(config, point.world_size, point.engine).topology
+        assert {axis: topology.size(axis) for axis in TOPOLOGY_AXES} == {
+            axis: getattr(point, axis) for axis in TOPOLOGY_AXES
+        }
 
 
 def test_the_covering_set_covers() -> None:
