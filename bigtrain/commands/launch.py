@@ -82,7 +82,7 @@ def _add_torchrun_arguments(parser: argparse.ArgumentParser) -> None:
         "--last-call-timeout",
         15,
         "S",
-        "after a change, seconds in which further nodes may come",
+        "after a change, seconds in which further nodes may connect",
     )
     add_count(parser, "--threads", 1, "N", "OMP_NUM_THREADS")
     _add_setup(parser)

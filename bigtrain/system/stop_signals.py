@@ -57,7 +57,7 @@ class StopSignals:
         """At a signal from now on, or one that came before, do `action` and end by EXIT_STOPPED.
 
         For times when there is nothing to save. `action` runs in a thread, for the main one may be
-        in C code, waiting for processes that do not come.
+        in C code, waiting for ranks that do not start.
         """
         self._install()
         with self._lock:

@@ -1,6 +1,6 @@
 """Whether a model's own tensor-parallel plan is right: tried on a proxy model before a run.
 
-Plans come from transformers and some are wrong, silently: a parameter that only sees its process's
+Plans come from transformers and some are wrong, silently: a parameter that only sees its rank's
 heads gets a part of its gradient, or a mean is taken over a part of a dimension. The copy runs
 whole and cut on the processes themselves, and every gradient is compared.
 """

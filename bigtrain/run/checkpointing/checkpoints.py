@@ -349,7 +349,7 @@ def list_tensors(directory: Path) -> Listing:
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint; a kill in between leaves garbage, never a part that looks whole."""
+    """Remove a checkpoint; a kill in between leaves garbage, never a part that looks complete."""
     doomed = directory.with_name(f"{directory.name}.removed-{os.getpid()}")
     shutil.rmtree(doomed, ignore_errors=True)
     directory.rename(doomed)

@@ -67,7 +67,7 @@ class WeightsSource:
     def fill(self, session: Session, engine: TrainEngine, weights: Weights | None) -> None:
         """Give an engine that was just built its weights, `weights` as found. Collective.
 
-        Raises CheckpointError on every rank if there is no checkpoint that is whole and of this
+        Raises CheckpointError on every rank if there is no checkpoint that is complete and of this
         model, ModelError if files cannot be read or are others than they should be.
         """
         if self.hugging_face is not None:

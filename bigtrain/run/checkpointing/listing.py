@@ -27,9 +27,9 @@ def describe_checkpoints(run_directory: Path) -> list[str]:
     damages = {
         step: checkpoints.damage(checkpoints.checkpoint_path(run_directory, step)) for step in found
     }
-    whole = [step for step, damage in damages.items() if damage is None]
-    held_out = {step: _loss(run_directory, step, section) for step in whole}
-    reasons = reasons_to_keep(held_out, section, newest_good(run_directory, whole))
+    complete = [step for step, damage in damages.items() if damage is None]
+    held_out = {step: _loss(run_directory, step, section) for step in complete}
+    reasons = reasons_to_keep(held_out, section, newest_good(run_directory, complete))
     rows = [_COLUMNS]
     for step, damage in damages.items():
         directory = checkpoints.checkpoint_path(run_directory, step)

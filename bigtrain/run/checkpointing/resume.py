@@ -64,7 +64,7 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
     """Go on from the newest complete checkpoint of the run directory, or begin. Collective.
 
     A corrupt one is passed over with a warning. Raises CheckpointError on every rank if the
-    checkpoint's run was another one, with what differs, or if none of those there are is whole.
+    checkpoint's run was another one, with what differs, or if none of those there are is complete.
     """
     usable = _usable(session)
     while (directory := _next(session, usable)) is not None:
