@@ -1,4 +1,4 @@
-"""`bigtrain checkpoints`: the checkpoints of a run, whether they are complete, and why they stay."""
+"""`bigtrain checkpoints`: the checkpoints of a run, whether complete, and why they stay."""
 
 from __future__ import annotations
 
