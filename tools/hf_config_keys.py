@@ -49,6 +49,7 @@ def build_table() -> dict[str, Any]:
                 "keys": _kinds(config_class),
                 "aliases": dict(sorted(config_class.attribute_map.items())),
                 "defaults": _figures(config_class),
+                "cut": _cut_figures(config_class),
             }
             for name, config_class in classes.items()
         },
@@ -111,6 +112,18 @@ def _figures(config_class: Any) -> dict[str, int | None]:
         elif type(value) is int:
             found[key] = value
     return found
+
+
+def _cut_figures(config_class: Any) -> list[str]:
+    """The figures that tensor-parallel ranks divide, by transformers' own plan; as
+    `bigtrain.models.equivalence.tensor_parallel` reads it of the model."""
+    try:
+        plan = config_class().get_text_config().base_model_tp_plan or {}
+    except Exception:  # it refuses its own defaults
+        return []
+    cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
+    heads = ["num_attention_heads"] if cut & {"q_proj", "query_key_value"} else []
+    return heads + (["num_key_value_heads"] if "k_proj" in cut else [])
 
 
 if __name__ == "__main__":

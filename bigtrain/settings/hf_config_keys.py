@@ -38,17 +38,23 @@ _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size")
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """What is known of a model before it is built; None where it is not."""
+    """What is known of a model before it is built; None where it is not.
+
+    cut_heads, cut_key_heads: of attention and of keys, where tensor-parallel ranks divide them.
+    """
 
     num_attention_heads: int | None = None
     num_hidden_layers: int | None = None
     max_position_embeddings: int | None = None
+    cut_heads: int | None = None
+    cut_key_heads: int | None = None
 
 
 @functools.cache
 def key_table() -> Mapping[str, Any]:
     """The table: ``transformers_version`` and ``model_types``, each with its ``module``, ``keys``
-    (to JSON types), ``aliases`` and ``defaults``."""
+    (to JSON types), ``aliases``, ``defaults`` and ``cut``, the figures that tensor-parallel ranks
+    divide."""
     path = Path(__file__).with_name("hf_config_keys.json")
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return table
@@ -185,7 +191,8 @@ def _figures(
         of_text = key_table()["model_types"].get(text.get("model_type"))
     aliases = of_text["aliases"] if of_text else {}
     defaults = known["defaults"] if known else {}
-    problems, found = [], {}
+    problems: list[Problem] = []
+    found: dict[str, int | None] = {}
     for key in _AT_LEAST_ONE:
         name = next((n for n in (key, aliases.get(key)) if n in values), None)
         value = defaults.get(key) if name is None else values[name]
@@ -195,4 +202,11 @@ def _figures(
             problems.append(Problem(f"{where}.{name}", value, "must be at least 1", "nearest: 1"))
         elif key in _FIGURES:
             found[key] = value
+    cut = of_text["cut"] if of_text else []
+    if "num_attention_heads" in cut:
+        found["cut_heads"] = found.get("num_attention_heads")
+    # Not its default, which many classes take from the number of heads.
+    key_heads = values.get("num_key_value_heads")
+    if "num_key_value_heads" in cut and type(key_heads) is int and key_heads > 0:
+        found["cut_key_heads"] = key_heads
     return ModelFigures(**found), problems

@@ -173,6 +173,8 @@ def facts_of(
         device=device,
         async_io=async_io,
         attention_heads=model.num_attention_heads,
+        cut_heads=model.cut_heads,
+        cut_key_heads=model.cut_key_heads,
         num_layers=model.num_hidden_layers,
         max_positions=model.max_position_embeddings,
         source=source,

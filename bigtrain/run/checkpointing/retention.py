@@ -50,8 +50,8 @@ def retain(
     `permit` is called before every removal, and may raise.
 
     Later ones go: they were corrupt and passed over, or the run would stand there. Corrupt ones do
-    not count among the last, so that as many complete ones stay as were asked for; those that are to
-    stay for good do, since a file may be missing for a moment only.
+    not count among the last, so that as many complete ones stay as were asked for; those that are
+    to stay for good do, since a file may be missing for a moment only.
     """
     found = checkpoints.steps(run_directory)
     held_out = {

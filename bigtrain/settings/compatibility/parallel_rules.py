@@ -125,9 +125,12 @@ def _heads_fall(size: int, heads: int, key_heads: int | None) -> bool:
 
 
 def _nearest_degrees(f: Facts) -> list[int]:
-    """The next tensor-parallel sizes below and above that divide the heads."""
+    """The next tensor-parallel sizes below and above that divide the heads, and the world where it
+    is divided by this one."""
     assert f.cut_heads is not None
     legal = [n for n in range(1, _MOST_PROCESSES) if _heads_fall(n, f.cut_heads, f.cut_key_heads)]
+    if f.world_size % f.tensor_size == 0:
+        legal = [n for n in legal if f.world_size % n == 0]
     below = [n for n in legal if n < f.tensor_size]
     return [*below[-1:], *[n for n in legal if n > f.tensor_size][:1]]
 

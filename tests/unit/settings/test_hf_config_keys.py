@@ -13,6 +13,8 @@ from transformers import CONFIG_MAPPING
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import load_hf_config, text_config
+from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
+from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import ModelFigures, inspect_configuration
 from bigtrain.settings.run_config import ModelSection
 from tests.support.worlds import ROOT
@@ -85,6 +87,32 @@ def test_local_configuration_is_read_with_overrides(tmp_path: Path) -> None:
     section = ModelSection(path=str(tmp_path), overrides={"n_position": 128})
     (problem,) = inspect_configuration(section)[1]
     assert "model.overrides.n_position = 128: model_type gpt2 has no such key" in str(problem)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize(("heads", "key_heads"), [(3, 3), (4, 2), (4, 4), (6, 3)])
+def test_check_knows_the_heads_that_the_run_divides(
+    model_type: str, heads: int, key_heads: int
+) -> None:
+    figures = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": heads}
+    config = {"model_type": model_type, "intermediate_size": 24, "vocab_size": 64, **figures}
+    if model_type != "gpt_neox":
+        config["num_key_value_heads"] = key_heads
+    if "moe" in model_type or model_type == "mixtral":
+        config |= {"moe_intermediate_size": 24} if "moe" in model_type else {}
+    section = ModelSection(config=config)
+    found, problems = inspect_configuration(section)
+    assert problems == []
+    hf_config = load_hf_config(section)
+    for size in (2, 3):
+        facts = Facts(
+            tensor_size=size, cut_heads=found.cut_heads, cut_key_heads=found.cut_key_heads
+        )
+        try:
+            expected = list(map(str, check_tensor_size(hf_config, size)))
+        except ModelError:
+            continue  # something else cannot be cut
+        assert list(map(str, check_model(facts))) == expected
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
