@@ -126,6 +126,6 @@ class RunConfig(Section):
         if self.schedule.warmup_steps > self.train.steps:
             raise ValueError(
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} is more than train.steps = "
-                f"{self.train.steps}"
+                f"{self.train.steps} -> schedule.warmup_steps={self.train.steps} or less"
             )
         return self

@@ -182,7 +182,8 @@ def _refuse(
     if refused:
         keys = ",".join(sorted({key for key, _ in refused}))
         remedy = (
-            "or restore the settings (with these train.steps nothing would be left to do)"
+            "or restore the settings (with these train.steps nothing would be left to do; with "
+            f"more it could go on by checkpoint.allow_changes=[{keys}])"
             if is_over
             else f"restore the settings, or go on with these by checkpoint.allow_changes=[{keys}]"
         )

@@ -178,7 +178,8 @@ def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
         ),
         (
             ["schedule.warmup_steps=11"],
-            "schedule.warmup_steps = 11 is more than train.steps = 10",
+            "schedule.warmup_steps = 11 is more than train.steps = 10 -> schedule.warmup_steps=10 "
+            "or less",
         ),
         (["optimizer.lr=.nan"], "optimizer.lr = nan: input should be a finite number"),
         (["model.gradient_checkpointing=some"], "model.gradient_checkpointing = 'some'"),
