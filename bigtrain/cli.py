@@ -26,6 +26,7 @@ COMMANDS = {
     "tokenize": "turn text into token shards",
     "inspect": "show what is in token shards",
     "check": "resolve and check a run without starting it",
+    "plan": "say what fits a number of devices, and how fast it will be",
     "parity": "compare every legal topology of N processes with one process",
     "launch": "write what starts a run: a script for Slurm or torchrun, Kubernetes manifests",
     "hostfile": "write or check a hostfile, and the environment its hosts are given",

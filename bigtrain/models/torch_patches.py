@@ -15,9 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ATEN_TO_COPY = torch.ops.aten._to_copy
 """What `Tensor.to` becomes below autograd (aten/src/ATen/native/native_functions.yaml)."""
+
+
+OperatorMode = TorchDispatchMode
+"""Sees every operator below autograd (torch/utils/_python_dispatch.py), as the profiler's tools do:
+its base class, which has no public name."""
 
 
 # --- what an object's own dict holds is found before what its class defines ---
@@ -83,6 +89,14 @@ def map_instances(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
 def version_of(tensor: torch.Tensor) -> int:
     """How often `tensor` was written to in place (`Tensor._version`, torch/_C/__init__.pyi)."""
     return tensor._version
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells the storage of `tensor` from others while either lives, on the meta device too.
+
+    `_cdata` of torch/storage.py; `data_ptr` is 0 for every tensor without memory.
+    """
+    return int(tensor.untyped_storage()._cdata)
 
 
 def has_buffers_alone(module: nn.Module) -> bool:

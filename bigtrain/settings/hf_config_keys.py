@@ -82,6 +82,12 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Pro
     return _figures({**written, **section.overrides}, where, known)
 
 
+def written_configuration(section: ModelSection) -> dict[str, Any]:
+    """What the run and its model's config.json say, as one; empty for a hub name."""
+    written = section.config if isinstance(section.config, dict) else _read(section)[1]
+    return {**written, **section.overrides} if written else {}
+
+
 def _read(section: ModelSection) -> tuple[str, Mapping[str, Any], list[Problem]]:
     """The name of a local configuration, and what it holds; nothing where there is none here."""
     key = "model.path" if section.path is not None else "model.config"

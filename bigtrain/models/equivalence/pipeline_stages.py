@@ -25,9 +25,9 @@ from bigtrain.models.equivalence.proxy_model import (
 )
 from bigtrain.models.equivalence.thresholds import TOKENS
 from bigtrain.models.layers.router_logits import auxiliary_loss
-from bigtrain.models.parallel.stage_balance import StageCosts, balanced_cuts
 from bigtrain.models.parallel.stage_layout import StageLayout, StagePlan, find_layout
 from bigtrain.models.parallel.stages import Payload, Stage
+from bigtrain.planner.stage_balance import StageCosts, balanced_cuts
 from bigtrain.settings.compatibility.check import Facts, check_model
 
 _TOLERANCE = 1e-5

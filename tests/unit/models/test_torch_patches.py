@@ -24,6 +24,27 @@ class Wrapper(torch.Tensor):
         return torch.zeros(1)
 
 
+def sees_operators() -> bool:
+    seen: list[str] = []
+
+    class Mode(torch_patches.OperatorMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.zeros(2, device="meta") + 1
+    return seen[-1] == "aten::add.Tensor"
+
+
+def tells_storages_apart_without_memory() -> bool:
+    first, second = (torch.empty(4, device="meta") for _ in range(2))
+    key = torch_patches.storage_of(first)
+    return key == torch_patches.storage_of(first.view(2, 2)) != torch_patches.storage_of(second)
+
+
 def calls_shadow_inside_hooks() -> bool:
     """Of forward methods, whose modules keep their hooks."""
     module = nn.Linear(1, 1)
@@ -118,6 +139,16 @@ CONTRACTS = [
         torch_patches.map_instances,
         "torch.utils._pytree.tree_map_only does not map tuples, lists and dicts any more",
         maps,
+    ),
+    Contract(
+        "torch_patches.OperatorMode",
+        "a TorchDispatchMode does not see operators of the meta device any more",
+        sees_operators,
+    ),
+    Contract(
+        torch_patches.storage_of,
+        "UntypedStorage._cdata does not tell storages without memory apart any more",
+        tells_storages_apart_without_memory,
     ),
     Contract(
         torch_patches.version_of,

@@ -18,9 +18,9 @@ from bigtrain.errors import ModelError
 from bigtrain.models.build import WHOLE, build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.pipeline_stages import difference, plan_stages, prove, stage_costs
-from bigtrain.models.parallel.stage_balance import StageCosts, balanced_cuts
 from bigtrain.models.parallel.stage_layout import StageLayout, find_layout
 from bigtrain.models.parallel.stages import LayerPlaceholder, Payload, Stage, stages_of_parameters
+from bigtrain.planner.stage_balance import StageCosts, balanced_cuts
 from bigtrain.settings.run_config import ModelSection
 
 VOCABULARY = 64

@@ -1,0 +1,262 @@
+"""`bigtrain plan`: what fits a number of devices, and how fast it will be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bigtrain.commands.arguments import add_count, positive_int, size
+from bigtrain.errors import ConfigError, OutputError, Problem
+
+if TYPE_CHECKING:
+    from bigtrain.planner.hardware import Device as Accelerator
+    from bigtrain.planner.search import Candidate, Cluster, Request
+    from bigtrain.settings.compatibility.facts import Device
+    from bigtrain.settings.run_config import RunConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the subcommand."""
+    parser.add_argument("--config", help="run YAML, or the name of a recipe")
+    parser.add_argument(
+        "--gpus", metavar="NxDEVICE", help="what to plan for: 64xH100-80GB, 8xA100, 4xCPU"
+    )
+    parser.add_argument(
+        "--nodes-of", type=positive_int, metavar="N", help="devices on each node (default: 8)"
+    )
+    parser.add_argument(
+        "--host-memory",
+        type=size,
+        metavar="SIZE",
+        help="main memory of a node, for offload (default: 1TB)",
+    )
+    parser.add_argument(
+        "--network",
+        type=_bits,
+        metavar="RATE",
+        help="network of each device, such as 400Gb (default: of the device's usual node)",
+    )
+    parser.add_argument(
+        "--hardware", type=Path, metavar="FILE", help="what --calibrate measured, for DEVICE"
+    )
+    add_count(parser, "--top", 10, "N", "layouts to show")
+    parser.add_argument("--json", action="store_true", help="print all layouts as JSON")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="DIRECTORY",
+        help="write run YAML and DeepSpeed JSON of the chosen layout there",
+    )
+    add_count(parser, "--choose", 1, "N", "which line of the table --write takes")
+    parser.add_argument(
+        "--evaluate",
+        type=Path,
+        metavar="ROWS.csv",
+        help="instead: predict published or own measurements, and say how wrong that is",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="of --evaluate: rows with predictions, as CSV"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a plan, or an evaluation. Raises ConfigError, ModelError, OutputError."""
+    if args.evaluate is not None:
+        return _evaluate(args.evaluate, args.output)
+    missing = [name for name in ("config", "gpus") if getattr(args, name) is None]
+    if missing:
+        names = " and ".join(f"--{name}" for name in missing)
+        raise ConfigError(Problem(names, None, "is needed for a plan", "or --evaluate ROWS.csv"))
+    return _plan(args)
+
+
+def _evaluate(path: Path, output: Path | None) -> int:
+    from bigtrain.planner.evaluation import error_table, predict, read_rows, summarize, write_rows
+
+    rows = read_rows(path)
+    predictions = [predict(row) for row in rows]
+    if output is not None:
+        try:
+            write_rows(output, rows, predictions)
+        except OSError as error:
+            raise OutputError(f"--output = {output}: cannot be written: {error}") from error
+    print(error_table(summarize(rows, predictions)))
+    refused = [(row, p.refused) for row, p in zip(rows, predictions, strict=True) if p.refused]
+    for row, reason in refused[:5]:
+        print(f"refused: {row['source']}, {row['model']}: {reason}")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from bigtrain.models.traced_costs import model_costs
+    from bigtrain.planner.engines import engine_named
+    from bigtrain.planner.plan_text import as_json, nothing_fits, plan_table
+    from bigtrain.planner.search import search
+    from bigtrain.settings.loading import load_run_config
+
+    cluster = _cluster(args)
+    config = load_run_config(args.config, args.overrides)
+    model, remark = model_costs(config)
+    request = _request(config, cluster, model)
+    fitting, others = search(request, cluster, engine_named("deepspeed"))
+    if not fitting and not others:
+        raise ConfigError(_no_layout(config, cluster))
+    if not fitting:
+        rule, remedy = nothing_fits(others, cluster)
+        raise ConfigError(Problem("--gpus", args.gpus, rule, remedy))
+    if args.json:
+        tree = {
+            "device": cluster.device.name,
+            "num_devices": cluster.num_devices,
+            "model": {"num_parameters": model.num_parameters, "source": model.source},
+            "layouts": as_json([*fitting, *others], cluster),
+        }
+        print(json.dumps(tree, indent=1))
+    else:
+        print(_heading(config, cluster, model, len(fitting), len(others)))
+        if remark:
+            print(f"the model's costs are {remark}")
+        print(plan_table(fitting, cluster, args.top))
+    if args.write is not None:
+        _write(args, config, cluster, fitting)
+    return 0
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    from bigtrain.planner.hardware import find_device, load_calibration, with_network
+    from bigtrain.planner.search import Cluster
+
+    found = re.fullmatch(r"\s*(\d+)\s*x\s*(\S.*?)\s*", args.gpus)
+    if found is None or int(found.group(1)) < 1:
+        rule = "is not a number of devices and their name"
+        raise ConfigError(Problem("--gpus", args.gpus, rule, "write 64xH100-80GB, say"))
+    number, name = int(found.group(1)), found.group(2)
+    device: Accelerator
+    device = load_calibration(args.hardware) if args.hardware else find_device(name)
+    if args.nodes_of is not None:
+        device = replace(device, devices_per_node=args.nodes_of)
+    per_node = device.devices_per_node
+    if number > per_node and number % per_node:
+        below = number // per_node * per_node
+        rule = f"is not a whole number of nodes of {per_node} devices (--nodes-of)"
+        remedy = f"nearest: {below} or {below + per_node}"
+        raise ConfigError(Problem("--gpus", number, rule, remedy))
+    if args.network is not None:
+        device = with_network(device, args.network)
+    return Cluster(device, number, float(args.host_memory or 10**12))
+
+
+def _bits(text: str) -> float:
+    """An argparse type: bits a second, such as 400Gb."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GMT])b(?:it)?(?:/s|ps)?\s*", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text} is not a rate, such as 400Gb")
+    value = float(found.group(1)) * {"M": 1e6, "G": 1e9, "T": 1e12}[found.group(2)]
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a rate, such as 400Gb")
+    return value
+
+
+def _request(config: RunConfig, cluster: Cluster, model: Any) -> Request:
+    from bigtrain.planner.search import Request
+    from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
+    from bigtrain.settings.hf_config_keys import inspect_configuration
+    from bigtrain.settings.resolve import facts_of
+
+    figures, problems = inspect_configuration(config.model)
+    if problems:
+        raise ConfigError(problems, "the run")
+    raw = _deepspeed_json(1, "")
+    device: Device = "cpu" if cluster.device.is_cpu else "cuda"
+    facts = facts_of(config, raw, cluster.num_devices, device, "DeepSpeed JSON", True, figures)
+    size_of = {"float32": 4, "bfloat16": 2, "float16": 2}
+    gradients = gradient_dtype_of(config, 1) or config.precision.dtype
+    return Request(
+        model=model,
+        facts=replace(facts, torch_adam=True),
+        sequence_length=config.batch.sequence_length,
+        global_batch_size=config.batch.samples_per_step,
+        parameter_bytes=size_of[config.precision.dtype],
+        gradient_bytes=size_of.get(str(gradients), 4),
+        bucket_elements=int(raw["zero_optimization"]["reduce_bucket_size"]),
+        loss=config.model.loss,
+        loss_chunk_tokens=config.model.loss_chunk_tokens,
+    )
+
+
+def _no_layout(config: RunConfig, cluster: Cluster) -> Problem:
+    batch = config.batch.samples_per_step
+    world = cluster.num_devices
+    rule = f"no legal layout divides {batch} samples of a step among {world} devices"
+    below = batch // world * world
+    remedy = f"batch.global_batch_size: {f'{below} or ' if below else ''}{below + world}"
+    return Problem("--gpus", world, rule, remedy)
+
+
+def _heading(config: RunConfig, cluster: Cluster, model: Any, fitting: int, others: int) -> str:
+    batch = config.batch
+    return (
+        f"{model.num_parameters / 1e9:.3g}B parameters on {cluster.num_devices} x "
+        f"{cluster.device.name}, {batch.samples_per_step} samples of {batch.sequence_length} "
+        f"tokens a step: {fitting} layouts fit, {others} do not"
+    )
+
+
+def _deepspeed_json(zero_stage: int, offload: str) -> dict[str, Any]:
+    from bigtrain.settings.deepspeed.engine_config import (
+        find_deepspeed_config,
+        read_deepspeed_config,
+    )
+
+    return read_deepspeed_config(find_deepspeed_config(f"zero{zero_stage}{offload}"))
+
+
+def _write(
+    args: argparse.Namespace, config: RunConfig, cluster: Cluster, fitting: list[Candidate]
+) -> None:
+    import yaml
+
+    from bigtrain.settings.resolve import resolve_run
+    from bigtrain.settings.run_config import RunConfig as Config
+    from bigtrain.system.files import write_new
+
+    if args.choose > len(fitting):
+        rule = f"there are {len(fitting)} layouts that fit"
+        raise ConfigError(Problem("--choose", args.choose, rule, f"1 to {len(fitting)}"))
+    layout = fitting[args.choose - 1].layout
+    raw = _deepspeed_json(layout.zero_stage, "_offload" if layout.offload_optimizer else "")
+    if layout.offload_optimizer and not layout.offload_parameters:
+        raw["zero_optimization"].pop("offload_param", None)
+    json_path, yaml_path = args.write / "deepspeed.json", args.write / "run.yaml"
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    parallel = {
+        "tensor": layout.tensor_size,
+        "pipeline": layout.pipeline_size,
+        "sequence": layout.sequence_size,
+    }
+    tree["parallel"] = {name: degree for name, degree in parallel.items() if degree > 1}
+    tree["batch"]["micro_batch_size"] = layout.micro_batch_size
+    tree["model"]["gradient_checkpointing"] = layout.recompute
+    tree.setdefault("engine", {})["deepspeed_config"] = str(json_path)
+    try:
+        args.write.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"--write = {args.write}: cannot be written: {error}") from error
+    write_new(json_path, json.dumps(raw, indent=2) + "\n")
+    write_new(yaml_path, yaml.safe_dump(tree, sort_keys=False))
+    # What is written is what a run would accept.
+    resolve_run(Config.model_validate(tree), cluster.num_devices)
+    print(f"wrote {yaml_path} and {json_path}; start it with:\n  {_launch(cluster, yaml_path)}")
+
+
+def _launch(cluster: Cluster, yaml_path: Path) -> str:
+    nodes = -(-cluster.num_devices // cluster.device.devices_per_node)
+    start = f"bigtrain/train.py --config {yaml_path}"
+    if nodes == 1:
+        return f"deepspeed --num_gpus {cluster.num_devices} {start}"
+    return f"deepspeed --hostfile HOSTFILE {start}   # a hostfile of {nodes} nodes"

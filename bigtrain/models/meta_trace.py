@@ -1,0 +1,387 @@
+"""What a layer of a model costs, traced from the real transformers module on the meta device.
+
+The whole model is built and run forward without memory: a dispatch mode sees every operation, and
+saved-tensor hooks what autograd keeps. Which layer an operation belongs to is known from hooks on
+the decoder layers; what tensor parallelism would divide, from the model's own plan: everything
+between a column-parallel module and the next row-parallel one. Layers that cost the same are one
+kind. Attention is a stand-in that keeps what fused kernels keep (queries, keys, values, output,
+log-sum-exp), since on the meta device sdpa takes the way that keeps the scores.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from bigtrain.errors import ModelError
+from bigtrain.models.configuration import text_config
+from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.layers.document_masks import documents_known
+from bigtrain.models.parallel.tensor import tensor_plan
+from bigtrain.models.torch_patches import OperatorMode, storage_of
+from bigtrain.models.transformers_patches import modules_of_experts
+from bigtrain.planner.model_costs import Attention, LayerCosts, Matmul, ModelCosts
+
+_NAME = "bigtrain_traced"
+Side = Literal["in", "out"] | None
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear", "matmul"}
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Shapes in, shapes out, and what a fused kernel keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        # In the order in memory that queries have, as kernels write it. Where that is tokens before
+        # heads, the next product needs no copy.
+        samples, heads, tokens, size = q.shape
+        if v.shape[-1] == size:
+            out = torch.empty_like(q)
+        else:
+            out = q.new_empty((samples, tokens, heads, v.shape[-1])).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError("traced forward only")
+
+
+@dataclass
+class _Layer:
+    """What was seen of one layer."""
+
+    matmuls: list[Matmul] = field(default_factory=list)
+    attention: Attention | None = None
+    saved_whole: float = 0.0
+    saved_cut: float = 0.0
+    moved_whole: float = 0.0
+    moved_cut: float = 0.0
+    num_kernels: int = 0
+    parameters: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    def costs(self, tokens: int) -> LayerCosts:
+        whole, cut, expert, num_tensors = self.parameters
+        return LayerCosts(
+            num_parameters_whole=whole,
+            num_parameters_cut=cut,
+            num_parameters_expert=expert,
+            num_tensors=num_tensors,
+            matmuls=tuple(
+                replace(matmul, count=number) for matmul, number in Counter(self.matmuls).items()
+            ),
+            attention=self.attention,
+            saved_bytes_whole=self.saved_whole / tokens,
+            saved_bytes_cut=self.saved_cut / tokens,
+            moved_bytes_whole=self.moved_whole / tokens,
+            moved_bytes_cut=self.moved_cut / tokens,
+            num_kernels=self.num_kernels,
+        )
+
+
+class _Tracer(OperatorMode):
+    """Adds up operations by the layer that is running."""
+
+    def __init__(self, tokens: int, hidden_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tokens, self.hidden_size = tokens, hidden_size
+        self.layers: dict[int, _Layer] = {}
+        self.current: _Layer | None = None
+        self.depth_cut = 0  # inside what tensor parallelism divides
+        self.side: Side = None  # of the product that is running: "in", "out" or None
+        self.own: set[int] = set()
+        self._seen: dict[int, torch.Tensor] = {}
+        # Made before the layers and used by all (rotary embeddings): no layer's own. Kept, or
+        # their addresses would be used again.
+        self._outside: list[torch.Tensor] = []
+        self._shared: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "aten::_grouped_mm":
+            # Its shape function takes bfloat16 alone, and kernels more.
+            rows, stack = args[0], args[1]
+            result = rows.new_empty((*rows.shape[:-1], stack.shape[-1]))
+        else:
+            result = func(*args, **(kwargs or {}))
+        if self.current is not None:
+            self._count(func, args, result)
+        else:
+            made = list(_tensors(result))
+            self._outside += made
+            self._shared.update(
+                storage_of(t) for t in made if t.dim() and t.shape[-1] != self.hidden_size
+            )
+        return result
+
+    def _count(self, func: Any, args: Any, result: Any) -> None:
+        assert self.current is not None
+        outputs, inputs = list(_tensors(result)), list(_tensors(args))
+        storages = {storage_of(t) for t in inputs}
+        name = func.name().partition("::")[2].partition(".")[0]
+        if all(storage_of(t) in storages for t in outputs) and not name.endswith("_"):
+            return  # a view
+        self.current.num_kernels += 1
+        if name in _PRODUCTS:
+            self._product(name, inputs, outputs[0])
+            return
+        size = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+        if self.depth_cut:
+            self.current.moved_cut += size
+        else:
+            self.current.moved_whole += size
+
+    def _product(self, name: str, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
+        assert self.current is not None
+        weights = [t for t in inputs if storage_of(t) in self.own and t.dim() >= 2]
+        if not weights:  # scores of an attention that is no registered one, or a scan
+            left = inputs[-2] if len(inputs) >= 2 else output
+            share = output.numel() / output.shape[-1] / self.tokens
+            cut: Side = "out" if self.depth_cut else None
+            self.current.matmuls.append(Matmul(left.shape[-1], output.shape[-1], cut, 1, share))
+            return
+        weight, out_size = weights[0], output.shape[-1]
+        rows = output.numel() // out_size
+        groups = weight.shape[0] if weight.dim() == 3 else 1
+        in_size = (
+            next(n for n in weight.shape[-2:][::-1] if n != out_size)
+            if (weight.shape[-1] != weight.shape[-2])
+            else out_size
+        )
+        self.current.matmuls.append(
+            Matmul(in_size, out_size, self.side, groups, rows / self.tokens)
+        )
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Counts what autograd keeps, each storage once."""
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            key = storage_of(tensor)
+            known = key in self.own or key in self._shared or key in self._seen
+            if self.current is None or known:
+                return tensor
+            self._seen[key] = tensor  # kept, or its address would be used again
+            size = tensor.untyped_storage().nbytes()
+            if self.depth_cut and self.side != "out":
+                self.current.saved_cut += size
+            else:
+                self.current.saved_whole += size
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+
+def trace_model(
+    hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int = 128
+) -> ModelCosts:
+    """Costs of the model that `hf_config` describes, trained in `dtype`.
+
+    Takes a second or two, no memory and no device. Raises ModelError where transformers cannot run
+    it on the meta device.
+    """
+    try:
+        return _trace(hf_config, dtype, sequence_length)
+    except (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelError(
+            f"model_type {hf_config.model_type} cannot be traced on the meta device: {reason}"
+        ) from error
+
+
+def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int) -> ModelCosts:
+    config = copy.deepcopy(hf_config)
+    tracer = _Tracer(sequence_length, int(text_config(config).hidden_size))
+    AttentionInterface.register(_NAME, functools.partial(_attend, tracer))
+    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    config.use_cache = False
+    with torch.device("meta"):
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_NAME)
+        except (ValueError, ImportError):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        ids = torch.zeros(1, sequence_length, dtype=torch.int64)
+    model.train()
+    layers = _layers(model)
+    tracer.own = {storage_of(p) for p in model.parameters()}
+    with ExitStack() as stack:
+        stack.enter_context(_watched(model, layers, tracer))
+        stack.enter_context(documents_known(packed=False))
+        stack.enter_context(tracer.saving())
+        stack.enter_context(tracer)
+        model(input_ids=ids, use_cache=False)
+    return _collected(model, layers, tracer, sequence_length, dtype)
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    layers = [module for _, module in decoder_layers(model)]
+    count = getattr(text_config(model.config), "num_hidden_layers", None)
+    lists: dict[str, list[nn.Module]] = {}
+    for name, module in decoder_layers(model):
+        lists.setdefault(name.rpartition(".")[0], []).append(module)
+    exact = [found for found in lists.values() if len(found) == count]
+    return exact[0] if exact else layers
+
+
+def _attend(
+    tracer: _Tracer,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in place of a kernel: [batch, heads, tokens, size] each."""
+    if tracer.current is not None:
+        window = options.get("sliding_window")
+        tracer.current.attention = Attention(
+            query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], window
+        )
+    output: torch.Tensor = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return output.transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def _watched(model: PreTrainedModel, layers: list[nn.Module], tracer: _Tracer) -> Iterator[None]:
+    """Hooks that tell the tracer which layer runs, and what would be cut."""
+    handles = []
+
+    def begin(index: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            tracer.current = tracer.layers.setdefault(index, _Layer())
+            tracer.depth_cut = 0
+
+        return hook
+
+    def end(*_: Any) -> None:
+        tracer.current = None
+
+    for index, layer in enumerate(layers):
+        handles.append(layer.register_forward_pre_hook(begin(index)))
+        handles.append(layer.register_forward_hook(end))
+    handles += list(_cut_hooks(model, tracer))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _cut_hooks(model: PreTrainedModel, tracer: _Tracer) -> Iterator[Any]:
+    try:
+        plan = tensor_plan(model)
+    except ModelError:
+        plan = {}
+    experts = set(modules_of_experts(model))
+    for name, module in model.named_modules():
+        style = plan.get(name, "")
+        if style in ("colwise", "packed_colwise"):
+            yield module.register_forward_pre_hook(_begins(tracer, "out"))
+            yield module.register_forward_hook(_opens(tracer))
+        elif style in ("rowwise", "packed_rowwise"):
+            yield module.register_forward_pre_hook(_begins(tracer, "in"))
+            yield module.register_forward_hook(_closes(tracer))
+        elif module in experts or style == "moe_tp_experts":
+            yield module.register_forward_pre_hook(_opens(tracer))
+            yield module.register_forward_hook(_closes(tracer))
+
+
+def _begins(tracer: _Tracer, side: Side) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        tracer.side = side
+
+    return hook
+
+
+def _opens(tracer: _Tracer) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        tracer.side, tracer.depth_cut = None, 1
+
+    return hook
+
+
+def _closes(tracer: _Tracer) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        tracer.side, tracer.depth_cut = None, 0
+
+    return hook
+
+
+def _collected(
+    model: PreTrainedModel,
+    layers: list[nn.Module],
+    tracer: _Tracer,
+    tokens: int,
+    dtype: torch.dtype,
+) -> ModelCosts:
+    try:
+        plan = tensor_plan(model)
+    except ModelError:
+        plan = {}
+    names = {module: name for name, module in model.named_modules()}
+    kinds: list[LayerCosts] = []
+    order: list[int] = []
+    for index, layer in enumerate(layers):
+        seen = tracer.layers.get(index, _Layer())
+        costs = replace(seen, parameters=_parameters(names[layer], layer, plan)).costs(tokens)
+        if costs not in kinds:
+            kinds.append(costs)
+        order.append(kinds.index(costs))
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    inner = sum(kinds[kind].num_parameters for kind in order)
+    total = sum(p.numel() for p in model.parameters())
+    head_parameters = 0 if tied or head is None else head.weight.numel()
+    return ModelCosts(
+        hidden_size=int(text_config(model.config).hidden_size),
+        vocabulary_size=int(embedding.shape[0]),
+        kinds=tuple(kinds),
+        layers=tuple(order),
+        tied=tied,
+        embedding_parameters=embedding.numel(),
+        head_parameters=head_parameters,
+        num_other_parameters=total - inner - embedding.numel() - head_parameters,
+        source="traced",
+        element_bytes=dtype.itemsize,
+    )
+
+
+def _parameters(prefix: str, layer: nn.Module, plan: dict[str, str]) -> tuple[int, int, int, int]:
+    """Elements that every tensor-parallel rank has, that they divide, of experts; and tensors."""
+    whole = cut = expert = count = 0
+    for name, parameter in layer.named_parameters():
+        count += 1
+        full = f"{prefix}.{name}"
+        style = plan.get(full) or plan.get(full.rpartition(".")[0], "")
+        if parameter.dim() >= 3 and "expert" in name:
+            expert += parameter.numel()
+        elif "colwise" in style or "rowwise" in style:
+            cut += parameter.numel()
+        else:
+            whole += parameter.numel()
+    return whole, cut, expert, count
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

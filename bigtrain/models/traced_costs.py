@@ -1,0 +1,75 @@
+"""The costs of a run's model, traced once and kept; by a closed form where it cannot be traced.
+
+Imports torch and transformers only where the costs are not known yet, so that `bigtrain plan`
+answers in a fraction of a second from then on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import ConfigError, ModelError, Problem
+from bigtrain.planner import model_costs as formats
+from bigtrain.planner.model_costs import ModelCosts, closed_form, dense_shape
+from bigtrain.settings.hf_config_keys import written_configuration
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.user_cache import builds, cache_get, cached, key_of, source_of
+
+KIND = "model_costs"
+
+
+def model_costs(config: RunConfig) -> tuple[ModelCosts, str]:
+    """Costs of the run's model, and what has to be said of them, or nothing.
+
+    Raises ConfigError or ModelError where the model is not known, or is neither traceable nor
+    dense.
+    """
+    values = written_configuration(config.model)
+    key = _key(config, values) if values else None
+    if key is not None:
+        found = cache_get(KIND, key)
+        if found is not None:
+            with suppress(KeyError, TypeError):
+                return ModelCosts.from_json(found), ""
+    try:
+        if key is None:
+            return _trace(config), ""
+        return ModelCosts.from_json(cached(KIND, key, lambda: _trace(config).to_json())), ""
+    except (ModelError, ImportError) as error:
+        reason = " ".join(str(error).split())
+    shape = dense_shape(values)
+    if shape is None:
+        remedy = "write hidden_size, num_hidden_layers, num_attention_heads, intermediate_size and "
+        raise ConfigError(
+            Problem("model", None, f"its layers cannot be traced ({reason})", remedy + "vocab_size")
+        )
+    size = 4 if config.precision.dtype == "float32" else 2
+    return closed_form(shape, size), f"by a closed form of dense layers, not traced: {reason}"
+
+
+def _key(config: RunConfig, values: Mapping[str, Any]) -> str | None:
+    with suppress(LookupError):
+        return key_of(
+            [
+                json.dumps(values, sort_keys=True),
+                config.precision.dtype,
+                builds("torch", "transformers"),
+                # What is traced, and the shape it is kept in.
+                source_of(str(Path(__file__).with_name("meta_trace.py")), str(formats.__file__)),
+            ]
+        )
+    return None
+
+
+def _trace(config: RunConfig) -> ModelCosts:
+    import torch
+
+    from bigtrain.models.configuration import load_hf_config
+    from bigtrain.models.meta_trace import trace_model
+
+    dtype = getattr(torch, config.precision.dtype)
+    return trace_model(load_hf_config(config.model), dtype)

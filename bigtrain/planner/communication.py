@@ -1,0 +1,70 @@
+"""How long collectives take, by where their ranks are. Pure.
+
+Rings (Thakur et al. 2005): an all-reduce of n ranks moves ``2 (n - 1) / n`` of the bytes through
+each link, an all-gather or a reduce-scatter half of that, an all-to-all ``(n - 1) / n`` of what a
+rank holds. Ranks on several nodes share their node's network: a group that has k ranks on each
+node uses k devices' share of it at once, as NCCL's rings do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bigtrain.planner.hardware import Device
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange: how many, and how many of them share a node."""
+
+    size: int
+    per_node: int
+
+    def bandwidth(self, device: Device) -> float:
+        """Bytes a second that a ring through the group moves in one direction."""
+        link = device.link_bandwidth * device.reach.link
+        if self.size <= self.per_node:
+            return link
+        network = device.network_bandwidth * device.reach.network * max(1, self.per_node)
+        return min(link, network)
+
+    def latency(self, device: Device) -> float:
+        """Seconds that no size of message goes below: a start, a hop for each further rank."""
+        if self.size == 1:
+            return 0.0
+        inside = min(self.size, self.per_node)
+        outside = math.ceil(self.size / max(1, self.per_node))
+        hops = device.reach.start_seconds + device.reach.link_seconds * (inside - 1)
+        return hops + device.reach.network_seconds * (outside - 1)
+
+    def all_reduce(self, device: Device, num_bytes: float) -> float:
+        """Seconds to sum `num_bytes` of each rank everywhere."""
+        return 2 * self.all_gather(device, num_bytes)
+
+    def all_gather(self, device: Device, num_bytes: float) -> float:
+        """Seconds until each rank has all `num_bytes`; of a reduce-scatter the same."""
+        if self.size == 1:
+            return 0.0
+        moved = (self.size - 1) / self.size * num_bytes
+        return moved / self.bandwidth(device) + self.latency(device)
+
+    def all_to_all(self, device: Device, num_bytes: float) -> float:
+        """Seconds to exchange the `num_bytes` that each rank holds."""
+        return self.all_gather(device, num_bytes)
+
+    def send(self, device: Device, num_bytes: float) -> float:
+        """Seconds from one rank to the next."""
+        if self.size == 1:
+            return 0.0
+        if self.size > self.per_node and self.per_node <= 1:
+            bandwidth = device.network_bandwidth * device.reach.network
+            return num_bytes / bandwidth + device.reach.network_seconds
+        return num_bytes / (device.link_bandwidth * device.reach.link) + device.reach.link_seconds
+
+
+def place(world_size: int, inner: int, size: int, devices_per_node: int) -> Group:
+    """The group of `size` ranks that stand `inner` ranks apart from each other."""
+    if world_size <= devices_per_node:
+        return Group(size, size)
+    return Group(size, max(1, min(size, devices_per_node // inner)))

@@ -1,0 +1,376 @@
+"""Predictions beside published measurements: ``bigtrain plan --evaluate ROWS.csv``. Pure.
+
+A row says model, layout and device in columns, and in `notes` what its page says in words: which
+engine, how attention is computed, how nodes are connected. Nothing is fitted to a source: constants
+of devices and engines alone, in `tables/`.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.planner.engines import Engine, engine_named
+from bigtrain.planner.hardware import Device, find_device, with_network
+from bigtrain.planner.layout import Layout, Recompute
+from bigtrain.planner.memory import MemoryUse, peak_memory
+from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form
+from bigtrain.planner.step_time import step_time
+
+COLUMNS = (
+    "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gpu",
+    "num_gpus", "dp", "tp", "pp", "zero", "micro_batch", "global_batch", "recompute", "precision",
+    "tokens_per_s_per_gpu",
+)  # fmt: skip
+"""That a row must have; ``cp``, ``ep``, ``peak_gib``, ``params_b`` and ``notes`` may be missing."""
+
+GIB = 2.0**30
+_MOST = 10**8  # of anything that is counted; of layers a thousandth
+_RECOMPUTE: Mapping[str, Recompute] = {
+    "none": "none", "no": "none", "false": "none", "full": "full", "yes": "full", "true": "full",
+    "selective": "attention", "attention": "attention",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one row: tokens a second and device, and GiB; `refused` says why there are none."""
+
+    tokens_per_second: float | None
+    peak_gib: float | None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """What a row describes."""
+
+    model: ModelCosts
+    layout: Layout
+    device: Device
+    engine: Engine
+    gain: float
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file with a header. Raises ConfigError naming columns that are missing."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            names = reader.fieldnames or ()
+            missing = [name for name in COLUMNS if name not in names]
+            if missing:
+                rule = f"has no column{'s' * (len(missing) > 1)} {', '.join(missing)}"
+                remedy = "give it the columns that docs/planner.md lists"
+                raise ConfigError(Problem("--evaluate", str(path), rule, remedy))
+            rows = [{key: value or "" for key, value in row.items() if key} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(Problem("--evaluate", str(path), f"cannot be read: {error}")) from error
+    if not rows:
+        raise ConfigError(Problem("--evaluate", str(path), "has a header and no rows"))
+    for number, row in enumerate(rows, start=2):
+        _check_measured(path, number, row)
+    return rows
+
+
+def _check_measured(path: Path, number: int, row: Mapping[str, str]) -> None:
+    for name in ("tokens_per_s_per_gpu", "peak_gib"):
+        text = (row.get(name) or "").strip()
+        if not text and name == "peak_gib":
+            continue
+        try:
+            right = math.isfinite(float(text)) and float(text) > 0
+        except ValueError:
+            right = False
+        if not right:
+            rule = f"line {number}: {name} = {text!r} is no measured figure"
+            raise ConfigError(Problem("--evaluate", str(path), rule, "write a positive number"))
+
+
+def predict(row: Mapping[str, str]) -> Prediction:
+    """Of one row; what it lacks or what does not fit together is the reason in `refused`."""
+    try:
+        run = run_of(row)
+    except (ValueError, KeyError, ConfigError) as error:
+        return Prediction(None, None, str(error).replace("\n", " "))
+    seconds = step_time(run.model, run.layout, run.device, run.engine, gain=run.gain).total
+    tokens = run.layout.global_batch_size * run.layout.sequence_length
+    use = peak_memory(run.model, run.layout, run.engine)
+    peak = _as_measured(use, run.engine, row.get("notes", ""))
+    return Prediction(tokens / seconds / run.layout.world_size, peak / GIB)
+
+
+def _as_measured(use: MemoryUse, engine: Engine, notes: str) -> float:
+    """Bytes by the convention of the page: of tensors, of the allocator, or of the whole device."""
+    if "peak_allocated" in notes:
+        return use.allocated
+    return use.allocated * engine.reserved if "(reserved)" in notes else use.total
+
+
+def run_of(row: Mapping[str, str]) -> RowRun:
+    """Model, layout, device and engine of a row. Raises ValueError with what is wrong."""
+    notes = row.get("notes", "")
+    engine = engine_named(_engine(row, notes))
+    model = _model(row, engine)
+    layout = _layout(row, notes)
+    device = find_device(row["gpu"])
+    network = _network(notes)
+    if network is not None:
+        device = with_network(device, network / device.devices_per_node)
+    gain = device.float8_gain if "fp8" in row["precision"].lower() + notes.lower() else 1.0
+    if "float8" in row["precision"].lower() + notes.lower():
+        gain = device.float8_gain
+    return RowRun(model, layout, device, engine, gain)
+
+
+def _number(row: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = (row.get(name) or "").strip()
+    if not text:
+        if default is not None:
+            return default
+        raise ValueError(f"{name} is empty")
+    value = float(text)
+    if not 1 <= value <= _MOST or value != int(value):
+        raise ValueError(f"{name} = {text} is not a count")
+    return int(value)
+
+
+def _engine(row: Mapping[str, str], notes: str) -> str:
+    """By the words of the page; "compile" is told from "eager"."""
+    words = f"{notes} {row['source']}".lower()
+    if "megatron-deepspeed" in words:
+        return "megatron_deepspeed"
+    if "nanotron" in words:
+        return "nanotron"
+    if "fsdp" in words or "torchtitan" in words or "foundry" in words:
+        return "fsdp_compiled" if "compile" in words else "fsdp"
+    if "megatron" in words or "nemo" in words:
+        return "megatron"
+    return "deepspeed"
+
+
+def _model(row: Mapping[str, str], engine: Engine) -> ModelCosts:
+    words = f"{row['model']} {row.get('notes', '')}".lower()
+    heads = _number(row, "heads")
+    gated = bool(re.search(r"llama|mistral|mixtral|qwen|gemma|deepseek|olmo|swiglu", words))
+    layers = _number(row, "layers")
+    if layers > _MOST // 1000:
+        raise ValueError(f"layers = {layers} is not a count")
+    shape = DenseShape(
+        num_layers=layers,
+        hidden_size=_number(row, "hidden"),
+        num_heads=heads,
+        num_key_value_heads=_number(row, "kv_heads", heads),
+        intermediate_size=_number(row, "ffn"),
+        vocabulary_size=_number(row, "vocab"),
+        gated=gated,
+        tied="tied" in words or not gated,
+        dropout=engine.score_passes is not None,
+        fused_attention=engine.score_passes is None or "flash" in words,
+    )
+    if shape.hidden_size % heads and not shape.head_size:
+        raise ValueError(f"hidden = {shape.hidden_size} is not divided by heads = {heads}")
+    return closed_form(shape)
+
+
+def _layout(row: Mapping[str, str], notes: str) -> Layout:
+    sizes = {name: _number(row, name, 1) for name in ("dp", "tp", "pp", "cp", "ep")}
+    micro, batch = _number(row, "micro_batch"), _number(row, "global_batch")
+    world = sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["cp"]
+    if world != _number(row, "num_gpus"):
+        raise ValueError(f"dp x tp x pp x cp = {world} is not num_gpus = {row['num_gpus']}")
+    if batch % (micro * sizes["dp"]):
+        raise ValueError(f"global_batch = {batch} is no multiple of micro_batch x dp")
+    recompute: Recompute = "none"
+    if row["recompute"]:
+        recompute = _RECOMPUTE.get(row["recompute"].strip().lower(), "operators")
+    zero = _zero(row["zero"], notes)
+    virtual = re.search(r"interleav\w*[^0-9]{0,20}(\d+)", notes)
+    return Layout(
+        data_size=sizes["dp"],
+        tensor_size=sizes["tp"],
+        pipeline_size=sizes["pp"],
+        sequence_size=sizes["cp"],
+        expert_size=sizes["ep"],
+        zero_stage=zero,
+        micro_batch_size=micro,
+        num_accumulation=batch // (micro * sizes["dp"]),
+        sequence_length=_number(row, "seq"),
+        recompute=recompute,
+        tensor_sequence="REDUCE_SCATTER" in notes or "sequence parallel" in notes.lower(),
+        num_virtual_stages=int(virtual.group(1)) if virtual else 1,
+        gradient_bytes=4 if "fp32 gradient" in row["precision"] else 2,
+    )
+
+
+def _zero(text: str, notes: str) -> int:
+    stage = int(float(text)) if text.strip() else 0
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero = {text} is no stage")
+    # FSDP's name of what ZeRO 2 does: parameters stay whole between the passes.
+    return 2 if "SHARD_GRAD_OP" in notes else stage
+
+
+def _network(notes: str) -> float | None:
+    """Bits a second that leave a node, where the page says."""
+    cards = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", notes)
+    if cards:
+        return int(cards.group(1)) * int(cards.group(2)) * 1e9
+    whole = re.search(r"(\d+)\s*Gbps node", notes)
+    return int(whole.group(1)) * 1e9 if whole else None
+
+
+@dataclass(frozen=True)
+class SourceErrors:
+    """Of the rows of one source: relative errors of tokens a second and of memory, those of a
+    constant utilization, and how well the order of layouts was told."""
+
+    source: str
+    num_rows: int
+    mean: float
+    worst: float
+    baseline: float
+    memory_rows: int
+    memory_mean: float
+    memory_worst: float
+    rank_correlation: float | None
+    num_refused: int
+
+
+def summarize(
+    rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]
+) -> list[SourceErrors]:
+    """The errors of each source, in the order of the rows; the last one is of all rows."""
+    sources = dict.fromkeys(row["source"] for row in rows)
+    pairs = list(zip(rows, predictions, strict=True))
+    found = [_of_source(name, [p for p in pairs if p[0]["source"] == name]) for name in sources]
+    return [*found, _of_source("all", pairs)] if len(found) > 1 else found
+
+
+_Pairs = Sequence[tuple[Mapping[str, str], Prediction]]
+
+
+def _of_source(name: str, pairs: _Pairs) -> SourceErrors:
+    told = [(row, p.tokens_per_second) for row, p in pairs if p.tokens_per_second is not None]
+    errors = [abs(p / _measured(row) - 1) for row, p in told]
+    memory = [
+        abs(p.peak_gib / float(row["peak_gib"]) - 1)
+        for row, p in pairs
+        if p.peak_gib is not None and (row.get("peak_gib") or "").strip()
+    ]
+    return SourceErrors(
+        source=name,
+        num_rows=len(pairs),
+        mean=_mean(errors),
+        worst=max(errors, default=math.nan),
+        baseline=_mean(_baseline_errors([row for row, _ in told])),
+        memory_rows=len(memory),
+        memory_mean=_mean(memory),
+        memory_worst=max(memory, default=math.nan),
+        rank_correlation=_rank_correlation(told),
+        num_refused=len(pairs) - len(told),
+    )
+
+
+def _measured(row: Mapping[str, str]) -> float:
+    return float(row["tokens_per_s_per_gpu"])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _baseline_errors(rows: Sequence[Mapping[str, str]]) -> list[float]:
+    """Of a prediction by one utilization for each source: its mean over the rows."""
+    utilization: dict[str, list[tuple[float, Mapping[str, str]]]] = {}
+    for row in rows:
+        run = run_of(row)
+        spent = _flops_per_token(run) * _measured(row) / run.device.peak_flops
+        utilization.setdefault(row["source"], []).append((spent, row))
+    errors = []
+    for found in utilization.values():
+        constant = _mean([spent for spent, _ in found])
+        errors += [abs(constant / spent - 1) for spent, _ in found]
+    return errors
+
+
+def _flops_per_token(run: RowRun) -> float:
+    """Forward and backward, attention in full, without recomputation."""
+    flops = 6.0 * run.model.vocabulary_size * run.model.hidden_size
+    for kind in run.model.layers:
+        layer = run.model.kinds[kind]
+        flops += 6.0 * layer.num_active_parameters
+        if layer.attention is not None:
+            heads = layer.attention
+            width = heads.num_heads * (heads.head_size + heads.value_size)
+            flops += 6.0 * width * run.layout.sequence_length
+    return flops
+
+
+def _rank_correlation(told: Sequence[tuple[Mapping[str, str], float]]) -> float | None:
+    """Spearman's, among layouts of one model on as many devices; the mean over such groups of at
+    least three, weighted by their sizes."""
+    groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    for row, predicted in told:
+        key = tuple(row[k] for k in ("source", "model", "layers", "hidden", "gpu", "num_gpus"))
+        groups.setdefault(key, []).append((predicted, _measured(row)))
+    weighed = [(len(pairs), _spearman(pairs)) for pairs in groups.values() if len(pairs) >= 3]
+    total = sum(size for size, _ in weighed)
+    return sum(size * value for size, value in weighed) / total if total else None
+
+
+def _spearman(pairs: Sequence[tuple[float, float]]) -> float:
+    size = len(pairs)
+    first = _ranks([a for a, _ in pairs])
+    second = _ranks([b for _, b in pairs])
+    squares = sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
+    return 1.0 - 6.0 * squares / (size * (size * size - 1))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    ranks = [0.0] * len(values)
+    for rank, index in enumerate(order):
+        ranks[index] = float(rank)
+    return ranks
+
+
+def write_rows(
+    path: Path, rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]
+) -> None:
+    """Every row again, with what was predicted and why it was not. Raises OSError."""
+    added = ("predicted_tokens_per_s_per_gpu", "predicted_peak_gib", "refused")
+    names = [name for name in (rows[0] if rows else COLUMNS) if name not in added]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*names, *added], extrasaction="ignore")
+        writer.writeheader()
+        for row, p in zip(rows, predictions, strict=True):
+            tokens = "" if p.tokens_per_second is None else f"{p.tokens_per_second:.6g}"
+            peak = "" if p.peak_gib is None else f"{p.peak_gib:.4g}"
+            writer.writerow({**row, added[0]: tokens, added[1]: peak, added[2]: p.refused})
+
+
+def error_table(errors: Sequence[SourceErrors]) -> str:
+    """`errors` as a Markdown table."""
+    lines = [
+        "| source | rows | tokens/s: mean error | worst | constant utilization | "
+        "rank correlation | memory rows | memory: mean error | worst |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for found in errors:
+        rank = "" if found.rank_correlation is None else f"{found.rank_correlation:.2f}"
+        memory = ["", ""]
+        if found.memory_rows:
+            memory = [f"{found.memory_mean:.1%}", f"{found.memory_worst:.1%}"]
+        refused = f" ({found.num_refused} refused)" if found.num_refused else ""
+        lines.append(
+            f"| {found.source} | {found.num_rows}{refused} | {found.mean:.1%} | {found.worst:.1%} "
+            f"| {found.baseline:.1%} | {rank} | {found.memory_rows or ''} | {memory[0]} "
+            f"| {memory[1]} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,138 @@
+"""Devices and the links between them, from data files that name the source of every figure. Pure.
+
+A figure of `tables/hardware.json` is what a vendor states; how much of it programs reach is in
+`Reach`, fitted once over all published rows (`docs/planner.md`), or measured on this machine by
+``bigtrain plan --calibrate``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import ConfigError, Problem
+
+TABLES = Path(__file__).with_name("tables")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What share of the stated figures programs reach, and what an operation costs at least.
+
+    `matmul`: of the peak, for large products; `matmul_depth`: what a tile's first loads and last
+    stores cost, as if its product were so much deeper; `attention`: fused kernels; `memory`: of the
+    memory's bandwidth; `link`, `network`: of theirs. `kernel_seconds`: of a kernel at least;
+    `start_seconds`: of a collective, `link_seconds`, `network_seconds`: for each further rank of a
+    node, and for each further node.
+    """
+
+    matmul: float
+    matmul_depth: float
+    attention: float
+    memory: float
+    link: float
+    network: float
+    kernel_seconds: float
+    start_seconds: float
+    link_seconds: float
+    network_seconds: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator (or CPU process), with the links it has. Rates in units per second.
+
+    `num_units`: multiprocessors, which products are cut into tiles for. `link_bandwidth`: bytes in
+    one direction to the devices of its node; `network_bandwidth`: its share of what leaves the
+    node; `host_bandwidth`: to main memory (offload). `host_memory_bandwidth`: of main memory, for
+    the CPU's optimizer step, all devices of a node together.
+    """
+
+    name: str
+    peak_flops: float
+    num_units: int
+    memory_bytes: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    host_bandwidth: float
+    host_memory_bandwidth: float
+    devices_per_node: int
+    reach: Reach
+    float32_flops: float = 0.0
+    float8_gain: float = 1.0
+    is_cpu: bool = False
+
+
+@functools.cache
+def _table() -> Mapping[str, Any]:
+    tree: Mapping[str, Any] = json.loads((TABLES / "hardware.json").read_text(encoding="utf-8"))
+    return tree
+
+
+def device_names() -> list[str]:
+    """Names that `find_device` knows."""
+    return list(_table()["devices"])
+
+
+def find_device(name: str) -> Device:
+    """The device called `name`, in any case, with or without separators; of a family ("A100") its
+    common member. Raises ConfigError that tells the nearest names."""
+    entry = _find(name)
+    if entry is None:
+        known = device_names()
+        close = difflib.get_close_matches(name.upper(), known, n=3, cutoff=0.3)
+        remedy = f"did you mean {' or '.join(close)}? " if close else ""
+        remedy += f"known: {', '.join(known)}; or measure one with bigtrain plan --calibrate"
+        raise ConfigError(Problem("--gpus", name, "no such device in the hardware tables", remedy))
+    return _device(entry, _table()["devices"][entry])
+
+
+def _find(name: str) -> str | None:
+    wanted = _plain(name)
+    devices = _table()["devices"]
+    for entry, figures in devices.items():
+        if wanted in {_plain(entry), *(_plain(alias) for alias in figures.get("aliases", ()))}:
+            return str(entry)
+    # As torch or a table writes it: "NVIDIA H100 80GB HBM3", "A100-SXM4-80GB", "H100-80GB-SXM".
+    for entry, figures in devices.items():
+        if re.search(figures["pattern"], name, re.IGNORECASE):
+            return str(entry)
+    return None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _device(name: str, figures: Mapping[str, Any]) -> Device:
+    value = {key: item["value"] for key, item in figures["figures"].items()}
+    reach = Reach(**_table()["reach"][figures["reach"]])
+    return Device(name=name, reach=reach, **value)
+
+
+def load_calibration(path: Path) -> Device:
+    """The device that ``bigtrain plan --calibrate`` measured. Raises ConfigError."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        return Device(**{**tree["device"], "reach": Reach(**tree["device"]["reach"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            Problem(
+                "--hardware",
+                str(path),
+                f"is no calibration ({error!r})",
+                "write one with bigtrain plan --calibrate",
+            )
+        ) from error
+
+
+def with_network(device: Device, bits_per_second: float) -> Device:
+    """`device` with its share of the network's bandwidth changed."""
+    return replace(device, network_bandwidth=bits_per_second / 8)

@@ -1,0 +1,93 @@
+"""How long the operations of a layer take on one device. Pure.
+
+Products are counted in tiles: a device computes as many at once as it has multiprocessors, and a
+last, partly filled wave takes as long as a full one ("wave quantization", NVIDIA's guide to matrix
+multiplication performance). What is smaller than that is bound by memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from bigtrain.planner.hardware import Device
+from bigtrain.planner.model_costs import Attention, Matmul
+
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.7))
+"""Rows, columns, and what of the best tile's speed it reaches (fewer reuses of what is loaded)."""
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def matmul_seconds(
+    device: Device, rows: int, in_size: int, out_size: int, element_bytes: int, gain: float = 1.0
+) -> float:
+    """Of ``rows x in_size`` times ``in_size x out_size``; `gain`: of a faster number format."""
+    if min(rows, in_size, out_size) <= 0:
+        return 0.0
+    size = rows * in_size + in_size * out_size + rows * out_size
+    moved = element_bytes * size / (device.memory_bandwidth * device.reach.memory)
+    peak = device.peak_flops if element_bytes <= 2 else device.float32_flops or device.peak_flops
+    peak *= device.reach.matmul * gain
+    if device.is_cpu:
+        return max(2.0 * rows * in_size * out_size / peak, moved) + device.reach.kernel_seconds
+    best = math.inf
+    for tile_rows, tile_columns, speed in _TILES:
+        tiles = math.ceil(rows / tile_rows) * math.ceil(out_size / tile_columns)
+        waves = math.ceil(tiles / device.num_units)
+        work = 2.0 * tile_rows * tile_columns * (in_size + device.reach.matmul_depth)
+        best = min(best, waves * work * device.num_units / (peak * speed))
+    return max(best, moved) + device.reach.kernel_seconds
+
+
+def weight_seconds(
+    device: Device, matmul: Matmul, tokens: int, tensor_size: int, element_bytes: int, gain: float
+) -> tuple[float, float]:
+    """Forward and backward seconds of a product with a weight, of which a rank has its part."""
+    in_size = matmul.in_size // (tensor_size if matmul.cut == "in" else 1)
+    out_size = matmul.out_size // (tensor_size if matmul.cut == "out" else 1)
+    if matmul.num_groups == 1 and matmul.share == 1.0:
+        rows, times = tokens, float(matmul.count)
+    else:
+        # Experts: rows fall to the groups evenly at best.
+        rows = max(1, round(tokens * matmul.share / matmul.num_groups))
+        times = float(matmul.num_groups * matmul.count)
+    forward = matmul_seconds(device, rows, in_size, out_size, element_bytes, gain)
+    inputs = matmul_seconds(device, rows, out_size, in_size, element_bytes, gain)
+    weights = matmul_seconds(device, in_size, rows, out_size, element_bytes, gain)
+    return times * forward, times * (inputs + weights)
+
+
+def attention_seconds(
+    device: Device,
+    attention: Attention,
+    samples: int,
+    sequence_length: int,
+    num_ranks: int,
+    score_passes: tuple[float, float] | None,
+    speed: float = 1.0,
+) -> tuple[float, float]:
+    """Forward and backward seconds of softmax attention whose heads `num_ranks` share.
+
+    Fused kernels compute the scores of the tokens before alone, and anew in the backward pass (2.5
+    times the forward's work: Dao 2023, arXiv 2307.08691, section 3), `speed` of what the device's
+    best ones reach. Others compute all of them and move them through memory, `score_passes` times
+    forward and backward.
+    """
+    heads = attention.num_heads / num_ranks
+    looked_at = float(sequence_length)
+    if attention.window is not None:
+        looked_at = min(looked_at, 2.0 * attention.window)
+    pairs = samples * sequence_length * looked_at * heads
+    flops = 2.0 * pairs * (attention.head_size + attention.value_size)
+    if score_passes is None:
+        seconds = flops / 2 / (device.peak_flops * device.reach.attention * speed)
+        return seconds, 2.5 * seconds
+    moved = 2.0 * pairs / (device.memory_bandwidth * device.reach.memory)
+    seconds = flops / (device.peak_flops * device.reach.matmul)
+    forward, backward = score_passes
+    return seconds + forward * moved, 2 * seconds + backward * moved
+
+
+def memory_seconds(device: Device, num_bytes: float) -> float:
+    """Of reading and writing `num_bytes` in all."""
+    return num_bytes / (device.memory_bandwidth * device.reach.memory)

@@ -1,0 +1,77 @@
+"""One way to place a run on devices: degrees, batch, what is recomputed or moved. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Recompute = Literal["none", "attention", "operators", "full"]
+"""What the backward pass computes again: nothing, attention alone (Korthikanti et al. 2022), every
+second product and all that is not a product (torchtitan's selective-op), or whole layers."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout, as run YAML and DeepSpeed JSON say it.
+
+    `data_size` counts replicas; with `sequence_size` they are what ZeRO partitions over.
+    `expert_size` lies inside of both. `loss_chunk_tokens` None: logits of a whole micro-batch
+    exist. `tensor_sequence`: norms and residuals are cut along the sequence inside a tensor-
+    parallel group (Megatron's sequence parallelism; bigtrain has it not, published rows do).
+    `recompute_every`: of "full", every so many-th layer. `num_virtual_stages`: of interleaved
+    pipelines, per rank.
+    """
+
+    data_size: int
+    tensor_size: int = 1
+    pipeline_size: int = 1
+    sequence_size: int = 1
+    expert_size: int = 1
+    zero_stage: int = 0
+    micro_batch_size: int = 1
+    num_accumulation: int = 1
+    sequence_length: int = 2048
+    recompute: Recompute = "none"
+    recompute_every: int = 1
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    loss_chunk_tokens: int | None = None
+    tensor_sequence: bool = False
+    num_virtual_stages: int = 1
+    parameter_bytes: int = 2
+    gradient_bytes: int = 4
+    reduce_bucket_elements: int = 500_000_000
+    gather_bucket_elements: int = 500_000_000
+    overlap_communication: bool = True
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.data_size * self.tensor_size * self.pipeline_size * self.sequence_size
+
+    @property
+    def partition_size(self) -> int:
+        """Ranks that ZeRO divides states among."""
+        return self.data_size * self.sequence_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of an optimizer step."""
+        return self.data_size * self.micro_batch_size * self.num_accumulation
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Of one rank: a sequence-parallel group shares its samples."""
+        return self.micro_batch_size * self.sequence_length // self.sequence_size
+
+    def describe(self) -> str:
+        """A few words for a table, such as ``ZeRO 1, TP 8, PP 4, micro 2, recompute``."""
+        words = [f"ZeRO {self.zero_stage}"]
+        degrees = {"TP": self.tensor_size, "PP": self.pipeline_size, "SP": self.sequence_size}
+        words += [f"{name} {size}" for name, size in degrees.items() if size > 1]
+        words.append(f"micro {self.micro_batch_size}")
+        if self.recompute != "none":
+            words.append("recompute" if self.recompute == "full" else f"recompute {self.recompute}")
+        if self.offload_optimizer:
+            words.append("offload" if self.offload_parameters else "optimizer offload")
+        return ", ".join(words)

@@ -1,0 +1,233 @@
+"""What one token costs in each layer of a model: parameters, products, bytes kept and moved.
+
+Written by `bigtrain.models.meta_trace` from the real transformers module, or by `closed_form` from
+a handful of figures. Everything is for one token and tensor-parallel degree 1; what tensor
+parallelism divides among its ranks stands apart (``cut``) from what each of them has (``whole``).
+
+Pure: imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A product of all tokens with a weight of ``in_size x out_size``.
+
+    `cut`: which side tensor parallelism divides, None for neither. `num_groups`: of a grouped
+    product over experts, how many weights there are; each token meets `share` of them, 1 without
+    experts, so that ``tokens * share`` rows are multiplied in all. `count`: of products that are
+    alike.
+    """
+
+    in_size: int
+    out_size: int
+    cut: Literal["in", "out"] | None = None
+    num_groups: int = 1
+    share: float = 1.0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention. `head_size` is that of queries and keys, `value_size` of values; a token
+    sees at most `window` tokens before it, or all where that is None."""
+
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    value_size: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One decoder layer, per token where bytes are meant.
+
+    `saved`: kept by autograd for the backward pass; `moved`: read and written by what is neither
+    a product nor attention, in the forward pass. `score_bytes`: kept for each head and each token
+    looked at, where attention is not fused. `num_kernels` of the forward pass: what a host has to
+    launch. `num_parameters_expert` are in neither of the two before.
+    """
+
+    num_parameters_whole: int
+    num_parameters_cut: int
+    num_parameters_expert: int
+    num_tensors: int
+    matmuls: tuple[Matmul, ...]
+    attention: Attention | None
+    saved_bytes_whole: float
+    saved_bytes_cut: float
+    moved_bytes_whole: float
+    moved_bytes_cut: float
+    score_bytes: float = 0.0
+    num_kernels: int = 40
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all its parameters."""
+        return self.num_parameters_whole + self.num_parameters_cut + self.num_parameters_expert
+
+    @property
+    def num_active_parameters(self) -> float:
+        """Elements that a token is multiplied with."""
+        share = next((m.share / m.num_groups for m in self.matmuls if m.num_groups > 1), 1.0)
+        dense = self.num_parameters_whole + self.num_parameters_cut
+        return dense + self.num_parameters_expert * share
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """A causal language model: its kinds of layers, and which kind each layer is.
+
+    `head_parameters` are 0 where the head shares the embedding's weight (`tied`).
+    `num_other_parameters`: final norm, position embeddings. `source`: how the figures were got.
+    """
+
+    hidden_size: int
+    vocabulary_size: int
+    kinds: tuple[LayerCosts, ...]
+    layers: tuple[int, ...]
+    tied: bool
+    embedding_parameters: int
+    head_parameters: int
+    num_other_parameters: int = 0
+    source: str = "closed form"
+    element_bytes: int = 2
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, a tied one once."""
+        inner = sum(self.kinds[kind].num_parameters for kind in self.layers)
+        return inner + self.embedding_parameters + self.head_parameters + self.num_other_parameters
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, for a cache."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(tree: Mapping[str, Any]) -> ModelCosts:
+        """What `to_json` wrote. Raises KeyError or TypeError where it is something else."""
+        kinds = []
+        for kind in tree["kinds"]:
+            matmuls = tuple(Matmul(**matmul) for matmul in kind["matmuls"])
+            attention = kind["attention"] and Attention(**kind["attention"])
+            kinds.append(LayerCosts(**{**kind, "matmuls": matmuls, "attention": attention}))
+        return ModelCosts(**{**tree, "kinds": tuple(kinds), "layers": tuple(tree["layers"])})
+
+
+@dataclass(frozen=True)
+class DenseShape:
+    """The figures that the closed form needs. `gated`: whether the feed-forward network multiplies
+    two products (SwiGLU) where others have one. `dropout`: whether masks of it are kept.
+    `fused_attention`: whether scores are never written to memory."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocabulary_size: int
+    gated: bool = True
+    tied: bool = False
+    dropout: bool = False
+    fused_attention: bool = True
+    head_size: int | None = None
+    num_positions: int = 0
+
+
+def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
+    """Costs of a dense decoder, counted by hand.
+
+    Saved bytes: Korthikanti et al. 2022 (arXiv 2205.04198), table 2, for GPT with dropout:
+    ``s b h (34 + 5 a s / h)`` of which ``10`` are whole; for gated layers the own count
+    ``(14 + 6 g) h + 8 f`` of ``../shared/planner.md`` (norms in 16 bits), where ``4 h`` are whole
+    norms' inputs and ``4 h`` the inputs of the products. Moved bytes: as transformers' Llama and
+    GPT-NeoX were traced, rotary embeddings and norms in float32 included.
+    """
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    head = shape.head_size or hidden // shape.num_heads
+    queries, keys = shape.num_heads * head, shape.num_key_value_heads * head
+    ups = 2 if shape.gated else 1
+    matmuls = (
+        Matmul(hidden, queries + 2 * keys, "out"),
+        Matmul(queries, hidden, "in"),
+        Matmul(hidden, ups * inner, "out"),
+        Matmul(inner, hidden, "in"),
+    )
+    cut = sum(m.in_size * m.out_size for m in matmuls)
+    scale = element_bytes / 2
+    if shape.gated:
+        saved_whole, saved_cut = 8.0 * hidden, 4.0 * queries + 6.0 * keys + 8.0 * inner
+    else:
+        # Without dropout there are no masks: one byte an element, twice whole; 16-bit otherwise.
+        saved_whole = (10.0 if shape.dropout else 8.0) * hidden
+        saved_cut = 4.0 * queries + 4.0 * keys + 4.0 * inner
+    layer = LayerCosts(
+        num_parameters_whole=2 * hidden * (1 if shape.gated else 2),
+        num_parameters_cut=cut,
+        num_parameters_expert=0,
+        num_tensors=9 if shape.gated else 12,
+        matmuls=matmuls,
+        attention=Attention(shape.num_heads, shape.num_key_value_heads, head, head),
+        saved_bytes_whole=saved_whole * scale,
+        saved_bytes_cut=saved_cut * scale,
+        moved_bytes_whole=(84.0 if shape.gated else 24.0) * hidden * scale,
+        moved_bytes_cut=(
+            10.0 * inner + 28.0 * (queries + keys)
+            if shape.gated
+            else 4.0 * inner + 4.0 * (queries + keys)
+        )
+        * scale,
+        score_bytes=0.0 if shape.fused_attention else 5.0 * scale if shape.dropout else 4.0 * scale,
+        num_kernels=45 if shape.gated else 35,
+    )
+    table = shape.vocabulary_size * hidden
+    return ModelCosts(
+        hidden_size=hidden,
+        vocabulary_size=shape.vocabulary_size,
+        kinds=(layer,),
+        layers=(0,) * shape.num_layers,
+        tied=shape.tied,
+        embedding_parameters=table,
+        head_parameters=0 if shape.tied else table,
+        num_other_parameters=hidden + shape.num_positions * hidden,
+        element_bytes=element_bytes,
+    )
+
+
+def dense_shape(values: Mapping[str, Any]) -> DenseShape | None:
+    """The figures of a Hugging Face configuration; None where one is missing, or there are experts.
+
+    `values`: as config.json has them, other names of old architectures included.
+    """
+
+    def number(*names: str) -> int | None:
+        found = (values.get(name) for name in names)
+        return next((n for n in found if isinstance(n, int) and n > 0), None)
+
+    if any("expert" in name for name in values):
+        return None
+    layers = number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    hidden = number("hidden_size", "n_embd", "d_model", "dim")
+    heads = number("num_attention_heads", "n_head", "n_heads")
+    vocabulary = number("vocab_size")
+    if layers is None or hidden is None or heads is None or vocabulary is None:
+        return None
+    # Those that name neither are GPT's kind, four times as wide inside.
+    inner = number("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    return DenseShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_key_value_heads=number("num_key_value_heads") or heads,
+        intermediate_size=inner or 4 * hidden,
+        vocabulary_size=vocabulary,
+        gated=number("intermediate_size") is not None and values.get("hidden_act") != "gelu",
+        tied=values.get("tie_word_embeddings") is True,
+        head_size=number("head_dim"),
+    )

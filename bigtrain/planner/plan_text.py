@@ -1,0 +1,104 @@
+"""A plan for people and for programs: a table of the best layouts, or all of them as JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from bigtrain.planner.search import Candidate, Cluster
+
+GIB = 2.0**30
+
+
+def plan_table(candidates: Sequence[Candidate], cluster: Cluster, num_shown: int) -> str:
+    """The first `num_shown`, a line each, and what the best one's memory and step are made of."""
+    head = ("", "layout", "GPU GiB", "host GiB", "step s", "tokens/s/GPU", "limited by")
+    body = [
+        (
+            str(number),
+            candidate.layout.describe(),
+            f"{candidate.memory.total / GIB:.1f}",
+            f"{candidate.memory.host / GIB:.1f}" if candidate.memory.host else "",
+            f"{candidate.time.total:.3g}",
+            f"{candidate.tokens_per_second / cluster.num_devices:.4g}",
+            f"{candidate.limit} ({_share(candidate):.0%})",
+        )
+        for number, candidate in enumerate(candidates[:num_shown], start=1)
+    ]
+    widths = [max(len(row[column]) for row in (head, *body)) for column in range(len(head))]
+    lines = [_line(row, widths) for row in (head, *body)]
+    best = candidates[0]
+    return "\n".join([*lines, "", _memory_line(best, cluster), _time_line(best)])
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [
+        cell.ljust(width) if column in (1, 6) else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    return "  ".join(cells).rstrip()
+
+
+def _share(candidate: Candidate) -> float:
+    return candidate.time.terms()[candidate.limit] / candidate.time.total
+
+
+def _memory_line(candidate: Candidate, cluster: Cluster) -> str:
+    terms = candidate.memory.terms()
+    named = ", ".join(f"{name} {size / GIB:.3g}" for name, size in terms.items() if size > 0)
+    usable = cluster.usable_memory / GIB
+    return f"memory of 1, GiB of {usable:.1f} usable, stage {candidate.memory.stage}: {named}"
+
+
+def _time_line(candidate: Candidate) -> str:
+    terms = candidate.time.terms()
+    return "step of 1: " + ", ".join(f"{name} {value:.3g} s" for name, value in terms.items())
+
+
+def as_json(candidates: Sequence[Candidate], cluster: Cluster) -> list[dict[str, Any]]:
+    """Each layout with memory (bytes) and time (seconds) by their terms."""
+    return [
+        {
+            "layout": asdict(candidate.layout),
+            "fits": candidate.fits,
+            "memory_bytes": {"total": candidate.memory.total, **candidate.memory.terms()},
+            "host_memory_bytes": candidate.memory.host,
+            "fullest_stage": candidate.memory.stage,
+            "step_seconds": {"total": candidate.time.total, **candidate.time.terms()},
+            "tokens_per_second": candidate.tokens_per_second,
+            "tokens_per_second_per_device": candidate.tokens_per_second / cluster.num_devices,
+            "limited_by": candidate.limit,
+        }
+        for candidate in candidates
+    ]
+
+
+def nothing_fits(others: Sequence[Candidate], cluster: Cluster) -> tuple[str, str]:
+    """What is missing, and the nearest thing that would do: (rule, remedy)."""
+    best = others[0]
+    need, has = best.memory.total, cluster.usable_memory
+    name = cluster.device.name
+    if need <= has:
+        need, has = best.memory.host, cluster.host_memory_per_rank
+        rule = (
+            f"the smallest layout ({best.layout.describe()}) needs {need / GIB:.1f} GiB of main "
+            f"memory for each of its ranks, of which there are {has / GIB:.1f}"
+        )
+        nodes = min(cluster.num_devices, cluster.device.devices_per_node)
+        return rule, f"nodes with {need * nodes / GIB:.0f} GiB of main memory (--host-memory)"
+    terms = best.memory.terms()
+    largest = max(terms, key=lambda term: terms[term])
+    rule = (
+        f"no layout fits {cluster.num_devices} x {name}: the smallest ({best.layout.describe()}) "
+        f"needs {need / GIB:.1f} GiB of {has / GIB:.1f} usable, {terms[largest] / GIB:.1f} of them "
+        f"{largest}"
+    )
+    times = cluster.num_devices
+    shrinking = terms["states"] + terms["gradients"]
+    fixed = need - shrinking
+    if best.layout.zero_stage == 3 and fixed < has:
+        while fixed + shrinking * cluster.num_devices / times > has:
+            times *= 2
+        return rule, f"about {times} devices, which ZeRO 3 divides the states among"
+    return rule, "a shorter batch.sequence_length, or devices with more memory"

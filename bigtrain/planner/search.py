@@ -1,0 +1,194 @@
+"""All legal layouts of a run on a number of devices, each with what it takes, best first. Pure.
+
+What is legal is what a run would accept: the rules of `bigtrain.settings.compatibility`, the
+batch's arithmetic, the model's heads and layers. Offload is tried where a layout does not fit
+without, so that a table is not full of what nobody would choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from bigtrain.planner.engines import Engine
+from bigtrain.planner.hardware import Device
+from bigtrain.planner.layout import Layout
+from bigtrain.planner.memory import MemoryUse, peak_memory
+from bigtrain.planner.model_costs import ModelCosts
+from bigtrain.planner.step_time import StepTime, step_time
+from bigtrain.settings.compatibility.check import check_compatibility
+from bigtrain.settings.compatibility.facts import Facts
+
+LOGITS_BYTES = 256 * 2**20
+"""Float32 logits above which `model.loss: auto` computes them in chunks (`loss_chunk_tokens`)."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a run is to be started on. `host_memory`: bytes of a node's main memory; `margin`: share
+    of a device's memory that a plan leaves free."""
+
+    device: Device
+    num_devices: int
+    host_memory: float
+    margin: float = 0.05
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes of a device that a layout may take."""
+        return self.device.memory_bytes * (1 - self.margin)
+
+    @property
+    def host_memory_per_rank(self) -> float:
+        """Bytes of main memory for each rank."""
+        return self.host_memory / min(self.num_devices, self.device.devices_per_node)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its costs. `tokens_per_second` of the whole run."""
+
+    layout: Layout
+    memory: MemoryUse
+    time: StepTime
+    tokens_per_second: float
+    fits: bool
+
+    @property
+    def limit(self) -> str:
+        """The largest part of the step, in a word."""
+        terms = self.time.terms()
+        return max(terms, key=lambda name: terms[name])
+
+
+@dataclass(frozen=True)
+class Request:
+    """What of a run decides its layouts. `facts`: of the run as it is, for the rules; `engines`: by
+    ZeRO stage and kind of offload, which DeepSpeed JSON it would take."""
+
+    model: ModelCosts
+    facts: Facts
+    sequence_length: int
+    global_batch_size: int
+    parameter_bytes: int
+    gradient_bytes: int
+    bucket_elements: int
+    loss: str
+    loss_chunk_tokens: int | None
+    zero_stages: Sequence[int] = (0, 1, 2, 3)
+
+
+def search(
+    request: Request, cluster: Cluster, engine: Engine
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Layouts that fit, fastest first, and those that do not, smallest first."""
+    fitting: list[Candidate] = []
+    others: list[Candidate] = []
+    for layout in _layouts(request, cluster.num_devices):
+        recomputed = replace(layout, recompute="full")
+        both = [assess(request.model, each, cluster, engine) for each in (layout, recomputed)]
+        for candidate in both:
+            (fitting if candidate.fits else others).append(candidate)
+        if any(candidate.fits for candidate in both):
+            continue
+        for offloaded in _offloaded(layout, request, cluster.num_devices):
+            candidate = assess(request.model, offloaded, cluster, engine)
+            (fitting if candidate.fits else others).append(candidate)
+            if candidate.fits:
+                break
+    fitting.sort(key=lambda candidate: -candidate.tokens_per_second)
+    others.sort(key=lambda candidate: candidate.memory.total)
+    return fitting, others
+
+
+def assess(model: ModelCosts, layout: Layout, cluster: Cluster, engine: Engine) -> Candidate:
+    """Memory and time of one layout."""
+    memory = peak_memory(model, layout, engine)
+    time = step_time(model, layout, cluster.device, engine)
+    tokens = layout.global_batch_size * layout.sequence_length / time.total
+    fits = memory.total <= cluster.usable_memory and memory.host <= cluster.host_memory_per_rank
+    return Candidate(layout, memory, time, tokens, fits)
+
+
+def _layouts(request: Request, world_size: int) -> Iterator[Layout]:
+    degrees = [
+        (t, p, s)
+        for t in _divisors(world_size)
+        for p in _divisors(world_size // t)
+        for s in _divisors(world_size // t // p)
+        if p <= len(request.model.layers) and request.sequence_length % s == 0
+    ]
+    for zero in request.zero_stages:
+        for t, p, s in degrees:
+            if not is_legal(request.facts, zero, world_size, t, p, s):
+                continue
+            data = world_size // (t * p * s)
+            if request.global_batch_size % data:
+                continue
+            per_rank = request.global_batch_size // data
+            for micro in _divisors(per_rank):
+                accumulation = per_rank // micro
+                if (p > 1 and accumulation < p) or micro > 64:
+                    continue  # more stages than micro-batches: mostly bubble
+                yield Layout(
+                    data_size=data,
+                    tensor_size=t,
+                    pipeline_size=p,
+                    sequence_size=s,
+                    zero_stage=zero,
+                    micro_batch_size=micro,
+                    num_accumulation=accumulation,
+                    sequence_length=request.sequence_length,
+                    loss_chunk_tokens=_chunk(request, micro * request.sequence_length // s),
+                    parameter_bytes=request.parameter_bytes,
+                    gradient_bytes=request.gradient_bytes,
+                    reduce_bucket_elements=request.bucket_elements,
+                    gather_bucket_elements=request.bucket_elements,
+                    overlap_communication=False,
+                )
+
+
+def is_legal(
+    facts: Facts, zero: int, world_size: int, tensor: int, pipeline: int, sequence: int
+) -> bool:
+    """Whether a run of these degrees would be accepted."""
+    changed = replace(
+        facts,
+        zero_stage=zero,
+        world_size=world_size,
+        tensor_size=tensor,
+        pipeline_size=pipeline,
+        sequence_size=sequence,
+        pipeline_block=False,
+        pipeline_settings=(),
+    )
+    return not check_compatibility(changed)
+
+
+def _offloaded(layout: Layout, request: Request, world_size: int) -> Iterator[Layout]:
+    """`layout` with ever more moved to main memory."""
+    full = replace(layout, recompute="full")
+    if layout.zero_stage < 1 or layout.pipeline_size > 1:
+        return
+    offloads: Mapping[str, str | None] = {"offload_optimizer": "cpu"}
+    facts = replace(request.facts, **offloads)  # type: ignore[arg-type]
+    degrees = (layout.tensor_size, layout.pipeline_size, layout.sequence_size)
+    if is_legal(facts, layout.zero_stage, world_size, *degrees):
+        yield replace(layout, offload_optimizer=True)
+        yield replace(full, offload_optimizer=True)
+    if layout.zero_stage == 3:
+        facts = replace(facts, offload_param="cpu")
+        if is_legal(facts, 3, world_size, *degrees):
+            yield replace(full, offload_optimizer=True, offload_parameters=True)
+
+
+def _chunk(request: Request, tokens: int) -> int | None:
+    """Tokens whose logits exist at a time, as the run decides it."""
+    if request.loss == "plain":
+        return None
+    chunk = request.loss_chunk_tokens or max(1, LOGITS_BYTES // (4 * request.model.vocabulary_size))
+    return chunk if tokens > chunk else None
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

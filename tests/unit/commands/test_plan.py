@@ -1,0 +1,126 @@
+"""`bigtrain plan`: what it writes a run accepts, and what is wrong is one clear error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bigtrain.cli import main
+from bigtrain.settings.resolve import resolve_run_files
+from tests.support.worlds import ROOT
+
+RUN = {
+    "model": {
+        "config": {
+            "model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+        },
+    },
+    "data": {"path": "shards"},
+    "batch": {"sequence_length": 64, "global_batch_size": 32},
+    "train": {"steps": 3},
+    "optimizer": {"lr": 1e-3},
+    "output": {"directory": "run"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(RUN))
+    return path
+
+
+def test_plan_shows_the_best_layouts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(config), "--gpus", "8xH100-80GB", "--top", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("0.000279B parameters on 8 x H100-80GB, 32 samples of 64 tokens")
+    assert [line.split()[0] for line in lines[2:5]] == ["1", "2", "3"]
+    assert lines[6].startswith("memory of 1, GiB of 76.0 usable")
+
+
+@pytest.mark.parametrize("choose", [1, 4, 60])
+def test_what_is_written_is_a_run(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], choose: int
+) -> None:
+    arguments = ["plan", "--config", str(config), "--gpus", "8xH100", "--json"]
+    written = ["--write", str(tmp_path / "best"), "--choose", str(choose)]
+    assert main([*arguments, *written]) == 0
+    output = capsys.readouterr().out
+    tree, end = json.JSONDecoder().raw_decode(output)
+    assert (
+        f"deepspeed --num_gpus 8 bigtrain/train.py --config {tmp_path}/best/run.yaml"
+        in (output[end:])
+    )
+    layout = tree["layouts"][choose - 1]["layout"]
+    resolved = resolve_run_files(str(tmp_path / "best" / "run.yaml"), [], 8)
+    assert resolved.engine.zero_stage == layout["zero_stage"]
+    assert resolved.topology.tensor_size == layout["tensor_size"]
+    assert resolved.topology.pipeline_size == layout["pipeline_size"]
+    assert resolved.plan.micro_batch_size == layout["micro_batch_size"]
+    assert resolved.plan.accumulation == layout["num_accumulation"]
+    assert resolved.config.model.gradient_checkpointing == layout["recompute"]
+
+
+def test_costs_are_traced_once(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bigtrain.models import meta_trace
+
+    arguments = ["plan", "--config", str(config), "--gpus", "2xA100", "--json"]
+    assert main(arguments) == 0
+    monkeypatch.setattr(meta_trace, "trace_model", None)
+    assert main(arguments) == 0
+    with pytest.raises(TypeError):
+        main([*arguments, "model.config.hidden_size=128"])
+
+
+def test_without_torch_dense_layers_are_counted_by_a_closed_form(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "bigtrain.models.meta_trace", None)
+    assert main(["plan", "--config", str(config), "--gpus", "2xA100"]) == 0
+    assert "by a closed form of dense layers, not traced" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--gpus", "8xH900"], "did you mean H"),
+        (["--gpus", "0xH100"], "write 64xH100-80GB, say"),
+        (["--gpus", "H100"], "write 64xH100-80GB, say"),
+        (["--gpus", "12xH100"], "nearest: 8 or 16"),
+        (["--gpus", "8xH100", "--hardware", "none.json"], "is no calibration"),
+        (["--gpus", "7xH100"], "batch.global_batch_size: 28 or 35"),
+        (["--gpus", "8xH100", "--write", "out", "--choose", "10000"], "layouts that fit"),
+        (["--gpus", "8xH100", "model.config.hidden_sise=8"], "did you mean"),
+        ([], "--gpus: is needed for a plan"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_error(
+    config: Path,
+    arguments: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--config", str(config), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bigtrain plan: 1 problem")
+    assert says in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluation_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ROOT / "benchmarks" / "planner_rows.csv"
+    assert main(["plan", "--evaluate", str(rows), "--output", str(tmp_path / "out.csv")]) == 0
+    assert "| all | 829 |" in capsys.readouterr().out
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 830
+    assert main(["plan", "--evaluate", str(rows), "--output", str(tmp_path / "no" / "x.csv")]) == 2
+    assert "--output" in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""What is traced without memory is what a real layer keeps, multiplies and has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from bigtrain.errors import ModelError
+from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.meta_trace import trace_model
+from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form
+
+SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SMALL),
+    "qwen3": Qwen3Config(**SMALL, head_dim=16),
+    "gpt2": GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, attn_pdrop=0.0),
+    "gpt_neox": GPTNeoXConfig(**{**SMALL, "num_key_value_heads": 4}),
+    "gemma3": Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=128),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2,
+                                moe_intermediate_size=32),
+    "deepseek_v3": DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4}, n_routed_experts=4,
+                                    num_experts_per_tok=2, n_group=2, topk_group=1,
+                                    moe_intermediate_size=32, q_lora_rank=32, kv_lora_rank=16,
+                                    qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+                                    first_k_dense_replace=1),
+}  # fmt: skip
+TOKENS = 64
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    costs = trace_model(CONFIGS[name], torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    assert costs.num_parameters == sum(p.numel() for p in model.parameters())
+    assert len(costs.layers) == 2
+    assert costs.source == "traced"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_bytes_are_those_of_a_real_forward_pass(name: str) -> None:
+    """On a CPU, with the fused attention of torch."""
+    costs = trace_model(CONFIGS[name], torch.float32, TOKENS)
+    layer = costs.kinds[costs.layers[1]]
+    told = (layer.saved_bytes_whole + layer.saved_bytes_cut) * TOKENS
+    assert told == pytest.approx(saved_by_layer(CONFIGS[name])[1], rel=0.005)
+
+
+def saved_by_layer(config: PreTrainedConfig) -> list[float]:
+    """Bytes that autograd keeps first of each layer, parameters left out; what all layers share is
+    counted with the first."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    layers = [layer for _, layer in decoder_layers(model)][:2]
+    own = {p.data_ptr() for p in model.parameters()}
+    sizes = [0.0] * len(layers)
+    seen: dict[int, torch.Tensor] = {}
+    running: list[int] = []
+    before: list[torch.Tensor] = []
+
+    def begin(index: int) -> Any:
+        return lambda *_: running.append(index)
+
+    def end(*_: Any) -> None:
+        running.pop()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        key = tensor.untyped_storage().data_ptr()
+        if running and key not in own and key not in seen:
+            seen[key] = tensor
+            sizes[running[-1]] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(begin(index))
+        layer.register_forward_hook(end)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        before.append(model(torch.arange(TOKENS)[None] % 96, use_cache=False).logits)
+    return sizes
+
+
+def products_of(costs: ModelCosts) -> float:
+    return sum(
+        m.in_size * m.out_size * m.share * m.count
+        for kind in costs.layers
+        for m in costs.kinds[kind].matmuls
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_products_are_those_of_the_active_parameters(name: str) -> None:
+    costs = trace_model(CONFIGS[name], torch.bfloat16)
+    active = sum(costs.kinds[kind].num_active_parameters for kind in costs.layers)
+    # Norms and biases are parameters and no products.
+    assert products_of(costs) == pytest.approx(active, rel=0.03)
+
+
+def test_closed_form_agrees_where_there_is_one() -> None:
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=1536, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=2,
+    )  # fmt: skip
+    traced = trace_model(config, torch.bfloat16)
+    counted = closed_form(DenseShape(2, 512, 8, 2, 1536, 512))
+    assert traced.num_parameters == counted.num_parameters
+    assert products_of(traced) == products_of(counted)
+    (layer,), (other,) = traced.kinds, counted.kinds
+    for name in ("num_parameters_whole", "num_parameters_cut", "attention"):
+        assert getattr(layer, name) == getattr(other, name)
+    # RMSNorm keeps float32 copies, which the closed form has not.
+    kept = (layer.saved_bytes_whole + layer.saved_bytes_cut) / (
+        other.saved_bytes_whole + other.saved_bytes_cut
+    )
+    assert 1.0 < kept < 1.25  # two norms: 8 of 40 bytes
+    assert layer.moved_bytes_whole == pytest.approx(other.moved_bytes_whole, rel=0.1)
+    assert layer.moved_bytes_cut == pytest.approx(other.moved_bytes_cut, rel=0.1)
+
+
+def test_what_tensor_parallelism_divides_is_told_from_the_rest() -> None:
+    costs = trace_model(CONFIGS["llama"], torch.bfloat16)
+    (layer,) = costs.kinds
+    assert {(m.in_size, m.out_size, m.cut) for m in layer.matmuls} == {
+        (64, 64, "out"), (64, 32, "out"), (64, 64, "in"), (64, 160, "out"), (160, 64, "in"),
+    }  # fmt: skip
+    # What autograd keeps of one token between the products: q, k, v, output and log-sum-exp; gate,
+    # its activation, up and their product.
+    inside = 2 * (64 + 32 + 32 + 64 + 4 * 160) + 4 * 4
+    assert layer.saved_bytes_cut == pytest.approx(inside)
+
+
+def test_sizes_do_not_depend_on_the_tokens_traced() -> None:
+    first, second = (trace_model(CONFIGS["qwen3"], torch.bfloat16, n) for n in (64, 256))
+    for one, other in zip(first.kinds, second.kinds, strict=True):
+        assert one.saved_bytes_whole == pytest.approx(other.saved_bytes_whole, rel=0.01)
+        assert one.saved_bytes_cut == pytest.approx(other.saved_bytes_cut, rel=0.01)
+
+
+def test_costs_come_back_from_json() -> None:
+    costs = trace_model(CONFIGS["deepseek_v3"], torch.bfloat16)
+    assert ModelCosts.from_json(costs.to_json()) == costs
+    assert len(costs.kinds) == 2  # dense, and mixture
+
+
+def test_a_model_that_cannot_be_traced_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no kernel for meta")
+
+    monkeypatch.setattr(nn.Linear, "forward", fails)
+    with pytest.raises(ModelError, match="cannot be traced on the meta device: no kernel"):
+        trace_model(CONFIGS["llama"], torch.bfloat16)

@@ -1,0 +1,110 @@
+"""Memory by hand counts: states by ZeRO's table, what autograd keeps, stages and their batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bigtrain.planner.engines import engine_named
+from bigtrain.planner.layout import Layout
+from bigtrain.planner.memory import MemoryUse, peak_memory
+from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form, dense_shape
+from bigtrain.planner.step_time import stage_layers
+
+ENGINE = engine_named("deepspeed")
+GPT = DenseShape(24, 2048, 16, 16, 8192, 50257, gated=False, tied=True, dropout=True,
+                 fused_attention=False)  # fmt: skip
+LLAMA = DenseShape(32, 4096, 32, 8, 14336, 128256)
+
+
+def use_of(model: ModelCosts, **changes: Any) -> MemoryUse:
+    layout = replace(Layout(8, reduce_bucket_elements=1, gather_bucket_elements=1), **changes)
+    return peak_memory(model, layout, ENGINE)
+
+
+def test_parameters_of_llama_3_8b() -> None:
+    assert closed_form(LLAMA).num_parameters == 8_030_261_248
+
+
+def test_a_configuration_gives_its_shape_and_experts_have_none() -> None:
+    # fmt: off
+    values = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+    # fmt: on
+    assert dense_shape(values) == LLAMA
+    gpt2 = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
+    shape = dense_shape(gpt2)
+    assert shape is not None
+    assert (shape.intermediate_size, shape.gated) == (3072, False)
+    assert dense_shape({**values, "num_local_experts": 8}) is None
+    assert dense_shape({"hidden_size": 8}) is None
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    # Bytes of a parameter on one of 8 ranks, gradients in float32: 2 + 4 + 12.
+    [(0, 18.0), (1, 2 + 4 + 12 / 8), (2, 2 + 4 / 8 + 12 / 8), (3, 18 / 8)],
+)
+def test_states_are_those_of_the_paper(zero: int, expected: float) -> None:
+    model = closed_form(LLAMA)
+    use = use_of(model, zero_stage=zero)
+    assert (use.states + use.gradients) / model.num_parameters == pytest.approx(expected)
+
+
+def test_activations_of_a_layer_are_korthikantis() -> None:
+    """``s b h (34 + 5 a s / h)``, of which a rank keeps ``10 + (24 + 5 a s / h) / t``."""
+    model, s, b, h, a = closed_form(GPT), 1024, 3, 2048, 16
+    one = replace(model, layers=(0,))
+
+    def kept(tensor: int) -> float:
+        use = use_of(one, micro_batch_size=b, sequence_length=s, tensor_size=tensor)
+        return (use.activations - 2 * 2 * s * b * h) / (s * b * h)  # without what goes in and out
+
+    assert kept(1) == pytest.approx(34 + 5 * a * s / h, rel=0.01)
+    assert kept(4) == pytest.approx(10 + 24 / 4 + 5 * a * s / h / 4, rel=0.05)
+
+
+def test_full_recomputation_keeps_the_inputs_and_one_layer() -> None:
+    model = closed_form(LLAMA)
+    s, h = 2048, 4096
+    plain, full = (use_of(model, recompute=kind).activations for kind in ("none", "full"))
+    layer = (plain - 4 * s * h) / 32
+    assert full == pytest.approx(32 * 2 * s * h + layer)
+    every_fourth = use_of(model, recompute="full", recompute_every=4).activations
+    assert full < every_fourth < plain
+
+
+def test_stages_keep_as_many_micro_batches_as_are_in_flight() -> None:
+    """Of each the inputs of a stage's layers and its output; the first stage of four keeps four."""
+    model = replace(closed_form(LLAMA), embedding_parameters=10**10, head_parameters=1)
+    hidden = 2 * 4096 * 2048
+    kept = [
+        use_of(model, pipeline_size=4, num_accumulation=m, recompute="full") for m in (1, 2, 4, 16)
+    ]
+    assert [use.stage for use in kept] == [0, 0, 0, 0]
+    first, *others = (use.activations for use in kept)
+    layers = len(stage_layers(model, 4, balanced=True)[0])
+    assert others == pytest.approx([first + n * (layers + 1) * hidden for n in (1, 3, 3)])
+
+
+def test_chunks_bound_what_logits_take() -> None:
+    model = closed_form(LLAMA)
+    whole = use_of(model, sequence_length=8192).loss
+    chunked = use_of(model, sequence_length=8192, loss_chunk_tokens=512).loss
+    assert whole == pytest.approx(16 * chunked)
+    assert use_of(model, sequence_length=256, loss_chunk_tokens=512).loss == whole / 32
+
+
+def test_offload_moves_states_to_main_memory() -> None:
+    model = closed_form(LLAMA)
+    kept, moved = (use_of(model, zero_stage=3, offload_optimizer=off) for off in (False, True))
+    assert moved.host == pytest.approx(16 / 8 * model.num_parameters)
+    assert kept.allocated - moved.allocated == pytest.approx(moved.host)
+
+
+def test_terms_add_up() -> None:
+    use = use_of(closed_form(LLAMA), zero_stage=3, tensor_size=2, pipeline_size=1)
+    assert sum(use.terms().values()) == pytest.approx(use.total)
+    assert use.total == pytest.approx(use.allocated + use.context)

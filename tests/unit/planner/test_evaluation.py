@@ -1,0 +1,171 @@
+"""Predictions beside published rows: errors, refusals, and what a file must hold."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from bigtrain.errors import ConfigError
+from bigtrain.planner.evaluation import (
+    COLUMNS,
+    Prediction,
+    error_table,
+    predict,
+    read_rows,
+    run_of,
+    summarize,
+    write_rows,
+)
+from bigtrain.planner.hardware import device_names, find_device
+from tests.support.worlds import ROOT
+
+ROWS = ROOT / "benchmarks" / "planner_rows.csv"
+ROW = {
+    "source": "a", "model": "Llama", "layers": "2", "hidden": "256", "heads": "4", "kv_heads": "2",
+    "ffn": "512", "vocab": "1000", "seq": "128", "gpu": "A100-80GB", "num_gpus": "2", "dp": "2",
+    "tp": "1", "pp": "1", "zero": "3", "micro_batch": "1", "global_batch": "4",
+    "recompute": "none", "precision": "bf16", "tokens_per_s_per_gpu": "1000",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published() -> tuple[list[dict[str, str]], list[Prediction]]:
+    rows = read_rows(ROWS)
+    return rows, [predict(row) for row in rows]
+
+
+def test_published_rows_are_told_within_a_tenth(
+    published: tuple[list[dict[str, str]], list[Prediction]],
+) -> None:
+    errors = summarize(*published)
+    *sources, everything = errors
+    assert everything.num_refused == 0
+    assert everything.mean < 0.07
+    assert everything.mean < everything.baseline / 10
+    assert everything.memory_mean < 0.05
+    assert everything.rank_correlation is not None
+    assert everything.rank_correlation > 0.95
+    assert all(found.mean < 0.09 for found in sources)
+
+
+def test_table_of_the_docs_is_the_one_that_comes_out(
+    published: tuple[list[dict[str, str]], list[Prediction]],
+) -> None:
+    text = (ROOT / "docs" / "planner.md").read_text()
+    assert error_table(summarize(*published)) in text
+
+
+def test_errors_against_hand_counts() -> None:
+    rows = [{**ROW, "tokens_per_s_per_gpu": str(t), "peak_gib": "10"} for t in (100, 200, 400)]
+    told = [Prediction(110.0, 11.0), Prediction(190.0, 9.0), Prediction(None, None, "why")]
+    (found,) = summarize(rows, told)
+    assert (found.num_rows, found.num_refused, found.memory_rows) == (3, 1, 2)
+    assert found.mean == pytest.approx(0.075)
+    assert found.worst == pytest.approx(0.1)
+    assert found.memory_mean == pytest.approx(0.1)
+    # One model, utilizations 1 and 2: their mean 1.5 is half too much and a quarter too little.
+    assert found.baseline == pytest.approx((0.5 + 0.25) / 2)
+
+
+@pytest.mark.parametrize(("order", "expected"), [((1, 2, 3, 4), 1.0), ((4, 3, 2, 1), -1.0)])
+def test_rank_correlation(order: tuple[int, ...], expected: float) -> None:
+    rows = [{**ROW, "tokens_per_s_per_gpu": str(t)} for t in (10, 20, 30, 40)]
+    (found,) = summarize(rows, [Prediction(float(t), None) for t in order])
+    assert found.rank_correlation == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layers": ""}, "layers is empty"),
+        ({"dp": "3"}, "dp x tp x pp x cp = 3 is not num_gpus = 2"),
+        ({"global_batch": "5"}, "global_batch = 5 is no multiple of micro_batch x dp"),
+        ({"gpu": "TPU-v4"}, "no such device"),
+        ({"hidden": "many"}, "many"),
+        ({"zero": "4"}, "zero = 4 is no stage"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_with_its_reason(
+    changes: dict[str, str], reason: str
+) -> None:
+    found = predict({**ROW, **changes})
+    assert found.tokens_per_second is None
+    assert reason in found.refused
+
+
+def test_words_of_a_page_decide() -> None:
+    plain = run_of(ROW)
+    assert plain.engine.name == "deepspeed"
+    assert plain.layout.zero_stage == 3
+    megatron = run_of({**ROW, "notes": "Megatron-DeepSpeed ZeRO-1; 4x100Gb Omni-Path per node"})
+    assert megatron.engine.name == "megatron_deepspeed"
+    assert megatron.device.network_bandwidth == 4 * 100e9 / 8 / 8
+    sharded = run_of({**ROW, "notes": "FSDP SHARD_GRAD_OP", "precision": "amp_fp8", "gpu": "H100"})
+    assert (sharded.engine.name, sharded.layout.zero_stage) == ("fsdp", 2)
+    assert sharded.gain > 1
+    assert run_of({**ROW, "notes": "FSDP + compile"}).engine.name == "fsdp_compiled"
+    interleaved = run_of({**ROW, "notes": "Megatron-LM, interleaved 3"})
+    assert interleaved.layout.num_virtual_stages == 3
+
+
+def test_rows_come_back_with_three_columns(tmp_path: Path) -> None:
+    rows = [dict(ROW), {**ROW, "dp": "3"}]
+    write_rows(tmp_path / "out.csv", rows, [predict(row) for row in rows])
+    with (tmp_path / "out.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert float(first["predicted_tokens_per_s_per_gpu"]) > 0
+    assert float(first["predicted_peak_gib"]) > 0
+    assert first["refused"] == ""
+    assert second["predicted_tokens_per_s_per_gpu"] == ""
+    assert "num_gpus" in second["refused"]
+    assert {name: first[name] for name in ROW} == ROW
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("source,model\na,b\n", "has no columns layers, hidden"),
+        (",".join(COLUMNS) + "\n", "has a header and no rows"),
+        (",".join(COLUMNS) + "\n" + ",".join(["1"] * 19 + ["fast"]) + "\n", "line 2: tokens"),
+    ],
+)
+def test_files_that_are_no_rows_are_one_error(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        read_rows(tmp_path / "rows.csv")
+    assert len(caught.value.problems) == 1
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_rows(tmp_path / "none.csv")
+
+
+def test_rows_of_no_sense_are_refused_and_never_crash() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        row = dict(ROW)
+        for name in draw.sample(sorted(ROW), 4):
+            row[name] = draw.choice(["", "0", "-1", "nan", "1e9", "7", "x", "3.5"])
+        found = predict(row)
+        assert (found.tokens_per_second is None) == bool(found.refused)
+        if found.tokens_per_second is not None:
+            assert math.isfinite(found.tokens_per_second)
+            assert found.tokens_per_second > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("A100-SXM", "A100-80GB"),
+        ("A100-40GB-SXM", "A100-40GB"),
+        ("h200", "H200-141GB"),
+        ("NVIDIA B200", "B200-180GB"),
+        ("H100-96GB-HBM2e-500W", "H100-96GB-500W"),
+    ],
+)
+def test_devices_are_found_by_what_torch_and_tables_call_them(name: str, found: str) -> None:
+    assert find_device(name).name == found
+    assert found in device_names()

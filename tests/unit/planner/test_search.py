@@ -1,0 +1,116 @@
+"""Legal layouts, all of them and no others; what fits comes first, and the rest says what lacks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from bigtrain.planner.engines import engine_named
+from bigtrain.planner.hardware import find_device
+from bigtrain.planner.model_costs import DenseShape, closed_form
+from bigtrain.planner.plan_text import as_json, nothing_fits, plan_table
+from bigtrain.planner.search import Cluster, Request, search
+from bigtrain.settings.compatibility.check import check_compatibility
+from bigtrain.settings.compatibility.facts import Facts
+
+ENGINE = engine_named("deepspeed")
+FACTS = Facts(
+    device="cuda", attention_heads=32, cut_heads=32, cut_key_heads=8, num_layers=32,
+    max_positions=8192,
+)  # fmt: skip
+SMALL = closed_form(DenseShape(32, 1024, 32, 8, 2816, 32000))
+LARGE = closed_form(DenseShape(80, 8192, 64, 8, 28672, 128256))
+REQUEST = Request(SMALL, FACTS, 2048, 64, 2, 4, 50_000_000, "auto", None)
+
+
+def cluster(num_devices: int, name: str = "H100", host_memory: float = 1e12) -> Cluster:
+    return Cluster(find_device(name), num_devices, host_memory)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8, 16])
+def test_every_layout_is_legal_and_covers_the_run(num_devices: int) -> None:
+    fitting, others = search(REQUEST, cluster(num_devices), ENGINE)
+    assert fitting
+    for candidate in (*fitting, *others):
+        layout = candidate.layout
+        assert layout.world_size == num_devices
+        assert layout.global_batch_size == 64
+        facts = replace(
+            FACTS,
+            zero_stage=layout.zero_stage,
+            world_size=num_devices,
+            tensor_size=layout.tensor_size,
+            pipeline_size=layout.pipeline_size,
+            sequence_size=layout.sequence_size,
+            offload_optimizer="cpu" if layout.offload_optimizer else None,
+            offload_param="cpu" if layout.offload_parameters else None,
+        )
+        assert not check_compatibility(facts)
+    layouts = [candidate.layout for candidate in (*fitting, *others)]
+    assert len(set(layouts)) == len(layouts)
+
+
+def test_no_kind_of_parallelism_is_left_out() -> None:
+    fitting, others = search(REQUEST, cluster(8), ENGINE)
+    layouts = [candidate.layout for candidate in (*fitting, *others)]
+    assert {layout.zero_stage for layout in layouts} == {0, 1, 2, 3}
+    for axis in ("tensor_size", "pipeline_size", "sequence_size", "data_size"):
+        assert {getattr(layout, axis) for layout in layouts} == {1, 2, 4, 8}, axis
+    assert {layout.recompute for layout in layouts} == {"none", "full"}
+
+
+def test_fastest_first_and_what_does_not_fit_apart() -> None:
+    fitting, others = search(REQUEST, cluster(8), ENGINE)
+    rates = [candidate.tokens_per_second for candidate in fitting]
+    assert rates == sorted(rates, reverse=True)
+    usable = cluster(8).usable_memory
+    assert all(candidate.memory.total <= usable for candidate in fitting)
+    assert all(candidate.memory.total > usable for candidate in others)
+
+
+def test_a_thousand_layouts_are_had_by_few_evaluations() -> None:
+    """Costs a fraction of a millisecond each: counted here, timed by benchmarks/plan.py."""
+    begun = time.process_time()
+    fitting, others = search(REQUEST, cluster(64), ENGINE)
+    spent = time.process_time() - begun
+    assert len(fitting) + len(others) > 500
+    assert spent < 60, "something of a layout takes a hundred times what it did"
+
+
+def test_offload_is_tried_where_nothing_else_fits() -> None:
+    request = replace(REQUEST, model=LARGE)
+    fitting, others = search(request, cluster(8, "A100-80GB", host_memory=2e12), ENGINE)
+    assert fitting
+    assert all(candidate.layout.offload_optimizer for candidate in fitting)
+    poor, others = search(request, cluster(8, "A100-80GB", host_memory=1e11), ENGINE)
+    assert not poor
+    # The smallest on a device wants main memory that is not there.
+    rule, remedy = nothing_fits(others, cluster(8, "A100-80GB", host_memory=1e11))
+    assert "main memory" in rule
+    assert "--host-memory" in remedy
+
+
+def test_nothing_fits_names_what_is_missing() -> None:
+    request = replace(REQUEST, model=LARGE, zero_stages=(3,))
+    few = Cluster(find_device("A100-40GB"), 2, 1e9)
+    fitting, others = search(request, few, ENGINE)
+    assert not fitting
+    rule, remedy = nothing_fits([c for c in others if not c.memory.host], few)
+    assert "no layout fits 2 x A100-40GB" in rule
+    assert "states" in rule
+    assert "devices" in remedy
+
+
+def test_text_and_json_say_the_same() -> None:
+    fitting, _ = search(REQUEST, cluster(8), ENGINE)
+    table = plan_table(fitting, cluster(8), 3).splitlines()
+    tree = as_json(fitting, cluster(8))
+    assert len(table) == 1 + 3 + 1 + 2
+    assert f"{tree[0]['tokens_per_second_per_device']:.4g}" in table[1]
+    for entry in tree:
+        parts = [v for k, v in entry["memory_bytes"].items() if k != "total"]
+        assert sum(parts) == pytest.approx(entry["memory_bytes"]["total"])
+        seconds = [v for k, v in entry["step_seconds"].items() if k != "total"]
+        assert sum(seconds) == pytest.approx(entry["step_seconds"]["total"])

@@ -1,0 +1,133 @@
+"""Seconds: kernels by their tiles, collectives by their rings, pipelines by their slowest stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bigtrain.planner.communication import Group, place
+from bigtrain.planner.engines import engine_named
+from bigtrain.planner.hardware import Reach, find_device
+from bigtrain.planner.kernels import attention_seconds, matmul_seconds
+from bigtrain.planner.layout import Layout
+from bigtrain.planner.model_costs import Attention, DenseShape, Matmul, ModelCosts, closed_form
+from bigtrain.planner.step_time import StepTime, stage_layers, step_time
+
+IDEAL = Reach(1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+A100 = replace(find_device("A100-80GB"), reach=IDEAL)
+ENGINE = replace(
+    engine_named("deepspeed"), kernel_host_seconds=0.0, parameter_host_seconds=0.0,
+    step_seconds=0.0, slowdown=0.0, overlap=0.0,
+)  # fmt: skip
+MODEL = closed_form(DenseShape(8, 4096, 32, 8, 14336, 32000))
+
+
+def time_of(model: ModelCosts = MODEL, **changes: Any) -> StepTime:
+    layout = replace(Layout(1, sequence_length=2048), **changes)
+    return step_time(model, layout, A100, ENGINE)
+
+
+def test_a_wave_more_takes_as_long_as_a_full_one() -> None:
+    """108 multiprocessors: 108 tiles of 256 x 128 take one wave, one more takes two."""
+    full = matmul_seconds(A100, 256, 4096, 108 * 128, 2)
+    assert full == pytest.approx(2 * 256 * 4096 * 108 * 128 / 312e12)
+    more = matmul_seconds(A100, 256, 4096, 109 * 128, 2)
+    assert 1.05 < more / full <= 2
+
+
+def test_thin_products_are_bound_by_memory() -> None:
+    moved = 2 * (1024 + 1024 * 13824 + 13824)
+    assert matmul_seconds(A100, 1, 1024, 13824, 2) == pytest.approx(moved / A100.memory_bandwidth)
+
+
+def test_attention_looks_at_half_of_the_pairs_or_at_a_window() -> None:
+    heads = Attention(32, 8, 128, 128)
+    forward, backward = attention_seconds(A100, heads, 1, 8192, 1, None)
+    assert forward == pytest.approx(2 * 8192**2 * 32 * 128 / 312e12)
+    assert backward == pytest.approx(2.5 * forward)
+    narrow = replace(heads, window=1024)
+    assert attention_seconds(A100, narrow, 1, 8192, 1, None)[0] == pytest.approx(forward / 4)
+
+
+@pytest.mark.parametrize(("size", "share"), [(2, 0.5), (8, 7 / 8)])
+def test_rings_move_their_share_twice_for_a_sum(size: int, share: float) -> None:
+    group = Group(size, size)
+    assert group.all_gather(A100, 3e9) == pytest.approx(share * 3e9 / 300e9)
+    assert group.all_reduce(A100, 3e9) == pytest.approx(2 * share * 3e9 / 300e9)
+    assert Group(1, 1).all_reduce(A100, 3e9) == 0
+
+
+def test_groups_on_several_nodes_share_the_network() -> None:
+    assert place(64, 1, 8, 8) == Group(8, 8)
+    assert place(64, 8, 8, 8) == Group(8, 1)
+    assert place(64, 2, 32, 8) == Group(32, 4)
+    assert Group(8, 1).bandwidth(A100) == 25e9
+    assert Group(32, 4).bandwidth(A100) == 100e9
+    assert Group(64, 8).bandwidth(A100) == 200e9
+
+
+def test_one_rank_takes_the_time_of_its_products() -> None:
+    time = time_of(sequence_length=2048)
+    flops = 6 * 2048 * (sum(MODEL.kinds[0].num_parameters_cut for _ in range(8)) + 32000 * 4096)
+    attention = 3.5 * 2 * 2048**2 * 4096 * 8
+    assert time.matmul == pytest.approx((flops + attention) / 312e12, rel=0.08)
+    assert not time.communication
+    assert time.bubble == 0
+    assert sum(time.terms().values()) == pytest.approx(time.total)
+
+
+def test_accumulation_and_recomputation_cost_what_they_should() -> None:
+    once, thrice = time_of(), time_of(num_accumulation=3)
+    assert thrice.matmul == pytest.approx(3 * once.matmul)
+    assert thrice.optimizer == once.optimizer
+    full, half = time_of(recompute="full"), time_of(recompute="full", recompute_every=2)
+    plain = once.matmul
+    assert full.matmul - plain == pytest.approx(2 * (half.matmul - plain))
+
+
+def test_bubble_is_that_of_1f1b() -> None:
+    """``(p - 1) / m`` of the work, where stages are equal."""
+    even = replace(MODEL, vocabulary_size=0, embedding_parameters=0, head_parameters=0)
+    engine = replace(ENGINE, balances_stages=False)
+    layout = Layout(1, pipeline_size=4, num_accumulation=16, sequence_length=2048)
+    time = step_time(even, layout, A100, engine)
+    work = time.matmul + time.memory_bound
+    assert time.bubble == pytest.approx(3 / 16 * work, rel=0.01)
+    virtual = step_time(even, replace(layout, num_virtual_stages=2), A100, engine)
+    assert virtual.bubble == pytest.approx(time.bubble / 2, rel=0.05)
+
+
+def test_communication_has_a_name_for_each_kind() -> None:
+    kinds = {
+        "tensor": time_of(tensor_size=4),
+        "sequence": time_of(sequence_size=4),
+        "pipeline": time_of(pipeline_size=4, num_accumulation=4),
+        "data": time_of(data_size=4, zero_stage=3),
+    }
+    for kind, time in kinds.items():
+        assert kind in time.communication, kind
+    assert set(kinds["tensor"].communication) == {"tensor"}
+    assert set(time_of(data_size=4, zero_stage=1).communication) == {"data"}
+
+
+def test_experts_are_computed_by_those_who_hold_them() -> None:
+    expert = Matmul(4096, 28672, None, num_groups=8, share=2.0)
+    kind = replace(MODEL.kinds[0], matmuls=(expert,), num_parameters_expert=8 * 4096 * 28672)
+    model = replace(MODEL, kinds=(kind,))
+    alone = time_of(model, data_size=8, zero_stage=1)
+    shared = time_of(model, data_size=8, zero_stage=1, expert_size=8)
+    assert shared.communication["expert"] > 0
+    assert shared.matmul < alone.matmul / 2
+    assert kind.num_active_parameters == pytest.approx(
+        MODEL.kinds[0].num_parameters + 2 * 4096 * 28672
+    )
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_stages_hold_every_layer_once(num_stages: int) -> None:
+    for balanced in (False, True):
+        ranges = stage_layers(MODEL, num_stages, balanced=balanced)
+        assert [layer for stage in ranges for layer in stage] == list(range(8))
+        assert len(ranges) == num_stages
