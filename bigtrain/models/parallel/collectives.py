@@ -28,7 +28,10 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        return x.view_as(x)
+        # The same memory, and no view: a view would hold `x`, which holds it (`sum_gradient`), in a
+        # circle through C++ that no collector sees.
+        same = x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
+        return x.new_empty(0).set_(*same)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -16,6 +20,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
+from bigtrain.models.parallel.collectives import sum_gradient
 from bigtrain.models.parallel.sharding import Shard, even_ranges, padded_range
 from bigtrain.models.parallel.tensor import _shard_of_style, check_shards, tensor_plan
 from bigtrain.settings.run_config import ModelSection
@@ -205,3 +210,19 @@ def test_tied_embeddings_get_the_rule_of_their_head() -> None:
     plan = tensor_plan(model)
     assert plan["gpt_neox.embed_in.weight"] == "embedding_rowwise"
     assert plan["lm_head.weight"] == "colwise_gather_output"
+
+
+def test_what_asks_for_a_summed_gradient_is_freed_with_it(tmp_path: Path) -> None:
+    """A view would hold its base, and the base the view, in a circle that no collector sees."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    group = dist.ProcessGroupGloo(store, 0, 1)
+    layer = torch.nn.Linear(4, 4)
+    asked = layer(torch.ones(2, 4))
+    first, second = sum_gradient(asked, group), sum_gradient(asked, group)
+    assert first is second
+    assert first.data_ptr() == asked.data_ptr()
+    assert torch.equal(first, asked)
+    freed = weakref.ref(asked)
+    del asked, first, second
+    gc.collect()
+    assert freed() is None
