@@ -30,6 +30,7 @@ from transformers import (
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
+from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
 from bigtrain.models.layers.decoder_layers import decoder_layers
 from bigtrain.models.layers.document_masks import documents_known
 from bigtrain.models.parallel.tensor import tensor_plan
@@ -105,6 +106,7 @@ class _Tracer(OperatorMode):
         self.depth_cut = 0  # inside what tensor parallelism divides
         self.side: Side = None  # of the product that is running: "in", "out" or None
         self.own: set[int] = set()
+        self.saved_outside = 0.0
         self._seen: dict[int, torch.Tensor] = {}
         # Made before the layers and used by all (rotary embeddings): no layer's own. Kept, or
         # their addresses would be used again.
@@ -173,7 +175,12 @@ class _Tracer(OperatorMode):
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             key = storage_of(tensor)
             known = key in self.own or key in self._shared or key in self._seen
-            if self.current is None or known:
+            if known:
+                return tensor
+            if self.current is None:
+                if tensor.is_floating_point() and tensor.shape[-1:] == (self.hidden_size,):
+                    self._seen[key] = tensor
+                    self.saved_outside += tensor.untyped_storage().nbytes()
                 return tensor
             self._seen[key] = tensor  # kept, or its address would be used again
             size = tensor.untyped_storage().nbytes()
@@ -196,8 +203,9 @@ def trace_model(
     it on the meta device.
     """
     try:
-        return _trace(hf_config, dtype, sequence_length)
-    except (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
+            return _trace(hf_config, dtype, sequence_length)
+    except (*MODEL_FAILURES, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ModelError(
             f"model_type {hf_config.model_type} cannot be traced on the meta device: {reason}"
@@ -360,6 +368,7 @@ def _collected(
         num_other_parameters=total - inner - embedding.numel() - head_parameters,
         source="traced",
         element_bytes=dtype.itemsize,
+        saved_bytes_outside=tracer.saved_outside / tokens,
     )
 
 

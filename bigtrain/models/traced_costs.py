@@ -22,8 +22,9 @@ from bigtrain.system.user_cache import builds, cache_get, cached, key_of, source
 KIND = "model_costs"
 
 
-def model_costs(config: RunConfig) -> tuple[ModelCosts, str]:
-    """Costs of the run's model, and what has to be said of them, or nothing.
+def model_costs(config: RunConfig, hf_config: Any = None) -> tuple[ModelCosts, str]:
+    """Costs of the run's model, and what has to be said of them, or nothing. `hf_config` is its
+    configuration where that has been loaded already.
 
     Raises ConfigError or ModelError where the model is not known, or is neither traceable nor
     dense.
@@ -37,8 +38,9 @@ def model_costs(config: RunConfig) -> tuple[ModelCosts, str]:
                 return ModelCosts.from_json(found), ""
     try:
         if key is None:
-            return _trace(config), ""
-        return ModelCosts.from_json(cached(KIND, key, lambda: _trace(config).to_json())), ""
+            return _trace(config, hf_config), ""
+        kept = cached(KIND, key, lambda: _trace(config, hf_config).to_json())
+        return ModelCosts.from_json(kept), ""
     except (ModelError, ImportError) as error:
         reason = " ".join(str(error).split())
     shape = dense_shape(values)
@@ -65,11 +67,11 @@ def _key(config: RunConfig, values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _trace(config: RunConfig) -> ModelCosts:
+def _trace(config: RunConfig, hf_config: Any) -> ModelCosts:
     import torch
 
     from bigtrain.models.configuration import load_hf_config
     from bigtrain.models.meta_trace import trace_model
 
     dtype = getattr(torch, config.precision.dtype)
-    return trace_model(load_hf_config(config.model), dtype)
+    return trace_model(hf_config or load_hf_config(config.model), dtype)

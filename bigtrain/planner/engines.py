@@ -27,7 +27,8 @@ class Engine:
     `step_seconds`: of a micro-batch, beside the rest. `saved`: of the activations that the costs
     name; `logit_bytes_cut`, `logit_bytes_whole`: kept of each logit, divided by tensor parallelism
     or not. `context_bytes`, `reserved`: what the device holds beside tensors, and how much more the
-    allocator reserves than it gives out.
+    allocator reserves than it gives out. `is_deepspeed`: keeps what DeepSpeed 0.19.8 keeps
+    (`bigtrain.planner.memory`), as bigtrain runs it.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Engine:
     logit_bytes_whole: float = 0.0
     has_buckets: bool = True
     balances_stages: bool = False
+    is_deepspeed: bool = False
 
 
 @functools.cache

@@ -67,23 +67,24 @@ def _stage(
 ) -> MemoryUse:
     layers = ranges[stage]
     held, _ = stage_parameters(layers, model, layout)
-    n = layout.partition_size
-    zero = layout.zero_stage
-    # Float32 masters beside parameters of 16 bits, and two moments.
-    per_state = (4 if layout.parameter_bytes < 4 else 0) + 8
+    n, zero = layout.partition_size, layout.zero_stage
+    # Two moments, and float32 masters: of 16-bit parameters, and wherever ZeRO has a part of them.
+    per_state = 8 + (4 if layout.parameter_bytes < 4 or zero else 0)
     optimizer = held * per_state / (n if zero else 1)
     parameters = held * layout.parameter_bytes / (n if zero == 3 else 1)
     gradients = held * layout.gradient_bytes / (n if zero >= 2 else 1)
+    if engine.is_deepspeed and zero == 1 and layout.gradient_bytes > layout.parameter_bytes:
+        # BF16_Optimizer adds 16-bit gradients up in float32 and keeps both.
+        gradients += held * layout.parameter_bytes
     host = 0.0
     if layout.offload_optimizer:
         host, optimizer = optimizer + gradients, 0.0
         gradients = gradients if zero < 2 else 0.0
     if layout.offload_parameters:
         host, parameters = host + parameters, 0.0
-    activations = _activations(stage, layers, model, layout, engine)
-    loss = _loss(model, layout, engine) if layers.stop == len(model.layers) else 0.0
-    gathered, buckets = _buckets(layers, model, layout, held)
-    buckets *= engine.has_buckets
+    is_last = layers.stop == len(model.layers)
+    activations, loss = _activations_and_loss(stage, layers, model, layout, engine, is_last)
+    gathered, buckets = _buckets(layers, model, layout, engine, held)
     states = parameters + optimizer
     live = states + gradients + gathered + buckets + activations + loss
     context = engine.context_bytes + (engine.reserved - 1.0) * live
@@ -107,61 +108,112 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
     return engine.saved * per_token * layout.tokens_per_micro_batch
 
 
-def _activations(
-    stage: int, layers: range, model: ModelCosts, layout: Layout, engine: Engine
-) -> float:
+def _activations_and_loss(
+    stage: int,
+    layers: range,
+    model: ModelCosts,
+    layout: Layout,
+    engine: Engine,
+    is_last: bool,
+) -> tuple[float, float]:
+    """What autograd keeps at the peak, and what logits take then.
+
+    That is when the loss is computed, or later, when a layer is computed again and nothing but the
+    logits themselves is left of the loss.
+    """
     in_flight = min(layout.pipeline_size - stage, layout.num_accumulation)
-    scale = 1.0
     if layout.num_virtual_stages > 1:
         p, v = layout.pipeline_size, layout.num_virtual_stages
-        scale = 1.0 + (p - 1) / (p * v)
-    sizes = [
-        _layer_bytes(model.kinds[model.layers[index]], model, layout, engine) for index in layers
-    ]
+        in_flight *= 1.0 + (p - 1) / (p * v)  # type: ignore[assignment]
     hidden = model.element_bytes * model.hidden_size * layout.tokens_per_micro_batch
     if layout.tensor_sequence:
         hidden //= layout.tensor_size
+    kept, working = _kept(layers, model, layout, engine, hidden)
+    kept *= in_flight
+    if is_last:
+        kept += model.saved_bytes_outside * layout.tokens_per_micro_batch
+    else:
+        working += 2 * hidden  # what comes back from the next stage, and goes on
+    loss, left = _loss(model, layout, engine) if is_last else (0.0, 0.0)
+    if loss >= left + working:
+        return kept, loss
+    return kept + working, left
+
+
+def _kept(
+    layers: range, model: ModelCosts, layout: Layout, engine: Engine, hidden: int
+) -> tuple[float, float]:
+    """Bytes kept of a micro-batch in `layers`, and what computing one of them anew takes."""
+    sizes = [
+        _layer_bytes(model.kinds[model.layers[index]], model, layout, engine) for index in layers
+    ]
     largest = max(sizes, default=0.0)
-    # Of a stage its output is kept too, for the backward pass that comes in from the next one.
-    kept_hidden = hidden * (len(layers) + (1 if layout.pipeline_size > 1 else 0))
-    if layout.recompute == "full" and layout.recompute_every == 1:
-        return scale * in_flight * kept_hidden + largest
-    kept = sum(sizes)
-    if layout.recompute == "full":
-        anew = sum(sizes[:: layout.recompute_every])
-        kept += kept_hidden - anew
-        return scale * in_flight * kept + largest
     if layout.recompute == "operators":
         # Every second product's output and all elementwise results are computed anew.
-        kept = kept / 2 + largest / 2
-    return scale * in_flight * kept + 2 * hidden
+        return sum(sizes) / 2, largest / 2
+    if layout.recompute != "full":
+        return sum(sizes), 0.0
+    anew = sizes[:: layout.recompute_every]
+    # Of a stage its output is kept too, for the backward pass that comes in from the next one.
+    inputs = hidden * (len(anew) + (1 if layout.pipeline_size > 1 else 0))
+    return sum(sizes) - sum(anew) + inputs, largest
 
 
-def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> float:
-    tokens = layout.tokens_per_micro_batch
+def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, float]:
+    """Bytes of logits, losses and their gradients at once; and of logits alone."""
+    tokens, head = layout.tokens_per_micro_batch, 0.0
     if layout.loss_chunk_tokens is not None:
         tokens = min(tokens, layout.loss_chunk_tokens)
-    bytes_each = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
-    return tokens * model.vocabulary_size * bytes_each
+        # Gradients of the head are added up over the chunks.
+        head = 8.0 * model.vocabulary_size * model.hidden_size / layout.tensor_size
+    logits = tokens * model.vocabulary_size
+    if not engine.is_deepspeed:
+        each = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
+        return head + logits * each, 0.0
+    # Logits, their logarithms, and the gradients of both; float32 but for 16-bit logits. Every
+    # tensor-parallel rank has them whole.
+    whole = logits * (model.element_bytes + 12.0)
+    return head + whole, head + logits * model.element_bytes
 
 
-def _buckets(layers: range, model: ModelCosts, layout: Layout, held: float) -> tuple[float, float]:
+def _buckets(
+    layers: range, model: ModelCosts, layout: Layout, engine: Engine, held: float
+) -> tuple[float, float]:
     """What ZeRO 3 has gathered at a time, and the buckets of collectives."""
+    if not engine.has_buckets or layout.zero_stage == 0:
+        return 0.0, 0.0
+    if not engine.is_deepspeed:
+        return _usual_buckets(layers, model, layout, held)
+    if layout.zero_stage == 1 and layout.gradient_bytes > layout.parameter_bytes:
+        return 0.0, 0.0  # BF16_Optimizer reduces where gradients lie
+    # Whole buckets, however small the model; a second one where it reduces beside the computation.
+    num_buckets = 2 if layout.overlap_communication and layout.zero_stage == 2 else 1
+    bucket = num_buckets * layout.reduce_bucket_elements * layout.gradient_bytes
+    if layout.zero_stage < 3:
+        return 0.0, bucket
+    # A parameter that is used again within so many elements stays (stage3_max_reuse_distance).
+    return min(held, _MOST_LIVE) * layout.parameter_bytes, bucket
+
+
+_MOST_LIVE = 1e9  # elements; stage3_max_live_parameters and stage3_max_reuse_distance of DeepSpeed
+
+
+def _usual_buckets(
+    layers: range, model: ModelCosts, layout: Layout, held: float
+) -> tuple[float, float]:
     if layout.partition_size == 1:
         return 0.0, 0.0
     reduce = min(layout.reduce_bucket_elements, held) * layout.gradient_bytes
-    if layout.zero_stage == 3:
-        largest = 0.0
-        for index in layers:
-            kind = model.kinds[model.layers[index]]
-            size = kind.num_parameters_whole + kind.num_parameters_cut / layout.tensor_size
-            size += kind.num_parameters_expert / (layout.tensor_size * layout.expert_size)
-            largest = max(largest, size)
-        table = model.embedding_parameters / layout.tensor_size
-        live = max(2 * largest, table) * layout.parameter_bytes
-        return min(live, held * layout.parameter_bytes), reduce
-    if layout.zero_stage == 0:
-        return 0.0, 0.0
-    twice = 2 if layout.overlap_communication else 1
-    gather = min(layout.gather_bucket_elements, held) * layout.parameter_bytes
-    return 0.0, max(twice * reduce, gather)
+    if layout.zero_stage < 3:
+        twice = 2 if layout.overlap_communication else 1
+        gather = min(layout.gather_bucket_elements, held) * layout.parameter_bytes
+        return 0.0, max(twice * reduce, gather)
+    largest = 0.0
+    for index in layers:
+        kind = model.kinds[model.layers[index]]
+        size = kind.num_parameters_whole + kind.num_parameters_cut / layout.tensor_size
+        size += kind.num_parameters_expert / (layout.tensor_size * layout.expert_size)
+        largest = max(largest, size)
+    table = model.embedding_parameters / layout.tensor_size
+    live = max(2 * largest, table) * layout.parameter_bytes
+    return min(live, held * layout.parameter_bytes), reduce

@@ -86,6 +86,7 @@ class ModelCosts:
 
     `head_parameters` are 0 where the head shares the embedding's weight (`tied`).
     `num_other_parameters`: final norm, position embeddings. `source`: how the figures were got.
+    `saved_bytes_outside`: kept of a token by what stands around the layers (final norm, head).
     """
 
     hidden_size: int
@@ -98,6 +99,7 @@ class ModelCosts:
     num_other_parameters: int = 0
     source: str = "closed form"
     element_bytes: int = 2
+    saved_bytes_outside: float = 0.0
 
     @property
     def num_parameters(self) -> int:
@@ -197,6 +199,7 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
         head_parameters=0 if shape.tied else table,
         num_other_parameters=hidden + shape.num_positions * hidden,
         element_bytes=element_bytes,
+        saved_bytes_outside=6.0 * hidden * scale,
     )
 
 

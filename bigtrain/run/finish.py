@@ -73,6 +73,8 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
         if session.metrics is not None and session.metrics.failure is not None:
             raise session.metrics.failure
         summary = session.metrics.summary() if session.metrics is not None else []
+        if session.metrics is not None and session.prediction is not None:
+            summary += session.prediction.beside(*session.metrics.achieved())
         if session.run.config.output.export:
             output = session.directory / EXPORT
             record = session.directory / EXPORTED

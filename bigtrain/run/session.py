@@ -26,6 +26,7 @@ from bigtrain.planner.flops import (
     model_shape,
     peak_flops_per_second,
 )
+from bigtrain.run.diagnostics.prediction import RunPrediction
 from bigtrain.run.health import fencing
 from bigtrain.run.health.heartbeat import Heartbeat
 from bigtrain.run.health.watchdog import Watchdog
@@ -63,6 +64,7 @@ class Session:
     run_token: fencing.RunToken | None = field(default=None)
     base_model: Sums | None = field(default=None)
     generation: int | None = field(default=None)
+    prediction: RunPrediction | None = field(default=None)
     _flops_per_token: int | None = field(default=None)
     _said_early: list[str] = field(default_factory=list)
 
@@ -110,6 +112,8 @@ class Session:
         write_run_directory(
             self.directory, self.run, self.inputs, self.hosts, self.device, self.base_model
         )
+        if self.prediction is not None:
+            self.prediction.write(self.directory)
         (self.directory / REQUEUE).unlink(missing_ok=True)
         self.metrics = MetricsWriter(
             self.directory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from bigtrain.data.loading.loader import TrainingBatches, open_held_out, open_training_data
@@ -17,6 +18,7 @@ from bigtrain.run.checkpointing.initialize import WeightsSource, weights_source
 from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
 from bigtrain.run.data_verification import verify_data
+from bigtrain.run.diagnostics.prediction import RunPrediction, predict, refuse_too_large
 from bigtrain.run.evaluation.held_out import Evaluator
 from bigtrain.run.finish import finish, is_complete, stop_early
 from bigtrain.run.loop import train
@@ -40,6 +42,7 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
         if run.config.data.verify == "contents":
             verify_data(session)
         limit = run.config.watchdog.collective_timeout_seconds
+        _predict(session, inputs)
         mesh = open_mesh(run.topology, world.rank, limit)
         session.heartbeat.at("opening the connections of all groups", slow=True)
         warm_up(mesh, session.device)
@@ -60,6 +63,24 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
             return EXIT_STOPPED
         finish(session, engine, state)
         return 0
+
+
+def _predict(session: Session, inputs: Inputs) -> None:
+    """Say what the run will take; refuse it where no device of its kind can hold it. Collective."""
+
+    def find() -> RunPrediction | None:
+        found, reason = predict(
+            session.run, inputs.hf_config, inputs.model_plan.loss, session.device
+        )
+        session.say(f"no prediction: {reason}" if found is None else found.line())
+        if found is not None and session.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(session.device).total_memory
+            refuses = session.run.config.engine.refuse_too_large
+            if warning := refuse_too_large(found, float(memory), refuses=refuses):
+                session.say(warning)
+        return found
+
+    session.prediction = session.long_work.on_main_rank(find)
 
 
 def _build(session: Session, inputs: Inputs, source: WeightsSource, mesh: Mesh) -> TrainEngine:

@@ -225,6 +225,10 @@ class MetricsWriter:
         """The run in a few lines, from the figures logged so far; give them to `close`."""
         return self._tally.lines(self._total_steps)
 
+    def achieved(self) -> tuple[float, float]:
+        """Tokens a second of all logged steps of this start, and the most GiB of memory."""
+        return self._tally.tokens_per_second, self._tally.memory_gib
+
     def close(self, lines: Sequence[str] = ()) -> None:
         """Show `lines`, then close files and trackers. Does nothing when called again."""
         if self._file.closed:
@@ -261,7 +265,7 @@ class _Tally:
         self._seconds = self._tokens = 0.0
         self._first_loss = first_loss
         self._last: StepMetrics | None = None
-        self._memory_gib = 0.0
+        self.memory_gib = 0.0
         self.held_out: tuple[int, float] | None = None
 
     def add(self, metrics: StepMetrics) -> None:
@@ -270,7 +274,7 @@ class _Tally:
         seconds = metrics.step_seconds * (metrics.step - self._logged_step)
         self._seconds += seconds
         self._tokens += seconds * metrics.tokens_per_second
-        self._memory_gib = max(self._memory_gib, metrics.memory_gib)
+        self.memory_gib = max(self.memory_gib, metrics.memory_gib)
         self._logged_step, self._last = metrics.step, metrics
 
     def roll_back(self, step: int) -> None:
@@ -281,11 +285,15 @@ class _Tally:
         """Mean seconds of a step, of those this rank has done."""
         return self._seconds / max(1, self._logged_step - self._resume_step)
 
+    @property
+    def tokens_per_second(self) -> float:
+        return self._tokens / max(self._seconds, 1e-9)
+
     def lines(self, total_steps: int) -> list[str]:
         last = self._last
         if last is None:
             return [f"no step after {self._resume_step} of {total_steps} was logged"]
-        rate = format_rate(self._tokens / max(self._seconds, 1e-9))
+        rate = format_rate(self.tokens_per_second)
         elapsed = format_duration(time.perf_counter() - self._begun_at)
         since = f" since step {self._resume_step}" if self._resume_step else ""
         lines = [
@@ -294,7 +302,7 @@ class _Tally:
             f"time      {elapsed}{since}, {rate} tokens/s"
             + _utilization_text(last.model_flops_utilization),
             f"loss      {_number_text(self._first_loss)} -> {_number_text(last.loss)}",
-            f"memory    {self._memory_gib:.2f} GiB at most on the main rank",
+            f"memory    {self.memory_gib:.2f} GiB at most on the main rank",
         ]
         if self.held_out is not None:
             step, loss = self.held_out

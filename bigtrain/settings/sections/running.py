@@ -121,6 +121,11 @@ class EngineSection(Section):
         default="zero1",
         description="name in ds_configs/ or path of a DeepSpeed JSON; --deepspeed_config wins",
     )
+    refuse_too_large: bool = Field(
+        default=True,
+        description="do not start what is predicted not to fit the device's memory; false: say so "
+        "and try",
+    )
     cpu_threads: PositiveInt | None = Field(
         default=None,
         description="threads of each process for work on the CPU; default: its share of the cores "

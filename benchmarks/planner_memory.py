@@ -1,0 +1,154 @@
+"""Bytes of live tensors that the planner predicts, against what running processes allocate.
+
+    python benchmarks/planner_memory.py [--world-size 2] [--only llama]
+
+Small models of eight architectures in real processes on CPUs, ZeRO 0 to 3, every kind of
+parallelism, recomputation, chunked loss, 16 and 32 bit: for each the fullest rank's peak in a step,
+by torch's profile of every allocation (`benchmarks/support/memory_worker.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bigtrain.launchers.local_world import run_local_world
+from bigtrain.models.meta_trace import trace_model
+from bigtrain.planner.engines import engine_named
+from bigtrain.planner.memory import peak_memory
+from bigtrain.planner.run_layout import layout_of
+from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, read_deepspeed_config
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import RunConfig
+
+MIB = 2**20
+COMMON = {"vocab_size": 2048, "num_hidden_layers": 4, "max_position_embeddings": 256}
+GATED = {**COMMON, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4,
+         "num_key_value_heads": 2}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **GATED},
+    "qwen3": {"model_type": "qwen3", **GATED, "head_dim": 32},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 2048, "n_embd": 128, "n_layer": 4, "n_head": 4,
+             "n_positions": 256, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt_neox": {"model_type": "gpt_neox", **COMMON, "hidden_size": 128, "intermediate_size": 512,
+                 "num_attention_heads": 4},
+    "olmo2": {"model_type": "olmo2", **GATED},
+    "phi3": {"model_type": "phi3", **GATED, "pad_token_id": 0},
+    "qwen3_moe": {"model_type": "qwen3_moe", **GATED, "head_dim": 32, "num_experts": 4,
+                  "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    "mistral": {"model_type": "mistral", **GATED, "sliding_window": None},
+}  # fmt: skip
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero0": ("zero0", {}),
+    "zero1": ("zero1", {}),
+    "zero2": ("zero2", {}),
+    "zero3": ("zero3", {}),
+    "zero1 recompute": ("zero1", {"model": {"gradient_checkpointing": "full"}}),
+    "zero3 recompute": ("zero3", {"model": {"gradient_checkpointing": "full"}}),
+    "zero1 chunked": ("zero1", {"model": {"loss": "chunked", "loss_chunk_tokens": 64}}),
+    "zero1 bf16": ("zero1", {"precision": {"dtype": "bfloat16"}}),
+    "zero0 bf16": ("zero0", {"precision": {"dtype": "bfloat16"}}),
+    "zero2 bf16": ("zero2", {"precision": {"dtype": "bfloat16"}}),
+    "zero3 bf16": ("zero3", {"precision": {"dtype": "bfloat16"}}),
+    "zero1 tp2": ("zero1", {"parallel": {"tensor": 2}}),
+    "zero1 pp2": ("zero1", {"parallel": {"pipeline": 2}}),
+    "zero1 sp2": ("zero1", {"parallel": {"sequence": 2}}),
+}
+# What all models are tried with, and what some are.
+USUAL = ("zero0", "zero1", "zero2", "zero3", "zero1 recompute", "zero1 bf16")
+
+
+def cases(directory: Path, only: str, bucket: int) -> list[dict[str, Any]]:
+    """Every case, with its model written below `directory`."""
+    found = []
+    for name, values in MODELS.items():
+        where = directory / name
+        config = AutoConfig.for_model(**values)
+        AutoModelForCausalLM.from_config(config).save_pretrained(where)
+        chosen = LAYOUTS if name in ("llama", "qwen3") else {k: LAYOUTS[k] for k in USUAL}
+        for title, (engine, changes) in chosen.items():
+            if only in f"{name} {title}":
+                run = {
+                    "model": {"path": str(where), "attention": "sdpa", "loss": "plain"},
+                    "data": {"path": "unused"},
+                    "batch": {"sequence_length": 256, "global_batch_size": 16,
+                              "micro_batch_size": 2},
+                    "train": {"steps": 3},
+                    "optimizer": {"lr": 1e-3},
+                    "precision": {"dtype": "float32"},
+                    "output": {"directory": "unused"},
+                }  # fmt: skip
+                for section, values_of in changes.items():
+                    run[section] = {**run.get(section, {}), **values_of}
+                engine = _with_bucket(directory, engine, bucket)
+                found.append({"title": f"{name} {title}", "config": run, "engine": engine,
+                              "output": str(directory / f"{len(found)}")})  # fmt: skip
+    return found
+
+
+def _with_bucket(directory: Path, name: str, bucket: int) -> str:
+    """A shipped DeepSpeed JSON with other buckets: its own are larger than these models."""
+    tree = read_deepspeed_config(find_deepspeed_config(name))
+    zero = tree["zero_optimization"]
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        if key in zero:
+            zero[key] = bucket
+    path = directory / f"{name}.json"
+    path.write_text(json.dumps(tree))
+    return str(path)
+
+
+def predicted(case: dict[str, Any], world_size: int) -> dict[str, float]:
+    """Bytes by term, and in all."""
+    config = RunConfig.model_validate(case["config"])
+    run = resolve_run(config, world_size, case["engine"], "cpu")
+    hf_config = AutoConfig.from_pretrained(config.model.path)
+    model = trace_model(hf_config, getattr(torch, config.precision.dtype))
+    use = peak_memory(model, layout_of(run), engine_named("deepspeed"))
+    return {"total": use.allocated, **use.terms()}
+
+
+def main() -> None:
+    """Measure and print a line for each case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument(
+        "--bucket", type=int, default=200_000, help="elements of DeepSpeed's buckets"
+    )
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        todo = cases(Path(name), args.only, args.bucket)
+        (Path(name) / "cases.json").write_text(json.dumps(todo))
+        worker = str(Path(__file__).parent / "support" / "memory_worker.py")
+        run_local_world(args.world_size, [worker, str(Path(name) / "cases.json")], {})
+        errors = []
+        for case in todo:
+            ranks = [
+                json.loads(Path(f"{case['output']}.{rank}").read_text())
+                for rank in range(args.world_size)
+            ]
+            measured = max(rank["peak"] for rank in ranks)
+            told = predicted(case, args.world_size)
+            errors.append(told["total"] / measured - 1)
+            terms = ", ".join(f"{k} {v / MIB:.2f}" for k, v in told.items() if v and k != "context")
+            print(
+                f"{case['title']:22} measured {measured / MIB:7.2f} MiB (resting "
+                f"{ranks[0]['resting'] / MIB:.2f}), predicted {errors[-1]:+6.1%}: {terms}"
+            )
+    mean, worst = sum(map(abs, errors)) / len(errors), max(map(abs, errors))
+    print(f"{len(errors)} layouts: mean error {mean:.1%}, worst {worst:.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""One process of the world that `benchmarks/planner_memory.py` starts: the most bytes of live
+tensors at once in a training step, by torch's own profile of every allocation."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.engine.build import build_engine
+from bigtrain.engine.checkpoint.snapshot import read_weights
+from bigtrain.engine.startup.mesh import open_mesh
+from bigtrain.engine.startup.process_group import process_group
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.equivalence.model_plan import choose
+from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.processes import leave
+from bigtrain.system.world import World, read_world
+
+WARM_UP = 2
+_MARK = "bigtrain measured step"
+
+
+def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[str, float]:
+    """Peak and resting bytes of this rank. Collective."""
+    config = RunConfig.model_validate(case["config"])
+    run = resolve_run(config, world.size, case["engine"], "cpu")
+    mesh = open_mesh(run.topology, world.rank)
+    hf_config = load_hf_config(config.model)
+    plan, problems = choose(config, hf_config, run.plan)
+    assert plan is not None, problems
+    gc.collect()  # what the case before left, or it would be missed from this one
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, plan)
+        assert config.model.path is not None
+        read_weights(engine, find_weights(config.model.path, hf_config))
+        batches = _batches(config, run.plan.accumulation)
+        for _ in range(WARM_UP):
+            engine.train_step(batches, 1e-4)
+        with record_function(_MARK):
+            engine.train_step(batches, 1e-4)
+    engine.close()
+    return _peak(seen)
+
+
+def _batches(config: RunConfig, accumulation: int) -> list[MicroBatch]:
+    size = config.batch.micro_batch_size, config.batch.sequence_length
+    ids = torch.arange(size[0] * size[1]).reshape(size) % 61 + 1
+    return [MicroBatch(ids, ids.clone()) for _ in range(accumulation)]
+
+
+def _peak(seen: profile) -> dict[str, float]:
+    """The most bytes live at once in the measured step, and those live before it.
+
+    By address: what another thread frees (gloo's) is not seen until its memory is given out again.
+    """
+    assert seen.profiler is not None
+    results = seen.profiler.kineto_results
+    step = next(event for event in results.events() if event.name() == _MARK)
+    begin, end = step.start_ns(), step.start_ns() + step.duration_ns()
+    live: dict[int, int] = {}
+    now = most = resting = 0
+    for when, address, size in sorted(_allocations(results.experimental_event_tree())):
+        now -= live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+            now += size
+        if when < begin:
+            resting = now
+        elif when <= end:
+            most = max(most, now)
+    return {"peak": most, "resting": resting}
+
+
+def _allocations(events: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+    """When, at which address, how many bytes; negative where they are freed."""
+    for event in events:
+        kind, fields = event.typed
+        if kind == _EventType.Allocation:
+            yield event.start_time_ns, fields.ptr, fields.alloc_size
+        yield from _allocations(event.children)
+
+
+def main() -> None:
+    """Read the cases from the file that the first argument names."""
+    torch.set_num_threads(1)
+    world = read_world(os.environ)
+    with process_group(world) as joined:
+        for case in json.loads(Path(sys.argv[1]).read_text()):
+            found = measure(case, world, joined.device)
+            Path(f"{case['output']}.{world.rank}").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
+    leave(0)
