@@ -1,0 +1,293 @@
+// One uPlot for each chart that some run has figures of; of stacked ones, one for each run.
+
+const DASHES = [[6, 3], [2, 3], [10, 4], [6, 3, 2, 3], [4, 6]];
+const drawn = new Map(); // name of a chart -> [{plot, lines, host}]
+
+/** The lines of a chart: run, series, label, colour, dash. */
+function linesOf(chart) {
+  const found = [];
+  runs.forEach((run, number) => {
+    if (!run.visible) return;
+    const names = chart.series[number];
+    names.forEach((name, index) => {
+      const entry = name.includes("/") ? name.slice(name.indexOf("/") + 1) : "";
+      const labels = runs.length > 1 ? [run.name, entry] : [entry || chart.title];
+      const alone = runs.length === 1 || chart.stacked;
+      found.push({
+        run,
+        name,
+        label: labels.filter(Boolean).join(": ").replaceAll("_", " "),
+        colour: `run-${(alone ? index : number) % 8}`,
+        dash: entry && !chart.stacked ? DASHES[(index + DASHES.length - 1) % DASHES.length] : [],
+      });
+    });
+  });
+  return found;
+}
+
+/** Data of uPlot, and what each series of it is. */
+function prepare(chart, lines) {
+  const tables = [];
+  const series = [{}];
+  const bands = [];
+  const stacks = chart.stacked ? stacked(lines) : null;
+  lines.forEach((line, number) => {
+    const { run, name } = line;
+    const values = run[chart.table].series[name];
+    const scaled = (list) => (chart.scale === 1 ? list : list.map((v) => (v === null ? null : v * chart.scale)));
+    const columns = [positions(run, chart.table, view.axis)];
+    const stroke = () => colour(line.colour);
+    if (stacks) {
+      columns.push(stacks[number]);
+      series.push({ label: line.label, stroke, width: 1, points: { show: false } });
+      const fill = () => withAlpha(colour(line.colour), 0.55);
+      // The lowest area has nothing below it: uPlot fills down to zero.
+      if (number === 0) series[series.length - 1].fill = fill;
+      else bands.push({ series: [series.length - 1, series.length - 2], fill });
+    } else {
+      if (values.low) {
+        columns.push(scaled(values.low), scaled(values.high));
+        for (const part of ["lowest", "highest"]) {
+          const label = `${line.label}, ${part}`;
+          series.push({ label, stroke, width: 0, points: { show: false } });
+        }
+        const fill = () => withAlpha(colour(line.colour), 0.28);
+        bands.push({ series: [series.length - 1, series.length - 2], fill });
+      }
+      columns.push(scaled(values.mean));
+      const few = columns[0].length < 80;
+      const points = few ? { show: true, size: 4, fill: stroke } : { show: false };
+      series.push({ label: line.label, stroke, width: 1.5, dash: line.dash, points });
+    }
+    tables.push(columns);
+  });
+  const first = tables[0][0];
+  const data = tables.every((one) => one[0] === first)
+    ? [first, ...tables.flatMap((one) => one.slice(1))]
+    : uPlot.join(tables);
+  return { data, series, bands };
+}
+
+/** Sums from below: each line's values on top of those before it. */
+function stacked(lines) {
+  const sums = [];
+  for (const { run, name } of lines) {
+    const values = run.steps.series[name].mean;
+    const below = sums[sums.length - 1];
+    sums.push(values.map((v, i) => (v === null && !below?.[i] ? null : (v ?? 0) + (below?.[i] ?? 0))));
+  }
+  return sums;
+}
+
+function predictedOf(chart, lines) {
+  if (!chart.predicted) return [];
+  const found = [];
+  for (const run of new Set(lines.map((line) => line.run))) {
+    const value = run.predicted[chart.predicted];
+    if (typeof value === "number") found.push({ run, value });
+  }
+  return found;
+}
+
+function options(chart, lines, prepared, host) {
+  const predicted = predictedOf(chart, lines);
+  const logarithmic = view.logarithmic.has(chart.name);
+  const axis = {
+    stroke: () => colour("muted"),
+    grid: { stroke: () => colour("grid"), width: 1 },
+    ticks: { show: false },
+    font: "12px system-ui, sans-serif",
+  };
+  return {
+    ...sizeOf(host),
+    pxAlign: 0,
+    legend: { show: false },
+    series: prepared.series,
+    bands: prepared.bands,
+    padding: [8, 12, 0, 0],
+    cursor: {
+      y: false,
+      points: { show: false },
+      drag: { x: true, y: false, setScale: false },
+      sync: { key: "report", setSeries: false, scales: ["x", null] },
+      bind: {
+        dblclick: () => () => showEverything(),
+        mousedown: (u, target, handler) => (event) => {
+          if (event.shiftKey) startPan(u, event);
+          else handler(event);
+        },
+      },
+    },
+    scales: {
+      x: { time: false, range: () => [view.min, view.max] },
+      y: {
+        distr: logarithmic ? 3 : 1,
+        range: (u, low, high) => yRange(chart, low, high, predicted, logarithmic),
+      },
+    },
+    axes: [
+      { ...axis, size: 28, gap: 4, space: 64, values: (u, splits) => splits.map(short) },
+      {
+        ...axis,
+        size: 52,
+        gap: 4,
+        space: 32,
+        values: (u, splits) => splits.map((v) => (v === null ? "" : short(v))),
+      },
+    ],
+    hooks: {
+      draw: [(u) => drawMarks(u, lines), (u) => drawPredicted(u, predicted)],
+      setSelect: [
+        (u) => {
+          if (u.select.width > 4) {
+            show(u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x"));
+          }
+          u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+        },
+      ],
+      setCursor: [(u) => readOut(chart, lines, host, u)],
+    },
+  };
+}
+
+function sizeOf(host) {
+  const width = Math.max(240, Math.floor(host.clientWidth));
+  return { width, height: width < 480 ? 200 : 240 };
+}
+
+function yRange(chart, low, high, predicted, logarithmic) {
+  let min = low ?? 0;
+  let max = high ?? 1;
+  for (const { value } of predicted) {
+    min = Math.min(min, value);
+    max = Math.max(max, value);
+  }
+  if (logarithmic) return uPlot.rangeLog(min > 0 ? min : max / 1e3 || 1e-3, max > 0 ? max : 1, 10, false);
+  if (chart.stacked || chart.name === "memory") min = Math.min(0, min);
+  return uPlot.rangeNum(min, max === min ? min + (Math.abs(min) || 1) * 0.1 : max, 0.06, true);
+}
+
+function drawMarks(u, lines) {
+  const { ctx } = u;
+  const { left, top, width, height } = u.bbox;
+  ctx.save();
+  ctx.lineWidth = uPlot.pxRatio;
+  for (const run of new Set(lines.map((line) => line.run))) {
+    for (const one of run.marks) {
+      const full = ["restart", "rollback", "hang"].includes(one.kind);
+      ctx.strokeStyle = markColour(one.kind);
+      ctx.setLineDash(full ? [4 * uPlot.pxRatio, 3 * uPlot.pxRatio] : []);
+      ctx.beginPath();
+      for (const step of one.steps) {
+        const at = u.valToPos(position(run, step, view.axis), "x", true);
+        if (at < left || at > left + width) continue;
+        ctx.moveTo(at, full ? top : top + height - 7 * uPlot.pxRatio);
+        ctx.lineTo(at, top + height);
+      }
+      ctx.stroke();
+    }
+  }
+  ctx.restore();
+}
+
+function drawPredicted(u, predicted) {
+  const { ctx } = u;
+  const { left, top, width, height } = u.bbox;
+  ctx.save();
+  ctx.font = `${11 * uPlot.pxRatio}px system-ui, sans-serif`;
+  ctx.textAlign = "right";
+  ctx.lineWidth = 1.5 * uPlot.pxRatio;
+  ctx.setLineDash([7 * uPlot.pxRatio, 5 * uPlot.pxRatio]);
+  for (const { run, value } of predicted) {
+    const at = u.valToPos(value, "y", true);
+    if (at < top || at > top + height) continue;
+    ctx.strokeStyle = ctx.fillStyle = runs.length > 1 ? colour(`run-${runs.indexOf(run) % 8}`) : colour("text");
+    ctx.beginPath();
+    ctx.moveTo(left, at);
+    ctx.lineTo(left + width, at);
+    ctx.stroke();
+    const below = at < top + 16 * uPlot.pxRatio;
+    ctx.fillText("predicted", left + width - 4, at + (below ? 14 : -5) * uPlot.pxRatio);
+  }
+  ctx.restore();
+}
+
+/** The values under the cursor, run by run; without a cursor the names and the last values. */
+function readOut(chart, lines, host, u) {
+  const under = u && u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null;
+  const parts = lines.map((line) => {
+    const { run, name } = line;
+    const { step, series, width } = run[chart.table];
+    const xs = positions(run, chart.table, view.axis);
+    const values = series[name];
+    let i = xs.length - 1;
+    if (under !== null) {
+      i = lastNotAbove(xs, under);
+      if (i + 1 < xs.length && (i < 0 || xs[i + 1] - under < under - xs[i])) i++;
+    }
+    const scaled = (v) => exact(v === null || v === undefined ? null : v * chart.scale);
+    const range = values.low && under !== null ? ` (${scaled(values.low[i])} to ${scaled(values.high[i])})` : "";
+    const before = width > 1 && i > 0 ? `${exact(step[i - 1] + 1)}–` : "";
+    const at = under === null ? "" : ` at step ${before}${exact(step[i])}`;
+    const item = document.createElement("span");
+    const swatch = document.createElement("span");
+    swatch.className = `swatch ${line.colour}${line.dash.length ? " dashed" : ""}`;
+    const label = lines.length > 1 ? `${line.label} ` : "";
+    const unit = chart.unit ? ` ${chart.unit}` : "";
+    item.append(swatch, `${label}${scaled(values.mean[i])}${range}${unit}${at}`);
+    return item;
+  });
+  host.closest("figure, .stack").querySelector(".readout").replaceChildren(...parts);
+}
+
+/** Make a figure's plots anew. */
+function drawChart(chart) {
+  const figure = document.getElementById(`chart-${chart.name}`);
+  for (const one of drawn.get(chart.name) ?? []) one.plot.destroy();
+  drawn.delete(chart.name);
+  const lines = linesOf(chart);
+  figure.hidden = lines.length === 0;
+  if (!lines.length) return;
+  const plot = figure.querySelector(".plot");
+  const groups = chart.stacked ? runs.map((run) => lines.filter((line) => line.run === run)) : [lines];
+  plot.replaceChildren();
+  const made = groups.filter((group) => group.length).map((group) => {
+    let host = plot;
+    if (chart.stacked && runs.length > 1) {
+      const stack = document.createElement("div");
+      stack.className = "stack";
+      stack.append(Object.assign(document.createElement("div"), { className: "readout" }));
+      host = document.createElement("div");
+      stack.append(host);
+      plot.append(stack);
+    }
+    const prepared = prepare(chart, group);
+    const made = new uPlot(options(chart, group, prepared, host), prepared.data, host);
+    reachable(made, chart);
+    readOut(chart, group, host, null);
+    return { plot: made, lines: group, host };
+  });
+  drawn.set(chart.name, made);
+}
+
+/** Give the plots new data; where the lines are others, make them anew. */
+function refreshChart(chart) {
+  const before = drawn.get(chart.name) ?? [];
+  const key = (lines) => lines.map((l) => `${l.label} ${"low" in (l.run[chart.table].series[l.name] ?? {})}`).join("|");
+  const now = linesOf(chart);
+  if (before.length !== 1 || chart.stacked || before[0].key !== key(now)) {
+    drawChart(chart);
+    if (drawn.get(chart.name)?.length === 1) drawn.get(chart.name)[0].key = key(now);
+    return;
+  }
+  const [one] = before;
+  one.lines.splice(0, one.lines.length, ...now);
+  one.plot.setData(prepare(chart, now).data, true);
+  readOut(chart, now, one.host, null);
+}
+
+view.listeners.push(() => {
+  for (const list of drawn.values()) {
+    for (const { plot } of list) plot.setScale("x", { min: view.min, max: view.max });
+  }
+});
