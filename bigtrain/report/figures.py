@@ -74,7 +74,7 @@ def notes_of(run: Run) -> list[str]:
     for name, missing in metrics.missing.items():
         # Of a CPU the peak is never known, which is no gap.
         if missing and not (name == "model_flops_utilization" and missing == rows):
-            notes.append(f"{name} is null in {missing:,} of {rows:,} logged steps: gaps.")
+            notes.append(f"{name} is null in {missing:,} of {rows:,} logged steps, drawn as gaps.")
     starts = run.files.starts[1:]
     unknown = sum(1 for start in starts if start.step is None)
     if unknown:

@@ -20,7 +20,7 @@ MEANINGS = {
     ROLLBACK: "the run went back to an earlier checkpoint and left out samples",
     HANG: "no rank made progress, and the watchdog ended the run",
     SKIPPED: "the update was left out, because loss or gradient norm was bad",
-    NON_FINITE: "a logged step has no finite loss or gradient norm",
+    NON_FINITE: "a logged step has no finite loss or gradient norm, and was not skipped",
     STRAGGLER: "one rank took longer than its peers and held up the run",
 }
 
@@ -52,9 +52,12 @@ def marks_of(run: Run) -> list[Marks]:
     rows = [(hang.step, _hang_text(hang.when, hang.text)) for hang in run.files.hangs]
     _put(found, HANG, [hang.step for hang in run.files.hangs], rows)
     events = run.metrics.events
-    for name, steps in events.steps.items():
-        kind = _OF_FILE.get(name, name)
+    for name, every in events.steps.items():
+        kind, steps = _OF_FILE.get(name, name), np.asarray(every, dtype=np.int64)
         rows = [(line["step"], _event_text(kind, line)) for line in events.details[name]]
+        if kind == NON_FINITE:  # what has been skipped is said already
+            steps = np.setdiff1d(steps, np.asarray(events.steps.get("skipped", ()), dtype=np.int64))
+            rows = [row for row in rows if row[0] in steps]
         _put(found, kind, steps, rows, len(steps))
     known = [found.pop(kind) for kind in KINDS if kind in found]
     return [*known, *found.values()]

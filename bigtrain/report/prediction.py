@@ -55,7 +55,7 @@ def _comparison(run: Run, prediction: Prediction) -> str:
     return (
         '<div class="scroll"><table class="numbers"><thead><tr><th scope="col"></th>'
         '<th scope="col">Measured</th><th scope="col">Predicted</th>'
-        '<th scope="col">Predicted beside measured</th></tr></thead>'
+        '<th scope="col">Difference</th></tr></thead>'
         f"<tbody>{cells}</tbody></table></div>"
     )
 
@@ -88,7 +88,7 @@ def _stacks(stacks: Mapping[str, Mapping[str, float]], unit: str) -> str:
         )
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in shown)
     rows = "".join(
-        f'<tr><th scope="row"><span class="swatch part-{colour[name]}"></span>'
+        f'<tr><th scope="row" class="part-name"><span class="swatch part-{colour[name]}"></span>'
         f"{escape(_label(name))}</th>"
         + "".join(f"<td>{_figure(parts.get(name))}</td>" for parts in shown.values())
         + "</tr>"

@@ -11,12 +11,12 @@ function linesOf(chart) {
     const names = chart.series[number];
     names.forEach((name, index) => {
       const entry = name.includes("/") ? name.slice(name.indexOf("/") + 1) : "";
-      const labels = runs.length > 1 ? [run.name, entry] : [entry || chart.title];
+      const labels = runs.length > 1 && !chart.stacked ? [run.name, entry] : [entry || chart.title];
       const alone = runs.length === 1 || chart.stacked;
       found.push({
         run,
         name,
-        label: labels.filter(Boolean).join(": ").replaceAll("_", " "),
+        label: labels.filter(Boolean).join(": ").replace(/_seconds$/, ""),
         colour: `run-${(alone ? index : number) % 8}`,
         dash: entry && !chart.stacked ? DASHES[(index + DASHES.length - 1) % DASHES.length] : [],
       });
@@ -175,7 +175,7 @@ function drawMarks(u, lines) {
   for (const run of new Set(lines.map((line) => line.run))) {
     for (const one of run.marks) {
       const full = ["restart", "rollback", "hang"].includes(one.kind);
-      ctx.strokeStyle = markColour(one.kind);
+      ctx.strokeStyle = markColour(one.kind, run);
       ctx.setLineDash(full ? [4 * uPlot.pxRatio, 3 * uPlot.pxRatio] : []);
       ctx.beginPath();
       for (const step of one.steps) {
@@ -207,7 +207,15 @@ function drawPredicted(u, predicted) {
     ctx.lineTo(left + width, at);
     ctx.stroke();
     const below = at < top + 16 * uPlot.pxRatio;
-    ctx.fillText("predicted", left + width - 4, at + (below ? 14 : -5) * uPlot.pxRatio);
+    const place = ["predicted", left + width - 4, at + (below ? 14 : -5) * uPlot.pxRatio];
+    const dash = ctx.getLineDash();
+    ctx.setLineDash([]);
+    ctx.strokeStyle = colour("background"); // a halo, for curves behind the word
+    ctx.lineWidth = 4 * uPlot.pxRatio;
+    ctx.strokeText(...place);
+    ctx.fillText(...place);
+    ctx.setLineDash(dash);
+    ctx.lineWidth = 1.5 * uPlot.pxRatio;
   }
   ctx.restore();
 }
@@ -228,7 +236,7 @@ function readOut(chart, lines, host, u) {
     const scaled = (v) => exact(v === null || v === undefined ? null : v * chart.scale);
     const range = values.low && under !== null ? ` (${scaled(values.low[i])} to ${scaled(values.high[i])})` : "";
     const before = width > 1 && i > 0 ? `${exact(step[i - 1] + 1)}–` : "";
-    const at = under === null ? "" : ` at step ${before}${exact(step[i])}`;
+    const at = under === null && lines.length > 1 ? "" : ` at step ${before}${exact(step[i])}`;
     const item = document.createElement("span");
     const swatch = document.createElement("span");
     swatch.className = `swatch ${line.colour}${line.dash.length ? " dashed" : ""}`;
@@ -256,6 +264,7 @@ function drawChart(chart) {
     if (chart.stacked && runs.length > 1) {
       const stack = document.createElement("div");
       stack.className = "stack";
+      stack.append(Object.assign(document.createElement("h4"), { textContent: group[0].run.name }));
       stack.append(Object.assign(document.createElement("div"), { className: "readout" }));
       host = document.createElement("div");
       stack.append(host);

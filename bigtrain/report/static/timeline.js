@@ -16,8 +16,11 @@ function drawTimeline() {
   figure.hidden = kinds.size === 0;
   if (!kinds.size) return host.replaceChildren();
   const width = Math.max(240, Math.floor(host.clientWidth));
-  const lane = 38;
-  const [left, right] = [8, width - 8];
+  // Of several runs each has a row of its own in a lane: marks of the same step stay apart.
+  const rows = shownRuns();
+  const row = rows.length > 1 ? 10 : 0;
+  const lane = 38 + row * (rows.length - 1);
+  const [left, right] = [8, width - 20];
   const height = kinds.size * lane + 22;
   const at = (x) => left + ((x - view.min) / (view.max - view.min)) * (right - left);
   const picture = svg("svg", { width, height, role: "img", "aria-label": `Events by ${AXES[view.axis].toLowerCase()}` });
@@ -26,20 +29,21 @@ function drawTimeline() {
     const total = shownRuns().flatMap((run) => run.marks).filter((m) => m.kind === kind).reduce((sum, m) => sum + m.total, 0);
     picture.append(
       svg("text", { x: left, y: y - 12, class: "lane" }, `${kind} (${total.toLocaleString("en-US")})`),
-      svg("line", { x1: left, x2: right, y1: y, y2: y, class: "lane" }),
     );
-    for (const run of shownRuns()) {
-      const fill = runs.length > 1 ? colour(`run-${runs.indexOf(run) % 8}`) : markColour(kind);
+    rows.forEach((run, index) => {
+      const level = y + index * row;
+      picture.append(svg("line", { x1: left, x2: right, y1: level, y2: level, class: "lane" }));
+      const fill = markColour(kind, run);
       for (const mark of run.marks.filter((one) => one.kind === kind)) {
         mark.steps.forEach((step, i) => {
           const x = at(position(run, step, view.axis));
           if (x < left - 1 || x > right + 1) return;
-          picture.append(svg("circle", { cx: x, cy: y, r: 4.5, fill }, svg("title", {}, tooltip(run, mark, step, mark.counts[i]))));
+          picture.append(svg("circle", { cx: x, cy: level, r: 4.5, fill }, svg("title", {}, tooltip(run, mark, step, mark.counts[i]))));
         });
       }
-    }
+    });
   });
-  for (const x of ticks(view.min, view.max, width / 110)) {
+  for (const x of ticks(view.min, view.max, width / 80)) {
     picture.append(svg("text", { x: at(x), y: height - 4, class: "tick" }, short(x)));
   }
   host.replaceChildren(picture);

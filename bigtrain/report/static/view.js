@@ -77,7 +77,9 @@ const MARK_COLOURS = {
   straggler: "mark-straggler",
 };
 
-function markColour(kind) {
+/** Of a kind of event; of several runs that of the run. */
+function markColour(kind, run) {
+  if (runs.length > 1) return colour(`run-${runs.indexOf(run) % 8}`);
   return colour(MARK_COLOURS[kind] ?? "muted");
 }
 
