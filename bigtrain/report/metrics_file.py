@@ -151,9 +151,9 @@ class MetricsFile:
 
     def _continues(self, file: Any, status: os.stat_result) -> bool:
         """Whether what was read before still stands in the file."""
-        if (status.st_dev, status.st_ino) != self._identity or status.st_size < self.num_bytes:
+        if (status.st_dev, status.st_ino) != self._identity:
             return False
-        # A file that was cut and has grown again since: times and figures are never the same.
+        # A file that was cut may have grown again: times and figures are never the same.
         file.seek(self.num_bytes - len(self._tail))
         return bool(file.read(len(self._tail)) == self._tail)
 

@@ -75,6 +75,7 @@ def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict
         "notes": _notes(runs),
         "figures": _figures(runs, marks),
         "events": _events(runs, marks),
+        "resolution": _resolution(runs),
         "absent": _absent(runs),
         "prediction": _each(runs, prediction_html),
         "topology": _each(runs, lambda run: topology_html(run.files.environment)),
@@ -161,7 +162,7 @@ def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
                 )
         title = f"{escape(run.name)}: " if len(runs) > 1 else ""
         if not rows:
-            parts.append(f"<p>{title}nothing happened.</p>")
+            parts.append(f"<p>{title}No restart, rollback, hang, skipped step or straggler.</p>")
             continue
         total = sum(one.total for one in kinds)
         parts.append(
@@ -173,6 +174,18 @@ def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
     used = dict.fromkeys(one.kind for kinds in marks for one in kinds if one.kind in MEANINGS)
     meanings = "".join(f"<li><b>{kind}</b>: {MEANINGS[kind]}</li>" for kind in used)
     return "".join(parts) + (f'<ul class="meanings">{meanings}</ul>' if meanings else "")
+
+
+def _resolution(runs: Sequence[Run]) -> str:
+    """What a point of a curve is, where it is not one logged step."""
+    widths = {run.name: run.metrics.steps.width for run in runs if run.metrics.steps.width > 1}
+    if not widths:
+        return ""
+    each = " and ".join(f"{width:,} in {escape(name)}" for name, width in widths.items())
+    number = f"{next(iter(widths.values())):,}" if len(runs) == 1 else each
+    return (
+        f'<p class="about">As far in as one can zoom, a point stands for {number} logged steps.</p>'
+    )
 
 
 def _absent(runs: Sequence[Run]) -> str:

@@ -25,41 +25,34 @@ function linesOf(chart) {
   return found;
 }
 
-/** Data of uPlot, and what each series of it is. */
-function prepare(chart, lines) {
+/** What uPlot draws: of each line the range that is seen, and what each series of it looks like. */
+function prepare(chart, lines, width) {
   const tables = [];
   const series = [{}];
   const bands = [];
-  const stacks = chart.stacked ? stacked(lines) : null;
+  const add = (label, stroke, more) => series.push({ label, stroke, points: { show: false }, ...more });
+  let below = null;
   lines.forEach((line, number) => {
-    const { run, name } = line;
-    const values = run[chart.table].series[name];
-    const scaled = (list) => (chart.scale === 1 ? list : list.map((v) => (v === null ? null : v * chart.scale)));
-    const columns = [positions(run, chart.table, view.axis)];
+    const group = grouping(line.run, chart.table, width);
+    const columns = grouped(line.run[chart.table].series[line.name], group, chart.scale);
     const stroke = () => colour(line.colour);
-    if (stacks) {
-      columns.push(stacks[number]);
-      series.push({ label: line.label, stroke, width: 1, points: { show: false } });
+    if (chart.stacked) {
+      below = columns.mean.map((v, i) => (v === null && !below?.[i] ? null : (v ?? 0) + (below?.[i] ?? 0)));
+      tables.push([group.x, below]);
       const fill = () => withAlpha(colour(line.colour), 0.55);
       // The lowest area has nothing below it: uPlot fills down to zero.
-      if (number === 0) series[series.length - 1].fill = fill;
-      else bands.push({ series: [series.length - 1, series.length - 2], fill });
-    } else {
-      if (values.low) {
-        columns.push(scaled(values.low), scaled(values.high));
-        for (const part of ["lowest", "highest"]) {
-          const label = `${line.label}, ${part}`;
-          series.push({ label, stroke, width: 0, points: { show: false } });
-        }
-        const fill = () => withAlpha(colour(line.colour), 0.28);
-        bands.push({ series: [series.length - 1, series.length - 2], fill });
-      }
-      columns.push(scaled(values.mean));
-      const few = columns[0].length < 80;
-      const points = few ? { show: true, size: 4, fill: stroke } : { show: false };
-      series.push({ label: line.label, stroke, width: 1.5, dash: line.dash, points });
+      add(line.label, stroke, { width: 1, fill: number === 0 ? fill : undefined });
+      if (number > 0) bands.push({ series: [series.length - 1, series.length - 2], fill });
+      return;
     }
-    tables.push(columns);
+    tables.push([group.x, columns.low, columns.high, columns.mean]);
+    add(`${line.label}, lowest`, stroke, { width: 0 });
+    add(`${line.label}, highest`, stroke, { width: 0 });
+    const fill = () => withAlpha(colour(line.colour), 0.3);
+    bands.push({ series: [series.length - 1, series.length - 2], fill });
+    const few = line.run[chart.table].step.length < 80;
+    const points = few ? { show: true, size: 4, fill: stroke } : { show: false };
+    add(line.label, stroke, { width: 1.5, dash: line.dash, points });
   });
   const first = tables[0][0];
   const data = tables.every((one) => one[0] === first)
@@ -68,15 +61,48 @@ function prepare(chart, lines) {
   return { data, series, bands };
 }
 
-/** Sums from below: each line's values on top of those before it. */
-function stacked(lines) {
-  const sums = [];
-  for (const { run, name } of lines) {
-    const values = run.steps.series[name].mean;
-    const below = sums[sums.length - 1];
-    sums.push(values.map((v, i) => (v === null && !below?.[i] ? null : (v ?? 0) + (below?.[i] ?? 0))));
+/** Which buckets are seen, and how many of them make a point so that there is about one a pixel. */
+function grouping(run, tableName, width) {
+  const key = `grouping ${tableName}`;
+  const asked = `${view.axis} ${view.min} ${view.max} ${width}`;
+  const before = run.cache.get(key);
+  if (before?.asked === asked) return before;
+  const xs = positions(run, tableName, view.axis);
+  let begin = Math.max(0, lastNotAbove(xs, view.min) - 1);
+  let end = Math.min(xs.length, lastNotAbove(xs, view.max) + 2);
+  let size = 1;
+  while ((end - begin) / size > width) size *= 2;
+  // The same buckets together wherever the view begins: panning moves a curve and does not change it.
+  begin -= begin % size;
+  end = Math.min(xs.length, Math.ceil(end / size) * size);
+  const x = [];
+  for (let i = begin; i < end; i += size) x.push(xs[Math.min(i + size, end) - 1]);
+  const found = { asked, begin, end, size, x };
+  run.cache.set(key, found);
+  return found;
+}
+
+/** A series in these groups: least, greatest and mean; null where there is nothing. The first two
+ * are null throughout where a point is one logged step. */
+function grouped(values, { begin, end, size, x }, scale) {
+  const low = new Array(x.length).fill(null);
+  const high = new Array(x.length).fill(null);
+  const mean = new Array(x.length).fill(null);
+  const single = size === 1 && !values.low;
+  for (let n = 0; n < x.length; n++) {
+    let [least, greatest, sum, count] = [Infinity, -Infinity, 0, 0];
+    for (let i = begin + n * size; i < Math.min(begin + (n + 1) * size, end); i++) {
+      if (values.mean[i] === null) continue;
+      least = Math.min(least, (values.low ?? values.mean)[i]);
+      greatest = Math.max(greatest, (values.high ?? values.mean)[i]);
+      sum += values.mean[i];
+      count++;
+    }
+    if (!count) continue;
+    mean[n] = (scale * sum) / count;
+    if (!single) [low[n], high[n]] = [scale * least, scale * greatest];
   }
-  return sums;
+  return { low, high, mean };
 }
 
 function predictedOf(chart, lines) {
@@ -270,7 +296,7 @@ function drawChart(chart) {
       stack.append(host);
       plot.append(stack);
     }
-    const prepared = prepare(chart, group);
+    const prepared = prepare(chart, group, sizeOf(host).width);
     const made = new uPlot(options(chart, group, prepared, host), prepared.data, host);
     reachable(made, chart);
     readOut(chart, group, host, null);
@@ -279,24 +305,28 @@ function drawChart(chart) {
   drawn.set(chart.name, made);
 }
 
-/** Give the plots new data; where the lines are others, make them anew. */
+/** Give a chart's plots what there is now; where the lines are others, make them anew. */
 function refreshChart(chart) {
+  const key = (lines) => lines.map((line) => line.label).join("\n");
   const before = drawn.get(chart.name) ?? [];
-  const key = (lines) => lines.map((l) => `${l.label} ${"low" in (l.run[chart.table].series[l.name] ?? {})}`).join("|");
-  const now = linesOf(chart);
-  if (before.length !== 1 || chart.stacked || before[0].key !== key(now)) {
+  if (key(before.flatMap((one) => one.lines)) !== key(linesOf(chart))) {
     drawChart(chart);
-    if (drawn.get(chart.name)?.length === 1) drawn.get(chart.name)[0].key = key(now);
     return;
   }
-  const [one] = before;
-  one.lines.splice(0, one.lines.length, ...now);
-  one.plot.setData(prepare(chart, now).data, true);
-  readOut(chart, now, one.host, null);
+  for (const one of before) seeRange(chart, one);
+}
+
+/** Draw the range that is seen. */
+function seeRange(chart, { plot, lines, host }) {
+  plot.batch(() => {
+    plot.setData(prepare(chart, lines, sizeOf(host).width).data, false);
+    plot.setScale("x", { min: view.min, max: view.max });
+  });
+  if (plot.cursor.left < 0 || plot.cursor.left === undefined) readOut(chart, lines, host, null);
 }
 
 view.listeners.push(() => {
-  for (const list of drawn.values()) {
-    for (const { plot } of list) plot.setScale("x", { min: view.min, max: view.max });
+  for (const chart of charts) {
+    for (const one of drawn.get(chart.name) ?? []) seeRange(chart, one);
   }
 });

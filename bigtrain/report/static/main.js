@@ -120,7 +120,12 @@ function drawAll(draw = drawChart) {
 }
 
 function fit() {
-  for (const list of drawn.values()) for (const { plot, host } of list) plot.setSize(sizeOf(host));
+  for (const chart of charts) {
+    for (const one of drawn.get(chart.name) ?? []) {
+      one.plot.setSize(sizeOf(one.host));
+      seeRange(chart, one);
+    }
+  }
   drawTimeline();
 }
 
