@@ -7,12 +7,14 @@ browser reads them from descriptor 3 and answers on descriptor 4.
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -36,28 +38,41 @@ class Browser:
         self._profile = tempfile.mkdtemp(prefix="bigtrain-chromium-")
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
-        # sh gives the pipes the numbers that the browser looks for; it replaces itself by it.
-        script = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
+        # A process that gives the pipes the numbers that the browser looks for, and becomes it.
+        script = (
+            "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); "
+            "os.execv(sys.argv[3], sys.argv[3:])"
+        )
+        # Numbers that are neither 3 nor 4.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser, from_browser)]
         self._process = subprocess.Popen(
             [
-                *("sh", "-c", script, "sh", program, "--headless=new", "--remote-debugging-pipe"),
+                *(sys.executable, "-S", "-c", script, *map(str, ends)),
+                *(program, "--headless=new", "--remote-debugging-pipe"),
                 *("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
                 *("--hide-scrollbars", "--font-render-hinting=none", "--disable-extensions"),
                 *("--disable-background-networking", "--disable-component-update"),
                 f"--user-data-dir={self._profile}",
             ],
-            pass_fds=(to_browser, from_browser),
+            pass_fds=ends,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        os.close(to_browser)
-        os.close(from_browser)
+        for end in (to_browser, from_browser, *ends):
+            os.close(end)
         self._held = b""
         self._number = 0
         self.events: list[dict[str, Any]] = []
         self._session: str | None = None
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self) -> None:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]

@@ -114,7 +114,7 @@ def eventful_lines(num_steps: int = 600, seed: int = 1) -> list[dict[str, Any]]:
                 },
                 peak_memory_gib_by_phase={
                     "forward": 48.0,
-                    "backward": min(58.0 + step * 0.05, 61.4),
+                    "backward": min(57.0 + step * 0.05, 60.2),
                     "optimizer": 52.5,
                 },
             )

@@ -135,7 +135,13 @@ function options(chart, lines, prepared, host) {
       y: false,
       points: { show: false },
       drag: { x: true, y: false, setScale: false },
-      sync: { key: "report", setSeries: false, scales: ["x", null] },
+      // Where the cursor is; a selection is taken by `show`, once.
+      sync: {
+        key: "report",
+        setSeries: false,
+        scales: ["x", null],
+        filters: { pub: (type) => type === "mousemove" || type === "mouseleave" },
+      },
       bind: {
         dblclick: () => () => showEverything(),
         mousedown: (u, target, handler) => (event) => {
@@ -205,7 +211,8 @@ function drawMarks(u, lines) {
       ctx.setLineDash(full ? [4 * uPlot.pxRatio, 3 * uPlot.pxRatio] : []);
       ctx.beginPath();
       for (const step of one.steps) {
-        const at = u.valToPos(position(run, step, view.axis), "x", true);
+        // On whole pixels: one line instead of two halves.
+        const at = Math.round(u.valToPos(position(run, step, view.axis), "x", true) - 0.5) + 0.5;
         if (at < left || at > left + width) continue;
         ctx.moveTo(at, full ? top : top + height - 7 * uPlot.pxRatio);
         ctx.lineTo(at, top + height);
