@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bigtrain.report.run import Run
 
 DEFAULT_PORT = 8600
 
@@ -77,16 +82,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(runs: object, port: int) -> int:
+def _serve(runs: Sequence[Run], port: int) -> int:
     """Until Ctrl-C."""
-    from bigtrain.report.live import open_server
+    from bigtrain.report.live import ADDRESS, open_server
 
-    server = open_server(runs, port)  # type: ignore[arg-type]
-    print(f"http://127.0.0.1:{server.server_port}/ until Ctrl-C", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        print("ended")
-    finally:
-        server.server_close()
+    with open_server(runs, port) as server:
+        try:
+            print(f"http://{ADDRESS}:{port}/ until Ctrl-C", flush=True)
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("ended")
     return 0

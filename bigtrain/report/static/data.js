@@ -66,7 +66,8 @@ function extendRun(run, given) {
           const added = fresh.series[key]?.[part];
           joined[part] = before.concat(added ?? new Array(fresh.step.length - since).fill(null));
         }
-        fresh.series[key] = joined;
+        if (joined.mean.some((value) => value !== null)) fresh.series[key] = joined;
+        else delete fresh.series[key];
       }
     }
     run[name] = fresh;

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from bigtrain.report import live
+from bigtrain.report import run as run_module
 from bigtrain.report.live import open_server
 from bigtrain.report.output import write_page
 from bigtrain.report.page import page_html
@@ -400,3 +401,37 @@ def test_a_live_page_follows_its_run(
         thread.join()
         server.server_close()
     browser.wait_for("document.getElementById('status').textContent.includes('does not answer')")
+
+
+def test_a_live_page_comes_to_what_a_fresh_one_shows(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While buckets become complete, and wider, and a figure begins that was not there before."""
+    monkeypatch.setattr(live, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(run_module, "MAX_BUCKETS", 8)
+    run = make_run(tmp_path / "run", [step_line(1)])
+    port = free_port()
+    server = open_server(open_runs([run]), port)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    rows = "bigtrainReport.runs[0].steps.rows"
+    everything = "(({ steps, evaluations }) => ({ steps, evaluations }))(bigtrainReport.runs[0])"
+    try:
+        browser.open(f"http://127.0.0.1:{port}/", 768)
+        for step in range(2, 24):
+            more = {} if step < 12 else {"breakdown": {"forward_seconds": step / 10}}
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(step_line(step, loss=10.0 - step, **more)) + "\n")
+            browser.wait_for(f"{rows} === {step}")
+        followed = browser.evaluate(everything)
+        assert followed["steps"]["width"] == 4
+        assert drawn(browser, "breakdown")["forward"][-1] == pytest.approx(2.2)
+        browser.open(f"http://127.0.0.1:{port}/", 768)
+        fresh = browser.evaluate(everything)
+        assert fresh["steps"]["step"] == [4, 8, 12, 16, 20, 23]
+        assert fresh["steps"]["series"]["loss"]["low"] == [6, 2, -2, -6, -10, -13]
+        assert followed == fresh
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -37,6 +37,12 @@ def test_each_rank_is_drawn_on_its_host() -> None:
     assert "on 2 hosts with 8 ranks each." in html
 
 
+def test_names_of_hosts_are_text() -> None:
+    html = topology_html({**environment(data=1), "hosts": {"<b>&": [0]}})
+    assert "<b>" not in html
+    assert html.count("&lt;b&gt;&amp;") == 2  # the name, and the drawing's label
+
+
 def test_one_rank() -> None:
     html = topology_html(environment(data=1))
     assert "One rank." in html
