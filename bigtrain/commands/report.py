@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         rule = "is of --live alone"
         raise ConfigError(Problem("--port", args.port, rule, "leave it out, or add --live"))
     begun = time.monotonic()
-    runs = open_runs([args.run, *args.compare])
+    runs = open_runs([args.run, *args.compare], final=not args.live)
     if args.live:
         return _serve(runs, args.port or DEFAULT_PORT)
     from bigtrain.report.output import write_page

@@ -27,7 +27,7 @@ class Chart:
 
     table: "steps" or "evaluations"; series: names there, or ``OBJECT/*`` for all of an object.
     predicted: field of the prediction that is drawn beside it. stacked: as areas, of each run on
-    its own.
+    its own. scale: by which figures of the file are multiplied.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Chart:
     predicted: str | None = None
     logarithmic: bool = False
     stacked: bool = False
+    scale: int = 1
 
 
 CHARTS = (
@@ -86,6 +87,7 @@ CHARTS = (
         "Model FLOPs per second divided by the peak of all devices.",
         "steps",
         ("model_flops_utilization",),
+        scale=100,
     ),
     Chart(
         "step-time",
@@ -119,7 +121,7 @@ CHARTS = (
 
 def names_of(chart: Chart, run: Run) -> list[str]:
     """The series of `chart` that `run` has values of."""
-    reduced = _table(run, chart.table).reduced()
+    reduced = reduced_of(chart, run)
     found = []
     for wanted in chart.series:
         for name, series in reduced.series.items():
@@ -129,8 +131,10 @@ def names_of(chart: Chart, run: Run) -> list[str]:
     return found
 
 
-def _table(run: Run, name: str) -> Any:
-    return run.metrics.steps if name == "steps" else run.metrics.evaluations
+def reduced_of(chart: Chart, run: Run) -> Reduced:
+    """The table of `run` that `chart` draws from."""
+    metrics = run.metrics
+    return (metrics.steps if chart.table == "steps" else metrics.evaluations).reduced()
 
 
 def page_data(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, Any]:
@@ -152,7 +156,7 @@ def charts_data(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "predicted": chart.predicted,
             "logarithmic": chart.logarithmic,
             "stacked": chart.stacked,
-            "scale": 100 if chart.name == "mfu" else 1,
+            "scale": chart.scale,
             "series": [names_of(chart, run) for run in runs],
         }
         for chart in CHARTS

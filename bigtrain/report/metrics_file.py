@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import orjson
@@ -169,7 +169,8 @@ class MetricsFile:
         steps: list[dict[str, Any]] = []
         evaluations: list[dict[str, Any]] = []
         for number, line in enumerate(lines, self._num_lines + 1):
-            if type(line) is not dict or not _is_step(step := line.get("step")):
+            step = line.get("step") if type(line) is dict else None
+            if type(step) is not int or not 0 <= step < _MOST_STEP:
                 if line is not _BLANK:
                     self.damage.add(number, _reason(line))
             elif "event" in line:
@@ -224,10 +225,9 @@ class MetricsFile:
         self, lines: list[dict[str, Any]], name: str, known: list[str]
     ) -> Iterator[tuple[str, Column]]:
         """The series of the objects that `lines` have under `name`; so many at most."""
-        objects = [line.get(name) for line in lines]
-        if not any(objects):
+        if not [1 for line in lines if name in line]:
             return
-        named = [one if isinstance(one, dict) else {} for one in objects]
+        named = [_dict(line.get(name)) for line in lines]
         entries = dict.fromkeys(key for one in named for key in one)
         have = {key for key in known if key.startswith(f"{name}/")}
         for entry in entries:
@@ -268,10 +268,6 @@ def _parsed(text: bytes) -> Any:
         return None
 
 
-def _is_step(value: Any) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < _MOST_STEP
-
-
 def _reason(line: Any) -> str:
     if line is None:
         return "is no JSON"
@@ -285,8 +281,11 @@ def _kind(line: dict[str, Any]) -> str:
 def _column(lines: list[dict[str, Any]], name: str) -> Column:
     """A figure of each line; NaN where it is missing, no number, or not finite."""
     try:
+        try:
+            values = [line[name] for line in lines]
+        except KeyError:
+            values = [line.get(name) for line in lines]
         # numpy makes NaN of None, but numbers of texts and truth values as well.
-        values = [line.get(name) for line in lines]
         if set(map(type, values)) <= _NUMBERS:
             column = np.array(values, dtype=np.float64)
             column[~np.isfinite(column)] = np.nan

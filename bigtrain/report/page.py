@@ -18,6 +18,7 @@ from typing import Any
 
 import bigtrain
 from bigtrain.report.charts import CHARTS, names_of, page_data
+from bigtrain.report.curves_table import curves_html
 from bigtrain.report.figures import NOT_KNOWN, headline, incidents, notes_of
 from bigtrain.report.marks import MEANINGS, Marks, marks_of
 from bigtrain.report.prediction import prediction_html
@@ -76,6 +77,7 @@ def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict
         "figures": _figures(runs, marks),
         "events": _events(runs, marks),
         "resolution": _resolution(runs),
+        "curves": curves_html(runs),
         "absent": _absent(runs),
         "prediction": _each(runs, prediction_html),
         "topology": _each(runs, lambda run: topology_html(run.files.environment)),

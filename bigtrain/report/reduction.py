@@ -56,6 +56,7 @@ class Reducer:
         self.width = 1
         self.num_rows = 0
         self._num = 0  # complete buckets
+        self._whole: Reduced | None = None  # the last answer of `reduced`, while it holds
         self._first = {name: np.zeros(max_buckets) for name in positions}
         self._last = {name: np.zeros(max_buckets) for name in positions}
         self._series: dict[str, _Series] = {}
@@ -70,6 +71,7 @@ class Reducer:
 
     def add(self, positions: Mapping[str, Column], series: Mapping[str, Column]) -> None:
         """Rows that follow those before. All columns have the same length; NaN is "no value"."""
+        self._whole = None
         count = len(next(iter(positions.values())))
         held = len(next(iter(self._rest.values())))
         self.num_rows += count
@@ -101,7 +103,12 @@ class Reducer:
         self._rest_series = {name: column[begin:].copy() for name, column in rows.items()}
 
     def reduced(self, since: int = 0) -> Reduced:
-        """The buckets from number `since` on, rows that fill none yet as the last one."""
+        """The buckets from number `since` on, rows that fill none yet as the last one.
+
+        A view that the next `add` may change.
+        """
+        if since == 0 and self._whole is not None:
+            return self._whole
         held = len(next(iter(self._rest.values())))
         num = self._num
         first = {name: column[since:num] for name, column in self._first.items()}
@@ -117,7 +124,10 @@ class Reducer:
                     np.append(one.maximum, parts[1]),
                     np.append(one.mean, _mean(parts[2], parts[3])),
                 )
-        return Reduced(self.width, first, last, series, self.num_rows)
+        reduced = Reduced(self.width, first, last, series, self.num_rows)
+        if since == 0:
+            self._whole = reduced
+        return reduced
 
     @property
     def num_complete(self) -> int:

@@ -39,8 +39,8 @@ class Run:
         return steps if type(steps) is int and steps > 0 else None
 
 
-def open_runs(directories: Sequence[Path]) -> list[Run]:
-    """The runs in these directories, read to their end.
+def open_runs(directories: Sequence[Path], final: bool = True) -> list[Run]:
+    """The runs in these directories, read to their end; `final` as of `MetricsFile.read`.
 
     Raises DataError where one is no run directory, has no figures, or is named twice.
     """
@@ -68,7 +68,7 @@ def open_runs(directories: Sequence[Path]) -> list[Run]:
         for name, directory in zip(_names(list(seen)), directories, strict=True)
     ]
     for run in runs:
-        run.metrics.read(final=True)
+        run.metrics.read(final)
     return runs
 
 

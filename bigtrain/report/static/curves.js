@@ -2,6 +2,12 @@
 
 const DASHES = [[6, 3], [2, 3], [10, 4], [6, 3, 2, 3], [4, 6]];
 const drawn = new Map(); // name of a chart -> [{plot, lines, host}]
+const PAPER_WIDTH = 680; // CSS pixels of A4 between its margins; letter is a little wider
+
+/** Canvas pixels of a length in CSS pixels. */
+function pixels(length) {
+  return length * uPlot.pxRatio * view.fineness;
+}
 
 /** The lines of a chart: run, series, label, colour, dash. */
 function linesOf(chart) {
@@ -41,7 +47,7 @@ function prepare(chart, lines, width) {
       tables.push([group.x, below]);
       const fill = () => withAlpha(colour(line.colour), 0.55);
       // The lowest area has nothing below it: uPlot fills down to zero.
-      add(line.label, stroke, { width: 1, fill: number === 0 ? fill : undefined });
+      add(line.label, stroke, { width: view.fineness, fill: number === 0 ? fill : undefined });
       if (number > 0) bands.push({ series: [series.length - 1, series.length - 2], fill });
       return;
     }
@@ -51,8 +57,9 @@ function prepare(chart, lines, width) {
     const fill = () => withAlpha(colour(line.colour), 0.3);
     bands.push({ series: [series.length - 1, series.length - 2], fill });
     const few = line.run[chart.table].step.length < 80;
-    const points = few ? { show: true, size: 4, fill: stroke } : { show: false };
-    add(line.label, stroke, { width: 1.5, dash: line.dash, points });
+    const points = few ? { show: true, size: 4 * view.fineness, fill: stroke } : { show: false };
+    const dash = line.dash.map((length) => length * view.fineness);
+    add(line.label, stroke, { width: 1.5 * view.fineness, dash, points });
   });
   const first = tables[0][0];
   const data = tables.every((one) => one[0] === first)
@@ -118,11 +125,13 @@ function predictedOf(chart, lines) {
 function options(chart, lines, prepared, host) {
   const predicted = predictedOf(chart, lines);
   const logarithmic = view.logarithmic.has(chart.name);
+  const fine = view.fineness;
   const axis = {
     stroke: () => colour("muted"),
-    grid: { stroke: () => colour("grid"), width: 1 },
+    grid: { stroke: () => colour("grid"), width: fine },
     ticks: { show: false },
-    font: "12px system-ui, sans-serif",
+    font: `${12 * fine}px system-ui, sans-serif`,
+    gap: 4 * fine,
   };
   return {
     ...sizeOf(host),
@@ -130,7 +139,7 @@ function options(chart, lines, prepared, host) {
     legend: { show: false },
     series: prepared.series,
     bands: prepared.bands,
-    padding: [8, 12, 0, 0],
+    padding: [8 * fine, 12 * fine, 0, 0],
     cursor: {
       y: false,
       points: { show: false },
@@ -158,12 +167,11 @@ function options(chart, lines, prepared, host) {
       },
     },
     axes: [
-      { ...axis, size: 28, gap: 4, space: 64, values: (u, splits) => splits.map(short) },
+      { ...axis, size: 28 * fine, space: 64 * fine, values: (u, splits) => splits.map(short) },
       {
         ...axis,
-        size: 52,
-        gap: 4,
-        space: 32,
+        size: 52 * fine,
+        space: 32 * fine,
         values: (u, splits) => splits.map((v) => (v === null ? "" : short(v))),
       },
     ],
@@ -183,8 +191,9 @@ function options(chart, lines, prepared, host) {
 }
 
 function sizeOf(host) {
-  const width = Math.max(240, Math.floor(host.clientWidth));
-  return { width, height: width < 480 ? 200 : 240 };
+  const width = view.fineness > 1 ? PAPER_WIDTH : Math.max(240, Math.floor(host.clientWidth));
+  const height = width < 480 || view.fineness > 1 ? 200 : 240;
+  return { width: width * view.fineness, height: height * view.fineness };
 }
 
 function yRange(chart, low, high, predicted, logarithmic) {
@@ -203,18 +212,18 @@ function drawMarks(u, lines) {
   const { ctx } = u;
   const { left, top, width, height } = u.bbox;
   ctx.save();
-  ctx.lineWidth = uPlot.pxRatio;
+  ctx.lineWidth = pixels(1);
   for (const run of new Set(lines.map((line) => line.run))) {
     for (const one of run.marks) {
       const full = ["restart", "rollback", "hang"].includes(one.kind);
       ctx.strokeStyle = markColour(one.kind, run);
-      ctx.setLineDash(full ? [4 * uPlot.pxRatio, 3 * uPlot.pxRatio] : []);
+      ctx.setLineDash(full ? [pixels(4), pixels(3)] : []);
       ctx.beginPath();
       for (const step of one.steps) {
         // On whole pixels: one line instead of two halves.
         const at = Math.round(u.valToPos(position(run, step, view.axis), "x", true) - 0.5) + 0.5;
         if (at < left || at > left + width) continue;
-        ctx.moveTo(at, full ? top : top + height - 7 * uPlot.pxRatio);
+        ctx.moveTo(at, full ? top : top + height - pixels(7));
         ctx.lineTo(at, top + height);
       }
       ctx.stroke();
@@ -227,10 +236,10 @@ function drawPredicted(u, predicted) {
   const { ctx } = u;
   const { left, top, width, height } = u.bbox;
   ctx.save();
-  ctx.font = `${11 * uPlot.pxRatio}px system-ui, sans-serif`;
+  ctx.font = `${pixels(11)}px system-ui, sans-serif`;
   ctx.textAlign = "right";
-  ctx.lineWidth = 1.5 * uPlot.pxRatio;
-  ctx.setLineDash([7 * uPlot.pxRatio, 5 * uPlot.pxRatio]);
+  ctx.lineWidth = pixels(1.5);
+  ctx.setLineDash([pixels(7), pixels(5)]);
   for (const { run, value } of predicted) {
     const at = u.valToPos(value, "y", true);
     if (at < top || at > top + height) continue;
@@ -239,16 +248,16 @@ function drawPredicted(u, predicted) {
     ctx.moveTo(left, at);
     ctx.lineTo(left + width, at);
     ctx.stroke();
-    const below = at < top + 16 * uPlot.pxRatio;
-    const place = ["predicted", left + width - 4, at + (below ? 14 : -5) * uPlot.pxRatio];
+    const below = at < top + pixels(16);
+    const place = ["predicted", left + width - pixels(4), at + pixels(below ? 14 : -5)];
     const dash = ctx.getLineDash();
     ctx.setLineDash([]);
     ctx.strokeStyle = colour("background"); // a halo, for curves behind the word
-    ctx.lineWidth = 4 * uPlot.pxRatio;
+    ctx.lineWidth = pixels(4);
     ctx.strokeText(...place);
     ctx.fillText(...place);
     ctx.setLineDash(dash);
-    ctx.lineWidth = 1.5 * uPlot.pxRatio;
+    ctx.lineWidth = pixels(1.5);
   }
   ctx.restore();
 }

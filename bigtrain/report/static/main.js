@@ -4,8 +4,8 @@
 function reachable(plot, chart) {
   const wrap = plot.root;
   wrap.tabIndex = 0;
-  wrap.setAttribute("role", "img");
-  wrap.setAttribute("aria-label", `${chart.title}, a curve; its figures stand in the tables. Arrow keys pan, plus and minus zoom, 0 shows everything.`);
+  wrap.setAttribute("role", "group");
+  wrap.setAttribute("aria-label", `${chart.title}, drawn; the table "The curves in figures" says what a reader cannot see. Arrow keys pan, plus and minus zoom, 0 shows everything.`);
   wrap.addEventListener("keydown", (event) => {
     const done = {
       ArrowLeft: () => pan(-0.2),
@@ -129,14 +129,15 @@ function fit() {
   drawTimeline();
 }
 
-/** On paper: light colours, everything open, the width of the paper. */
+/** On paper: light colours, everything open, the width of the paper, and twice as fine. */
 let opened = null;
 function toPaper() {
   if (opened) return;
   opened = [...document.querySelectorAll("details:not([open])")];
   for (const one of opened) one.open = true;
   document.documentElement.dataset.print = "";
-  fit();
+  view.fineness = 2;
+  drawAll();
 }
 
 function fromPaper() {
@@ -144,7 +145,8 @@ function fromPaper() {
   for (const one of opened) one.open = false;
   opened = null;
   delete document.documentElement.dataset.print;
-  fit();
+  view.fineness = 1;
+  drawAll();
 }
 
 /** Ask the server for what is new, for ever. */

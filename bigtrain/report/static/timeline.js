@@ -15,7 +15,7 @@ function drawTimeline() {
   const kinds = new Set(shownRuns().flatMap((run) => run.marks.filter((m) => m.steps.length).map((m) => m.kind)));
   figure.hidden = kinds.size === 0;
   if (!kinds.size) return host.replaceChildren();
-  const width = Math.max(240, Math.floor(host.clientWidth));
+  const width = view.fineness > 1 ? PAPER_WIDTH : Math.max(240, Math.floor(host.clientWidth));
   // Of several runs each has a row of its own in a lane: marks of the same step stay apart.
   const rows = shownRuns();
   const row = rows.length > 1 ? 10 : 0;

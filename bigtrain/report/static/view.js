@@ -2,7 +2,8 @@
 
 const AXES = { step: "Step", tokens: "Tokens", samples: "Samples", hours: "Hours of training" };
 
-const view = { axis: "step", min: 0, max: 1, everything: true, logarithmic: new Set(), listeners: [] };
+/** fineness: canvas pixels for each CSS pixel, beside the screen's own: paper has more. */
+const view = { axis: "step", min: 0, max: 1, everything: true, logarithmic: new Set(), fineness: 1, listeners: [] };
 
 function shownRuns() {
   return runs.filter((run) => run.visible);

@@ -373,7 +373,7 @@ def test_a_live_page_follows_its_run(
     run = make_run(tmp_path / "run", [step_line(step) for step in range(1, 4)])
     metrics = run / "metrics.jsonl"
     port = free_port()
-    server = open_server(open_runs([run]), port)
+    server = open_server(open_runs([run], final=False), port)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     last = "bigtrainReport.drawn.get('loss')[0].plot.data[0].at(-1)"
@@ -411,7 +411,7 @@ def test_a_live_page_comes_to_what_a_fresh_one_shows(
     monkeypatch.setattr(run_module, "MAX_BUCKETS", 8)
     run = make_run(tmp_path / "run", [step_line(1)])
     port = free_port()
-    server = open_server(open_runs([run]), port)
+    server = open_server(open_runs([run], final=False), port)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     rows = "bigtrainReport.runs[0].steps.rows"

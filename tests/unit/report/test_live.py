@@ -48,14 +48,14 @@ def news_of(page: LivePage, seen: int, have: str = "0:1:2:1:1") -> dict[str, Any
 
 
 def test_nothing_new_is_nothing(directory: Path) -> None:
-    page = LivePage(open_runs([directory]))
+    page = LivePage(open_runs([directory], final=False))
     data = data_of(page.html().decode())
     assert data["live"] is True
     assert page.news(data["revision"], "0:1:2:1:1") is None
 
 
 def test_what_is_new_is_sent_alone(directory: Path) -> None:
-    page = LivePage(open_runs([directory]))
+    page = LivePage(open_runs([directory], final=False))
     append(directory, step_line(3, loss=1.5), evaluation_line(3, 2.5))
     answer = news_of(page, 1)
     [run] = answer["runs"]
@@ -70,7 +70,7 @@ def test_what_is_new_is_sent_alone(directory: Path) -> None:
 
 @pytest.mark.parametrize("have", ["", "x", "1:1:2:1:1", "0:2:2:1:1", "0:1:99:1:99", "0:1:-1:1:-1"])
 def test_who_has_something_else_gets_all(directory: Path, have: str) -> None:
-    page = LivePage(open_runs([directory]))
+    page = LivePage(open_runs([directory], final=False))
     append(directory, step_line(3))
     [run] = news_of(page, 1, have)["runs"]
     assert run["steps"]["since"] == 0
@@ -78,7 +78,7 @@ def test_who_has_something_else_gets_all(directory: Path, have: str) -> None:
 
 
 def test_steps_that_were_taken_back_go(directory: Path) -> None:
-    page = LivePage(open_runs([directory]))
+    page = LivePage(open_runs([directory], final=False))
     path = directory / "metrics.jsonl"
     path.write_text(json.dumps(step_line(1)) + "\n")
     [run] = news_of(page, 1)["runs"]
@@ -89,7 +89,7 @@ def test_steps_that_were_taken_back_go(directory: Path) -> None:
 
 
 def test_a_new_start_is_news_without_a_step(directory: Path) -> None:
-    page = LivePage(open_runs([directory]))
+    page = LivePage(open_runs([directory], final=False))
     lines = [{"generation": n, "step": n - 1, "time": "t"} for n in (1, 2)]
     (directory / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     answer = news_of(page, 1)
@@ -97,7 +97,7 @@ def test_a_new_start_is_news_without_a_step(directory: Path) -> None:
 
 
 def test_figures_that_are_gone_for_a_moment_still_show(directory: Path) -> None:
-    page = LivePage(open_runs([directory]))
+    page = LivePage(open_runs([directory], final=False))
     path = directory / "metrics.jsonl"
     kept = path.read_bytes()
     path.unlink()
@@ -110,7 +110,7 @@ def test_figures_that_are_gone_for_a_moment_still_show(directory: Path) -> None:
 
 @pytest.fixture
 def port(directory: Path, free_port: int) -> Iterator[int]:
-    server = open_server(open_runs([directory]), free_port)
+    server = open_server(open_runs([directory], final=False), free_port)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield free_port
@@ -160,12 +160,12 @@ def test_it_listens_on_this_machine_alone(port: int, directory: Path) -> None:
 
 def test_a_port_that_is_taken_is_one_error(directory: Path, port: int) -> None:
     with pytest.raises(LaunchError) as error:
-        open_server(open_runs([directory]), port)
+        open_server(open_runs([directory], final=False), port)
     text = str(error.value)
     assert text.startswith(f"--port {port}: cannot be opened on 127.0.0.1: Address already in use")
     free = int(text.split("--port ")[-1].split(" is free")[0])
     assert 0 < abs(free - port) <= 50
-    open_server(open_runs([directory]), free).server_close()
+    open_server(open_runs([directory], final=False), free).server_close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT])
@@ -195,7 +195,7 @@ def test_ctrl_c_ends_it_with_code_0(
 def test_looks_are_so_many_at_most(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many browsers ask, files are read once a second."""
     monkeypatch.setattr(live, "POLL_SECONDS", 1000.0)
-    page = LivePage(open_runs([directory]))
+    page = LivePage(open_runs([directory], final=False))
     page.html()
     append(directory, step_line(3))
     assert page.news(1, "0:1:2:1:1") is None

@@ -250,3 +250,13 @@ def test_figures_that_no_float32_holds_are_gaps_to_the_browser(tmp_path: Path) -
 def test_a_figure_that_is_never_known_is_no_gap(tmp_path: Path, field: str) -> None:
     words = Elements(page(make_run(tmp_path / "run", [step_line(1)]))).words
     assert f"{field} is null" not in words
+
+
+def test_the_curves_are_a_table_too(tmp_path: Path) -> None:
+    lines = [step_line(s, loss=value) for s, value in ((1, 5.0), (2, 9.0), (3, None), (4, 1.0))]
+    lines += [evaluation_line(4, 2.0, code=1.5)]
+    html = page(make_run(tmp_path / "run", lines))
+    cells = "".join(f"<td>{figure}</td>" for figure in ("5", "1", "1", "9", "5"))
+    assert f'<th scope="row">Training loss, nats per token</th>{cells}' in html
+    assert '<th scope="row">Held-out loss: code, nats per token</th><td>1.5</td>' in html
+    assert '<th scope="row">Throughput, tokens/s</th><td>8192</td>' in html
