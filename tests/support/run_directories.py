@@ -45,8 +45,9 @@ def evaluation_line(step: int, loss: float, **sources: float) -> dict[str, Any]:
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any] | str]) -> None:
     """JSON objects, or texts as they are, each on a line."""
-    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
-    path.write_text("".join(f"{text}\n" for text in texts))
+    with path.open("w") as file:
+        for line in lines:
+            file.write((line if isinstance(line, str) else json.dumps(line)) + "\n")
 
 
 def make_run(directory: Path, lines: Iterable[dict[str, Any] | str], **files: Any) -> Path:
