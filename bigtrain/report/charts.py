@@ -7,15 +7,16 @@ logged steps are a few megabytes. Values are float32, steps float64.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bigtrain.report.marks import Marks
 from bigtrain.report.metrics_file import BREAKDOWN, PHASES, SOURCES
-from bigtrain.report.reduction import Column, Reduced
+from bigtrain.report.reduction import Bucketed, Column, Reduced
 from bigtrain.report.run import Run
 
 _MOST_KNOTS = 2048
@@ -226,7 +227,7 @@ def _knots(reduced: Reduced) -> dict[str, dict[str, str]]:
     }
 
 
-def _bends(step: Column, value: Column) -> Any:
+def _bends(step: Column, value: Column) -> NDArray[np.intp]:
     """Indices of the ends and of the points where the slope changes; of too many every n-th."""
     if len(step) < 3:
         return np.arange(len(step))
@@ -247,7 +248,7 @@ def _float64(column: Column) -> str:
     return _base64(column.astype("<f8"))
 
 
-def _base64(column: Any) -> str:
+def _base64(column: NDArray[np.generic]) -> str:
     return base64.b64encode(column.tobytes()).decode("ascii")
 
 
@@ -261,7 +262,7 @@ def peak_of(run: Run, prefix: str) -> Mapping[str, float]:
     return _entries(run, prefix, lambda one: float(np.nanmax(one.maximum)))
 
 
-def _entries(run: Run, prefix: str, figure: Any) -> dict[str, float]:
+def _entries(run: Run, prefix: str, figure: Callable[[Bucketed], float]) -> dict[str, float]:
     series = run.metrics.steps.reduced().series
     return {
         name.partition("/")[2]: figure(one)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bigtrain.report.metrics_file import NON_FINITE
 from bigtrain.report.run import Run
+from bigtrain.report.run_files import Start
 
 RESTART, ROLLBACK, HANG = "restart", "rollback", "hang"
 SKIPPED, STRAGGLER = "skipped step", "straggler"
@@ -66,7 +69,7 @@ def marks_of(run: Run) -> list[Marks]:
 def _put(
     found: dict[str, Marks],
     kind: str,
-    steps: Any,
+    steps: Sequence[int] | NDArray[np.int64],
     rows: list[tuple[int | None, str]],
     total: int | None = None,
 ) -> None:
@@ -77,7 +80,7 @@ def _put(
     found[kind] = Marks(kind, placed, counts, rows[:_MOST_ROWS], number)
 
 
-def _clustered(steps: Any) -> tuple[list[int], list[int]]:
+def _clustered(steps: Sequence[int] | NDArray[np.int64]) -> tuple[list[int], list[int]]:
     """Distinct steps and how often each comes; neighbours together where there are too many."""
     values, counts = np.unique(np.asarray(steps, dtype=np.int64), return_counts=True)
     if len(values) > _MOST_POSITIONS:
@@ -88,7 +91,7 @@ def _clustered(steps: Any) -> tuple[list[int], list[int]]:
     return values.tolist(), counts.tolist()
 
 
-def _start_text(start: Any) -> str:
+def _start_text(start: Start) -> str:
     text = f"start {start.generation} on {start.host}, {start.since}"
     if start.slurm_job_id:
         text += f", Slurm job {start.slurm_job_id}"

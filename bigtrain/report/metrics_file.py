@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import orjson
@@ -149,13 +149,13 @@ class MetricsFile:
             raise DataError(f"{self.path}: cannot be read: {error.strerror or error}") from error
         return changed or self._num_lines > before
 
-    def _continues(self, file: Any, status: os.stat_result) -> bool:
+    def _continues(self, file: BinaryIO, status: os.stat_result) -> bool:
         """Whether what was read before still stands in the file."""
         if (status.st_dev, status.st_ino) != self._identity:
             return False
         # A file that was cut may have grown again: times and figures are never the same.
         file.seek(self.num_bytes - len(self._tail))
-        return bool(file.read(len(self._tail)) == self._tail)
+        return file.read(len(self._tail)) == self._tail
 
     def _read_block(self, block: bytes) -> None:
         lines: list[Any] = []

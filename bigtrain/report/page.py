@@ -21,7 +21,7 @@ from bigtrain.report.charts import CHARTS, names_of, page_data
 from bigtrain.report.curves_table import curves_html
 from bigtrain.report.figures import NOT_KNOWN, headline, incidents, notes_of
 from bigtrain.report.marks import MEANINGS, Marks, marks_of
-from bigtrain.report.prediction import prediction_html
+from bigtrain.report.prediction import predictions_html
 from bigtrain.report.run import Run
 from bigtrain.report.setup import setup_html
 from bigtrain.report.topology import topology_html
@@ -79,8 +79,8 @@ def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict
         "resolution": _resolution(runs),
         "curves": curves_html(runs),
         "absent": _absent(runs),
-        "prediction": _each(runs, prediction_html),
-        "topology": _each(runs, lambda run: topology_html(run.files.environment)),
+        "prediction": predictions_html(runs),
+        "topology": _topologies(runs),
         "setup": setup_html(runs),
     }
 
@@ -100,10 +100,17 @@ def _checksum(program: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()}"
 
 
-def _each(runs: Sequence[Run], html: Any) -> str:
+def _topologies(runs: Sequence[Run]) -> str:
+    """Topologies; of runs that had the same one it is drawn once."""
+    found: dict[str, list[tuple[int, Run]]] = {}
+    for number, run in _all(runs):
+        found.setdefault(topology_html(run.files.environment), []).append((number, run))
     if len(runs) == 1:
-        return str(html(runs[0]))
-    return "".join(f"<h3>{_swatch(n)}{escape(run.name)}</h3>{html(run)}" for n, run in _all(runs))
+        return next(iter(found))
+    return "".join(
+        f"<h3>{', '.join(f'{_swatch(n)}{escape(run.name)}' for n, run in named)}</h3>{html}"
+        for html, named in found.items()
+    )
 
 
 def _all(runs: Sequence[Run]) -> list[tuple[int, Run]]:
@@ -147,35 +154,37 @@ def _figures(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
 
 
 def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
-    """What happened, as a table, kind by kind."""
+    """What happened, as a table for each run, kind by kind."""
+    calm = [run.name for run, kinds in zip(runs, marks, strict=True) if not kinds]
     parts = []
     for run, kinds in zip(runs, marks, strict=True):
-        rows = []
-        for one in kinds:
-            rows += [
-                f"<tr><td>{'' if step is None else f'{step:,}'}</td><td>{escape(one.kind)}</td>"
-                f"<td>{escape(text)}</td></tr>"
-                for step, text in one.rows
-            ]
-            if one.total > len(one.rows):
-                rows.append(
-                    f"<tr><td></td><td>{escape(one.kind)}</td>"
-                    f"<td>and {one.total - len(one.rows):,} more</td></tr>"
-                )
-        title = f"{escape(run.name)}: " if len(runs) > 1 else ""
-        if not rows:
-            parts.append(f"<p>{title}No restart, rollback, hang, skipped step or straggler.</p>")
+        if not kinds:
             continue
+        title = f"{escape(run.name)}: " if len(runs) > 1 else ""
         total = sum(one.total for one in kinds)
+        rows = "".join(_event_rows(one) for one in kinds)
         parts.append(
             f"<details><summary>{title}{total:,} event{'s' if total != 1 else ''} as a table"
             '</summary><div class="scroll"><table class="events"><thead><tr>'
             '<th scope="col">Step</th><th scope="col">Event</th><th scope="col">What</th></tr>'
-            f"</thead><tbody>{''.join(rows)}</tbody></table></div></details>"
+            f"</thead><tbody>{rows}</tbody></table></div></details>"
         )
+    if calm:
+        where = f" in {escape(', '.join(calm))}" if len(calm) < len(runs) else ""
+        parts.append(f"<p>No restart, rollback, hang, skipped step or straggler{where}.</p>")
     used = dict.fromkeys(one.kind for kinds in marks for one in kinds if one.kind in MEANINGS)
     meanings = "".join(f"<li><b>{kind}</b>: {MEANINGS[kind]}</li>" for kind in used)
     return "".join(parts) + (f'<ul class="meanings">{meanings}</ul>' if meanings else "")
+
+
+def _event_rows(one: Marks) -> str:
+    cells = [("" if step is None else f"{step:,}", text) for step, text in one.rows]
+    if one.total > len(one.rows):
+        cells.append(("", f"and {one.total - len(one.rows):,} more"))
+    return "".join(
+        f"<tr><td>{step}</td><td>{escape(one.kind)}</td><td>{escape(text)}</td></tr>"
+        for step, text in cells
+    )
 
 
 def _resolution(runs: Sequence[Run]) -> str:
@@ -184,7 +193,8 @@ def _resolution(runs: Sequence[Run]) -> str:
     if not widths:
         return ""
     each = " and ".join(f"{width:,} in {escape(name)}" for name, width in widths.items())
-    number = f"{next(iter(widths.values())):,}" if len(runs) == 1 else each
+    same = len(widths) == len(runs) and len(set(widths.values())) == 1
+    number = f"{max(widths.values()):,}" if same else each
     return (
         f'<p class="about">As far in as one can zoom, a point stands for {number} logged steps.</p>'
     )

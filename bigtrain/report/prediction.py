@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from bigtrain.report.charts import mean_of, peak_of
@@ -14,7 +14,28 @@ from bigtrain.report.run_files import Prediction
 _COLOURS = 10
 
 
-def prediction_html(run: Run) -> str:
+def predictions_html(runs: Sequence[Run]) -> str:
+    """Each run's; those of which there is nothing to say in one sentence."""
+    silent = [run for run in runs if not _says_something(run)]
+    parts = []
+    for place, run in enumerate(runs):
+        if run not in silent:
+            swatch = f'<span class="swatch run-{place % 8}"></span>'
+            title = f"<h3>{swatch}{escape(run.name)}</h3>" if len(runs) > 1 else ""
+            parts.append(title + _prediction_html(run))
+    if silent:
+        names = escape(", ".join(run.name for run in silent))
+        parts.append(
+            "<p>This run has no prediction.json, and measured neither the parts of a step nor the "
+            "memory of each phase.</p>"
+            if len(runs) == 1
+            else "<p>No prediction.json, and neither the parts of a step nor the memory of each "
+            f"phase measured: {names}.</p>"
+        )
+    return "".join(parts)
+
+
+def _prediction_html(run: Run) -> str:
     """Step time and memory of one run, each split into what was measured and predicted of it."""
     prediction = run.files.prediction
     steps = mean_of(run, BREAKDOWN)
@@ -38,6 +59,11 @@ def prediction_html(run: Run) -> str:
     if prediction is not None and prediction.memory_terms:
         parts.append(_stacks({"predicted": prediction.memory_terms}, "GiB"))
     return "".join(parts)
+
+
+def _says_something(run: Run) -> bool:
+    measured = (*mean_of(run, BREAKDOWN), *peak_of(run, PHASES))
+    return run.files.prediction is not None or bool(measured)
 
 
 def _comparison(run: Run, prediction: Prediction) -> str:

@@ -54,7 +54,7 @@ function prepare(chart, lines, width) {
     tables.push([group.x, columns.low, columns.high, columns.mean]);
     add(`${line.label}, lowest`, stroke, { width: 0 });
     add(`${line.label}, highest`, stroke, { width: 0 });
-    const fill = () => withAlpha(colour(line.colour), 0.3);
+    const fill = () => withAlpha(colour(line.colour), runs.length > 2 ? 0.15 : 0.3);
     bands.push({ series: [series.length - 1, series.length - 2], fill });
     const few = line.run[chart.table].step.length < 80;
     const points = few ? { show: true, size: 4 * view.fineness, fill: stroke } : { show: false };
@@ -139,7 +139,7 @@ function options(chart, lines, prepared, host) {
     legend: { show: false },
     series: prepared.series,
     bands: prepared.bands,
-    padding: [8 * fine, 12 * fine, 0, 0],
+    padding: [8 * fine, 18 * fine, 0, 0],
     cursor: {
       y: false,
       points: { show: false },
@@ -205,7 +205,8 @@ function yRange(chart, low, high, predicted, logarithmic) {
   }
   if (logarithmic) return uPlot.rangeLog(min > 0 ? min : max / 1e3 || 1e-3, max > 0 ? max : 1, 10, false);
   if (chart.stacked || chart.name === "memory") min = Math.min(0, min);
-  return uPlot.rangeNum(min, max === min ? min + (Math.abs(min) || 1) * 0.1 : max, 0.06, true);
+  if (max === min) return [min - (Math.abs(min) || 1) * 0.1, max + (Math.abs(max) || 1) * 0.1];
+  return uPlot.rangeNum(min, max, 0.06, true);
 }
 
 function drawMarks(u, lines) {

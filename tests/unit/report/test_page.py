@@ -116,9 +116,8 @@ def test_what_is_absent_is_said_in_sentences(tmp_path: Path) -> None:
     words = Elements(page(make_run(tmp_path / "run", [step_line(1)], environment=None))).words
     for sentence in (
         "There is no environment.json.",
-        "This run has no prediction.json, so there is nothing to compare with.",
-        "The run did not measure the parts of a step.",
-        "The run did not measure the memory of each phase.",
+        "This run has no prediction.json, and measured neither the parts of a step nor the memory "
+        "of each phase.",
         "environment.json does not say which ranks there were.",
         "No restart, rollback, hang, skipped step or straggler.",
         "Not drawn, because the run has no figures of it: held-out loss, "
@@ -260,3 +259,23 @@ def test_the_curves_are_a_table_too(tmp_path: Path) -> None:
     assert f'<th scope="row">Training loss, nats per token</th>{cells}' in html
     assert '<th scope="row">Held-out loss: code, nats per token</th><td>1.5</td>' in html
     assert '<th scope="row">Throughput, tokens/s</th><td>8192</td>' in html
+
+
+def test_what_only_a_part_of_the_runs_has(tmp_path: Path) -> None:
+    """Eight runs are no eight times the same sentence."""
+    eventful = eventful_run(tmp_path / "eventful")
+    plain = [make_run(tmp_path / name, [step_line(1)]) for name in ("a", "b")]
+    words = Elements(page(eventful, *plain)).words
+    assert "No restart, rollback, hang, skipped step or straggler in a, b." in words
+    assert "the memory of each phase measured: a, b." in words
+    assert words.count("2 ranks = 2 data-parallel") == 1
+    calm = Elements(page(*plain)).words
+    assert "No restart, rollback, hang, skipped step or straggler." in calm
+
+
+def test_a_prediction_without_measurements_is_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [step_line(1)], prediction={"tokens_per_second": 9216.0})
+    words = Elements(page(run)).words
+    assert "The run did not measure the parts of a step." in words
+    assert "The run did not measure the memory of each phase." in words
+    assert "Throughput, tokens/s8,1929,216+12.5%" in words
