@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigtrain.report.marks import Marks
-from bigtrain.report.metrics_file import BREAKDOWN, PHASES, SOURCES
+from bigtrain.report.metrics_file import BREAKDOWN, PHASES, SOURCES, WAITING
 from bigtrain.report.reduction import Bucketed, Column, Reduced
 from bigtrain.report.run import Run
 
@@ -28,7 +28,8 @@ class Chart:
 
     table: "steps" or "evaluations"; series: names there, or ``OBJECT/*`` for all of an object.
     predicted: field of the prediction that is drawn beside it. stacked: as areas, of each run on
-    its own. scale: by which figures of the file are multiplied.
+    its own; apart: those that are a part of the others, and lines over them. scale: by which
+    figures of the file are multiplied.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Chart:
     logarithmic: bool = False
     stacked: bool = False
     scale: int = 1
+    apart: tuple[str, ...] = ()
 
 
 CHARTS = (
@@ -103,10 +105,11 @@ CHARTS = (
         "breakdown",
         "Step breakdown",
         "s",
-        "Where the time of a step goes, measured, as areas on top of each other.",
+        "Where the time of a step goes on the main rank; dashed: waiting for other ranks in it.",
         "steps",
         (f"{BREAKDOWN}/*",),
         stacked=True,
+        apart=(WAITING,),
     ),
     Chart(
         "memory",
@@ -129,7 +132,7 @@ def names_of(chart: Chart, run: Run) -> list[str]:
             matches = name.startswith(wanted[:-1]) if wanted.endswith("*") else name == wanted
             if matches and not np.isnan(series.mean).all():
                 found.append(name)
-    return found
+    return sorted(found, key=lambda name: name in chart.apart)
 
 
 def reduced_of(chart: Chart, run: Run) -> Reduced:
@@ -157,6 +160,7 @@ def charts_data(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "predicted": chart.predicted,
             "logarithmic": chart.logarithmic,
             "stacked": chart.stacked,
+            "apart": chart.apart,
             "scale": chart.scale,
             "series": [names_of(chart, run) for run in runs],
         }

@@ -36,6 +36,8 @@ FIGURES = (
 POSITIONS = ("step", "tokens", "samples", "hours")
 """Where a logged step stands; hours of training, from `step_seconds`."""
 BREAKDOWN = "breakdown"
+WAITING = f"{BREAKDOWN}/communication_seconds"
+"""What the training thread waits for other ranks: a part of the other parts, not beside them."""
 PHASES = "peak_memory_gib_by_phase"
 SOURCES = "held_out_sources"
 """Objects of a line whose entries are series of their own, named ``OBJECT/ENTRY``."""

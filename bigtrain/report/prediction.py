@@ -7,11 +7,12 @@ from html import escape
 
 from bigtrain.report.charts import mean_of, peak_of
 from bigtrain.report.figures import NOT_KNOWN, mean, number, peak
-from bigtrain.report.metrics_file import BREAKDOWN, PHASES
+from bigtrain.report.metrics_file import BREAKDOWN, PHASES, WAITING
 from bigtrain.report.run import Run
 from bigtrain.report.run_files import Prediction
 
 _COLOURS = 10
+_WAITING = WAITING.partition("/")[2]
 
 
 def predictions_html(runs: Sequence[Run]) -> str:
@@ -48,9 +49,14 @@ def _prediction_html(run: Run) -> str:
     parts.append("<h4>Seconds of a step</h4>")
     if not steps:
         parts.append("<p>The run did not measure the parts of a step.</p>")
-    measured = {name.removesuffix("_seconds"): value for name, value in steps.items()}
+    measured = {
+        name.removesuffix("_seconds"): value for name, value in steps.items() if name != _WAITING
+    }
     terms = {} if prediction is None else prediction.terms
     parts.append(_stacks({"measured, mean": measured, "predicted": terms}, "s"))
+    if _WAITING in steps:
+        waiting = f"{_figure(steps[_WAITING])} s of what was measured"
+        parts.append(f"<p>In {waiting} the main rank waited for other ranks.</p>")
     parts.append("<h4>GiB of memory</h4>")
     if not phases:
         parts.append("<p>The run did not measure the memory of each phase.</p>")

@@ -83,13 +83,15 @@ def topology_html(environment: Mapping[str, Any] | None) -> str:
     parts = [f"<p>{escape(_sentence(layout))}</p>"]
     if layout.world_size <= _MOST_RANKS:
         hosts = layout.hosts or {"": range(layout.world_size)}
-        parts.append(_drawings([_drawing(layout, name, ranks) for name, ranks in hosts.items()]))
+        parts.append(
+            _drawings(layout, [_drawing(layout, name, ranks) for name, ranks in hosts.items()])
+        )
         return "".join(parts)
     replica = [r for r in range(layout.world_size) if layout.coordinates(r)["data"] == 0]
     copies = layout.sizes["data"]
     if 1 < len(replica) <= _MOST_RANKS:
         title = f"one of {copies:,} replicas" if copies > 1 else "the model"
-        parts.append(_drawings([_drawing(layout, title, replica)]))
+        parts.append(_drawings(layout, [_drawing(layout, title, replica)]))
     elif len(replica) > _MOST_RANKS:
         parts.append(
             f"<p>A replica is {len(replica):,} ranks, too many to draw one by one: "
@@ -117,8 +119,12 @@ def _degrees(layout: Layout, without: str = "") -> str:
     return " x ".join(f"{layout.sizes[axis]:,} {axis}-parallel" for axis in axes)
 
 
-def _drawings(drawings: list[str]) -> str:
-    return f'<div class="topology">{"".join(drawings)}</div>'
+def _drawings(layout: Layout, drawings: list[str]) -> str:
+    axes = ", ".join(f"{axis[0]} {axis}" for axis in layout.axes)
+    colour = "; the colour is the pipeline stage" if "pipeline" in layout.axes else ""
+    legend = f'<p class="about">In a cell: the rank, and its place ({axes}){colour}.</p>'
+    legend = legend if axes else ""
+    return f'{legend}<div class="topology">{"".join(drawings)}</div>'
 
 
 def _drawing(layout: Layout, title: str, ranks: Sequence[int]) -> str:

@@ -93,7 +93,7 @@ def eventful_lines(num_steps: int = 600, seed: int = 1) -> list[dict[str, Any]]:
     for step in range(1, num_steps + 1):
         bad = step in (160, 161, 402)
         seconds = 0.52 + draw.gauss(0, 0.006) + 0.2 * (300 < step < 330)
-        compute = seconds - 0.16
+        compute = seconds - 0.08
         decay = 0.5 * (1 + math.cos(math.pi * step / num_steps))
         lines.append(
             step_line(

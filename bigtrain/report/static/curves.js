@@ -9,7 +9,7 @@ function pixels(length) {
   return length * uPlot.pxRatio * view.fineness;
 }
 
-/** The lines of a chart: run, series, label, colour, dash. */
+/** The lines of a chart: run, series, label, colour, dash; those that are stacked first. */
 function linesOf(chart) {
   const found = [];
   runs.forEach((run, number) => {
@@ -24,7 +24,8 @@ function linesOf(chart) {
         name,
         label: labels.filter(Boolean).join(": ").replace(/_seconds$/, ""),
         colour: `run-${(alone ? index : number) % 8}`,
-        dash: entry && !chart.stacked ? DASHES[(index + DASHES.length - 1) % DASHES.length] : [],
+        stacked: chart.stacked && !chart.apart.includes(name),
+        dash: chart.apart.includes(name) || (entry && !chart.stacked) ? DASHES[(index + DASHES.length - 1) % DASHES.length] : [],
       });
     });
   });
@@ -42,7 +43,7 @@ function prepare(chart, lines, width) {
     const group = grouping(line.run, chart.table, width);
     const columns = grouped(line.run[chart.table].series[line.name], group, chart.scale);
     const stroke = () => colour(line.colour);
-    if (chart.stacked) {
+    if (line.stacked) {
       below = columns.mean.map((v, i) => (v === null && !below?.[i] ? null : (v ?? 0) + (below?.[i] ?? 0)));
       tables.push([group.x, below]);
       const fill = () => withAlpha(colour(line.colour), 0.55);

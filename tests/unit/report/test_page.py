@@ -279,3 +279,15 @@ def test_a_prediction_without_measurements_is_said(tmp_path: Path) -> None:
     assert "The run did not measure the parts of a step." in words
     assert "The run did not measure the memory of each phase." in words
     assert "Throughput, tokens/s8,1929,216+12.5%" in words
+
+
+def test_waiting_for_other_ranks_is_a_part_of_the_rest(tmp_path: Path) -> None:
+    breakdown = {"data_seconds": 0.1, "engine_seconds": 0.3, "communication_seconds": 0.25}
+    line = step_line(1, breakdown={**breakdown, "forward_seconds": None})
+    run = make_run(tmp_path / "run", [line])
+    words = Elements(page(run)).words
+    assert "measured, mean, 0.4 s" in words
+    assert "In 0.25 s of what was measured the main rank waited for other ranks." in words
+    [chart] = [one for one in data_of(page(run))["charts"] if one["name"] == "breakdown"]
+    names = ("data", "engine", "communication")
+    assert chart["series"] == [[f"breakdown/{name}_seconds" for name in names]]
