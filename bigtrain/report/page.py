@@ -67,7 +67,8 @@ def page_html(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str
     for piece in rest:
         name, _, text = piece.partition("}}")
         parts += [fields[name], text]
-    return "".join(parts)
+    # JSON may hold halves of surrogate pairs, which no file of text can.
+    return "".join(parts).encode(errors="replace").decode()
 
 
 def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, str]:

@@ -12,12 +12,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bigtrain.report.charts import CHARTS, page_data
 from bigtrain.report.marks import marks_of
+from bigtrain.report.output import write_page
 from bigtrain.report.page import MARKER, json_in_html, page_html
 from bigtrain.report.run import open_runs
-from tests.support.run_directories import evaluation_line, eventful_run, make_run, step_line
+from tests.support.run_directories import (
+    evaluation_line,
+    eventful_run,
+    make_run,
+    step_line,
+    write_lines,
+)
+from tests.support.tiers import examples
 
 EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>\'&amp;{{data}}'
 
@@ -291,3 +301,43 @@ def test_waiting_for_other_ranks_is_a_part_of_the_rest(tmp_path: Path) -> None:
     [chart] = [one for one in data_of(page(run))["charts"] if one["name"] == "breakdown"]
     names = ("data", "engine", "communication")
     assert chart["series"] == [[f"breakdown/{name}_seconds" for name in names]]
+
+
+ODD = ["\ud800", "</script>", "\0", "step", "loss", "hosts"]
+TEXTS = st.text(max_size=8) | st.sampled_from(ODD)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=8,
+)
+FIGURES = ("step", "loss", "lr", "tokens", "step_seconds", "breakdown", "held_out_loss")
+FIGURES += ("event", "held_out_sources", "first_sample", "num_samples", "to_step", "reason")
+FILES = ("config", "environment", "deepspeed", "prediction")
+KEYS = ("topology", "rank_order", "hosts", "train", "terms", "memory_terms", "world_size")
+KEYS += ("data_size", "tensor_size", "steps", "tokens_per_second")
+OBJECTS = st.dictionaries(st.sampled_from(KEYS) | TEXTS, JSON, max_size=5)
+
+
+@given(
+    lines=st.lists(st.dictionaries(st.sampled_from(FIGURES), JSON, max_size=6), max_size=6),
+    files=st.fixed_dictionaries({name: OBJECTS | JSON for name in FILES}),
+    starts=st.lists(OBJECTS, max_size=3),
+)
+@settings(max_examples=examples(200), deadline=None)
+def test_whatever_files_hold_there_is_a_page(
+    lines: list[Any],
+    files: dict[str, Any],
+    starts: list[Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    run = make_run(tmp_path_factory.mktemp("any") / "run", [step_line(1), *lines], **files)
+    write_lines(run / "starts.jsonl", [{"generation": 3, **start} for start in starts])
+    write_page(run / "report.html", page(run, make_run(run / "other", [step_line(1)])))
+    assert len(Elements((run / "report.html").read_text()).scripts) == 3
+
+
+@pytest.mark.parametrize("depth", [50, 500, 900, 5000])
+def test_settings_that_are_nested_deeply(tmp_path: Path, depth: int) -> None:
+    run = make_run(tmp_path / "run", [step_line(1)])
+    (run / "config.json").write_text('{"a": ' * depth + "1" + "}" * depth)
+    assert "<title>run" in page(run)
