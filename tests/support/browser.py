@@ -219,3 +219,17 @@ class Browser:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def drawn(browser: Browser, chart: str, plot: int = 0) -> dict[str, Any]:
+    """What uPlot was given of a chart of `bigtrain report`: points of each series by its label,
+    None for a gap, and the ranges of its axes."""
+    found: dict[str, Any] = browser.evaluate(
+        f"""(() => {{
+            const {{ plot }} = bigtrainReport.drawn.get({json.dumps(chart)})[{plot}];
+            const lines = plot.series.map((s, i) => [i ? s.label : "x", [...plot.data[i]]]);
+            return {{ ...Object.fromEntries(lines), range: [plot.scales.x.min, plot.scales.x.max],
+                      y: [plot.scales.y.min, plot.scales.y.max] }};
+        }})()"""
+    )
+    return found

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from bigtrain.report import live
-from bigtrain.report import run as run_module
-from bigtrain.report.live import open_server
 from bigtrain.report.output import write_page
 from bigtrain.report.page import page_html
 from bigtrain.report.run import open_runs
-from tests.support.browser import Browser, chromium
+from tests.support.browser import Browser, chromium, drawn
 from tests.support.run_directories import eventful_lines, eventful_run, make_run, step_line
-from tests.support.worlds import free_port
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium: apt-get install chromium")
 
@@ -33,12 +26,6 @@ WIDTHS = (360, 768, 1440)
 BLUE = {"light": (0x1F, 0x6F, 0xEB), "dark": (0x6C, 0xB0, 0xFF)}
 """--run-0 of report.css: the curve of the only, or first, run."""
 BACKGROUND = {"light": (0xFF, 0xFF, 0xFF), "dark": (0x14, 0x17, 0x1A)}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +52,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         write_page(root / f"{name}.html", page_html(open_runs(runs)))
         addresses[name] = f"file://{root}/{name}.html"
     return addresses
-
-
-def drawn(browser: Browser, chart: str, plot: int = 0) -> dict[str, Any]:
-    """What uPlot was given: label and points of each series; null where there is a gap."""
-    found: dict[str, Any] = browser.evaluate(
-        f"""(() => {{
-            const {{ plot }} = bigtrainReport.drawn.get({json.dumps(chart)})[{plot}];
-            const lines = plot.series.map((s, i) => [i ? s.label : "x", [...plot.data[i]]]);
-            return {{ ...Object.fromEntries(lines), range: [plot.scales.x.min, plot.scales.x.max],
-                      y: [plot.scales.y.min, plot.scales.y.max] }};
-        }})()"""
-    )
-    return found
 
 
 def share_of(image: Image.Image, colour: tuple[int, int, int]) -> int:
@@ -398,75 +372,3 @@ def test_the_policy_refuses_programs_that_are_not_the_pages(
     browser.settle()
     assert browser.evaluate("window.broken") is None
     assert any("Content Security Policy" in text for text in browser.problems())
-
-
-def test_a_live_page_follows_its_run(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """New steps appear, an open table stays open, and what a rollback takes back goes."""
-    monkeypatch.setattr(live, "POLL_SECONDS", 0.05)
-    run = make_run(tmp_path / "run", [step_line(step) for step in range(1, 4)])
-    metrics = run / "metrics.jsonl"
-    port = free_port()
-    server = open_server(open_runs([run], final=False), port)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    last = "bigtrainReport.drawn.get('loss')[0].plot.data[0].at(-1)"
-    try:
-        browser.open(f"http://127.0.0.1:{port}/", 1440)
-        assert browser.evaluate(last) == 3
-        browser.evaluate("document.querySelector('#section-setup details').open = true")
-        with metrics.open("a") as file:
-            for step in (4, 5, 6):
-                file.write(json.dumps(step_line(step, loss=float(step))) + "\n")
-            file.write(json.dumps({"step": 5, "event": "skipped", "reason": "bad"}) + "\n")
-        browser.wait_for(f"{last} === 6")
-        assert drawn(browser, "loss")["Training loss"][-3:] == [4, 5, 6]
-        assert drawn(browser, "loss")["range"] == [1, 6]
-        assert browser.evaluate("document.querySelectorAll('.lanes circle').length") == 1
-        assert "6 of 1,000" in browser.evaluate("document.body.textContent")
-        assert browser.evaluate("document.querySelector('#section-setup details').open")
-        kept = metrics.read_text().splitlines(keepends=True)[:2]
-        metrics.write_text("".join(kept))
-        browser.wait_for(f"{last} === 2")
-        assert drawn(browser, "loss")["x"] == [1, 2]
-        assert browser.problems() == []
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    browser.wait_for("document.getElementById('status').textContent.includes('does not answer')")
-
-
-def test_a_live_page_comes_to_what_a_fresh_one_shows(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While buckets become complete, and wider, and a figure begins that was not there before."""
-    monkeypatch.setattr(live, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(run_module, "MAX_BUCKETS", 8)
-    run = make_run(tmp_path / "run", [step_line(1)])
-    port = free_port()
-    server = open_server(open_runs([run], final=False), port)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    rows = "bigtrainReport.runs[0].steps.rows"
-    everything = "(({ steps, evaluations }) => ({ steps, evaluations }))(bigtrainReport.runs[0])"
-    try:
-        browser.open(f"http://127.0.0.1:{port}/", 768)
-        for step in range(2, 24):
-            more = {} if step < 12 else {"breakdown": {"forward_seconds": step / 10}}
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(step_line(step, loss=10.0 - step, **more)) + "\n")
-            browser.wait_for(f"{rows} === {step}")
-        followed = browser.evaluate(everything)
-        assert followed["steps"]["width"] == 4
-        assert drawn(browser, "breakdown")["forward"][-1] == pytest.approx(2.2)
-        browser.open(f"http://127.0.0.1:{port}/", 768)
-        fresh = browser.evaluate(everything)
-        assert fresh["steps"]["step"] == [4, 8, 12, 16, 20, 23]
-        assert fresh["steps"]["series"]["loss"]["low"] == [6, 2, -2, -6, -10, -13]
-        assert followed == fresh
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
