@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image  # tensorboard brings it along
 
 from bigtrain.report.output import write_page
 from bigtrain.report.page import page_html

@@ -168,10 +168,11 @@ def test_a_port_that_is_taken_is_one_error(directory: Path, port: int) -> None:
     open_server(open_runs([directory], final=False), free).server_close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT])
-def test_ctrl_c_ends_it_with_code_0(
-    directory: Path, free_port: int, number: signal.Signals
-) -> None:
+def test_the_command_serves_until_ctrl_c(directory: Path, free_port: int) -> None:
+    """A line whose end is not written yet counts once it is, and once."""
+    metrics = directory / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write(json.dumps(step_line(3)))
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "bigtrain.cli", "report", "--run", directory),
@@ -185,8 +186,12 @@ def test_ctrl_c_ends_it_with_code_0(
     )
     assert process.stdout is not None
     assert process.stdout.readline() == f"http://127.0.0.1:{free_port}/ until Ctrl-C\n"
-    assert ask(free_port, "/")[0] == 200
-    process.send_signal(number)
+    with metrics.open("a") as file:
+        file.write("\n")
+    html = ask(free_port, "/")[2].decode()
+    assert numbers(data_of(html)["runs"][0]["steps"]["step"], "<f8") == [1, 2, 3]
+    assert "left out" not in html
+    process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=30)
     assert (process.returncode, output, errors) == (0, "ended\n", "")
     assert not (directory / "report.html").exists()
