@@ -74,12 +74,17 @@ def _table(names: Sequence[str], rows: Sequence[tuple[str, tuple[str, ...]]]) ->
     heads = [f'<th scope="col">{escape(name)}</th>' for name in names] if several else []
     head = f'<thead><tr><th scope="col">Key</th>{"".join(heads)}</tr></thead>' if several else ""
     body = "".join(
-        f'<tr{_marked(values)}><th scope="row">{escape(key)}</th>'
+        f'<tr{_marked(values)}><th scope="row">{_breakable(escape(key))}</th>'
         + "".join(f"<td>{escape(value)}</td>" for value in values)
         + "</tr>"
         for key, values in rows
     )
     return f'<div class="scroll"><table class="keys">{head}<tbody>{body}</tbody></table></div>'
+
+
+def _breakable(key: str) -> str:
+    """Long keys break where their words end."""
+    return key.replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def _marked(values: Sequence[str]) -> str:

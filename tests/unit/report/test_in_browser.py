@@ -372,3 +372,22 @@ def test_the_policy_refuses_programs_that_are_not_the_pages(
     browser.settle()
     assert browser.evaluate("window.broken") is None
     assert any("Content Security Policy" in text for text in browser.problems())
+
+
+@pytest.mark.parametrize("width", [360, 1440])
+def test_open_tables_can_be_read(browser: Browser, tmp_path: Path, width: int) -> None:
+    """Keys and values share the width, however long they are."""
+    config = {
+        "watchdog": {"collective_timeout_seconds": 1800.0},
+        "data": {"sources": [{"path": "/somewhere/far/away/" * 6}]},
+    }
+    runs = [make_run(tmp_path / name, eventful_lines(50), config=config) for name in ("a", "b")]
+    write_page(tmp_path / "page.html", page_html(open_runs(runs)))
+    browser.open(f"file://{tmp_path}/page.html", width)
+    browser.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    widths = browser.evaluate(
+        """[...document.querySelectorAll("tbody th, .keys td, .events td:last-child")]
+            .map(cell => cell.getBoundingClientRect().width)"""
+    )
+    assert min(widths) > 90
