@@ -61,13 +61,13 @@ def notes_of(run: Run) -> list[str]:
     """Sentences about what is missing or could not be read."""
     metrics = run.metrics
     notes = list(run.files.notes)
-    damage = metrics.damage
-    if damage.count:
-        more = f", and {damage.count - len(damage.first):,} more" * (
-            damage.count > len(damage.first)
+    unreadable = metrics.unreadable
+    if unreadable.count:
+        more = f", and {unreadable.count - len(unreadable.first):,} more" * (
+            unreadable.count > len(unreadable.first)
         )
-        lines = "1 line was" if damage.count == 1 else f"{damage.count:,} lines were"
-        notes.append(f"metrics.jsonl: {lines} left out: {'; '.join(damage.first)}{more}.")
+        lines = "1 line was" if unreadable.count == 1 else f"{unreadable.count:,} lines were"
+        notes.append(f"metrics.jsonl: {lines} left out: {'; '.join(unreadable.first)}{more}.")
     if metrics.last is None:
         notes.append("No step has been logged yet.")
     rows = metrics.steps.num_rows

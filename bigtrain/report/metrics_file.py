@@ -1,8 +1,8 @@
 """`metrics.jsonl` read from its beginning, or from where it was left: any length, little memory.
 
-Lines are parsed a block at a time (a million in about two seconds) and reduced at once. Fields and
-kinds of lines: docs/reference/metrics.md. A file may be of any version of bigtrain, or damaged: a
-line that cannot be read is counted and named, a last one that was cut off is not there yet.
+Lines are parsed a block at a time (a million in 3 seconds) and reduced at once. Fields and kinds
+of lines: docs/reference/metrics.md. A file may be of any version of bigtrain, or corrupt: a line
+that cannot be read is counted and named, a last one that was cut off is not there yet.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Events:
 
 
 @dataclass
-class Damage:
+class UnreadableLines:
     """Lines that cannot be read: how many, and the first of them by number and reason."""
 
     count: int = 0
@@ -91,9 +91,9 @@ class Damage:
 class MetricsFile:
     """The figures of one run, as far as its file has been read.
 
-    Attributes: `steps`, `evaluations`: reduced; `events`; `damage`; `missing`: logged steps whose
-    line has a null in place of the figure, by name; `last`: the last logged step's line, `best`:
-    the evaluation with the lowest held-out loss, `last_evaluation`; None where there is none.
+    Attributes: `steps`, `evaluations`: reduced; `events`; `unreadable`; `missing`: logged steps
+    whose line has a null in place of the figure, by name; `last`: the last logged step's line,
+    `best`: the evaluation with the lowest held-out loss; None where there is none.
     `version` changes when what was read before does not hold any more.
     """
 
@@ -107,11 +107,10 @@ class MetricsFile:
         self.steps = Reducer(POSITIONS, self._max_buckets)
         self.evaluations = Reducer(("step",), self._max_buckets)
         self.events = Events()
-        self.damage = Damage()
+        self.unreadable = UnreadableLines()
         self.missing: Counter[str] = Counter()
         self.last: dict[str, Any] | None = None
         self.best: dict[str, Any] | None = None
-        self.last_evaluation: dict[str, Any] | None = None
         self.num_bytes = 0
         self._num_lines = 0
         self._identity: tuple[int, int] | None = None
@@ -174,7 +173,7 @@ class MetricsFile:
             step = line.get("step") if type(line) is dict else None
             if type(step) is not int or not 0 <= step < _MOST_STEP:
                 if line is not _BLANK:
-                    self.damage.add(number, _reason(line))
+                    self.unreadable.add(number, _reason(line))
             elif "event" in line:
                 self.events.add(_kind(line), step, line)
             elif "loss" in line:
@@ -182,13 +181,15 @@ class MetricsFile:
                     self._step = step
                     steps.append(line)
                 else:
-                    self.damage.add(number, f"is of step {step:,}, which is not later than before")
+                    self.unreadable.add(
+                        number, f"is of step {step:,}, which is not later than before"
+                    )
             elif "held_out_loss" in line:
                 if step > self._evaluated:
                     self._evaluated = step
                     evaluations.append(line)
                 else:
-                    self.damage.add(number, f"evaluates step {step:,} once more")
+                    self.unreadable.add(number, f"evaluates step {step:,} once more")
         self._num_lines += len(lines)
         if steps:
             self._add_steps(steps)
@@ -247,7 +248,6 @@ class MetricsFile:
         wrapped = [{SOURCES: one} for one in sources]
         series.update(self._entries(wrapped, SOURCES, self.evaluations.names))
         self.evaluations.add({"step": _column(lines, "step")}, series)
-        self.last_evaluation = lines[-1]
         if not np.isnan(series["held_out_loss"]).all():
             lowest = lines[int(np.nanargmin(series["held_out_loss"]))]
             if self.best is None or lowest["held_out_loss"] < self.best["held_out_loss"]:

@@ -56,7 +56,7 @@ def test_what_a_run_writes_is_read(tmp_path: Path) -> None:
     assert found.events.count("skipped") == 1
     assert found.events.steps[NON_FINITE].tolist() == [3]
     assert found.missing == {"loss": 1, "model_flops_utilization": 7}
-    assert found.damage.count == 0
+    assert found.unreadable.count == 0
     assert found.steps.reduced().last["hours"][-1] == pytest.approx(7 * 0.5 / 3600)
 
 
@@ -73,7 +73,7 @@ def test_a_last_line_that_was_cut_off_is_not_there(tmp_path: Path, final: bool) 
     path.write_bytes(path.read_bytes()[:-40])
     found = read(path, final)
     assert steps_of(found) == [1]
-    assert found.damage.count == 0
+    assert found.unreadable.count == 0
 
 
 def test_a_last_line_that_lacks_its_end_alone_counts(tmp_path: Path) -> None:
@@ -97,29 +97,29 @@ def test_a_last_line_that_lacks_its_end_alone_counts(tmp_path: Path) -> None:
         ("[" * 5000, "line 2 is no JSON"),
     ],
 )
-def test_a_damaged_line_is_counted_and_named(tmp_path: Path, line: str, reason: str) -> None:
+def test_an_unreadable_line_is_counted_and_named(tmp_path: Path, line: str, reason: str) -> None:
     path = tmp_path / "metrics.jsonl"
     write_lines(path, [step_line(1), line, step_line(5)])
     found = read(path)
     assert steps_of(found) == [1, 5]
-    assert (found.damage.count, found.damage.first) == (1, [reason])
+    assert (found.unreadable.count, found.unreadable.first) == (1, [reason])
 
 
-def test_two_lines_that_are_one_value_together_are_damaged(tmp_path: Path) -> None:
+def test_two_lines_that_are_one_value_together_are_unreadable(tmp_path: Path) -> None:
     """Lines are parsed a block at a time, joined by commas."""
     path = tmp_path / "metrics.jsonl"
     write_lines(path, [step_line(1), '{"step": 2, "loss": [1', "2]}", step_line(3)])
     found = read(path)
     assert steps_of(found) == [1, 3]
-    assert found.damage.first == ["line 2 is no JSON", "line 3 is no JSON"]
+    assert found.unreadable.first == ["line 2 is no JSON", "line 3 is no JSON"]
 
 
-def test_of_many_damaged_lines_the_first_are_named(tmp_path: Path) -> None:
+def test_of_many_unreadable_lines_the_first_are_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_lines(path, ["x"] * 1000)
     found = read(path)
-    assert found.damage.count == 1000
-    assert len(found.damage.first) == 5
+    assert found.unreadable.count == 1000
+    assert len(found.unreadable.first) == 5
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", '"2.5"', "true", "[2.5]", "1" * 400, "{}"])
@@ -189,7 +189,7 @@ def test_a_file_that_grows_is_read_on(tmp_path: Path) -> None:
         file.write(json.dumps(step_line(3))[30:] + "\n")
     assert metrics.read()
     assert steps_of(metrics) == [1, 2, 3]
-    assert (metrics.version, metrics.damage.count) == (0, 0)
+    assert (metrics.version, metrics.unreadable.count) == (0, 0)
 
 
 @pytest.mark.parametrize("way", ["roll back", "cut and grown", "resume"])
@@ -215,7 +215,7 @@ def test_steps_that_were_taken_back_go(tmp_path: Path, way: str) -> None:
     assert metrics.version == 1
     last = {"roll back": 8, "cut and grown": 30, "resume": 13}[way]
     assert steps_of(metrics) == list(range(1, last + 1))
-    assert metrics.damage.count == 0
+    assert metrics.unreadable.count == 0
 
 
 def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
@@ -246,25 +246,25 @@ def test_a_block_is_read_as_its_lines_are(
         patch.setattr(metrics_file, "_BLOCK_BYTES", block_bytes)
         found = read(path)
     expected_steps: list[int] = []
-    damaged = evaluated = events = 0
+    unreadable = evaluated = events = 0
     for line in lines:
         try:
             value = json.loads(line)
         except ValueError:
-            damaged += bool(line.strip())
+            unreadable += bool(line.strip())
             continue
         if not isinstance(value, dict) or "step" not in value:
-            damaged += 1
+            unreadable += 1
         elif "event" in value:
             events += 1
         elif "loss" in value:
             later = value["step"] > max(expected_steps, default=0)
-            damaged += not later
+            unreadable += not later
             expected_steps += [value["step"]] * later
         else:
             later = value["step"] > evaluated
-            damaged += not later
+            unreadable += not later
             evaluated = max(evaluated, value["step"])
     assert steps_of(found) == expected_steps
     assert found.events.count("skipped") == events
-    assert found.damage.count == damaged
+    assert found.unreadable.count == unreadable

@@ -140,7 +140,7 @@ def test_a_run_that_has_logged_nothing_has_a_page(tmp_path: Path) -> None:
     assert "No step has been logged yet." in Elements(page(make_run(tmp_path / "r", []))).words
 
 
-def test_damage_and_gaps_are_named(tmp_path: Path) -> None:
+def test_unreadable_lines_and_gaps_are_named(tmp_path: Path) -> None:
     lines: list[Any] = [step_line(1), "broken <b>", step_line(2, lr=None), step_line(2)]
     words = Elements(page(make_run(tmp_path / "run", lines))).words
     assert (
