@@ -32,6 +32,7 @@ COMMANDS = {
     "hostfile": "write or check a hostfile, and the environment its hosts are given",
     "checkpoints": "list a run's checkpoints: whole or corrupt, written by what, kept why",
     "verify": "read token shards or a run's checkpoints again and compare every checksum",
+    "report": "write a run as one page: curves, events, settings; or serve it while it goes on",
     "doctor": "look at every host before a run is started on it",
     "export": "write a run's weights as a verified Hugging Face directory",
     "generate": "continue a prompt with a Hugging Face directory",

@@ -33,6 +33,7 @@ from bigtrain.run.health.watchdog import Watchdog
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.metrics import MetricsWriter
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
+from bigtrain.run.reporting.starts import note_start
 from bigtrain.run.run_directory import write_run_directory
 from bigtrain.run.state import TrainState
 from bigtrain.settings.resolve import ResolvedRun
@@ -115,6 +116,13 @@ class Session:
         if self.prediction is not None:
             self.prediction.write(self.directory)
         (self.directory / REQUEUE).unlink(missing_ok=True)
+        note_start(
+            self.directory,
+            generation=None if self.run_token is None else self.run_token.holder.generation,
+            step=state.step,
+            samples=state.samples,
+            world_size=self.world.size,
+        )
         self.metrics = MetricsWriter(
             self.directory,
             total_steps=config.train.steps,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bigtrain.cli import COMMANDS, main
-from tests.architecture.test_layers import MODULES, PACKAGE, PURE, imports_of, parse
+from tests.architecture.test_layers import MODULES, PACKAGE, PURE, REPORT, imports_of, parse
 from tests.architecture.test_packaging import OPTIONAL
 from tests.support.worlds import ROOT
 
@@ -68,6 +68,15 @@ def test_pure_modules_load_without_big_libraries() -> None:
         f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
     )
     assert loaded == []
+
+
+def test_the_report_loads_without_big_libraries() -> None:
+    loaded = run_python(
+        "import importlib, json, sys\n"
+        f"for name in {sorted(REPORT)!r}: importlib.import_module(name)\n"
+        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    assert loaded == ["numpy"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # No torch: nothing but the standard library and these.
 PURE_LIBRARIES = {"pydantic", "yaml"}
 PURE_FOLDERS = ("bigtrain.system", "bigtrain.settings", "bigtrain.planner", "bigtrain.launchers")
+# No torch either, but a million figures: numpy and orjson load nothing else.
+REPORT_LIBRARIES = {"numpy", "orjson"}
 NOT_PURE = {
     "bigtrain.launchers.agent",
     "bigtrain.launchers.doctor.collective_probe",
@@ -31,7 +33,7 @@ FLOORS = (
     ("system",),
     ("settings",),
     ("planner",),
-    ("launchers", "data", "models"),
+    ("launchers", "report", "data", "models"),
     ("engine",),
     ("run", "parity"),
     ("commands",),
@@ -61,6 +63,7 @@ PURE = {
     if name in ("bigtrain", "bigtrain.errors")
     or (name.startswith(PURE_FOLDERS) and name not in NOT_PURE)
 }
+REPORT = {name for name in MODULES if name.startswith("bigtrain.report")}
 
 
 def imports_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -165,6 +168,13 @@ def test_pure_modules_import_no_big_library(module: str) -> None:
         if name.split(".")[0] not in allowed
     ]
     assert not others
+
+
+@pytest.mark.parametrize("module", sorted(REPORT))
+def test_the_report_imports_no_big_library(module: str) -> None:
+    allowed = sys.stdlib_module_names | REPORT_LIBRARIES | {"bigtrain"}
+    imported = {name.split(".")[0] for _, name in imports_of(parse(MODULES[module]))}
+    assert imported <= allowed
 
 
 def test_only_the_engine_imports_deepspeed() -> None:

@@ -71,10 +71,23 @@ def test_every_folder_of_the_package_is_installed() -> None:
     folders = {
         ".".join(os.path.relpath(path.parent, ROOT).split(os.sep))
         for path in PACKAGE.rglob("*")
-        if path.is_file() and path.suffix in (".py", ".yaml", ".json", ".typed")
+        if path.is_file() and "__pycache__" not in path.parts
     }
     beside = {"bigtrain.ds_configs", "bigtrain.slurm"}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders | beside
+
+
+def test_every_file_of_the_package_is_installed() -> None:
+    """setuptools takes modules by itself, and other files by the patterns of package-data."""
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]
+    missing = [
+        path
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts
+        for package in [".".join(os.path.relpath(path.parent, ROOT).split(os.sep))]
+        if not any(path.match(pattern) for pattern in patterns.get(package, ()))
+    ]
+    assert missing == []
 
 
 def test_what_is_imported_is_required() -> None:

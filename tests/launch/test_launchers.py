@@ -99,6 +99,7 @@ def test_run_directory_is_whole(
         "log.txt",
         "metrics.jsonl",
         "model_config",
+        "starts.jsonl",
         "tokenizer",
         *(["profile"] if name == "torchrun" else []),
     }
@@ -221,7 +222,12 @@ def test_killed_run_goes_on_bit_for_bit(
     finished = train(*arguments(inputs, run), num_processes=2)
     assert finished.code == 0, finished.output
     # From step 8 where the processes were quicker than the kill.
-    assert re.search(r"resumed at step [48] ", finished.output)
+    resumed = re.search(r"resumed at step ([48]) ", finished.output)
+    assert resumed is not None
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, int(resumed[1])]
+    assert [start["generation"] for start in starts] == [1, 2]
+    assert [start["world_size"] for start in starts] == [2, 2]
     assert "resumed at step " in (run / "log.txt").read_text()
     uninterrupted = two_process_runs["deepspeed"]
     for key in ("loss", "grad_norm", "lr", "samples", "tokens", "held_out_loss"):

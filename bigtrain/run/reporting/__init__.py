@@ -1,1 +1,1 @@
-"""Where figures leave a run: metrics.jsonl, the log, trackers."""
+"""Where figures leave a run: metrics.jsonl, starts.jsonl, the log, trackers."""

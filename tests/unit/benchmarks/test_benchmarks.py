@@ -182,3 +182,12 @@ def test_what_is_exchanged_is_what_the_formulas_say(tmp_path: Path) -> None:
     assert all(0.99 <= row["exchanged_ratio"] <= 1.05 for row in rows.values())
     assert all(row["step_seconds"] > 0 for row in rows.values())
     assert rows["PP 2"]["bubble"] == 0.2
+
+
+@pytest.mark.slow
+def test_a_report_is_compared_with_parsing() -> None:
+    finished = run_script("report.py", "--steps", "200", "--rounds", "1")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    figures = json.loads(finished.stdout[finished.stdout.index("{\n") :])
+    assert figures["steps"] == 200
+    assert all(value > 0 for value in figures.values())

@@ -1,0 +1,95 @@
+"""`bigtrain report`: a run, or several, as one page of curves, events and settings."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bigtrain.report.run import Run
+
+DEFAULT_PORT = 8600
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--run", required=True, type=Path, metavar="DIR", help="run directory")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="DIR",
+        help="directories of further runs, drawn over it; may be repeated",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.html",
+        help="the page (default: report.html in the directory of --run); an older report there is "
+        "replaced, any other file is not",
+    )
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="write no file but serve the page, on this machine alone, while the run goes on; "
+        "Ctrl-C ends it",
+    )
+    parser.add_argument(
+        "--port",
+        type=_port,
+        metavar="N",
+        help=f"of --live, 1 to 65535 (default: {DEFAULT_PORT})",
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: a whole number from 1 to 65535")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page, or serve it. Raises ConfigError, DataError, LaunchError and OutputError."""
+    from bigtrain.errors import ConfigError, Problem
+    from bigtrain.report.run import open_runs
+
+    if args.live and args.output is not None:
+        rule = "--live serves the page and writes none"
+        raise ConfigError(Problem("--output", str(args.output), rule, "leave one of them out"))
+    if args.port is not None and not args.live:
+        rule = "is of --live alone"
+        raise ConfigError(Problem("--port", args.port, rule, "leave it out, or add --live"))
+    begun = time.monotonic()
+    runs = open_runs([args.run, *args.compare], final=not args.live)
+    if args.live:
+        return _serve(runs, args.port or DEFAULT_PORT)
+    from bigtrain.report.output import write_page
+    from bigtrain.report.page import page_html
+
+    path = args.output or args.run / "report.html"
+    html = page_html(runs)
+    write_page(path, html)
+    steps = sum(one.metrics.steps.num_rows for one in runs)
+    print(
+        f"{path}: {steps:,} logged step{'s' if steps != 1 else ''}, {len(html) / 2**20:.1f} MiB, "
+        f"in {time.monotonic() - begun:.1f} s"
+    )
+    return 0
+
+
+def _serve(runs: Sequence[Run], port: int) -> int:
+    """Until Ctrl-C."""
+    from bigtrain.report.live import ADDRESS, open_server
+
+    with open_server(runs, port) as server:
+        try:
+            print(f"http://{ADDRESS}:{port}/ until Ctrl-C", flush=True)
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("ended")
+    return 0

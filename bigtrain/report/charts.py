@@ -1,0 +1,275 @@
+"""Which curves the page draws, and their data as the browser gets them.
+
+Columns travel as base64 of little-endian numbers, which a browser takes in as they are: a million
+logged steps are a few megabytes. Values are float32, steps float64.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigtrain.report.marks import Marks
+from bigtrain.report.metrics_file import BREAKDOWN, PHASES, SOURCES, WAITING
+from bigtrain.report.reduction import Bucketed, Column, Reduced
+from bigtrain.report.run import Run
+
+_MOST_KNOTS = 2048
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture of curves.
+
+    table: "steps" or "evaluations"; series: names there, or ``OBJECT/*`` for all of an object.
+    predicted: field of the prediction that is drawn beside it. stacked: as areas, of each run on
+    its own; apart: those that are a part of the others, and lines over them. scale: by which
+    figures of the file are multiplied.
+    """
+
+    name: str
+    title: str
+    unit: str
+    about: str
+    table: str
+    series: tuple[str, ...]
+    predicted: str | None = None
+    logarithmic: bool = False
+    stacked: bool = False
+    scale: int = 1
+    apart: tuple[str, ...] = ()
+
+
+CHARTS = (
+    Chart(
+        "loss",
+        "Training loss",
+        "nats per token",
+        "Mean over the target tokens since the last logged step.",
+        "steps",
+        ("loss",),
+        logarithmic=True,
+    ),
+    Chart(
+        "held-out-loss",
+        "Held-out loss",
+        "nats per token",
+        "Of each evaluation; of a mixture also each source's own, dashed.",
+        "evaluations",
+        ("held_out_loss", f"{SOURCES}/*"),
+        logarithmic=True,
+    ),
+    Chart("lr", "Learning rate", "", "Used in the step.", "steps", ("lr",)),
+    Chart(
+        "grad-norm",
+        "Gradient norm",
+        "",
+        "Before clipping.",
+        "steps",
+        ("grad_norm",),
+        logarithmic=True,
+    ),
+    Chart(
+        "throughput",
+        "Throughput",
+        "tokens/s",
+        "Of all ranks together, padding included.",
+        "steps",
+        ("tokens_per_second",),
+        predicted="tokens_per_second",
+    ),
+    Chart(
+        "mfu",
+        "Model FLOPs utilization",
+        "% of peak",
+        "Model FLOPs per second divided by the peak of all devices.",
+        "steps",
+        ("model_flops_utilization",),
+        scale=100,
+    ),
+    Chart(
+        "step-time",
+        "Step time",
+        "s",
+        "Wall time of an optimizer step.",
+        "steps",
+        ("step_seconds",),
+        predicted="step_seconds",
+    ),
+    Chart(
+        "breakdown",
+        "Step breakdown",
+        "s",
+        "Where the time of a step goes on the main rank; dashed: waiting for other ranks in it.",
+        "steps",
+        (f"{BREAKDOWN}/*",),
+        stacked=True,
+        apart=(WAITING,),
+    ),
+    Chart(
+        "memory",
+        "Peak memory",
+        "GiB",
+        "Of the main rank so far; by phase where the run measured it, dashed.",
+        "steps",
+        ("memory_gib", f"{PHASES}/*"),
+        predicted="peak_memory_gib",
+    ),
+)
+
+
+def names_of(chart: Chart, run: Run) -> list[str]:
+    """The series of `chart` that `run` has values of."""
+    reduced = reduced_of(chart, run)
+    found = []
+    for wanted in chart.series:
+        for name, series in reduced.series.items():
+            matches = name.startswith(wanted[:-1]) if wanted.endswith("*") else name == wanted
+            if matches and not np.isnan(series.mean).all():
+                found.append(name)
+    return sorted(found, key=lambda name: name in chart.apart)
+
+
+def reduced_of(chart: Chart, run: Run) -> Reduced:
+    """The table of `run` that `chart` draws from."""
+    metrics = run.metrics
+    return (metrics.steps if chart.table == "steps" else metrics.evaluations).reduced()
+
+
+def page_data(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, Any]:
+    """All that the curves are drawn from."""
+    return {
+        "charts": charts_data(runs),
+        "runs": [run_data(run, one) for run, one in zip(runs, marks, strict=True)],
+    }
+
+
+def charts_data(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The charts, and which series each run has of them."""
+    return [
+        {
+            "name": chart.name,
+            "title": chart.title,
+            "unit": chart.unit,
+            "table": chart.table,
+            "predicted": chart.predicted,
+            "logarithmic": chart.logarithmic,
+            "stacked": chart.stacked,
+            "apart": chart.apart,
+            "scale": chart.scale,
+            "series": [names_of(chart, run) for run in runs],
+        }
+        for chart in CHARTS
+    ]
+
+
+def run_data(
+    run: Run, marks: Sequence[Marks], since: int = 0, evaluations_since: int = 0
+) -> dict[str, Any]:
+    """The curves and marks of one run, from these buckets of its tables on."""
+    prediction = run.files.prediction
+    return {
+        "name": run.name,
+        "version": run.metrics.version,
+        "steps": {
+            **_columns(run.metrics.steps.reduced(since), since),
+            "complete": run.metrics.steps.num_complete,
+            "knots": _knots(run.metrics.steps.reduced()),
+        },
+        "evaluations": {
+            **_columns(run.metrics.evaluations.reduced(evaluations_since), evaluations_since),
+            "complete": run.metrics.evaluations.num_complete,
+        },
+        "marks": [
+            {
+                "kind": one.kind,
+                "steps": one.steps,
+                "counts": one.counts,
+                "total": one.total,
+                "texts": [[step, text] for step, text in one.rows if step is not None],
+            }
+            for one in marks
+        ],
+        "predicted": {
+            name: getattr(prediction, name)
+            for name in ("step_seconds", "tokens_per_second", "peak_memory_gib")
+            if prediction is not None
+        },
+    }
+
+
+def _columns(reduced: Reduced, since: int) -> dict[str, Any]:
+    """Buckets as the browser gets them: minimum and maximum only where they are not the mean."""
+    series: dict[str, dict[str, str]] = {}
+    for name, one in reduced.series.items():
+        if since == 0 and np.isnan(one.mean).all():
+            continue
+        series[name] = {"mean": _float32(one.mean)}
+        if reduced.width > 1:
+            series[name].update(low=_float32(one.minimum), high=_float32(one.maximum))
+    return {
+        "width": reduced.width,
+        "since": since,
+        "rows": reduced.num_rows,
+        "step": _float64(reduced.last["step"]),
+        "series": series,
+    }
+
+
+def _knots(reduced: Reduced) -> dict[str, dict[str, str]]:
+    """Tokens, samples and hours by step: points between which they are straight, or nearly so."""
+    step = reduced.last["step"]
+    return {
+        name: {"step": _float64(step[kept]), "value": _float64(reduced.last[name][kept])}
+        for name in ("tokens", "samples", "hours")
+        for kept in [_bends(step, reduced.last[name])]
+    }
+
+
+def _bends(step: Column, value: Column) -> NDArray[np.intp]:
+    """Indices of the ends and of the points where the slope changes; of too many every n-th."""
+    if len(step) < 3:
+        return np.arange(len(step))
+    slopes = np.diff(value) / np.diff(step)
+    bent = ~np.isclose(slopes[1:], slopes[:-1], rtol=1e-9, atol=0.0)
+    kept = np.flatnonzero(np.concatenate([[True], bent, [True]]))
+    if len(kept) > _MOST_KNOTS:
+        kept = kept[np.unique(np.linspace(0, len(kept) - 1, _MOST_KNOTS).round().astype(int))]
+    return kept
+
+
+def _float32(column: Column) -> str:
+    with np.errstate(over="ignore"):
+        return _base64(column.astype("<f4"))
+
+
+def _float64(column: Column) -> str:
+    return _base64(column.astype("<f8"))
+
+
+def _base64(column: NDArray[np.generic]) -> str:
+    return base64.b64encode(column.tobytes()).decode("ascii")
+
+
+def mean_of(run: Run, prefix: str) -> Mapping[str, float]:
+    """Mean over the run of the series of an object, by entry. For peaks see `peak_of`."""
+    return _entries(run, prefix, lambda one: float(np.nanmean(one.mean)))
+
+
+def peak_of(run: Run, prefix: str) -> Mapping[str, float]:
+    """The largest value of each series of an object, by entry."""
+    return _entries(run, prefix, lambda one: float(np.nanmax(one.maximum)))
+
+
+def _entries(run: Run, prefix: str, figure: Callable[[Bucketed], float]) -> dict[str, float]:
+    series = run.metrics.steps.reduced().series
+    return {
+        name.partition("/")[2]: figure(one)
+        for name, one in series.items()
+        if name.startswith(f"{prefix}/") and not np.isnan(one.mean).all()
+    }

@@ -1,0 +1,162 @@
+"""The main figures of runs, as numbers and as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain.report.marks import HANG, RESTART, ROLLBACK, SKIPPED, STRAGGLER, Marks
+from bigtrain.report.metrics_file import NON_FINITE
+from bigtrain.report.run import Run
+from bigtrain.report.run_files import finite
+
+NOT_KNOWN = "\u2013"
+"""A dash."""
+Rows = list[tuple[str, str]]
+
+
+def headline(run: Run) -> Rows:
+    """The few figures that say how a run went: name and text."""
+    metrics, prediction = run.metrics, run.files.prediction
+    last = metrics.last or {}
+    best = metrics.best or {}
+    rows: Rows = [
+        ("Steps", _steps(run)),
+        ("Loss at the end", number(finite(last.get("loss")), 4)),
+        ("Best held-out loss", _at_step(best, "held_out_loss")),
+        ("Tokens", count(last.get("tokens"))),
+        ("Samples", count(last.get("samples"))),
+        ("Training time", duration(training_hours(run) * 3600)),
+        ("Throughput, mean", _with_unit(mean(run, "tokens_per_second"), "tokens/s", 0)),
+        ("Model FLOPs utilization, mean", percent(mean(run, "model_flops_utilization"))),
+        ("Peak memory", _with_unit(peak(run, "memory_gib"), "GiB", 2)),
+    ]
+    if prediction is not None:
+        rows += [
+            ("Throughput, predicted", _with_unit(prediction.tokens_per_second, "tokens/s", 0)),
+            ("Peak memory, predicted", _with_unit(prediction.peak_memory_gib, "GiB", 2)),
+        ]
+    return rows
+
+
+def incidents(run: Run, marks: Sequence[Marks]) -> Rows:
+    """How often each kind of event came, those that never came too."""
+    totals = {one.kind: one.total for one in marks}
+    names = {
+        RESTART: "Restarts",
+        ROLLBACK: "Rollbacks",
+        HANG: "Hangs",
+        SKIPPED: "Skipped steps",
+        NON_FINITE: "Steps not finite",
+        STRAGGLER: "Stragglers",
+    }
+    rows = [(name, f"{totals.pop(kind, 0):,}") for kind, name in names.items()]
+    return rows + [(kind, f"{total:,}") for kind, total in totals.items()]
+
+
+def notes_of(run: Run) -> list[str]:
+    """Sentences about what is missing or could not be read."""
+    metrics = run.metrics
+    notes = list(run.files.notes)
+    unreadable = metrics.unreadable
+    if unreadable.count:
+        more = f", and {unreadable.count - len(unreadable.first):,} more" * (
+            unreadable.count > len(unreadable.first)
+        )
+        lines = "1 line was" if unreadable.count == 1 else f"{unreadable.count:,} lines were"
+        notes.append(f"metrics.jsonl: {lines} left out: {'; '.join(unreadable.first)}{more}.")
+    if metrics.last is None:
+        notes.append("No step has been logged yet.")
+    rows = metrics.steps.num_rows
+    for name, missing in metrics.missing.items():
+        # Of a CPU the peak is never known, which is no gap.
+        if missing and not (name == "model_flops_utilization" and missing == rows):
+            notes.append(f"{name} is null in {missing:,} of {rows:,} logged steps, drawn as gaps.")
+    starts = run.files.starts[1:]
+    unknown = sum(1 for start in starts if start.step is None)
+    if unknown:
+        notes.append(
+            f"{unknown} of {len(starts)} restarts did not record their step, so they stand in the "
+            "table, not on the time line."
+        )
+    return notes
+
+
+def training_hours(run: Run) -> float:
+    """Hours of the logged steps, without starts and what was taken back."""
+    hours = run.metrics.steps.reduced().last["hours"]
+    return float(hours[-1]) if len(hours) else 0.0
+
+
+def mean(run: Run, name: str) -> float | None:
+    """Over the logged steps, of the buckets' means; None where there is no value."""
+    series = run.metrics.steps.reduced().series.get(name)
+    if series is None or np.isnan(series.mean).all():
+        return None
+    return float(np.nanmean(series.mean))
+
+
+def peak(run: Run, name: str) -> float | None:
+    """The largest value; None where there is none."""
+    series = run.metrics.steps.reduced().series.get(name)
+    if series is None or np.isnan(series.maximum).all():
+        return None
+    return float(np.nanmax(series.maximum))
+
+
+def number(value: float | None, digits: int) -> str:
+    """With `digits` after the point and thousands separators; from 1e15 on, and below what the
+    digits show, as a power of ten."""
+    if value is None:
+        return NOT_KNOWN
+    if value and (abs(value) >= 1e15 or abs(value) < 0.5 * 10**-digits):
+        return f"{value:.3g}"
+    return f"{value:,.{digits}f}"
+
+
+def count(value: Any) -> str:
+    """A whole number, with a short form besides where it is large: 4,194,304,000 (4.19 B)."""
+    known = finite(value)
+    if known is None:
+        return NOT_KNOWN
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if known >= size:
+            return f"{known:,.0f} ({known / size:.3g} {letter})" if known < 1e18 else f"{known:.3g}"
+    return f"{known:,.0f}"
+
+
+def percent(value: float | None) -> str:
+    """A share of one."""
+    return NOT_KNOWN if value is None else f"{value:.1%}"
+
+
+def duration(seconds: float) -> str:
+    """Human-readable: 42 s, 4 min 10 s, 3 h 07 min, 2 d 05 h."""
+    if not math.isfinite(seconds):
+        return NOT_KNOWN
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400:,} d {whole % 86400 // 3600:02d} h"
+
+
+def _steps(run: Run) -> str:
+    step = (run.metrics.last or {}).get("step", 0)
+    total = run.total_steps
+    return f"{step:,}" if total is None else f"{step:,} of {total:,}"
+
+
+def _at_step(line: dict[str, Any], name: str) -> str:
+    value = finite(line.get(name))
+    return NOT_KNOWN if value is None else f"{number(value, 4)} at step {line['step']:,}"
+
+
+def _with_unit(value: float | None, unit: str, digits: int) -> str:
+    return NOT_KNOWN if value is None else f"{number(value, digits)} {unit}"

@@ -1,0 +1,177 @@
+"""The page of runs that go on: served on this machine alone, with what is new since the last look.
+
+The browser asks every two seconds. What it already has (a version of the file, a width of buckets,
+how many of them are complete) it says, and gets the buckets after those; where the file was cut or
+the buckets became wider, the whole curve anew.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from bigtrain.errors import DataError, LaunchError
+from bigtrain.report.charts import charts_data, run_data
+from bigtrain.report.marks import marks_of
+from bigtrain.report.page import page_html, sections_html
+from bigtrain.report.run import Run
+
+ADDRESS = "127.0.0.1"
+POLL_SECONDS = 2.0
+_OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_PORTS_TRIED = 50
+
+
+class LivePage:
+    """Runs as they are now, read on whenever somebody asks. For several threads at once."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = runs
+        self._lock = threading.Lock()
+        self._revision = 1
+        self._looked_at = -1.0
+
+    def html(self) -> bytes:
+        """The whole page."""
+        with self._lock:
+            self._look()
+            return page_html(self._runs, self._live()).encode()
+
+    def news(self, seen: int, have: str) -> bytes | None:
+        """What a browser lacks that has revision `seen` and, of each run, these buckets
+        (version:width:complete, then width:complete of the evaluations); None: nothing."""
+        with self._lock:
+            self._look()
+            if seen == self._revision:
+                return None
+            marks = [marks_of(run) for run in self._runs]
+            parts = _parts(have, len(self._runs))
+            answer = {
+                "charts": charts_data(self._runs),
+                "runs": [
+                    run_data(run, one, *_since(run, part))
+                    for run, one, part in zip(self._runs, marks, parts, strict=True)
+                ],
+                "sections": sections_html(self._runs, marks),
+                **self._live(),
+            }
+            return json.dumps(answer, allow_nan=False).encode()
+
+    def _live(self) -> dict[str, Any]:
+        return {"live": True, "revision": self._revision, "poll_seconds": POLL_SECONDS}
+
+    def _look(self) -> None:
+        """Read on, once a second at most however many browsers ask."""
+        now = time.monotonic()
+        if self._looked_at >= 0 and now - self._looked_at < POLL_SECONDS / 2:
+            return
+        self._looked_at = now
+        changed = False
+        for run in self._runs:
+            try:
+                changed |= run.read()
+            except DataError:
+                continue  # between two files of a resume, or removed: what was read still shows
+        self._revision += changed
+
+
+def _parts(have: str, count: int) -> list[list[int]]:
+    """What the browser says that it has; nothing where it says something else."""
+    try:
+        parts = [[int(number) for number in part.split(":")] for part in have.split(",")]
+    except ValueError:
+        parts = []
+    return parts if len(parts) == count and all(len(p) == 5 for p in parts) else [[]] * count
+
+
+def _since(run: Run, part: list[int]) -> tuple[int, int]:
+    """From which bucket of steps and of evaluations on the browser lacks them."""
+    metrics = run.metrics
+    if not part or part[0] != metrics.version:
+        return 0, 0
+    _, width, complete, evaluations_width, evaluations_complete = part
+    same = width == metrics.steps.width and 0 <= complete <= metrics.steps.num_complete
+    evaluated = (
+        evaluations_width == metrics.evaluations.width
+        and 0 <= evaluations_complete <= metrics.evaluations.num_complete
+    )
+    return (complete if same else 0), (evaluations_complete if evaluated else 0)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        # A page of another host whose name points here (DNS rebinding) reads nothing.
+        if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in _OWN_NAMES:
+            self._answer(403, b"asked for under another name than localhost")
+            return
+        address = urlsplit(self.path)
+        if address.path == "/":
+            self._answer(200, self.server.page.html(), "text/html; charset=utf-8")
+        elif address.path == "/data":
+            query = parse_qs(address.query)
+            seen = query.get("seen", [""])[0]
+            have = query.get("have", [""])[0]
+            news = self.server.page.news(int(seen) if seen.isdigit() else 0, have)
+            self._answer(204 if news is None else 200, news or b"", "application/json")
+        else:
+            self._answer(404, b"there is / and /data")
+
+    def _answer(self, code: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(code)
+        if code != 204:
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A line for every look would fill the terminal."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    page: LivePage
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that is closed while it is answered is nobody's error."""
+
+
+def open_server(runs: Sequence[Run], port: int) -> ThreadingHTTPServer:
+    """The server, bound and not serving yet; ``server_address`` says where.
+
+    Raises LaunchError, with the nearest port that is free, where `port` is taken.
+    """
+    try:
+        server = _Server((ADDRESS, port), _Handler)
+    except OSError as error:
+        free = _free_port(port)
+        remedy = "" if free is None else f" -> --port {free} is free"
+        raise LaunchError(
+            f"--port {port}: cannot be opened on {ADDRESS}: {error.strerror or error}{remedy}"
+        ) from error
+    server.page = LivePage(runs)
+    return server
+
+
+def _free_port(taken: int) -> int | None:
+    """The nearest port after (then before) one that is taken, of those that need no rights."""
+    after: range = range(max(taken + 1, 1024), min(taken + _PORTS_TRIED, 65535) + 1)
+    before = range(min(taken, 65536) - 1, max(taken - _PORTS_TRIED, 1024) - 1, -1)
+    for port in (*after, *before):
+        with socket.socket() as probe:
+            try:
+                probe.bind((ADDRESS, port))
+            except OSError:
+                continue
+            return int(port)
+    return None

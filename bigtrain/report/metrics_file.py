@@ -1,0 +1,321 @@
+"""`metrics.jsonl` read from its beginning, or from where it was left: any length, little memory.
+
+Lines are parsed a block at a time (a million in 3 seconds) and reduced at once. Fields and kinds
+of lines: docs/reference/metrics.md. A file may be of any version of bigtrain, or corrupt: a line
+that cannot be read is counted and named, a last one that was cut off is not there yet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import orjson
+
+from bigtrain.errors import DataError
+from bigtrain.report.reduction import MAX_BUCKETS, Column, Reducer
+
+FIGURES = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_second",
+    "step_seconds",
+    "model_flops_utilization",
+    "memory_gib",
+)
+"""Of a logged step, those that are drawn against the steps."""
+POSITIONS = ("step", "tokens", "samples", "hours")
+"""Where a logged step stands; hours of training, from `step_seconds`."""
+BREAKDOWN = "breakdown"
+WAITING = f"{BREAKDOWN}/communication_seconds"
+"""What the training thread waits for other ranks: a part of the other parts, not beside them."""
+PHASES = "peak_memory_gib_by_phase"
+SOURCES = "held_out_sources"
+"""Objects of a line whose entries are series of their own, named ``OBJECT/ENTRY``."""
+
+NON_FINITE = "not finite"
+"""The event of a logged step without a finite loss or gradient norm."""
+
+_BLOCK_BYTES = 1 << 20
+_TAIL_BYTES = 256
+_MOST_SERIES = 64
+_MOST_DETAILS = 500
+_MOST_NAMED = 5
+
+
+@dataclass
+class Events:
+    """What happened, by kind: every step of it, details of the first ones.
+
+    details: lines of the file as they are.
+    """
+
+    steps: dict[str, array[int]] = field(default_factory=dict)
+    details: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def add(self, kind: str, step: int, line: dict[str, Any]) -> None:
+        """Note an event of `kind` in `step`."""
+        self.steps.setdefault(kind, array("q")).append(step)
+        shown = self.details.setdefault(kind, [])
+        if len(shown) < _MOST_DETAILS:
+            shown.append(line)
+
+    def count(self, kind: str) -> int:
+        """How many there are of `kind`."""
+        return len(self.steps.get(kind, ()))
+
+
+@dataclass
+class UnreadableLines:
+    """Lines that cannot be read: how many, and the first of them by number and reason."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, number: int, reason: str) -> None:
+        """Note that line `number`, from 1, cannot be read."""
+        self.count += 1
+        if len(self.first) < _MOST_NAMED:
+            self.first.append(f"line {number:,} {reason}")
+
+
+class MetricsFile:
+    """The figures of one run, as far as its file has been read.
+
+    Attributes: `steps`, `evaluations`: reduced; `events`; `unreadable`; `missing`: logged steps
+    whose line has a null in place of the figure, by name; `last`: the last logged step's line,
+    `best`: the evaluation with the lowest held-out loss; None where there is none.
+    `version` changes when what was read before does not hold any more.
+    """
+
+    def __init__(self, path: Path, max_buckets: int = MAX_BUCKETS) -> None:
+        self.path = path
+        self.version = 0
+        self._max_buckets = max_buckets
+        self._begin()
+
+    def _begin(self) -> None:
+        self.steps = Reducer(POSITIONS, self._max_buckets)
+        self.evaluations = Reducer(("step",), self._max_buckets)
+        self.events = Events()
+        self.unreadable = UnreadableLines()
+        self.missing: Counter[str] = Counter()
+        self.last: dict[str, Any] | None = None
+        self.best: dict[str, Any] | None = None
+        self.num_bytes = 0
+        self._num_lines = 0
+        self._identity: tuple[int, int] | None = None
+        self._tail = b""
+        self._step = self._evaluated = 0
+        self._hours = 0.0
+
+    def read(self, final: bool = False) -> bool:
+        """Read on to the end; whether there was anything new. `final`: also a last line without
+        its end, if it is complete otherwise.
+
+        What a rollback or a resume takes back goes: the file is then read anew. Raises DataError
+        where it cannot be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                changed = self._identity is not None and not self._continues(file, status)
+                if changed:
+                    self._begin()
+                    self.version += 1
+                self._identity = (status.st_dev, status.st_ino)
+                before = self._num_lines
+                file.seek(self.num_bytes)
+                while block := file.read(_BLOCK_BYTES):
+                    block += file.readline()
+                    end = block.rfind(b"\n") + 1
+                    self._read_block(block[:end])
+                    self.num_bytes += end
+                    if end:
+                        self._tail = block[max(0, end - _TAIL_BYTES) : end]
+                    if end < len(block):
+                        if final and _parsed(block[end:]) is not None:
+                            self._read_block(block[end:] + b"\n")
+                        break
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+        return changed or self._num_lines > before
+
+    def _continues(self, file: BinaryIO, status: os.stat_result) -> bool:
+        """Whether what was read before still stands in the file."""
+        if (status.st_dev, status.st_ino) != self._identity:
+            return False
+        # A file that was cut may have grown again: times and figures are never the same.
+        file.seek(self.num_bytes - len(self._tail))
+        return file.read(len(self._tail)) == self._tail
+
+    def _read_block(self, block: bytes) -> None:
+        lines: list[Any] = []
+        if block:
+            try:
+                lines = orjson.loads(b"[" + block[:-1].replace(b"\n", b",") + b"]")
+            except ValueError:
+                lines = []
+            if len(lines) != block.count(b"\n"):
+                lines = [_parsed(text) for text in block.split(b"\n")[:-1]]
+        steps: list[dict[str, Any]] = []
+        evaluations: list[dict[str, Any]] = []
+        for number, line in enumerate(lines, self._num_lines + 1):
+            step = line.get("step") if type(line) is dict else None
+            if type(step) is not int or not 0 <= step < _MOST_STEP:
+                if line is not _BLANK:
+                    self.unreadable.add(number, _reason(line))
+            elif "event" in line:
+                self.events.add(_kind(line), step, line)
+            elif "loss" in line:
+                if step > self._step:
+                    self._step = step
+                    steps.append(line)
+                else:
+                    self.unreadable.add(
+                        number, f"is of step {step:,}, which is not later than before"
+                    )
+            elif "held_out_loss" in line:
+                if step > self._evaluated:
+                    self._evaluated = step
+                    evaluations.append(line)
+                else:
+                    self.unreadable.add(number, f"evaluates step {step:,} once more")
+        self._num_lines += len(lines)
+        if steps:
+            self._add_steps(steps)
+        if evaluations:
+            self._add_evaluations(evaluations)
+
+    def _add_steps(self, lines: list[dict[str, Any]]) -> None:
+        before = 0 if self.last is None else self.last["step"]
+        step = _column(lines, "step")
+        series = {name: self._figures(lines, name) for name in FIGURES}
+        positions = {"step": step}
+        for name in ("tokens", "samples"):
+            known = _column(lines, name)
+            last = 0.0 if self.last is None else _number(self.last.get(name))
+            positions[name] = _ascending(known, 0.0 if math.isnan(last) else last)
+        seconds = np.nan_to_num(series["step_seconds"]) * np.diff(step, prepend=before)
+        positions["hours"] = self._hours + np.cumsum(np.maximum(seconds, 0.0)) / 3600
+        self._hours = float(positions["hours"][-1])
+        for name in (BREAKDOWN, PHASES):
+            series.update(self._entries(lines, name, self.steps.names))
+        bad = np.isnan(series["loss"]) | np.isnan(series["grad_norm"])
+        for row in np.flatnonzero(bad).tolist():
+            self.events.add(NON_FINITE, lines[row]["step"], lines[row])
+        self.steps.add(positions, series)
+        self.last = lines[-1]
+
+    def _figures(self, lines: list[dict[str, Any]], name: str) -> Column:
+        column = _column(lines, name)
+        if np.isnan(column).any():
+            self.missing[name] += sum(
+                1 for line in lines if name in line and math.isnan(_number(line[name]))
+            )
+        return column
+
+    def _entries(
+        self, lines: list[dict[str, Any]], name: str, known: list[str]
+    ) -> Iterator[tuple[str, Column]]:
+        """The series of the objects that `lines` have under `name`; so many at most."""
+        if not [1 for line in lines if name in line]:
+            return
+        named = [_dict(line.get(name)) for line in lines]
+        entries = dict.fromkeys(key for one in named for key in one)
+        have = {key for key in known if key.startswith(f"{name}/")}
+        for entry in entries:
+            key = f"{name}/{entry}"
+            if key in have or len(have) < _MOST_SERIES:
+                have.add(key)
+                yield key, _column(named, entry)
+
+    def _add_evaluations(self, lines: list[dict[str, Any]]) -> None:
+        series = {"held_out_loss": _column(lines, "held_out_loss")}
+        sources = [
+            {name: _get(one, "loss") for name, one in (_dict(line.get(SOURCES))).items()}
+            for line in lines
+        ]
+        wrapped = [{SOURCES: one} for one in sources]
+        series.update(self._entries(wrapped, SOURCES, self.evaluations.names))
+        self.evaluations.add({"step": _column(lines, "step")}, series)
+        if not np.isnan(series["held_out_loss"]).all():
+            lowest = lines[int(np.nanargmin(series["held_out_loss"]))]
+            if self.best is None or lowest["held_out_loss"] < self.best["held_out_loss"]:
+                self.best = lowest
+
+
+_BLANK = object()
+_NUMBERS = {int, float, type(None)}
+_MOST_STEP = 2**53
+"""From here on not every whole number is a float."""
+
+
+def _parsed(text: bytes) -> Any:
+    """One line; None where it is no JSON. Python's own parser knows NaN, which others write."""
+    if not text.strip():
+        return _BLANK
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _reason(line: Any) -> str:
+    if line is None:
+        return "is no JSON"
+    return "has no step" if isinstance(line, dict) else "is no JSON object"
+
+
+def _kind(line: dict[str, Any]) -> str:
+    return str(line["event"])[:100]
+
+
+def _column(lines: list[dict[str, Any]], name: str) -> Column:
+    """A figure of each line; NaN where it is missing, no number, or not finite."""
+    try:
+        try:
+            values = [line[name] for line in lines]
+        except KeyError:
+            values = [line.get(name) for line in lines]
+        # numpy makes NaN of None, but numbers of texts and truth values as well.
+        if set(map(type, values)) <= _NUMBERS:
+            column = np.array(values, dtype=np.float64)
+            column[~np.isfinite(column)] = np.nan
+            return column
+    except OverflowError:
+        pass
+    return np.array([_number(line.get(name)) for line in lines], dtype=np.float64)
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _ascending(column: Column, at_least: float) -> Column:
+    """`column` with what is missing or smaller than before set to what was before."""
+    result: Column = np.maximum.accumulate(np.maximum(np.nan_to_num(column), at_least))
+    return result
+
+
+def _get(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,219 @@
+"""The page: one HTML file with its styles, its programs and its data in it, and no address.
+
+Whatever comes from a file of a run is escaped, and the Content-Security-Policy lets the browser run
+this page's own two programs alone (by their checksums) and load nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from html import escape
+from importlib import resources
+from typing import Any
+
+import bigtrain
+from bigtrain.report.charts import CHARTS, names_of, page_data
+from bigtrain.report.curves_table import curves_html
+from bigtrain.report.figures import NOT_KNOWN, headline, incidents, notes_of
+from bigtrain.report.marks import MEANINGS, Marks, marks_of
+from bigtrain.report.prediction import predictions_html
+from bigtrain.report.run import Run
+from bigtrain.report.setup import setup_html
+from bigtrain.report.topology import topology_html
+
+MARKER = '<meta name="generator" content="bigtrain report'
+"""What every page has in its first kilobyte."""
+
+_PROGRAMS = ("data.js", "view.js", "curves.js", "timeline.js", "main.js")
+
+
+def page_html(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str:
+    """The whole page. `live`: what a page needs that asks the server for what is new."""
+    marks = [marks_of(run) for run in runs]
+    data = {**page_data(runs, marks), **(live or {"live": False})}
+    names = ", ".join(run.name for run in runs)
+    # Its licence goes where it goes.
+    library = f"/*\n{_static('uPlot.LICENSE')}*/\n{_static('uPlot.iife.min.js')}"
+    program = "(() => {\n" + "\n".join(_static(name) for name in _PROGRAMS) + "\n})();"
+    connect = "'self'" if live else "'none'"
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; connect-src {connect}; img-src data:; "
+        f"base-uri 'none'; form-action 'none'; "
+        f"script-src '{_checksum(library)}' '{_checksum(program)}'"
+    )
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    sections = sections_html(runs, marks)
+    fields = {
+        "policy": policy,
+        "title": f"{escape(names)} | bigtrain report",
+        "heading": escape(names) if len(runs) < 4 else f"{len(runs)} runs",
+        "made": f"{'Served' if live else 'Written'} {when} by bigtrain {bigtrain.__version__}",
+        "styles": _static("uPlot.min.css") + _static("report.css"),
+        "marker": f'{MARKER} {bigtrain.__version__}">',
+        "charts": "".join(_figure(chart.name, chart.title, chart.about) for chart in CHARTS),
+        "data": json_in_html(data),
+        "library": library,
+        "program": program,
+        **{f"section_{name}": html for name, html in sections.items()},
+    }
+    # One pass: what a run's files say is never looked at for fields.
+    head, *rest = _static("page.html").split("{{")
+    parts = [head]
+    for piece in rest:
+        name, _, text = piece.partition("}}")
+        parts += [fields[name], text]
+    # JSON may hold halves of surrogate pairs, which no file of text can.
+    return "".join(parts).encode(errors="replace").decode()
+
+
+def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, str]:
+    """What the page says beside its curves, by name of the part; a live page gets it anew."""
+    return {
+        "notes": _notes(runs),
+        "figures": _figures(runs, marks),
+        "events": _events(runs, marks),
+        "resolution": _resolution(runs),
+        "curves": curves_html(runs),
+        "absent": _absent(runs),
+        "prediction": predictions_html(runs),
+        "topology": _topologies(runs),
+        "setup": setup_html(runs),
+    }
+
+
+def json_in_html(value: Mapping[str, Any]) -> str:
+    """JSON that can stand in a script element: no text of it ends the element."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+@cache
+def _static(name: str) -> str:
+    return (resources.files("bigtrain.report") / "static" / name).read_text(encoding="utf-8")
+
+
+def _checksum(program: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()}"
+
+
+def _topologies(runs: Sequence[Run]) -> str:
+    """Topologies; of runs that had the same one it is drawn once."""
+    found: dict[str, list[tuple[int, Run]]] = {}
+    for number, run in _all(runs):
+        found.setdefault(topology_html(run.files.environment), []).append((number, run))
+    if len(runs) == 1:
+        return next(iter(found))
+    return "".join(
+        f"<h3>{', '.join(f'{_swatch(n)}{escape(run.name)}' for n, run in named)}</h3>{html}"
+        for html, named in found.items()
+    )
+
+
+def _all(runs: Sequence[Run]) -> list[tuple[int, Run]]:
+    return list(enumerate(runs))
+
+
+def _swatch(number: int) -> str:
+    return f'<span class="swatch run-{number % 8}"></span>'
+
+
+def _notes(runs: Sequence[Run]) -> str:
+    lines = [
+        f"<li>{f'<b>{escape(run.name)}</b>: ' if len(runs) > 1 else ''}{escape(note)}</li>"
+        for run in runs
+        for note in notes_of(run)
+    ]
+    return f'<ul class="notes">{"".join(lines)}</ul>' if lines else ""
+
+
+def _figures(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
+    """Tiles for one run, a table for several."""
+    columns = [[*headline(run), *incidents(run, one)] for run, one in zip(runs, marks, strict=True)]
+    if len(runs) == 1:
+        tiles = "".join(
+            f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+            for name, text in columns[0]
+        )
+        return f'<dl class="tiles">{tiles}</dl>'
+    names = dict.fromkeys(name for column in columns for name, _ in column)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(f"<td>{escape(dict(column).get(name, NOT_KNOWN))}</td>" for column in columns)
+        + "</tr>"
+        for name in names
+    )
+    heads = "".join(f'<th scope="col">{_swatch(n)}{escape(run.name)}</th>' for n, run in _all(runs))
+    return (
+        f'<div class="scroll"><table class="numbers"><thead><tr><td></td>{heads}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
+    """What happened, as a table for each run, kind by kind."""
+    calm = [run.name for run, kinds in zip(runs, marks, strict=True) if not kinds]
+    parts = []
+    for run, kinds in zip(runs, marks, strict=True):
+        if not kinds:
+            continue
+        title = f"{escape(run.name)}: " if len(runs) > 1 else ""
+        total = sum(one.total for one in kinds)
+        rows = "".join(_event_rows(one) for one in kinds)
+        parts.append(
+            f"<details><summary>{title}{total:,} event{'s' if total != 1 else ''} as a table"
+            '</summary><div class="scroll"><table class="events"><thead><tr>'
+            '<th scope="col">Step</th><th scope="col">Event</th><th scope="col">What</th></tr>'
+            f"</thead><tbody>{rows}</tbody></table></div></details>"
+        )
+    if calm:
+        where = f" in {escape(', '.join(calm))}" if len(calm) < len(runs) else ""
+        parts.append(f"<p>No restart, rollback, hang, skipped step or straggler{where}.</p>")
+    used = dict.fromkeys(one.kind for kinds in marks for one in kinds if one.kind in MEANINGS)
+    meanings = "".join(f"<li><b>{kind}</b>: {MEANINGS[kind]}</li>" for kind in used)
+    return "".join(parts) + (f'<ul class="meanings">{meanings}</ul>' if meanings else "")
+
+
+def _event_rows(one: Marks) -> str:
+    cells = [("" if step is None else f"{step:,}", text) for step, text in one.rows]
+    if one.total > len(one.rows):
+        cells.append(("", f"and {one.total - len(one.rows):,} more"))
+    return "".join(
+        f"<tr><td>{step}</td><td>{escape(one.kind)}</td><td>{escape(text)}</td></tr>"
+        for step, text in cells
+    )
+
+
+def _resolution(runs: Sequence[Run]) -> str:
+    """What a point of a curve is, where it is not one logged step."""
+    widths = {run.name: run.metrics.steps.width for run in runs if run.metrics.steps.width > 1}
+    if not widths:
+        return ""
+    each = " and ".join(f"{width:,} in {escape(name)}" for name, width in widths.items())
+    same = len(widths) == len(runs) and len(set(widths.values())) == 1
+    number = f"{max(widths.values()):,}" if same else each
+    return (
+        f'<p class="about">As far in as one can zoom, a point stands for {number} logged steps.</p>'
+    )
+
+
+def _absent(runs: Sequence[Run]) -> str:
+    """A sentence for the curves that no run has."""
+    missing = [chart for chart in CHARTS if not any(names_of(chart, run) for run in runs)]
+    if not missing:
+        return ""
+    titles = ", ".join(chart.title[:1].lower() + chart.title[1:] for chart in missing)
+    what = "run has" if len(runs) == 1 else "runs have"
+    return f"<p>Not drawn, because the {what} no figures of it: {escape(titles)}.</p>"
+
+
+def _figure(name: str, title: str, about: str) -> str:
+    return (
+        f'<figure class="chart" id="chart-{name}" hidden><figcaption><h3>{title}</h3>'
+        f'<p class="about">{about}</p></figcaption><div class="readout" aria-hidden="true"></div>'
+        f'<div class="plot"></div></figure>'
+    )

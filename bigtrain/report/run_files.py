@@ -1,0 +1,204 @@
+"""What a run directory says beside its figures: settings, versions, starts, hangs, a prediction.
+
+Every file is read defensively: one that is missing or corrupt becomes a sentence in `notes`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+_MOST_FILES = 1000
+_HANG = re.compile(r"step-(\d{1,15})-.+")
+_GENERATION = re.compile(r"(\d{8,15})(?:\.superseded)?\.json")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the run.
+
+    generation: from 1; step, samples, world_size: None where the run did not record them (before
+    bigtrain wrote `starts.jsonl`). since: UTC.
+    """
+
+    generation: int
+    since: str
+    host: str
+    slurm_job_id: str | None = None
+    step: int | None = None
+    samples: int | None = None
+    world_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A hang that the watchdog ended: in which step (from 1, 0 before the first), when, who lagged
+    (the report's text)."""
+
+    step: int
+    when: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What `prediction.json` says; None or empty where it says nothing.
+
+    terms: seconds of a step by name; memory_terms: GiB by name.
+    """
+
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    peak_memory_gib: float | None = None
+    terms: Mapping[str, float] = field(default_factory=dict)
+    memory_terms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of a run directory but for its figures. None: there is none that can be read.
+
+    notes: sentences about what could not be read.
+    """
+
+    config: dict[str, Any] | None
+    deepspeed: dict[str, Any] | None
+    environment: dict[str, Any] | None
+    prediction: Prediction | None
+    starts: list[Start]
+    hangs: list[Hang]
+    notes: list[str]
+
+
+def read_run_files(directory: Path) -> RunFiles:
+    """All of it; raises nothing."""
+    notes: list[str] = []
+    prediction = _object(directory / "prediction.json", notes, needed=False)
+    return RunFiles(
+        config=_object(directory / "config.json", notes),
+        deepspeed=_object(directory / "deepspeed.json", notes),
+        environment=_object(directory / "environment.json", notes),
+        prediction=None if prediction is None else _prediction(prediction),
+        starts=_starts(directory, notes),
+        hangs=_hangs(directory / "hangs"),
+        notes=notes,
+    )
+
+
+def _object(path: Path, notes: list[str], needed: bool = True) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if needed:
+            notes.append(f"There is no {path.name}.")
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read: {' '.join(str(error).split())}.")
+        return None
+    if not isinstance(value, dict):
+        notes.append(f"{path.name} holds no JSON object.")
+        return None
+    return value
+
+
+def _prediction(value: dict[str, Any]) -> Prediction:
+    return Prediction(
+        finite(value.get("step_seconds")),
+        finite(value.get("tokens_per_second")),
+        finite(value.get("peak_memory_gib")),
+        finite_entries(value.get("terms")),
+        finite_entries(value.get("memory_terms")),
+    )
+
+
+def finite(value: Any) -> float | None:
+    """`value` if it is a number that is not negative or infinite, else None."""
+    if type(value) not in (int, float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
+
+
+def finite_entries(value: Any) -> dict[str, float]:
+    """The entries of an object that `finite` takes; of anything else none."""
+    if not isinstance(value, dict):
+        return {}
+    found = {str(name): finite(entry) for name, entry in value.items()}
+    return {name: number for name, number in found.items() if number is not None}
+
+
+def _starts(directory: Path, notes: list[str]) -> list[Start]:
+    """By generation, as the fencing tokens have them, with what `starts.jsonl` adds."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in _entries(directory / "generations"):
+        if name := _GENERATION.fullmatch(path.name):
+            found[int(name[1])] = _object(path, notes) or {}
+    for line in _lines(directory / "starts.jsonl"):
+        generation = line.get("generation")
+        if type(generation) is int:
+            found[generation] = {**found.get(generation, {}), **line}
+    return [_start(generation, found[generation]) for generation in sorted(found)]
+
+
+def _start(generation: int, values: dict[str, Any]) -> Start:
+    def whole(name: str) -> int | None:
+        value = values.get(name)
+        return value if type(value) is int and 0 <= value < 2**53 else None
+
+    job = values.get("slurm_job_id")
+    return Start(
+        generation=generation,
+        since=str(values.get("since") or "not known"),
+        host=str(values.get("host") or "not known"),
+        slurm_job_id=None if job is None else str(job),
+        step=whole("step"),
+        samples=whole("samples"),
+        world_size=whole("world_size"),
+    )
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file of lines; a line that a kill cut off is none."""
+    try:
+        texts = path.read_bytes().splitlines()
+    except OSError:
+        return
+    for text in texts:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict):
+            yield line
+
+
+def _hangs(directory: Path) -> list[Hang]:
+    found = []
+    for path in _entries(directory):
+        report = path / "report.txt"
+        if (name := _HANG.fullmatch(path.name)) is None:
+            continue
+        try:
+            # Also a rank that reports for itself leaves stacks, but a report only who could write.
+            text = report.read_text(errors="replace")[:4000] if report.exists() else ""
+            when = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        except OSError:
+            continue
+        found.append(Hang(int(name[1]), when.strftime("%Y-%m-%d %H:%M:%S UTC"), text))
+    return sorted(found, key=lambda hang: (hang.step, hang.when))
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())[:_MOST_FILES]
+    except OSError:
+        return []

@@ -1,0 +1,91 @@
+"""How runs were set up: resolved configuration, DeepSpeed JSON and versions, side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from bigtrain.report.figures import NOT_KNOWN
+from bigtrain.report.run import Run
+
+_VERSIONS_LEFT_OUT = ("topology", "rank_order", "hosts", "packing")
+_MOST_CHARACTERS = 500
+
+
+def setup_html(runs: Sequence[Run]) -> str:
+    """A table for each of the three; of several runs first what differs."""
+    environments = [
+        {k: v for k, v in (run.files.environment or {}).items() if k not in _VERSIONS_LEFT_OUT}
+        for run in runs
+    ]
+    names = [run.name for run in runs]
+    tables = [
+        ("Configuration", "config.json, resolved", [run.files.config or {} for run in runs]),
+        ("DeepSpeed", "deepspeed.json, as the engine got it", [_deepspeed(run) for run in runs]),
+        ("Versions", "environment.json", environments),
+    ]
+    parts = []
+    if len(runs) > 1:
+        rows = [
+            (f"{title}: {key}" if title != "Configuration" else key, values)
+            for title, _, objects in tables
+            for key, values in _rows(objects)
+            if len(set(values)) > 1
+        ]
+        parts.append("<h3>What differs</h3>")
+        parts.append(_table(names, rows) if rows else "<p>Nothing.</p>")
+    for title, source, objects in tables:
+        rows = list(_rows(objects))
+        body = _table(names, rows) if rows else "<p>There is none.</p>"
+        parts.append(
+            f"<details><summary>{title} <small>{source}, {len(rows)} entries</small></summary>"
+            f"{body}</details>"
+        )
+    return "".join(parts)
+
+
+def _deepspeed(run: Run) -> dict[str, Any]:
+    return run.files.deepspeed or {}
+
+
+def _rows(objects: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every key of any of them, and its value in each."""
+    flat = [dict(_flatten(one)) for one in objects]
+    for key in dict.fromkeys(key for one in flat for key in one):
+        yield key, tuple(one.get(key, NOT_KNOWN) for one in flat)
+
+
+def _flatten(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Leaves with their keys joined by points; lists, and what is empty, are leaves."""
+    for key, entry in value.items():
+        name = f"{above}{key}"
+        if isinstance(entry, dict) and entry:
+            yield from _flatten(entry, f"{name}.")
+        else:
+            text = entry if isinstance(entry, str) else json.dumps(entry, ensure_ascii=False)
+            cut = len(text) > _MOST_CHARACTERS
+            yield name, f"{text[:_MOST_CHARACTERS]}…" if cut else text
+
+
+def _table(names: Sequence[str], rows: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+    several = len(names) > 1
+    heads = [f'<th scope="col">{escape(name)}</th>' for name in names] if several else []
+    head = f'<thead><tr><th scope="col">Key</th>{"".join(heads)}</tr></thead>' if several else ""
+    body = "".join(
+        f'<tr{_marked(values)}><th scope="row">{_breakable(escape(key))}</th>'
+        + "".join(f"<td>{escape(value)}</td>" for value in values)
+        + "</tr>"
+        for key, values in rows
+    )
+    return f'<div class="scroll"><table class="keys">{head}<tbody>{body}</tbody></table></div>'
+
+
+def _breakable(key: str) -> str:
+    """Long keys break where their words end."""
+    return key.replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
+def _marked(values: Sequence[str]) -> str:
+    return ' class="differs"' if len(set(values)) > 1 else ""
