@@ -59,7 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead: predict published or own measurements, and say how wrong that is",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="of --evaluate: rows with predictions, as CSV"
+        "--calibrate",
+        action="store_true",
+        help="instead: measure this machine in about a minute and write --output, for --hardware",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="of --evaluate: rows with predictions, as CSV; of --calibrate: what was measured",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
 
@@ -68,10 +76,14 @@ def run(args: argparse.Namespace) -> int:
     """Print a plan, or an evaluation. Raises ConfigError, ModelError, OutputError."""
     if args.evaluate is not None:
         return _evaluate(args.evaluate, args.output)
+    if args.calibrate:
+        return _calibrate(args.output)
     missing = [name for name in ("config", "gpus") if getattr(args, name) is None]
     if missing:
         names = " and ".join(f"--{name}" for name in missing)
-        raise ConfigError(Problem(names, None, "is needed for a plan", "or --evaluate ROWS.csv"))
+        raise ConfigError(
+            Problem(names, None, "is needed for a plan", "or --evaluate ROWS.csv, or --calibrate")
+        )
     return _plan(args)
 
 
@@ -92,6 +104,22 @@ def _evaluate(path: Path, output: Path | None) -> int:
     return 0
 
 
+def _calibrate(output: Path | None) -> int:
+    from bigtrain.engine.calibration import calibrate, write_calibration
+
+    if output is None:
+        raise ConfigError(Problem("--output", None, "is needed for --calibrate", "name a file"))
+    try:
+        output.touch()
+    except OSError as error:
+        raise OutputError(f"--output = {output}: cannot be written: {error}") from error
+    device = calibrate(print)
+    write_calibration(device, output)
+    devices = f"{device.devices_per_node}x{'CPU' if device.is_cpu else device.name}"
+    print(f"wrote {output}; bigtrain plan --hardware {output} --gpus {devices} uses it")
+    return 0
+
+
 def _plan(args: argparse.Namespace) -> int:
     from bigtrain.models.traced_costs import model_costs
     from bigtrain.planner.engines import engine_named
@@ -103,7 +131,10 @@ def _plan(args: argparse.Namespace) -> int:
     config = load_run_config(args.config, args.overrides)
     model, remark = model_costs(config)
     request = _request(config, cluster, model)
-    fitting, others = search(request, cluster, engine_named("deepspeed"))
+    engine = engine_named("deepspeed")
+    if cluster.device.is_cpu:  # no driver's context, and the smallest operation was measured whole
+        engine = replace(engine, context_bytes=0.0, kernel_host_seconds=0.0)
+    fitting, others = search(request, cluster, engine)
     if not fitting and not others:
         raise ConfigError(_no_layout(config, cluster))
     if not fitting:

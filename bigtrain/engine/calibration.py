@@ -1,0 +1,203 @@
+"""What the device of this machine reaches, measured in about a minute for the planner.
+
+Products in several shapes, copies in memory, fused attention, AdamW in main memory, copies to the
+host, and sums over two processes (each with a device of its own, or on CPUs). The figures become a
+`bigtrain.planner.hardware.Device` whose stated figures are the best that was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from bigtrain.engine.startup.process_group import process_group
+from bigtrain.errors import LaunchError
+from bigtrain.launchers.local_world import run_local_world
+from bigtrain.planner.hardware import Device, Reach
+from bigtrain.system.world import read_world
+
+_SECONDS = 0.4  # spent on each figure, at least one round
+_LARGE = {"cuda": 8192, "cpu": 1024}
+_MIB = 2**20
+
+
+def calibrate(say: Callable[[str], None]) -> Device:
+    """Measure this machine's first device, or one process on its CPUs. Not collective."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind)
+    threads = torch.get_num_threads()
+    if kind == "cpu":
+        torch.set_num_threads(1)  # as a rank of a world that fills the cores has
+    try:
+        return _measure(device, say)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(device: torch.device, say: Callable[[str], None]) -> Device:
+    is_cpu = device.type == "cpu"
+    half = torch.float32 if is_cpu else torch.bfloat16
+    rates = {size: _product(device, size, half) for size in _sizes(device)}
+    peak = max(rates.values())
+    say("products: " + ", ".join(f"{n}: {rate / 1e12:.3g} TFLOP/s" for n, rate in rates.items()))
+    memory = _copy(device)
+    say(f"memory: {memory / 1e9:.3g} GB/s")
+    attention = _attention(device, half)
+    say(f"attention: {attention / peak:.2f} of the fastest product")
+    kernel = _kernel(device)
+    adam = _adam()
+    say(f"AdamW in main memory: {adam / 1e9:.3g} GB/s on one process")
+    start, link = _link(device)
+    say(f"two processes: {link / 1e9:.3g} GB/s, {start * 1e6:.0f} us at least")
+    count = _num_devices(device)
+    properties = None if is_cpu else torch.cuda.get_device_properties(device)
+    depth = _depth(rates)
+    return Device(
+        name=platform.processor() or "CPU" if properties is None else properties.name,
+        peak_flops=peak,
+        num_units=1 if properties is None else properties.multi_processor_count,
+        memory_bytes=float(_main_memory() / count if properties is None else
+                           properties.total_memory),
+        memory_bandwidth=memory,
+        link_bandwidth=link,
+        network_bandwidth=link,
+        host_bandwidth=memory if is_cpu else _to_host(device),
+        host_memory_bandwidth=adam * count,
+        devices_per_node=count,
+        reach=Reach(1.0, depth, attention / peak, 1.0, 1.0, 1.0, kernel, start, 0.0, start),
+        float32_flops=peak if is_cpu else _product(device, _LARGE["cuda"] // 2, torch.float32),
+        is_cpu=is_cpu,
+    )  # fmt: skip
+
+
+def write_calibration(device: Device, path: Path) -> None:
+    """As `bigtrain.planner.hardware.load_calibration` reads it. Raises OSError."""
+    path.write_text(json.dumps({"device": asdict(device)}, indent=1) + "\n", encoding="utf-8")
+
+
+def _sizes(device: torch.device) -> tuple[int, ...]:
+    largest = _LARGE[device.type]
+    return largest // 16, largest // 4, largest
+
+
+def _rate(device: torch.device, work: Callable[[], object]) -> float:
+    """Rounds of `work` a second, the first ones left out."""
+    work()
+    _wait(device)
+    rounds, begun = 0, time.perf_counter()
+    while rounds < 3 or time.perf_counter() - begun < _SECONDS:
+        work()
+        _wait(device)
+        rounds += 1
+    return rounds / (time.perf_counter() - begun)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _product(device: torch.device, size: int, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of square products."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return _rate(device, lambda: a @ b) * 2 * size**3
+
+
+def _depth(rates: dict[int, float]) -> float:
+    """What a product of depth n loses, as if it were deeper: from the smaller ones' rates."""
+    (small, slow), *_, (_, fast) = sorted(rates.items())
+    return max(0.0, min(2000.0, small * (fast / slow - 1)))
+
+
+def _copy(device: torch.device) -> float:
+    source = torch.empty(64 * _MIB, device=device, dtype=torch.float32)
+    target = torch.empty_like(source)
+    return _rate(device, lambda: target.copy_(source)) * 2 * source.nbytes
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> float:
+    tokens, heads, size = (4096, 16, 128) if device.type == "cuda" else (1024, 4, 64)
+    q = torch.randn(1, heads, tokens, size, device=device, dtype=dtype)
+    rate = _rate(device, lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    return rate * 2 * heads * tokens**2 * size  # half of the pairs, two products
+
+
+def _kernel(device: torch.device) -> float:
+    x = torch.zeros(8, device=device)
+    return 1 / _rate(device, lambda: x + 1)
+
+
+def _adam() -> float:
+    """Bytes a second of an AdamW step in main memory: 28 a parameter."""
+    weight = torch.nn.Parameter(torch.zeros(4 * _MIB))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    return _rate(torch.device("cpu"), optimizer.step) * 28 * weight.numel()
+
+
+def _to_host(device: torch.device) -> float:
+    source = torch.empty(64 * _MIB, device=device)
+    target = torch.empty(64 * _MIB, pin_memory=True)
+    return _rate(device, lambda: target.copy_(source, non_blocking=True)) * source.nbytes
+
+
+def _num_devices(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.device_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def _main_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _link(device: torch.device) -> tuple[float, float]:
+    """Seconds of the smallest sum over two ranks, and bytes a second of a large one; of one GPU
+    alone, which has nobody to talk to, what it copies."""
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        return 1e-5, _copy(device) / 2
+    with tempfile.TemporaryDirectory() as name:
+        output = Path(name) / "link.json"
+        try:
+            run_local_world(2, ["-m", "bigtrain.engine.calibration", str(output)], {})
+        except LaunchError as error:
+            raise LaunchError(f"two processes cannot talk to each other: {error}") from error
+        found: dict[str, Any] = json.loads(output.read_text())
+    return found["start"], found["bandwidth"]
+
+
+def _exchange(output: Path) -> None:
+    world = read_world(os.environ)
+    torch.set_num_threads(1)
+    with process_group(world) as joined:
+        seconds = []
+        for size in (16, 16 * _MIB):
+            tensor = torch.zeros(size // 4, device=joined.device)
+            for _ in range(3):
+                dist.all_reduce(tensor)
+            _wait(joined.device)
+            begun, rounds = time.perf_counter(), 20
+            for _ in range(rounds):
+                dist.all_reduce(tensor)
+            _wait(joined.device)
+            seconds.append((time.perf_counter() - begun) / rounds)
+        if world.is_main:
+            # Of two ranks, a ring moves the whole size once through each link.
+            bandwidth = 16 * _MIB / max(seconds[1] - seconds[0], 1e-9)
+            output.write_text(json.dumps({"start": seconds[0], "bandwidth": bandwidth}))
+
+
+if __name__ == "__main__":
+    _exchange(Path(sys.argv[1]))

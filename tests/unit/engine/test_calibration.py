@@ -1,0 +1,52 @@
+"""A calibration is of this machine: each figure was measured, and the planner uses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bigtrain.cli import main
+from bigtrain.engine import calibration
+from bigtrain.planner.hardware import load_calibration
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_SECONDS", 0.0)
+    monkeypatch.setattr(calibration, "_LARGE", {"cpu": 128, "cuda": 128})
+    monkeypatch.setattr(calibration, "_MIB", 2**14)
+    monkeypatch.setattr(calibration.torch.cuda, "is_available", lambda: False)
+
+
+def test_what_is_measured_is_what_is_planned_with(
+    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "this.json"
+    assert main(["plan", "--calibrate", "--output", str(path)]) == 0
+    assert f"--hardware {path}" in capsys.readouterr().out
+    device = load_calibration(path)
+    assert device.is_cpu
+    for name in ("peak_flops", "memory_bandwidth", "link_bandwidth", "host_memory_bandwidth"):
+        assert 1e6 < getattr(device, name) < 1e15, name
+    assert 0 < device.reach.attention < 10
+    assert 0 < device.reach.kernel_seconds < 0.1
+    plan = ["plan", "--config", "quickstart", "--gpus", "2xCPU", "--hardware", str(path), "--json"]
+    seconds = []
+    for slower in (1, 1000):
+        tree = json.loads(path.read_text())
+        tree["device"]["peak_flops"] = device.peak_flops / slower
+        path.write_text(json.dumps(tree))
+        assert main(plan) == 0
+        first = json.loads(capsys.readouterr().out)["layouts"][0]
+        seconds.append(first["step_seconds"]["matmul"])
+    # Beside products, attention and the smallest operation are in there.
+    assert seconds[1] > 3 * seconds[0]
+
+
+def test_a_calibration_needs_a_place(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "--calibrate"]) == 2
+    assert "--output: is needed for --calibrate" in capsys.readouterr().err
+    assert main(["plan", "--calibrate", "--output", str(tmp_path / "no" / "x.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err

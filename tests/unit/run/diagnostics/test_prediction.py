@@ -1,0 +1,73 @@
+"""What is said of a run before it begins and after; what cannot fit is refused, or said so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bigtrain.errors import LaunchError
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.layers.loss_plan import LossPlan
+from bigtrain.run.diagnostics.prediction import RunPrediction, predict, refuse_too_large
+from bigtrain.settings.resolve import resolve_run_files
+
+PLAIN = LossPlan("plain", 1024, "")
+
+
+def prediction(*overrides: str, world_size: int = 2, loss: LossPlan = PLAIN) -> RunPrediction:
+    run = resolve_run_files("quickstart", overrides, world_size)
+    hf_config = load_hf_config(run.config.model)
+    found, reason = predict(run, hf_config, loss, torch.device("cpu"))
+    assert found is not None, reason
+    return found
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> RunPrediction:
+    run = resolve_run_files("quickstart", ["precision.dtype=bfloat16"], 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
+    hf_config = load_hf_config(run.config.model)
+    found, reason = predict(run, hf_config, PLAIN, torch.device("cuda"))
+    assert found is not None, reason
+    return found
+
+
+def test_what_the_run_says_decides() -> None:
+    base = prediction().memory
+    assert prediction("batch.micro_batch_size=2").memory.activations < base.activations
+    full = prediction("model.gradient_checkpointing=full").memory
+    assert full.activations < base.activations
+    chunked = prediction(loss=LossPlan("chunked", 16, "")).memory
+    assert chunked.loss < base.loss
+    assert prediction("engine.deepspeed_config=zero3").memory.states < base.states
+    assert prediction(world_size=1).memory.states > base.states
+
+
+def test_a_cpu_gets_no_rate_and_a_gpu_does(on_gpu: RunPrediction, tmp_path: Path) -> None:
+    quiet = prediction()
+    assert quiet.tokens_per_second is None
+    assert "tokens/s" not in quiet.line()
+    assert quiet.beside(100.0, 1.0) == []
+    rate = on_gpu.tokens_per_second
+    assert rate is not None
+    assert on_gpu.line().endswith(f"{rate:,.0f} tokens/s on H100-80GB")
+    (line,) = on_gpu.beside(rate / 2, on_gpu.memory.allocated / 2**30)
+    assert "(+100%)" in line
+    assert "(+0%)" in line
+    on_gpu.write(tmp_path)
+    tree = json.loads((tmp_path / "prediction.json").read_text())
+    assert sum(tree["terms"].values()) == pytest.approx(tree["step_seconds"])
+    parts = [size for name, size in tree["memory_terms"].items() if name != "context"]
+    assert sum(parts) == pytest.approx(tree["peak_memory_gib"])
+
+
+def test_what_cannot_fit_is_refused_unless_told_otherwise() -> None:
+    found = prediction()
+    needed = found.memory.allocated
+    assert refuse_too_large(found, needed, refuses=True) == ""
+    with pytest.raises(LaunchError, match=r"engine\.refuse_too_large=false"):
+        refuse_too_large(found, needed * 0.9, refuses=True)
+    assert "predicted to hold" in refuse_too_large(found, needed * 0.9, refuses=False)
