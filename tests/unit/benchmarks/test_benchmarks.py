@@ -182,3 +182,15 @@ def test_what_is_exchanged_is_what_the_formulas_say(tmp_path: Path) -> None:
     assert all(0.99 <= row["exchanged_ratio"] <= 1.05 for row in rows.values())
     assert all(row["step_seconds"] > 0 for row in rows.values())
     assert rows["PP 2"]["bubble"] == 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("--deepspeed-hooks",)], ids=["ours", "DeepSpeed's"])
+def test_the_engine_s_host_time_is_measured(words: tuple[str, ...], tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    small = ("--zero", "3", "--world-size", "1", "--layers", "2", "--steps", "1")
+    finished = run_script("host_time.py", *small, *words, "--output", str(output))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (row,) = json.loads(output.read_text())
+    assert row["num_parameters"] == 2 * 9 + 2
+    assert min(row["bare_ms"], row["engine_ms"]) > 0
