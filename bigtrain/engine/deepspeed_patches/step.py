@@ -14,21 +14,23 @@ from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.utils import nvtx
 from torch import nn
 
+from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.zero3_hooks import replace_hooks
 
 _HOOK_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
 
-def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup) -> None:
+def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: HostTime) -> None:
     """Call once, right after `deepspeed.initialize`. Every number of a step stays what it was.
 
     `replicas`: the ranks that gradients are averaged over. The work is of ZeRO 0 and 3.
+    `host_time` counts what ZeRO-3's hooks take from then on.
     """
     if dist.get_world_size(replicas) == 1:
         _leave_out_lone_reduction(engine)
     leave_overflow_to_the_norm(engine.optimizer)
     cheapen_hooks(engine.module)
-    replace_hooks(engine.optimizer)
+    replace_hooks(engine.optimizer, host_time)
 
 
 def cheapen_hooks(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ Llama of 48 layers, 434 parameters, one slow core (benchmarks/host_time.py): abo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import ZeRoTraceMode
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 from deepspeed.utils import z3_leaf_module
 from torch import nn
+
+from bigtrain.engine.deepspeed_patches.host_time import HostTime
 
 _AVAILABLE, _ABSENT = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
 # What Python makes of the coordinator's private attributes.
@@ -49,8 +52,10 @@ _STEP = _PRIVATE + "step_id"
 _STREAM = _PRIVATE + "allgather_stream"
 
 
-def replace_hooks(optimizer: Any) -> bool:
+def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
     """Put these hooks in the place of those of ZeRO-3's `optimizer`; whether it is one they fit.
+
+    `host_time` counts what they take.
 
     Each takes the place of two of DeepSpeed's, under the handle of the first, so that
     `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays.
@@ -68,7 +73,7 @@ def replace_hooks(optimizer: Any) -> bool:
         before_backward, after_backward = offload.backward_hooks[2 * number : 2 * number + 2]
         if module not in hooks:
             own = release.hooks_dict_ref()[release.id]
-            hooks[module] = _ModuleHooks(module, coordinator, own)
+            hooks[module] = _ModuleHooks(module, coordinator, own, host_time)
         fetch.hooks_dict_ref()[fetch.id] = hooks[module].before_forward
         release.hooks_dict_ref()[release.id] = hooks[module].after_forward
         before_backward.remove()
@@ -98,48 +103,76 @@ def _in_order_of_registration(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _ModuleHooks:
-    """The hooks of one module."""
+    """The hooks of one module. Their clocks are written out: a call would cost as much again."""
 
-    __slots__ = ("_coordinator", "_ds_id", "_module", "_own_release", "_params", "_remaining")
+    __slots__ = (
+        "_coordinator",
+        "_ds_id",
+        "_module",
+        "_own_release",
+        "_params",
+        "_remaining",
+        "_time",
+    )
 
     def __init__(
-        self, module: nn.Module, coordinator: _Coordinator, own_release: Callable[..., None]
+        self,
+        module: nn.Module,
+        coordinator: _Coordinator,
+        own_release: Callable[..., None],
+        host_time: HostTime,
     ) -> None:
         """`own_release`: DeepSpeed's hook after a forward pass."""
         self._module: Any = module
         self._coordinator = coordinator
         self._own_release = own_release
+        self._time = host_time
         self._params: tuple[Any, ...] = tuple(module.parameters(recurse=False))
         self._ds_id: int = vars(module)["ds_id"]
         # Inputs of the last pass whose gradients are still to come.
         self._remaining = 0
 
     def before_forward(self, module: nn.Module, inputs: Any) -> Any:
+        begun = perf_counter() - self._time.waited
         FWD_MODULE_STACK.append(module)
         self._coordinator.fetch(self._module, self._ds_id, self._all_params(), forward=True)
         self._remaining = 0
+        passed = None
         if len(inputs) == 1 and type(inputs[0]) is torch.Tensor:
-            value = inputs[0]
-            return self._input(value) if value.requires_grad else None
-        return apply_to_tensors_only(self._input, inputs, _unknown) if inputs else None
+            if inputs[0].requires_grad:
+                passed = self._input(inputs[0])
+        elif inputs:
+            passed = apply_to_tensors_only(self._input, inputs, _unknown)
+        self._time.seconds += perf_counter() - self._time.waited - begun
+        return passed
 
     def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        if not _holds_no_parameter(output):
+        begun = perf_counter() - self._time.waited
+        if _holds_no_parameter(output):
+            FWD_MODULE_STACK.pop()
+            self._coordinator.release(self._module, self._ds_id, self._all_params(), forward=True)
+        else:
             self._own_release(module, inputs, output)
-            return apply_to_tensors_only(self._output, output, _unknown)
-        FWD_MODULE_STACK.pop()
-        self._coordinator.release(self._module, self._ds_id, self._all_params(), forward=True)
         if type(output) is torch.Tensor:
-            return _before_backward(output, self) if output.requires_grad else None
-        return tuple(None if value is None else self._output(value) for value in output)
+            passed = self._output(output)
+        elif type(output) is tuple:
+            passed = tuple(map(self._any_output, output))
+        else:
+            passed = self._any_output(output)
+        self._time.seconds += perf_counter() - self._time.waited - begun
+        return passed
 
     def before_backward(self) -> None:
+        begun = perf_counter() - self._time.waited
         self._coordinator.fetch(self._module, self._ds_id, self._all_params(), forward=False)
+        self._time.seconds += perf_counter() - self._time.waited - begun
 
     def after_input(self) -> None:
         self._remaining -= 1
         if self._remaining == 0:
+            begun = perf_counter() - self._time.waited
             self._coordinator.release(self._module, self._ds_id, self._all_params(), forward=False)
+            self._time.seconds += perf_counter() - self._time.waited - begun
 
     def _input(self, value: torch.Tensor) -> Any:
         if not value.requires_grad:
@@ -149,6 +182,9 @@ class _ModuleHooks:
 
     def _output(self, value: torch.Tensor) -> Any:
         return _before_backward(value, self) if value.requires_grad else value
+
+    def _any_output(self, value: Any) -> Any:
+        return value if value is None else apply_to_tensors_only(self._output, value, _unknown)
 
     def _all_params(self) -> tuple[Any, ...]:
         """Those that a forward pass of this module has used of others among them."""

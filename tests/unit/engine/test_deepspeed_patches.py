@@ -33,6 +33,7 @@ from deepspeed.utils import groups, mixed_precision_linkage, nvtx
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 
 from bigtrain.engine.deepspeed_patches import (
+    host_time,
     marks,
     optimizers,
     partitions,
@@ -190,6 +191,21 @@ CONTRACTS = [
         "inspect.signature(func)",
     ),
     takes(step.cheapen_hooks, lambda: LinearFunctionForZeroStage3.forward, *_LINEAR),
+    # host_time
+    reads(
+        host_time.time_reductions,
+        lambda: DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks,
+        "self.reduce_ready_partitions_and_remove_grads(param)",
+    ),
+    reads(
+        host_time.time_reductions,
+        lambda: DeepSpeedZeroOptimizer,
+        "            self.reduce_ready_partitions_and_remove_grads(param, i)",
+    ),
+    *(
+        reads(host_time.time_reductions, lambda k=kind: k, "self.allreduce_gradients(")
+        for kind in (DeepSpeedEngine, PipelineEngine)
+    ),
     # zero3_hooks
     is_as_read(zero3_hooks.replace_hooks, lambda: DeepSpeedZeRoOffload, "9faa882304a6"),
     is_as_read(zero3_hooks.replace_hooks, lambda: PartitionedParameterCoordinator, "81dc103e6510"),
@@ -496,6 +512,10 @@ def test_deepspeed_is_as_it_was_read(contract: Contract) -> None:
 
 
 def test_every_patch_has_a_contract() -> None:
-    rooms = (marks, optimizers, partitions, pipeline, startup, step, zero3_hooks)
+    rooms = (host_time, marks, optimizers, partitions, pipeline, startup, step, zero3_hooks)
     wanted = set().union(*map(public_functions, rooms))
-    assert wanted - {contract.name for contract in CONTRACTS} == {"MasterRange"}  # only ours
+    assert wanted - {contract.name for contract in CONTRACTS} == {
+        # only ours
+        "HostTime",
+        "MasterRange",
+    }

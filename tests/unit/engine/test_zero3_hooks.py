@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bigtrain.engine.deepspeed_patches import zero3_hooks
+from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.zero3_hooks import replace_hooks
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.system.world import World
@@ -223,7 +224,8 @@ def train(
         },
     )
     if ours:
-        assert replace_hooks(engine.optimizer)
+        host_time = HostTime()
+        assert replace_hooks(engine.optimizer, host_time)
     depth = len(FWD_MODULE_STACK)
     found = Found([], [])
     with monkeypatch.context() as patched:
@@ -337,6 +339,6 @@ def test_what_they_do_not_fit_keeps_its_own(options: dict[str, Any]) -> None:
         },
     )
     before = [list(m._forward_hooks.values()) for m in engine.module.modules()]
-    assert not replace_hooks(engine.optimizer)
+    assert not replace_hooks(engine.optimizer, HostTime())
     assert before == [list(m._forward_hooks.values()) for m in engine.module.modules()]
     engine.destroy()
