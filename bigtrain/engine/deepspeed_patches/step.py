@@ -15,6 +15,7 @@ from deepspeed.utils import nvtx
 from torch import nn
 
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
+from bigtrain.engine.deepspeed_patches.partitions import gather_persistent_at_once
 from bigtrain.engine.deepspeed_patches.zero3_hooks import replace_hooks
 
 _HOOK_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
@@ -30,7 +31,8 @@ def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: Hos
         _leave_out_lone_reduction(engine)
     leave_overflow_to_the_norm(engine.optimizer)
     cheapen_hooks(engine.module)
-    replace_hooks(engine.optimizer, host_time)
+    if replace_hooks(engine.optimizer, host_time):
+        gather_persistent_at_once(engine.optimizer)
 
 
 def cheapen_hooks(model: nn.Module) -> None:

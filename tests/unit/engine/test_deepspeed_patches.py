@@ -396,6 +396,24 @@ CONTRACTS = [
         "self",
         "param",
     ),
+    reads(
+        partitions.gather_persistent_at_once,
+        lambda: DeepSpeedZeroOptimizer_Stage3,
+        "self.persistent_parameters[0].all_gather(self.persistent_parameters)",
+    ),
+    sets(
+        partitions.gather_persistent_at_once,
+        lambda: Init._convert_to_deepspeed_param,
+        "all_gather",
+        "all_gather_coalesced",
+        "ds_secondary_tensor",
+    ),
+    reads(
+        partitions.gather_persistent_at_once,
+        lambda: Init._convert_to_deepspeed_param,
+        "def all_gather(param_list=None, async_op=False, hierarchy=0):",
+        "def all_gather_coalesced(params",
+    ),
     # marks
     reads(
         marks.is_model_parallel,
