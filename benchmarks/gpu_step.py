@@ -48,7 +48,6 @@ from benchmarks.support.litgpt_loop import LitgptLoop
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.run.diagnostics.profiling import top_ops
 from bigtrain.run.preflight import inspect_inputs
-from bigtrain.run.reporting.metrics import memory_gib
 from bigtrain.run.session import open_session
 from bigtrain.system.world import World
 
@@ -98,7 +97,7 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
             "step_seconds": seconds,
             "tokens_per_second": tokens_per_second,
             "model_flops_utilization": session.utilization(tokens_per_second),
-            "peak_gib": memory_gib(session.device.type),
+            "peak_gib": session.memory.peak_gib(),
         }
         return result | ({"top_ops": top} if top else {})
 

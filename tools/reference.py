@@ -30,7 +30,7 @@ from pydantic_core import PydanticUndefined  # noqa: E402
 
 from bigtrain import errors  # noqa: E402
 from bigtrain.cli import COMMANDS, build_parser  # noqa: E402
-from bigtrain.run.reporting import metrics  # noqa: E402
+from bigtrain.run.reporting import breakdown, metrics  # noqa: E402
 from bigtrain.settings.run_config import RunConfig, Section  # noqa: E402
 from bigtrain.train import build_parser as train_parser  # noqa: E402
 
@@ -363,26 +363,46 @@ def _metrics() -> str:
     ]
     meanings = _step_meanings()
     for field in fields(metrics.StepMetrics):
-        kind = str(field.type).replace("None", "null").replace("|", "or")
+        kind = _json_type(field.type)
+        parts.append(f"| `{field.name}` | {kind} | {_cell(meanings[field.name])} |")
+    parts += [
+        "\n## The breakdown of a step\n",
+        inspect.cleandoc(breakdown.Breakdown.__doc__ or "").split("\n\n")[0].replace("\n", " "),
+        "\n| field | type | meaning |\n|---|---|---|",
+    ]
+    meanings = _field_meanings(breakdown.Breakdown)
+    for field in fields(breakdown.Breakdown):
+        kind = _json_type(field.type)
         parts.append(f"| `{field.name}` | {kind} | {_cell(meanings[field.name])} |")
     text = inspect.cleandoc(metrics.__doc__ or "")
     parts += ["\n## All kinds of lines\n", _restructured(text.split("\n\n", 1)[1])]
     return "\n".join(parts)
 
 
+def _json_type(kind: object) -> str:
+    """An annotation as what it is in JSON."""
+    text = re.sub(r"Mapping\[[^\]]*\]|Breakdown", "object", str(kind))
+    return text.replace("None", "null").replace("|", "or")
+
+
 def _step_meanings() -> dict[str, str]:
-    """What the docstring of StepMetrics says of each field: "`a`, `b`: text; `c`: text"."""
-    doc = inspect.cleandoc(metrics.StepMetrics.__doc__ or "").split("\n\n", 1)[1]
+    found = _field_meanings(metrics.StepMetrics)
+    memory = inspect.cleandoc(metrics.memory_gib.__doc__ or "")
+    found["memory_gib"] = memory
+    also = {"step_seconds": "seconds of an optimizer step, mean since the last logged step"}
+    return {**found, **also}
+
+
+def _field_meanings(kind: type) -> dict[str, str]:
+    """What the docstring of `kind` says of each field: "`a`, `b`: text; `c`: text"."""
+    doc = inspect.cleandoc(kind.__doc__ or "").split("\n\n", 1)[1]
     found: dict[str, str] = {}
     name = r"`(\w+)`"
     pattern = rf"((?:{name}, )*{name}): (.*?)(?=; (?:{name}, )*{name}: |\Z)"
     for match in re.finditer(pattern, " ".join(doc.split())):
         for each in re.findall(name, match[1]):
             found[each] = match[4].rstrip(".").replace("None", "null")
-    memory = inspect.cleandoc(metrics.memory_gib.__doc__ or "")
-    found["memory_gib"] = memory
-    also = {"step_seconds": "seconds of an optimizer step, mean since the last logged step"}
-    return {**found, **also}
+    return found
 
 
 def _restructured(text: str) -> str:

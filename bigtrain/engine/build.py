@@ -13,6 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from bigtrain.engine.deepspeed_patches.host_time import HostTime, time_reductions
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.deepspeed_patches.startup import remember_groups
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
@@ -75,7 +76,9 @@ def build_engine(
         mpu=mpu,
     )
     undo_trial_update(engine)
-    skip_redundant_work(engine, mesh.replicas)
+    host_time = HostTime()
+    skip_redundant_work(engine, mesh.replicas, host_time)
+    time_reductions(engine, host_time)
     return TrainEngine(
         engine,
         plan,
@@ -85,4 +88,5 @@ def build_engine(
         sequence,
         computes_loss=computes_loss,
         is_compiled=compiled,
+        host_time=host_time,
     )

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.step import (
     measured_norm,
     replace_clipping,
@@ -28,6 +29,13 @@ from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.layers.router_logits import auxiliary_loss
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.settings.batch_plan import BatchPlan
+
+# What `TrainEngine.mark` is called with.
+COUNTING_TARGETS = "counting target tokens"
+FORWARD_PASS = "forward pass"
+BACKWARD_PASS = "backward pass"
+BOTH_PASSES = "forward and backward passes"
+OPTIMIZER_UPDATE = "optimizer update"
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,8 @@ class TrainEngine:
     """Trains one model by optimizer steps. Every method is collective over all ranks.
 
     isolation: how the model is told of documents. mark: called with what the engine does next, in
-    words; for whoever watches it. is_compiled: whether its layers are.
+    words; for whoever watches it. is_compiled: whether its layers are. host_time: what DeepSpeed's
+    hooks take of the passes.
     """
 
     def __init__(
@@ -62,6 +71,7 @@ class TrainEngine:
         *,
         computes_loss: bool = False,
         is_compiled: bool = False,
+        host_time: HostTime | None = None,
     ) -> None:
         self.engine = engine
         self.plan = plan
@@ -71,6 +81,7 @@ class TrainEngine:
         self.sequence = sequence
         self._computes_loss = computes_loss
         self.is_compiled = is_compiled
+        self.host_time = host_time or HostTime()
         self._feed = DeviceFeed(device)
         self.mark: Callable[[str], object] = _unwatched
         config: Any = self.module.config
@@ -98,7 +109,7 @@ class TrainEngine:
         assert len(micro_batches) == self.plan.accumulation
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        self.mark("counting target tokens")
+        self.mark(COUNTING_TARGETS)
         num_targets = self._count_targets(micro_batches)
         # DeepSpeed divides the summed gradients by the number of replicas, and the processes that
         # share a sample are replicas to it.
@@ -108,7 +119,7 @@ class TrainEngine:
         for batch, moved in self._feed(micro_batches):
             self._accumulate(batch, moved, scale, loss_sum)
             if batch is micro_batches[-1]:
-                self.mark("optimizer update")
+                self.mark(OPTIMIZER_UPDATE)
                 self._norm = self._gradient_norm_before_step()
                 self._scale_of_norm = scale_of_norm(self.engine.optimizer)
                 self._gate.watch(skip_policy, self._own_share(loss_sum), num_targets)
@@ -135,14 +146,14 @@ class TrainEngine:
         self, batch: MicroBatch, moved: MicroBatch, scale: torch.Tensor, loss_sum: torch.Tensor
     ) -> None:
         """Forward and backward of a micro-batch; adds its loss to `loss_sum`."""
-        self.mark("forward pass")
+        self.mark(FORWARD_PASS)
         cross_entropy, outputs = self._cross_entropy(batch, moved, scale)
         loss_sum += cross_entropy.detach()
         loss = cross_entropy * scale
         auxiliary = auxiliary_loss(outputs)
         if auxiliary is not None:
             loss = loss + self._aux_coefficient * auxiliary / self.plan.accumulation
-        self.mark("backward pass")
+        self.mark(BACKWARD_PASS)
         self.engine.backward(scaled_loss(loss, self.engine.optimizer), scale_wrt_gas=False)
 
     def _clip_gradients(self) -> None:

@@ -7,6 +7,8 @@ in one sentence what an upgrade has moved.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -109,6 +111,33 @@ def has_buffers_alone(module: nn.Module) -> bool:
 
 
 # --- the process ---
+
+
+@contextmanager
+def observed_waits(observe: Callable[[float], None]) -> Iterator[None]:
+    """Inside, `observe` gets the seconds of every wait of this thread for a collective.
+
+    Every function of torch.distributed that does not return the operation itself waits by its
+    `wait` (torch/distributed/distributed_c10d.py), and so does who was given it. Where a device
+    runs the collectives, as NCCL's, `wait` lets its stream wait and not the host.
+    """
+    kind: Any = dist.Work
+    own, thread = kind.wait, threading.get_ident()
+
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return own(work, *args, **kwargs)
+        begun = time.perf_counter()
+        try:
+            return own(work, *args, **kwargs)
+        finally:
+            observe(time.perf_counter() - begun)
+
+    kind.wait = wait
+    try:
+        yield
+    finally:
+        kind.wait = own
 
 
 def default_store() -> dist.Store:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from signal import Signals
 from typing import Protocol
 
@@ -15,11 +13,12 @@ from bigtrain.run.checkpointing.rollback import roll_back
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.diagnostics.out_of_memory import explained
 from bigtrain.run.diagnostics.profiling import Profiler
+from bigtrain.run.diagnostics.step_clock import StepClock
 from bigtrain.run.diagnostics.step_guard import Guard
 from bigtrain.run.diagnostics.stragglers import StragglerWatch
 from bigtrain.run.evaluation.held_out import Evaluator
 from bigtrain.run.health.stopping import StopAgreement
-from bigtrain.run.reporting.metrics import StepMetrics, memory_gib
+from bigtrain.run.reporting.metrics import StepMetrics
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 from bigtrain.settings.lr_schedule import learning_rate_at
@@ -42,8 +41,8 @@ def train(
     """Train until ``train.steps`` or a signal; returns the final state, which has been saved, and
     the signal. Collective."""
     config, plan = session.run.config, session.run.plan
-    clock, losses = _Clock(), LossWindow(engine)
-    profiler = Profiler(session)
+    clock = StepClock(session.device.type, engine.host_time, session.memory)
+    losses, profiler = LossWindow(engine), Profiler(session)
     limit = config.watchdog.collective_timeout_seconds
     group = cpu_group(limit) if session.world.size > 1 else None
     stop = StopAgreement(session.signals, group, session.trouble)
@@ -52,46 +51,55 @@ def train(
     received: Signals | None = None
     beat = session.heartbeat
     beat.follow(engine.module)
-    engine.mark = beat.at
-    while state.step < config.train.steps and received is None:
-        lr = learning_rate_at(state.step, config.optimizer.lr, config.schedule, config.train.steps)
-        session.seed_step(state.step)
-        beat.begin_step(state.step + 1)
-        with stragglers.meter.waiting():
-            micro_batches = batches.step(state.samples)
-        guard.begin(state)
-        profiler.before(state.step + 1)
-        with explained(session, engine):
-            result = engine.train_step(micro_batches, lr, guard.skip_policy)
-        state = guard.end(state, state.after_step(plan))
-        clock.count_step()
-        losses.add(result, updated=state.guard.streak == 0)
-        if guard.rolls_back(state):
-            beat.at("rolling back", slow=True)
-            saver.wait()
-            state = roll_back(session, engine, state)
-            losses.empty()
-            continue
-        last = state.step == config.train.steps
-        profiler.after(state.step, last=last)
-        # Before anything is written: it also finds that another start holds the directory.
-        beat.at("agreeing whether to stop")
-        received = None if last else stop.agreed()
-        if last or state.step % config.logging.every_steps == 0:
-            beat.at("logging")
-            num_steps, step_seconds = _log(session, engine, losses, state, lr, clock)
-            stragglers.gather(state, num_steps, step_seconds)
-        held_out_loss = None
-        if last or _due(state.step, config.evaluation.every_steps):
-            beat.at("evaluating")
-            with clock.paused():
-                held_out_loss = evaluator.run(state)
-        if last or received or _due(state.step, config.checkpoint.every_steps):
-            with clock.paused():
-                _save(session, saver, state, held_out_loss)
-        saver.report()
+    engine.mark = clock.marking(beat.at)
+    with clock.running():
+        while state.step < config.train.steps and received is None:
+            lr = learning_rate_at(
+                state.step, config.optimizer.lr, config.schedule, config.train.steps
+            )
+            session.seed_step(state.step)
+            beat.begin_step(state.step + 1)
+            clock.begin_step(is_logged=_is_logged(session, state.step + 1))
+            with stragglers.meter.waiting(), clock.part("data"):
+                micro_batches = batches.step(state.samples)
+            guard.begin(state)
+            profiler.before(state.step + 1)
+            with explained(session, engine):
+                result = engine.train_step(micro_batches, lr, guard.skip_policy)
+            clock.count_step()
+            state = guard.end(state, state.after_step(plan))
+            losses.add(result, updated=state.guard.streak == 0)
+            if guard.rolls_back(state):
+                beat.at("rolling back", slow=True)
+                saver.wait()
+                state = roll_back(session, engine, state)
+                losses.empty()
+                continue
+            last = state.step == config.train.steps
+            profiler.after(state.step, last=last)
+            # Before anything is written: it also finds that another start holds the directory.
+            beat.at("agreeing whether to stop")
+            received = None if last else stop.agreed()
+            if _is_logged(session, state.step):
+                beat.at("logging")
+                num_steps, step_seconds = _log(session, engine, losses, state, lr, clock)
+                stragglers.gather(state, num_steps, step_seconds)
+            held_out_loss = None
+            if last or _due(state.step, config.evaluation.every_steps):
+                beat.at("evaluating")
+                with clock.paused("evaluation"):
+                    held_out_loss = evaluator.run(state)
+            if last or received or _due(state.step, config.checkpoint.every_steps):
+                with clock.paused("save"):
+                    _save(session, saver, state, held_out_loss)
+            saver.report()
     beat.at("finishing", slow=True)
     return state, received
+
+
+def _is_logged(session: Session, step: int) -> bool:
+    config = session.run.config
+    return step == config.train.steps or step % config.logging.every_steps == 0
 
 
 def _due(step: int, every: int | None) -> bool:
@@ -112,15 +120,15 @@ def _log(
     losses: LossWindow,
     state: TrainState,
     lr: float,
-    clock: _Clock,
+    clock: StepClock,
 ) -> tuple[int, float]:
     """Returns the steps since the last time, and seconds of each."""
     # With the guard's, the only places of the loop that wait for the device.
     loss, norm = losses.read(), engine.gradient_norm()
-    num_steps, step_seconds = clock.read()
+    times = clock.read()
     if session.metrics is None:
-        return num_steps, step_seconds
-    tokens_per_second = session.run.plan.tokens_per_step / step_seconds
+        return times.num_steps, times.step_seconds
+    tokens_per_second = session.run.plan.tokens_per_step / times.step_seconds
     session.metrics.log_step(
         StepMetrics(
             step=state.step,
@@ -130,41 +138,11 @@ def _log(
             tokens=state.tokens,
             samples=state.samples,
             tokens_per_second=tokens_per_second,
-            step_seconds=step_seconds,
+            step_seconds=times.step_seconds,
             model_flops_utilization=session.utilization(tokens_per_second),
-            memory_gib=memory_gib(session.device.type),
+            memory_gib=session.memory.peak_gib(),
+            breakdown=times.breakdown,
+            peak_memory_gib_by_phase=session.memory.by_phase_gib(),
         )
     )
-    return num_steps, step_seconds
-
-
-class _Clock:
-    """Wall time per optimizer step since the last reading, pauses left out."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._since = time.perf_counter()
-
-    def count_step(self) -> None:
-        self._steps += 1
-
-    def read(self) -> tuple[int, float]:
-        """Steps since the last reading, and seconds of each."""
-        now = time.perf_counter()
-        num_steps, seconds = self._steps, (now - self._since) / max(1, self._steps)
-        self._steps, self._since = 0, now
-        return num_steps, max(seconds, math.ulp(1.0))
-
-    def paused(self) -> _Pause:
-        return _Pause(self)
-
-
-class _Pause:
-    def __init__(self, clock: _Clock) -> None:
-        self._clock = clock
-
-    def __enter__(self) -> None:
-        self._begun = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._clock._since += time.perf_counter() - self._begun
+    return times.num_steps, times.step_seconds

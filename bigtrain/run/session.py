@@ -32,6 +32,7 @@ from bigtrain.run.health.heartbeat import Heartbeat
 from bigtrain.run.health.watchdog import Watchdog
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.metrics import MetricsWriter
+from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.reporting.starts import note_start
 from bigtrain.run.run_directory import write_run_directory
@@ -49,7 +50,8 @@ class Session:
 
     hosts: of every rank. long_work: for what may take one rank long. hold: the main rank's, on
     the run directory, from `bigtrain.run.checkpointing.resume.acquire_run_directory` on.
-    base_model: checksums of the trained weights that this start has read.
+    base_model: checksums of the trained weights that this start has read. memory: peaks of this
+    rank's device.
     """
 
     run: ResolvedRun
@@ -66,8 +68,12 @@ class Session:
     base_model: Sums | None = field(default=None)
     generation: int | None = field(default=None)
     prediction: RunPrediction | None = field(default=None)
+    memory: PhaseMemory = field(init=False)
     _flops_per_token: int | None = field(default=None)
     _said_early: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.memory = PhaseMemory(self.device.type)
 
     def check_run_token(self) -> None:
         """Raises on the main rank where a later start holds the directory, or it is gone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import inspect
 import re
@@ -57,6 +58,20 @@ def reads(relies: Relies, owner: Callable[[], Any], *code: str) -> Contract:
     """The source of `owner()` contains each of `code`."""
     said = f"{_said(owner)} does not say `{'` and `'.join(code)}` any more"
     return Contract(relies, said, lambda: all(c in _source(owner()) for c in code))
+
+
+def is_as_read(relies: Relies, owner: Callable[[], Any], digest: str) -> Contract:
+    """The source of `owner()` has this digest: for what a patch does in its place, line by line.
+
+    After an upgrade: read both versions, carry over what has changed, and write the new digest.
+    """
+    said = f"{_said(owner)} is not the one whose place was taken"
+    return Contract(relies, said, lambda: source_digest(owner()) == digest)
+
+
+def source_digest(owner: Any) -> str:
+    """The first 12 digits of the SHA-256 of an object's source."""
+    return hashlib.sha256(_source(owner).encode()).hexdigest()[:12]
 
 
 def sets(relies: Relies, owner: Callable[[], Any], *names: str) -> Contract:

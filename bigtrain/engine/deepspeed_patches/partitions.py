@@ -8,6 +8,8 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 
@@ -76,6 +78,42 @@ def zero3_range(parameter: Any, optimizer: Any) -> MasterRange:
     start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
     flat = optimizer.fp32_partitioned_groups_flat[group]
     return MasterRange(flat, offset, count, start, parameter.ds_tensor.ds_numel)
+
+
+def gather_persistent_at_once(optimizer: Any) -> None:
+    """Let ZeRO-3 gather the parameters that it keeps whole by one collective after each update.
+
+    DeepSpeed 0.19.8 has one for each (runtime/zero/partition_parameters.py,
+    `_allgather_params_coalesced`, from stage3.py:2841 by `all_gather` of the first), all norms of
+    a model, and of a small one everything. `all_gather_coalesced`, which it gathers with before a
+    module computes, has one for all of a dtype; it copies the same bytes. Quantized parameters
+    and those with a secondary partition, which it takes from elsewhere, stay as they are; so does
+    the wait for the device at the end. Does nothing to other optimizers.
+    """
+    persistent = getattr(optimizer, "persistent_parameters", [])
+    if len(persistent) < 2 or any(_is_gathered_otherwise(p) for p in persistent):
+        return
+    first, accelerator = persistent[0], get_accelerator()
+    own = first.all_gather
+
+    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+        if param_list is not persistent or async_op:
+            return own(param_list, async_op=async_op, hierarchy=hierarchy)
+        absent = [p for p in persistent if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        if absent:
+            with torch.no_grad():
+                first.all_gather_coalesced(absent).wait()
+            if not accelerator.resolves_data_dependency():
+                accelerator.synchronize()
+        return None
+
+    first.all_gather = all_gather
+
+
+def _is_gathered_otherwise(parameter: Any) -> bool:
+    return parameter.ds_secondary_tensor is not None or hasattr(
+        parameter.ds_tensor, "ds_quant_scale"
+    )
 
 
 def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:

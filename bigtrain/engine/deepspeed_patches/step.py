@@ -14,22 +14,29 @@ from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.utils import nvtx
 from torch import nn
 
+from bigtrain.engine.deepspeed_patches.host_time import HostTime
+from bigtrain.engine.deepspeed_patches.partitions import gather_persistent_at_once
+from bigtrain.engine.deepspeed_patches.zero3_hooks import replace_hooks
+
 _HOOK_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
 
-def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup) -> None:
+def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: HostTime) -> None:
     """Call once, right after `deepspeed.initialize`. Every number of a step stays what it was.
 
     `replicas`: the ranks that gradients are averaged over. The work is of ZeRO 0 and 3.
+    `host_time` counts what ZeRO-3's hooks take from then on.
     """
     if dist.get_world_size(replicas) == 1:
         _leave_out_lone_reduction(engine)
     leave_overflow_to_the_norm(engine.optimizer)
     cheapen_hooks(engine.module)
+    if replace_hooks(engine.optimizer, host_time):
+        gather_persistent_at_once(engine.optimizer)
 
 
 def cheapen_hooks(model: nn.Module) -> None:
-    """Spare ZeRO-3's hooks, four of every module, a sixth of their time on the host.
+    """Spare ZeRO-3's own hooks, where `replace_hooks` leaves them, a sixth of their host time.
 
     DeepSpeed 0.19.8 marks ranges for Nsight around each (utils/nvtx.py, `enable_nvtx`), which are
     kept where Nsight runs the program. Each passes tensors through a Function of its own

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.engine.deepspeed_patches.host_time import time_reductions
 from bigtrain.engine.deepspeed_patches.pipeline import (
     accumulated_gradient,
     replace_instructions,
@@ -26,7 +27,14 @@ from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.pipeline.stage_module import StageModule
 from bigtrain.engine.pipeline.stage_payload import P2PLayout
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.engine.train_engine import StepResult, TrainEngine, summed_cross_entropy
+from bigtrain.engine.train_engine import (
+    BOTH_PASSES,
+    COUNTING_TARGETS,
+    OPTIMIZER_UPDATE,
+    StepResult,
+    TrainEngine,
+    summed_cross_entropy,
+)
 from bigtrain.models.parallel.stages import Payload
 from bigtrain.settings.batch_plan import BatchPlan
 
@@ -47,6 +55,7 @@ class PipelineTrainEngine(TrainEngine):
     ) -> None:
         self._stage = stage
         super().__init__(engine, plan, device, mesh, stage.isolation)
+        time_reductions(engine, self.host_time)
         self._replicas = replicas
         self._scale: torch.Tensor | float = 1.0
         self._loss_sum = torch.zeros((), device=device)
@@ -76,9 +85,9 @@ class PipelineTrainEngine(TrainEngine):
         assert len(micro_batches) == self.plan.accumulation
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        self.mark("counting target tokens")
+        self.mark(COUNTING_TARGETS)
         num_targets = self._count_targets(micro_batches)
-        self.mark("forward and backward passes")
+        self.mark(BOTH_PASSES)
         # DeepSpeed divides by the data-parallel size, and by the accumulation.
         factor = self.plan.data_size * self.plan.accumulation
         self._scale = factor / num_targets.clamp(min=1)
@@ -180,7 +189,7 @@ class PipelineTrainEngine(TrainEngine):
                 dist.all_reduce(accumulated_gradient(parameters[name], optimizer), group=group)
 
     def _optimizer_step(self, engine: Any) -> None:
-        self.mark("optimizer update")
+        self.mark(OPTIMIZER_UPDATE)
         self._norm = self._gradient_norm_before_step()
         self._gate.watch(self._skip_policy, self._own_share(self._loss_sum), self._num_targets)
         run_optimizer_step(engine)

@@ -3,9 +3,11 @@
 ``metrics.jsonl`` holds one JSON object per line, of three kinds. Every logged step::
 
     {"step", "loss", "lr", "grad_norm", "tokens", "samples", "tokens_per_second", "step_seconds",
-     "model_flops_utilization", "memory_gib"}
+     "model_flops_utilization", "memory_gib", "breakdown", "peak_memory_gib_by_phase"}
 
-every evaluation::
+where "breakdown" holds what `bigtrain.run.reporting.breakdown.Breakdown` describes, and a run on a
+CPU has no "peak_memory_gib_by_phase". Trackers get them as ``breakdown/NAME`` and
+``peak_memory_gib/PHASE``. Every evaluation::
 
     {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens"}
 
@@ -39,6 +41,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from bigtrain.errors import OutputError
+from bigtrain.run.reporting.breakdown import Breakdown, MeanBreakdown
 from bigtrain.run.reporting.metrics_lines import cut_lines
 from bigtrain.run.reporting.progress import (
     OUTPUT_REMEDY,
@@ -67,7 +70,11 @@ class StepMetrics:
     beginning of the run, padding included; `samples`: trained on since the beginning of the run;
     `tokens_per_second`: of the whole run, padding included, mean since the last logged step, as is
     `step_seconds`; `model_flops_utilization`: between 0 and 1, None where the device's peak is not
-    known; `memory_gib`: see `memory_gib`.
+    known; `memory_gib`: see `memory_gib`; `breakdown`: which part of the step took how long on the
+    main rank; `peak_memory_gib_by_phase`: GiB allocated on the main rank's CUDA device at most so
+    far in forward, backward (compute for both in a pipeline), optimizer, save and evaluation; seen
+    in the first two steps of a start, in those that are logged, and in all saves and evaluations;
+    None on a CPU, where what one phase has left is not told from what the next one uses.
     """
 
     step: int
@@ -80,6 +87,8 @@ class StepMetrics:
     step_seconds: float
     model_flops_utilization: float | None
     memory_gib: float
+    breakdown: Breakdown | None = None
+    peak_memory_gib_by_phase: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +166,9 @@ class MetricsWriter:
     def log_step(self, metrics: StepMetrics) -> None:
         """Write one step's figures everywhere. The line is on its way to disk on return."""
         figures = asdict(metrics)
-        self._write(figures)
+        details = {name: figures.pop(name) for name in ("breakdown", "peak_memory_gib_by_phase")}
+        known = {name: value for name, value in details.items() if value is not None}
+        self._write({**figures, **known})
         self._tally.add(metrics)
         left = (self._total_steps - metrics.step) * self._tally.step_seconds
         shown = (
@@ -168,6 +179,9 @@ class MetricsWriter:
         line = f"step {metrics.step}/{self._total_steps} {shown}"
         self._progress.step(metrics.step, line, shown)
         step = figures.pop("step")
+        for name, values in known.items():
+            prefix = name.removesuffix("_by_phase")
+            figures |= {f"{prefix}/{key}": value for key, value in values.items()}
         self._trackers.log({k: v for k, v in figures.items() if v is not None}, step)
 
     def log_held_out(
@@ -266,15 +280,19 @@ class _Tally:
         self._first_loss = first_loss
         self._last: StepMetrics | None = None
         self.memory_gib = 0.0
+        self._breakdown = MeanBreakdown()
         self.held_out: tuple[int, float] | None = None
 
     def add(self, metrics: StepMetrics) -> None:
         if self._first_loss is None and self._last is None:
             self._first_loss = metrics.loss
-        seconds = metrics.step_seconds * (metrics.step - self._logged_step)
+        num_steps = metrics.step - self._logged_step
+        seconds = metrics.step_seconds * num_steps
         self._seconds += seconds
         self._tokens += seconds * metrics.tokens_per_second
         self.memory_gib = max(self.memory_gib, metrics.memory_gib)
+        if metrics.breakdown is not None:
+            self._breakdown.add(metrics.breakdown, num_steps)
         self._logged_step, self._last = metrics.step, metrics
 
     def roll_back(self, step: int) -> None:
@@ -296,17 +314,19 @@ class _Tally:
         rate = format_rate(self.tokens_per_second)
         elapsed = format_duration(time.perf_counter() - self._begun_at)
         since = f" since step {self._resume_step}" if self._resume_step else ""
+        breakdown = self._breakdown.mean()
         lines = [
             f"steps     {last.step}/{total_steps}, {last.tokens:,} tokens, "
             f"{last.samples:,} samples",
             f"time      {elapsed}{since}, {rate} tokens/s"
             + _utilization_text(last.model_flops_utilization),
+            *([] if breakdown is None else [f"step      {breakdown.describe()}"]),
             f"loss      {_number_text(self._first_loss)} -> {_number_text(last.loss)}",
             f"memory    {self.memory_gib:.2f} GiB at most on the main rank",
         ]
         if self.held_out is not None:
             step, loss = self.held_out
-            lines.insert(3, f"held out  {_loss_text(loss)} at step {step}")
+            lines.insert(-1, f"held out  {_loss_text(loss)} at step {step}")
         return lines
 
 

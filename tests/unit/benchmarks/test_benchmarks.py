@@ -191,3 +191,15 @@ def test_a_report_is_compared_with_parsing() -> None:
     figures = json.loads(finished.stdout[finished.stdout.index("{\n") :])
     assert figures["steps"] == 200
     assert all(value > 0 for value in figures.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("--deepspeed-hooks",)], ids=["ours", "DeepSpeed's"])
+def test_the_engine_s_host_time_is_measured(words: tuple[str, ...], tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    small = ("--zero", "3", "--world-size", "1", "--layers", "2", "--steps", "1")
+    finished = run_script("host_time.py", *small, *words, "--output", str(output))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (row,) = json.loads(output.read_text())
+    assert row["num_parameters"] == 2 * 9 + 2
+    assert min(row["bare_ms"], row["engine_ms"]) > 0

@@ -21,26 +21,40 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfi
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.utils import apply_to_tensors_only
 from deepspeed.utils import groups, mixed_precision_linkage, nvtx
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 
 from bigtrain.engine.deepspeed_patches import (
+    host_time,
     marks,
     optimizers,
     partitions,
     pipeline,
     startup,
     step,
+    zero3_hooks,
 )
 from bigtrain.engine.deepspeed_patches.step import leave_overflow_to_the_norm
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.system.world import World
-from tests.support.contracts import Contract, has, public_functions, reads, sets, takes, title
+from tests.support.contracts import (
+    Contract,
+    has,
+    is_as_read,
+    public_functions,
+    reads,
+    sets,
+    takes,
+    title,
+)
 
 # The largest finite gradient of float16 in every place has a norm that float32 holds.
 BAD = {"nan": math.nan, "inf": math.inf, "minus inf": -math.inf, "large": 65504.0, "none": 1.0}
@@ -177,6 +191,41 @@ CONTRACTS = [
         "inspect.signature(func)",
     ),
     takes(step.cheapen_hooks, lambda: LinearFunctionForZeroStage3.forward, *_LINEAR),
+    # host_time
+    reads(
+        host_time.time_reductions,
+        lambda: DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks,
+        "self.reduce_ready_partitions_and_remove_grads(param)",
+    ),
+    reads(
+        host_time.time_reductions,
+        lambda: DeepSpeedZeroOptimizer,
+        "            self.reduce_ready_partitions_and_remove_grads(param, i)",
+    ),
+    *(
+        reads(host_time.time_reductions, lambda k=kind: k, "self.allreduce_gradients(")
+        for kind in (DeepSpeedEngine, PipelineEngine)
+    ),
+    # zero3_hooks
+    is_as_read(zero3_hooks.replace_hooks, lambda: DeepSpeedZeRoOffload, "9faa882304a6"),
+    is_as_read(zero3_hooks.replace_hooks, lambda: PartitionedParameterCoordinator, "81dc103e6510"),
+    reads(
+        zero3_hooks.replace_hooks,
+        lambda: Init,
+        "self._partition_param(param, has_been_updated=has_been_updated, free_data=free_data)",
+        "if param.ds_tensor is not None and not has_been_updated:",
+        "free_param(param)",
+    ),
+    reads(
+        zero3_hooks.replace_hooks, lambda: partitioned_param_coordinator, "ENABLE_PROFILER = False"
+    ),
+    takes(
+        zero3_hooks.replace_hooks,
+        lambda: apply_to_tensors_only,
+        "function",
+        "value",
+        "warning_msg_fn",
+    ),
     takes(step.replace_clipping, lambda: DeepSpeedEngine.clip_fp32_gradients, "self"),
     reads(
         step.replace_clipping,
@@ -347,6 +396,24 @@ CONTRACTS = [
         "self",
         "param",
     ),
+    reads(
+        partitions.gather_persistent_at_once,
+        lambda: DeepSpeedZeroOptimizer_Stage3,
+        "self.persistent_parameters[0].all_gather(self.persistent_parameters)",
+    ),
+    sets(
+        partitions.gather_persistent_at_once,
+        lambda: Init._convert_to_deepspeed_param,
+        "all_gather",
+        "all_gather_coalesced",
+        "ds_secondary_tensor",
+    ),
+    reads(
+        partitions.gather_persistent_at_once,
+        lambda: Init._convert_to_deepspeed_param,
+        "def all_gather(param_list=None, async_op=False, hierarchy=0):",
+        "def all_gather_coalesced(params",
+    ),
     # marks
     reads(
         marks.is_model_parallel,
@@ -463,6 +530,10 @@ def test_deepspeed_is_as_it_was_read(contract: Contract) -> None:
 
 
 def test_every_patch_has_a_contract() -> None:
-    rooms = (marks, optimizers, partitions, pipeline, startup, step)
+    rooms = (host_time, marks, optimizers, partitions, pipeline, startup, step, zero3_hooks)
     wanted = set().union(*map(public_functions, rooms))
-    assert wanted - {contract.name for contract in CONTRACTS} == {"MasterRange"}  # only ours
+    assert wanted - {contract.name for contract in CONTRACTS} == {
+        # only ours
+        "HostTime",
+        "MasterRange",
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,6 +110,25 @@ def dumps_trace() -> bool:
     return trace is None or isinstance(trace, bytes)
 
 
+def waits_by_wait() -> bool:
+    """Of a collective of one rank; nothing is observed of another thread, or afterwards."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        seconds: list[float] = []
+        with torch_patches.observed_waits(seconds.append):
+            dist.all_reduce(torch.ones(1))
+            waited = len(seconds)
+            thread = threading.Thread(target=dist.barrier)
+            thread.start()
+            thread.join()
+            dist.all_reduce(torch.ones(1), async_op=True).wait()
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.destroy_process_group()
+    return (waited, len(seconds)) == (1, 2) and min(seconds) >= 0
+
+
 CONTRACTS = [
     Contract(
         torch_patches.shadow,
@@ -159,6 +179,11 @@ CONTRACTS = [
         torch_patches.has_buffers_alone,
         "nn.Module does not keep _buffers and _parameters, None included, any more",
         tells_buffers_alone,
+    ),
+    Contract(
+        torch_patches.observed_waits,
+        "collectives of torch.distributed do not wait by Work.wait any more",
+        waits_by_wait,
     ),
     has(torch_patches.default_store, lambda: dist.distributed_c10d, "_get_default_store"),
     takes(torch_patches.default_store, lambda: dist.distributed_c10d._get_default_store),

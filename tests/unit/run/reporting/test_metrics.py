@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from bigtrain.errors import LaunchError
 from bigtrain.run.reporting import trackers as trackers_module
+from bigtrain.run.reporting.breakdown import Breakdown
 from bigtrain.run.reporting.metrics import HeldOutLoss, MetricsWriter, StepMetrics, check_trackers
 from bigtrain.run.reporting.progress import format_duration, format_lr, format_rate
 from bigtrain.run.reporting.trackers import flatten
@@ -73,6 +75,34 @@ def test_each_step_is_one_line_with_the_fields_of_the_design(tmp_path: Path) -> 
     assert line["loss"] == 6.125
     assert line["tokens"] == 40960
     assert line["model_flops_utilization"] is None
+
+
+def test_the_breakdown_of_a_step_is_written_and_summed_up(tmp_path: Path) -> None:
+    first = Breakdown(0.0, 0.1, 0.2, None, 0.05, 0.02, 0.15)
+    second = Breakdown(0.4, 0.1, 0.2, None, 0.05, 0.02, 0.15)
+    with writer(tmp_path, trackers=("tensorboard",)) as metrics:
+        peaks = {"forward": 1.5, "save": 2.0}
+        metrics.log_step(replace(step_metrics(1), breakdown=first, peak_memory_gib_by_phase=peaks))
+        metrics.log_step(replace(step_metrics(4), breakdown=second))
+        metrics.log_step(step_metrics(5))
+        summary = metrics.summary()
+    lines = lines_of(tmp_path)
+    assert [list(line)[len(FIELDS) :] for line in lines] == [
+        ["breakdown", "peak_memory_gib_by_phase"],
+        ["breakdown"],
+        [],
+    ]
+    assert lines[0]["breakdown"] == asdict(first)
+    assert lines[0]["breakdown"]["compute_seconds"] is None
+    assert lines[0]["peak_memory_gib_by_phase"] == peaks
+    assert (
+        "step      data 300, forward 100, backward 200, optimizer 50, engine 150 ms, "
+        "of them 20 ms waiting for other ranks"
+    ) in summary
+    scalars = read_scalars(tmp_path)
+    assert scalars["breakdown/data_seconds"] == [(1, 0.0), (4, pytest.approx(0.4))]
+    assert scalars["peak_memory_gib/save"] == [(1, 2.0)]
+    assert "breakdown/compute_seconds" not in scalars
 
 
 def test_held_out_line(tmp_path: Path) -> None:
@@ -248,6 +278,7 @@ def test_trackers_need_no_process_group_and_leave_accelerate_alone(tmp_path: Pat
     code = """
 import os, sys
 from pathlib import Path
+from bigtrain.run.reporting.breakdown import Breakdown
 from bigtrain.run.reporting.metrics import HeldOutLoss, MetricsWriter
 before = dict(os.environ)
 with MetricsWriter(Path(sys.argv[1]), total_steps=1, trackers=["tensorboard"], project="p",

@@ -1,0 +1,212 @@
+"""The host time of the engine: CPU seconds of an optimizer step above a bare loop, per parameter.
+
+A Llama of many layers that are too small to compute for long trains on each rank by turns in a
+plain PyTorch loop and in bigtrain's engine. What is measured is the CPU time of the thread that
+trains, with one thread for the arithmetic: waiting for other ranks does not count. The
+difference, divided by the number of parameters (tensors), is what a step costs the engine in
+Python; on a GPU it is what the host must do while the device computes.
+
+``--deepspeed-hooks`` leaves ZeRO-3 the hooks that `bigtrain.engine.deepspeed_patches.zero3_hooks`
+replaces, ``--profile FILE`` writes a cProfile of five more steps of the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.support.contenders import BareLoop, llama, write_random_dataset
+from bigtrain.data.loading.loader import open_training_data
+from bigtrain.engine.build import build_engine
+from bigtrain.engine.deepspeed_patches import step as patches
+from bigtrain.engine.startup.mesh import open_mesh
+from bigtrain.engine.startup.process_group import process_group
+from bigtrain.launchers.local_world import run_local_world
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.world import read_world
+
+TOKENS = 8
+VOCAB_SIZE = 256
+WARM_UP_STEPS = 3
+PROFILED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one world measures. persistent: elements up to which ZeRO-3 keeps a parameter whole."""
+
+    zero_stage: int
+    num_layers: int
+    hidden_size: int
+    num_steps: int
+    persistent: int
+    deepspeed_hooks: bool
+    profile: str | None = None
+
+    @property
+    def total_steps(self) -> int:
+        return WARM_UP_STEPS + self.num_steps + (PROFILED_STEPS if self.profile else 0)
+
+
+def run_config(task: Task, data: Path, world_size: int) -> RunConfig:
+    """One short sample per rank and step."""
+    shape = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": task.hidden_size,
+        "intermediate_size": 2 * task.hidden_size,
+        "num_hidden_layers": task.num_layers,
+        "num_attention_heads": 2,
+    }
+    return RunConfig.model_validate(
+        {
+            "model": {"config": llama(shape, TOKENS)},
+            "data": {"path": str(data)},
+            "batch": {
+                "sequence_length": TOKENS,
+                "global_batch_size": world_size,
+                "micro_batch_size": 1,
+            },
+            "train": {"steps": task.total_steps},
+            "optimizer": {"lr": 1e-4, "clip_norm": 1.0},
+            "schedule": {"type": "constant"},
+            "precision": {"dtype": "float32"},
+            "output": {"directory": "unused"},
+        }
+    )
+
+
+def measure(task: Task, data: Path, deepspeed_config: Path) -> dict[str, Any]:
+    """Seconds of both loops' steps on this rank. Collective over the world."""
+    torch.set_num_threads(1)
+    world = read_world(os.environ)
+    kept = mock.patch.object(patches, "replace_hooks", return_value=False)
+    with process_group(world):
+        config = run_config(task, data, world.size)
+        run = resolve_run(config, world.size, str(deepspeed_config), "cpu")
+        mesh, device = open_mesh(run.topology, world.rank), torch.device("cpu")
+        hf_config = load_hf_config(config.model)
+        with kept if task.deepspeed_hooks else nullcontext():
+            engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh)
+        batches = open_training_data(config, run.plan, mesh.coordinates.data_rank)
+        steps = [batches.step(number * world.size) for number in range(task.total_steps)]
+        batches.close()
+        bare = BareLoop(run, hf_config, steps, device)
+        seconds: dict[str, list[float]] = {"bare": [], "engine": []}
+        results = []
+        for number in range(WARM_UP_STEPS + task.num_steps):
+            dist.barrier()
+            began = time.thread_time()
+            bare.run(1)
+            between = time.thread_time()
+            results.append(engine.train_step(steps[number], config.optimizer.lr))
+            if number >= WARM_UP_STEPS:
+                seconds["bare"].append(between - began)
+                seconds["engine"].append(time.thread_time() - between)
+        if task.profile:
+            profile = cProfile.Profile()
+            for micro_batches in steps[-PROFILED_STEPS:]:
+                profile.runcall(engine.train_step, micro_batches, config.optimizer.lr)
+            if world.is_main:
+                profile.dump_stats(task.profile)
+        loss = engine.step_loss(results[-1])
+        engine.close()
+    return {
+        "seconds": seconds,
+        "loss": loss,
+        "num_parameters": len(list(bare.model.parameters())),
+    }
+
+
+def in_world(task: Task, world_size: int) -> dict[str, Any]:
+    """Measure `task` in new processes; figures of the main rank."""
+    with tempfile.TemporaryDirectory(prefix="host_time_") as directory:
+        data, output = Path(directory, "shards"), Path(directory, "result.json")
+        num_tokens = (task.total_steps + 1) * TOKENS * world_size + 1
+        write_random_dataset(data, vocab_size=VOCAB_SIZE, num_tokens=num_tokens)
+        chosen = json.loads(find_deepspeed_config(f"zero{task.zero_stage}").read_text())
+        if task.zero_stage == 3:
+            chosen["zero_optimization"]["stage3_param_persistence_threshold"] = task.persistent
+        deepspeed_config = Path(directory, "deepspeed.json")
+        deepspeed_config.write_text(json.dumps(chosen))
+        words = [json.dumps(asdict(task)), str(data), str(deepspeed_config), str(output)]
+        run_local_world(world_size, [__file__, "--world", *words], {})
+        found: dict[str, Any] = json.loads(output.read_text())
+    bare, engine = (statistics.median(found["seconds"][name]) for name in ("bare", "engine"))
+    return {
+        **asdict(task),
+        "world_size": world_size,
+        "num_parameters": found["num_parameters"],
+        "bare_ms": 1e3 * bare,
+        "engine_ms": 1e3 * engine,
+        "ms_per_parameter": 1e3 * (engine - bare) / found["num_parameters"],
+        "loss": found["loss"],
+    }
+
+
+def main() -> None:
+    """Measure and print; ``--world`` is one process of a world."""
+    if sys.argv[1:2] == ["--world"]:
+        task, data, deepspeed_config, output = sys.argv[2:]
+        found = measure(Task(**json.loads(task)), Path(data), Path(deepspeed_config))
+        if os.environ["RANK"] == "0":
+            Path(output).write_text(json.dumps(found))
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--zero", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3])
+    parser.add_argument("--world-size", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--hidden-size", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=12, help="timed steps")
+    parser.add_argument(
+        "--persistent", type=int, default=1000, help="elements that ZeRO-3 does not partition"
+    )
+    parser.add_argument("--deepspeed-hooks", action="store_true", help="ZeRO-3's own")
+    parser.add_argument("--profile", help="file for cProfile's figures, of the last world")
+    parser.add_argument("--output", type=Path, help="JSON file for all figures")
+    args = parser.parse_args()
+    print("zero  ranks  bare ms  engine ms  ms per parameter  loss")
+    rows = []
+    for zero_stage in args.zero:
+        for world_size in args.world_size:
+            task = Task(
+                zero_stage=zero_stage,
+                num_layers=args.layers,
+                hidden_size=args.hidden_size,
+                num_steps=args.steps,
+                persistent=args.persistent,
+                deepspeed_hooks=args.deepspeed_hooks,
+                profile=args.profile,
+            )
+            row = in_world(task, world_size)
+            rows.append(row)
+            print(
+                f"{zero_stage:>4}  {world_size:>5}  {row['bare_ms']:>7.1f}  "
+                f"{row['engine_ms']:>9.1f}  {row['ms_per_parameter']:>16.3f}  {row['loss']!r}",
+                flush=True,
+            )
+    if args.output is not None:
+        args.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

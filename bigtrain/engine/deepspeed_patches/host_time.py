@@ -1,0 +1,58 @@
+"""How long the training thread is in DeepSpeed's own code while passes run.
+
+DeepSpeed's hooks gather and release parameters and reduce gradients in the middle of the forward
+and backward passes; nothing but a clock in them tells its share from the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+
+class HostTime:
+    """Seconds of the training thread since the process began; they only grow.
+
+    seconds: in DeepSpeed's hooks, waiting for collectives left out. waited: for collectives, as
+    far as somebody counts (`bigtrain.models.torch_patches.observed_waits`).
+    """
+
+    __slots__ = ("_is_inside", "seconds", "waited")
+
+    def __init__(self) -> None:
+        self.seconds = self.waited = 0.0
+        self._is_inside = False
+
+    def add_wait(self, seconds: float) -> None:
+        """The thread has waited for a collective."""
+        self.waited += seconds
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose time counts as DeepSpeed's; once where one calls another."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:
+                return function(*args, **kwargs)
+            self._is_inside = True
+            begun = perf_counter() - self.waited
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += perf_counter() - self.waited - begun
+                self._is_inside = False
+
+        return call
+
+
+def time_reductions(engine: Any, host_time: HostTime) -> None:
+    """Count what ZeRO does with each gradient as it is computed, and with all of them at the end.
+
+    DeepSpeed 0.19.8 calls both through the object: `reduce_ready_partitions_and_remove_grads` in
+    the hook of each parameter (runtime/zero/stage3.py:1508, stage_1_and_2.py:2291) and
+    `allreduce_gradients` after the last micro-batch (runtime/engine.py:3165, pipe/engine.py:294).
+    """
+    optimizer, name = engine.optimizer, "reduce_ready_partitions_and_remove_grads"
+    if hasattr(optimizer, name):
+        setattr(optimizer, name, host_time.timed(getattr(optimizer, name)))
+    engine.allreduce_gradients = host_time.timed(engine.allreduce_gradients)

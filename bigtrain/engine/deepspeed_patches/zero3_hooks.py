@@ -1,0 +1,390 @@
+"""ZeRO-3's hooks on every module, doing what DeepSpeed's do in less of the host's time.
+
+DeepSpeed 0.19.8 hangs four hooks on each module (runtime/zero/parameter_offload.py,
+`_register_deepspeed_module`), which let its coordinator gather parameters before a module computes
+and release them after (runtime/zero/partitioned_param_coordinator.py, `fetch_sub_module` and
+`release_sub_module`). Most of their cost is not that work: texts for logs that nobody reads, the
+rank asked for before each, decorators within decorators, attributes of modules, the same sets made
+anew, signatures bound. These hooks do the same gathers, releases and prefetches in the same order
+at the same points, and leave the same nodes in the autograd graph, so that every number and every
+peak of memory stays. `tests/unit/engine/test_zero3_hooks.py` compares both, call by call.
+
+DeepSpeed's own functions do what is rare: passes in which the order of modules is learned or has
+changed, outputs that hold parameters. Its own hooks stay under leaf modules, parameters on NVMe,
+secondary partitions (hpZ), quantized weights and ZenFlow.
+
+Llama of 48 layers, 434 parameters, one slow core (benchmarks/host_time.py): above a bare loop
+0.65 ms of host time a parameter and step before, 0.27 after; two processes 0.69 and 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
+from deepspeed.runtime.zero.partitioned_param_coordinator import ZeRoTraceMode
+from deepspeed.runtime.zero.utils import apply_to_tensors_only
+from deepspeed.utils import z3_leaf_module
+from torch import nn
+
+from bigtrain.engine.deepspeed_patches.host_time import HostTime
+
+_AVAILABLE, _ABSENT = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
+# What Python makes of the coordinator's private attributes.
+_PRIVATE = "_PartitionedParameterCoordinator__"
+_ACTIVE_BACKWARD = _PRIVATE + "active_backward_submodules"
+_FETCHED_FOR = _PRIVATE + "most_recent_step_id_param_fetched_for"
+_FETCH_EVENTS = _PRIVATE + "ongoing_fetch_events"
+_IN_FLIGHT = _PRIVATE + "inflight_param_registry"
+_MODE = _PRIVATE + "trace_mode"
+_MOST_AVAILABLE = _PRIVATE + "max_n_available_params"
+_MOST_FETCH_EVENTS = _PRIVATE + "max_ongoing_fetch_events"
+_NUM_AVAILABLE = _PRIVATE + "n_available_params"
+_ORDER = _PRIVATE + "submodule_order"
+_PREFETCH_SIZE = _PRIVATE + "prefetch_bucket_sz"
+_QUEUE = _PRIVATE + "param_queue"
+_STEP = _PRIVATE + "step_id"
+_STREAM = _PRIVATE + "allgather_stream"
+
+
+def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
+    """Put these hooks in the place of those of ZeRO-3's `optimizer`; whether it is one they fit.
+
+    `host_time` counts what they take.
+
+    Each takes the place of two of DeepSpeed's, under the handle of the first, so that
+    `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays.
+    """
+    offload = getattr(optimizer, "parameter_offload", None)
+    if offload is None or not _fits(offload):
+        return False
+    modules = list(_in_order_of_registration(offload.module))
+    assert len(offload.forward_hooks) == len(offload.backward_hooks) == 2 * len(modules)
+    coordinator = _Coordinator(offload)
+    # A module with two parents has both hooks twice, and one count of its inputs.
+    hooks: dict[nn.Module, _ModuleHooks] = {}
+    for number, module in enumerate(modules):
+        fetch, release = offload.forward_hooks[2 * number : 2 * number + 2]
+        before_backward, after_backward = offload.backward_hooks[2 * number : 2 * number + 2]
+        if module not in hooks:
+            own = release.hooks_dict_ref()[release.id]
+            hooks[module] = _ModuleHooks(module, coordinator, own, host_time)
+        fetch.hooks_dict_ref()[fetch.id] = hooks[module].before_forward
+        release.hooks_dict_ref()[release.id] = hooks[module].after_forward
+        before_backward.remove()
+        after_backward.remove()
+    cut = offload.module.register_forward_pre_hook(_StackCut(), prepend=True)
+    offload.forward_hooks.append(cut)
+    return True
+
+
+def _fits(offload: Any) -> bool:
+    coordinator = offload.get_param_coordinator()
+    return not (
+        offload.zenflow
+        or offload.zero_param_parallel_group is not None
+        or offload.zero_quantized_weights
+        or offload.zero_quantized_nontrainable_weights
+        or offload.fast_sharding_for_leaf_module
+        or getattr(coordinator, _PRIVATE + "prefetch_nvme")
+        or any(z3_leaf_module(module) for module in offload.module.modules())
+    )
+
+
+def _in_order_of_registration(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _in_order_of_registration(child)
+    yield module
+
+
+class _ModuleHooks:
+    """The hooks of one module. Their clocks are written out: a call would cost as much again."""
+
+    __slots__ = (
+        "_coordinator",
+        "_ds_id",
+        "_module",
+        "_own_release",
+        "_params",
+        "_remaining",
+        "_time",
+    )
+
+    def __init__(
+        self,
+        module: nn.Module,
+        coordinator: _Coordinator,
+        own_release: Callable[..., None],
+        host_time: HostTime,
+    ) -> None:
+        """`own_release`: DeepSpeed's hook after a forward pass."""
+        self._module: Any = module
+        self._coordinator = coordinator
+        self._own_release = own_release
+        self._time = host_time
+        self._params: tuple[Any, ...] = tuple(module.parameters(recurse=False))
+        self._ds_id: int = vars(module)["ds_id"]
+        # Inputs of the last pass whose gradients are still to come.
+        self._remaining = 0
+
+    def before_forward(self, module: nn.Module, inputs: Any) -> Any:
+        begun = perf_counter() - self._time.waited
+        FWD_MODULE_STACK.append(module)
+        self._coordinator.fetch(self._module, self._ds_id, self._all_params(), forward=True)
+        self._remaining = 0
+        passed = None
+        if len(inputs) == 1 and type(inputs[0]) is torch.Tensor:
+            if inputs[0].requires_grad:
+                passed = self._input(inputs[0])
+        elif inputs:
+            passed = apply_to_tensors_only(self._input, inputs, _unknown)
+        self._time.seconds += perf_counter() - self._time.waited - begun
+        return passed
+
+    def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        begun = perf_counter() - self._time.waited
+        if _holds_no_parameter(output):
+            FWD_MODULE_STACK.pop()
+            self._coordinator.release(self._module, self._ds_id, self._all_params(), forward=True)
+        else:
+            self._own_release(module, inputs, output)
+        if type(output) is torch.Tensor:
+            passed = self._output(output)
+        elif type(output) is tuple:
+            passed = tuple(map(self._any_output, output))
+        else:
+            passed = self._any_output(output)
+        self._time.seconds += perf_counter() - self._time.waited - begun
+        return passed
+
+    def before_backward(self) -> None:
+        begun = perf_counter() - self._time.waited
+        self._coordinator.fetch(self._module, self._ds_id, self._all_params(), forward=False)
+        self._time.seconds += perf_counter() - self._time.waited - begun
+
+    def after_input(self) -> None:
+        self._remaining -= 1
+        if self._remaining == 0:
+            begun = perf_counter() - self._time.waited
+            self._coordinator.release(self._module, self._ds_id, self._all_params(), forward=False)
+            self._time.seconds += perf_counter() - self._time.waited - begun
+
+    def _input(self, value: torch.Tensor) -> Any:
+        if not value.requires_grad:
+            return value
+        self._remaining += 1
+        return _after_backward(value, self)
+
+    def _output(self, value: torch.Tensor) -> Any:
+        return _before_backward(value, self) if value.requires_grad else value
+
+    def _any_output(self, value: Any) -> Any:
+        return value if value is None else apply_to_tensors_only(self._output, value, _unknown)
+
+    def _all_params(self) -> tuple[Any, ...]:
+        """Those that a forward pass of this module has used of others among them."""
+        external = self._module._external_params
+        return tuple({*self._params, *external.values()}) if external else self._params
+
+
+class _StackCut:
+    """Before a forward pass of the model: takes off the stack of modules what the last one left.
+
+    With torch's checkpointing a pass ends in the middle of a layer, by an exception, and none of
+    DeepSpeed's hooks takes those modules off: some 20 entries a layer and step, for ever.
+    """
+
+    def __init__(self) -> None:
+        self._depth = len(FWD_MODULE_STACK)
+
+    def __call__(self, *_: Any) -> None:
+        del FWD_MODULE_STACK[self._depth :]
+
+
+def _holds_no_parameter(output: Any) -> bool:
+    """Whether this is a tensor or some in a tuple, and none is known to be a parameter's alias.
+
+    DeepSpeed's own hook looks into all else, and lets the module above gather what it finds.
+    """
+    if type(output) is torch.Tensor:
+        return not hasattr(output, "ds_param_alias")
+    return type(output) is tuple and all(
+        value is None or (type(value) is torch.Tensor and not hasattr(value, "ds_param_alias"))
+        for value in output
+    )
+
+
+def _unknown(value: Any) -> str:
+    return (
+        f"a module takes or returns a {type(value)}: ZeRO-3 sees no tensors in it, and may keep "
+        "parameters longer than they are needed"
+    )
+
+
+class _BeforeBackward(torch.autograd.Function):
+    """The identity on an output, whose gradient comes before the module's backward pass.
+
+    Of the old kind, with the context in `forward`: torch binds the arguments of the other kind to
+    its signature at every call (torch/autograd/function.py, `apply`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, hooks: _ModuleHooks) -> torch.Tensor:
+        ctx.hooks = hooks
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.hooks.before_backward()
+        return gradient, None
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity on an input, whose gradient comes after the module's backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, hooks: _ModuleHooks) -> torch.Tensor:
+        ctx.hooks = hooks
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.hooks.after_input()
+        return gradient, None
+
+
+# torch has no types for it.
+_before_backward: Callable[[torch.Tensor, _ModuleHooks], torch.Tensor] = _BeforeBackward.apply
+_after_backward: Callable[[torch.Tensor, _ModuleHooks], torch.Tensor] = _AfterBackward.apply
+
+
+class _Coordinator:
+    """What a `PartitionedParameterCoordinator` does for modules in the order that it has learned.
+
+    Its state stays where DeepSpeed has it.
+    """
+
+    def __init__(self, offload: Any) -> None:
+        self._own: Any = offload.get_param_coordinator()
+        self._state = vars(self._own)
+        self._to_release = getattr(self._own, _PRIVATE + "params_to_release")
+        self._gather = torch.no_grad()(getattr(self._own, _PRIVATE + "all_gather_params"))
+        self._accelerator = get_accelerator()
+        self._waits_for_streams = not self._accelerator.resolves_data_dependency()
+        self._limits_fetches = not self._accelerator.handles_memory_backpressure()
+
+    def fetch(self, module: Any, ds_id: int, params: tuple[Any, ...], *, forward: bool) -> None:
+        """As `trace_prologue`, `record_module` and `fetch_sub_module`, in this order."""
+        state = self._state
+        step: int = state[_STEP]
+        order = state[_ORDER]
+        if (
+            state[_MODE] is not ZeRoTraceMode.COMPLETE
+            or step >= len(order)
+            or order[step] is not module
+            or (forward and state[_ACTIVE_BACKWARD] and not all(p.requires_grad for p in params))
+        ):
+            self._own.trace_prologue(module)
+            if self._own.is_record_trace():
+                self._own.record_module(module)
+            self._own.fetch_sub_module(module, forward=forward)
+            return
+        if not forward:
+            state[_ACTIVE_BACKWARD][ds_id] = module
+        if params:
+            self._make_available(params, ds_id, forward)
+        if self._waits_for_streams:
+            self._accelerator.current_stream().wait_stream(state[_STREAM])
+        if params:
+            self._discard(params, step)
+        if state[_QUEUE] and state[_PREFETCH_SIZE] > 0:
+            self._prefetch(forward)
+        state[_STEP] += 1
+
+    def _make_available(self, params: tuple[Any, ...], ds_id: int, forward: bool) -> None:
+        for param in params:
+            if param.ds_status is _ABSENT:
+                self._gather({p for p in params if p.ds_status is _ABSENT}, forward)
+                break
+        in_flight = self._state[_IN_FLIGHT]
+        for param in params:
+            param.ds_active_sub_modules.add(ds_id)
+            # Also one that is available: it may have come with others, which are waited for as one.
+            if in_flight and param in in_flight:
+                self._wait(param)
+            assert param.ds_status is _AVAILABLE, param.ds_summary()
+
+    @torch.no_grad()
+    def _wait(self, param: Any) -> None:
+        state = self._state
+        events = state[_FETCH_EVENTS]
+        with self._accelerator.stream(state[_STREAM]):
+            while events and events[0].query():
+                events.popleft()
+            if len(events) > state[_MOST_FETCH_EVENTS]:
+                events.popleft().synchronize()
+            state[_IN_FLIGHT].pop(param).wait(handle_dependency=True)
+            if self._limits_fetches:
+                event = self._accelerator.Event()
+                event.record()
+                events.append(event)
+
+    def _discard(self, params: tuple[Any, ...], step: int) -> None:
+        """Take `params` off the queue of what is to be prefetched."""
+        fetched_for, queue = self._state[_FETCHED_FOR], self._state[_QUEUE]
+        wanted = {param for param in params if fetched_for[param] < step}
+        found: set[Any] = set()
+        while queue and len(found) < len(wanted):
+            used = queue.popleft()
+            fetched_for[used.param] = used.step_id_last_used_at
+            found.add(used.param)
+        if found != wanted:
+            raise RuntimeError(
+                f"ZeRO-3 expected parameters {[p.ds_summary() for p in found]} at step {step} of "
+                f"its trace, and not {[p.ds_summary() for p in wanted]}"
+            )
+
+    def _prefetch(self, forward: bool) -> None:
+        state = self._state
+        fetched_for, queue = state[_FETCHED_FOR], state[_QUEUE]
+        most = min(state[_MOST_AVAILABLE] - state[_NUM_AVAILABLE], state[_PREFETCH_SIZE])
+        params: set[Any] = set()
+        numel = 0
+        while queue and numel < most:
+            used = queue.popleft()
+            param = used.param
+            fetched_for[param] = max(fetched_for[param], used.step_id_last_used_at)
+            if param.ds_status is _ABSENT and param not in params:
+                params.add(param)
+                numel += param.ds_numel
+        if params:
+            self._gather(params, forward)
+
+    def release(self, module: Any, ds_id: int, params: tuple[Any, ...], *, forward: bool) -> None:
+        """As `release_sub_module`."""
+        state = self._state
+        if state[_MODE] is not ZeRoTraceMode.COMPLETE or module.ds_recompute_parameters:
+            self._own.release_sub_module(module, forward=forward)
+            return
+        if not forward:
+            active = state[_ACTIVE_BACKWARD]
+            assert active, "a module ends its backward pass that has not begun it"
+            active.pop(ds_id, None)
+        if not params:
+            return
+        released = self._to_release(module, state[_STEP])
+        for param in params:
+            param.ds_active_sub_modules.discard(ds_id)
+            if (
+                param.ds_id in released
+                and not param.is_external_param
+                and param.ds_status is _AVAILABLE
+                and not param.ds_active_sub_modules
+            ):
+                free_param(param)
+                state[_NUM_AVAILABLE] -= param.ds_numel

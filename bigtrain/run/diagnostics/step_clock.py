@@ -1,0 +1,220 @@
+"""Wall time of an optimizer step, and which part of the step it went to.
+
+On a CPU the training thread's time is split where one part ends and the next begins; what
+DeepSpeed's hooks take inside of the passes is the engine's (`HostTime`). On CUDA, where the host
+runs ahead, events on the computing stream are recorded at the same points and read when a step is
+logged, so that no step waits for the device; there the device's time is split, and what is
+neither in a pass nor in the update is a wait for the batch as far as the host has waited, or else
+the engine's. Either way the parts of a step are the step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bigtrain.engine.deepspeed_patches.host_time import HostTime
+from bigtrain.engine.train_engine import (
+    BACKWARD_PASS,
+    BOTH_PASSES,
+    FORWARD_PASS,
+    OPTIMIZER_UPDATE,
+)
+from bigtrain.models.torch_patches import observed_waits
+from bigtrain.run.reporting.breakdown import Breakdown
+from bigtrain.run.reporting.phase_memory import PhaseMemory
+
+DATA, ENGINE = "data", "engine"
+_PASSES = ("forward", "backward", "compute")
+_OF_MARKS = {
+    FORWARD_PASS: "forward",
+    BACKWARD_PASS: "backward",
+    BOTH_PASSES: "compute",
+    OPTIMIZER_UPDATE: "optimizer",
+}
+# Whose memory is measured: the update of the first makes the optimizer's states.
+_FIRST_STEPS = 2
+# Of events between two readings; beyond, whole steps are not timed.
+_MOST_EVENTS = 512
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """`num_steps` since the last reading, and what one of them took."""
+
+    num_steps: int
+    step_seconds: float
+    breakdown: Breakdown
+
+
+class StepClock:
+    """Wall time per optimizer step since the last reading, pauses left out. No collective.
+
+    host_time: the engine's. memory: told of the same parts. now, make_event: clocks of the host
+    (seconds) and of the device, for tests.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        host_time: HostTime,
+        memory: PhaseMemory,
+        now: Callable[[], float] = time.perf_counter,
+        make_event: Callable[[], Any] | None = None,
+    ) -> None:
+        self._host_time, self._memory, self._now = host_time, memory, now
+        self._device = _DeviceParts(make_event) if device_type == "cuda" else None
+        self._seconds: dict[str, float] = {}
+        self._part = ENGINE
+        self._num_steps = self._num_begun = 0
+        self._since, self._own, self._waited = now(), host_time.seconds, host_time.waited
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While steps are trained: waits for collectives are observed, on a CPU."""
+        with ExitStack() as stack:
+            if self._device is None:
+                stack.enter_context(observed_waits(self._host_time.add_wait))
+            yield
+
+    def marking(self, other: Callable[[str], object]) -> Callable[[str], None]:
+        """For `TrainEngine.mark`: what a part of the step begins by, and calls `other` as well."""
+
+        def mark(phase: str) -> None:
+            other(phase)
+            self.begin(_OF_MARKS.get(phase, ENGINE))
+
+        return mark
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Inside, the time is of this part of the step: "data"; before and after the engine's."""
+        self.begin(name)
+        yield
+        self.begin(ENGINE)
+
+    def begin(self, part: str) -> None:
+        """A part of the step begins: "data", "engine" or what a mark stands for."""
+        self._end_part()
+        self._part = part
+        self._memory.begin(part)
+        if self._device is not None:
+            self._device.begin(part)
+
+    def begin_step(self, *, is_logged: bool) -> None:
+        """A step begins; `is_logged`: whether it is going to be."""
+        self._memory.measure(is_logged or self._num_begun < _FIRST_STEPS)
+        self._num_begun += 1
+
+    def count_step(self) -> None:
+        """A step is done; what follows until the next is the engine's."""
+        self.begin(ENGINE)
+        self._num_steps += 1
+        if self._device is not None:
+            self._device.count_step()
+
+    @contextmanager
+    def paused(self, phase: str) -> Iterator[None]:
+        """While the run does something else, for `PhaseMemory`; the time is no step's."""
+        part, waited = self._part, self._host_time.waited
+        self.begin(ENGINE)
+        if self._device is not None:
+            self._device.begin("pause")
+        self._memory.measure(True)
+        self._memory.begin(phase)
+        try:
+            yield
+        finally:
+            self._memory.begin(None)
+            self._waited += self._host_time.waited - waited
+            self._since, self._own = self._now(), self._host_time.seconds
+            self._part = part
+            if self._device is not None:
+                self._device.begin(part)
+
+    def read(self) -> StepTimes:
+        """What the steps since the last reading took. The device must be done with them."""
+        self.begin(self._part)
+        num_steps, waited = max(1, self._num_steps), self._host_time.waited - self._waited
+        total = sum(self._seconds.values())
+        parts = {part: seconds / num_steps for part, seconds in self._seconds.items()}
+        step_seconds = max(total / num_steps, math.ulp(1.0))
+        communication: float | None = waited / num_steps
+        if self._device is not None:
+            parts = _with_device(self._device.read(), parts.get(DATA, 0.0), step_seconds)
+            communication = None
+        found = StepTimes(self._num_steps, step_seconds, _breakdown(parts, communication))
+        self._seconds.clear()
+        self._num_steps, self._waited = 0, self._host_time.waited
+        return found
+
+    def _end_part(self) -> None:
+        now, own = self._now(), self._host_time.seconds
+        spent, inside = now - self._since, own - self._own
+        if self._part not in _PASSES:
+            inside = 0.0
+        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + spent - inside
+        self._seconds[ENGINE] = self._seconds.get(ENGINE, 0.0) + inside
+        self._since, self._own = now, own
+
+
+class _DeviceParts:
+    """Events on the computing stream between the parts of steps."""
+
+    def __init__(self, make_event: Callable[[], Any] | None) -> None:
+        self._make_event = make_event or (lambda: torch.cuda.Event(enable_timing=True))
+        self._events: list[tuple[str, Any]] = []
+        self._num_steps = 0
+        self._is_full = False
+
+    def begin(self, part: str) -> None:
+        if not self._is_full:
+            event = self._make_event()
+            event.record()
+            self._events.append((part, event))
+
+    def count_step(self) -> None:
+        if not self._is_full:
+            self._num_steps += 1
+            self._is_full = len(self._events) >= _MOST_EVENTS
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each part of one step, the mean of those that were timed."""
+        found: dict[str, float] = {}
+        for (part, begun), (_, ended) in zip(self._events, self._events[1:], strict=False):
+            if ended.query():
+                found[part] = found.get(part, 0.0) + begun.elapsed_time(ended) / 1000
+        num_steps = max(1, self._num_steps)
+        last = self._events[-1][0] if self._events else ENGINE
+        self._events.clear()
+        self._num_steps, self._is_full = 0, False
+        self.begin(last)
+        return {part: seconds / num_steps for part, seconds in found.items()}
+
+
+def _with_device(
+    device: dict[str, float], data_seconds: float, step_seconds: float
+) -> dict[str, float]:
+    """Parts of a step on CUDA: the device's, and of the rest the batch's and the engine's."""
+    parts = {part: device[part] for part in (*_PASSES, "optimizer") if part in device}
+    rest = max(0.0, step_seconds - sum(parts.values()))
+    data_seconds = min(data_seconds, rest)
+    return {**parts, DATA: data_seconds, ENGINE: rest - data_seconds}
+
+
+def _breakdown(parts: dict[str, float], communication: float | None) -> Breakdown:
+    return Breakdown(
+        data_seconds=parts.get(DATA, 0.0),
+        forward_seconds=None if "compute" in parts else parts.get("forward", 0.0),
+        backward_seconds=None if "compute" in parts else parts.get("backward", 0.0),
+        compute_seconds=parts.get("compute"),
+        optimizer_seconds=parts.get("optimizer", 0.0),
+        communication_seconds=communication,
+        engine_seconds=parts.get(ENGINE, 0.0),
+    )

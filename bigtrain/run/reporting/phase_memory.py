@@ -1,0 +1,56 @@
+"""The device's memory at its peak, of the whole run and of each phase of it.
+
+For a CPU there is no such figure: what a process holds in main memory is what its allocator has
+kept of all phases before.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bigtrain.run.reporting.metrics import GIB, memory_gib
+
+PHASES = ("forward", "backward", "compute", "optimizer", "save", "evaluation")
+"""`compute`: forward and backward passes of a pipeline, which take turns."""
+
+
+class PhaseMemory:
+    """Peaks of this rank so far. On CUDA it resets torch's own peak, so ask here for that.
+
+    Each `begin` asks the allocator and resets its peak, some 50 microseconds of the host; nothing
+    waits for the device, since memory is given out when the host asks for it.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._is_measuring = False
+        self._phase: str | None = None
+        self._peak = 0
+        self._by_phase: dict[str, int] = {}
+
+    def measure(self, wanted: bool) -> None:
+        """Whether the next phases count; those that do not cost nothing."""
+        if self._device_type == "cuda" and self._is_measuring and not wanted:
+            self.begin(None)
+        self._is_measuring = wanted
+
+    def begin(self, phase: str | None) -> None:
+        """A phase of `PHASES` begins, or what belongs to none."""
+        if self._device_type != "cuda" or not self._is_measuring:
+            return
+        peak = torch.cuda.max_memory_allocated()
+        self._peak = max(self._peak, peak)
+        if self._phase is not None:
+            self._by_phase[self._phase] = max(peak, self._by_phase.get(self._phase, 0))
+        torch.cuda.reset_peak_memory_stats()
+        self._phase = phase if phase in PHASES else None
+
+    def peak_gib(self) -> float:
+        """As `memory_gib`, whatever was reset."""
+        return max(self._peak / GIB, memory_gib(self._device_type))
+
+    def by_phase_gib(self) -> dict[str, float] | None:
+        """Peak of each phase that there has been, in GiB; None on a CPU."""
+        if self._device_type != "cuda":
+            return None
+        return {phase: peak / GIB for phase, peak in self._by_phase.items()}
