@@ -3,6 +3,7 @@ tensors at once in a training step, by torch's own profile of every allocation."
 
 from __future__ import annotations
 
+import bisect
 import gc
 import json
 import os
@@ -63,16 +64,24 @@ def _batches(config: RunConfig, accumulation: int) -> list[MicroBatch]:
 def _peak(seen: profile) -> dict[str, float]:
     """The most bytes live at once in the measured step, and those live before it.
 
-    By address: what another thread frees (gloo's) is not seen until its memory is given out again.
+    By address: what another thread frees (gloo's) is not seen until some of its memory is given out
+    again.
     """
     assert seen.profiler is not None
     results = seen.profiler.kineto_results
     step = next(event for event in results.events() if event.name() == _MARK)
     begin, end = step.start_ns(), step.start_ns() + step.duration_ns()
     live: dict[int, int] = {}
+    starts: list[int] = []  # of what lives, ascending
     now = most = resting = 0
     for when, address, size in sorted(_allocations(results.experimental_event_tree())):
-        now -= live.pop(address, 0)
+        first = bisect.bisect_left(starts, address)
+        if first and starts[first - 1] + live[starts[first - 1]] > address:
+            first -= 1
+        last = bisect.bisect_left(starts, address + max(size, 1))
+        for gone in starts[first:last]:
+            now -= live.pop(gone)
+        starts[first:last] = [address] if size > 0 else []
         if size > 0:
             live[address] = size
             now += size
