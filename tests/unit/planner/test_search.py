@@ -9,6 +9,7 @@ import pytest
 
 from bigtrain.planner.engines import engine_named
 from bigtrain.planner.hardware import find_device
+from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import DenseShape, closed_form
 from bigtrain.planner.plan_text import as_json, nothing_fits, plan_table
 from bigtrain.planner.search import Cluster, Request, search
@@ -90,6 +91,27 @@ def test_offload_is_tried_where_nothing_else_fits() -> None:
     rule, remedy = nothing_fits(others, cluster(8, "A100-80GB", host_memory=1e11))
     assert "main memory" in rule
     assert "--host-memory" in remedy
+
+
+def test_a_larger_micro_batch_is_no_reason_to_offload() -> None:
+    """A few percent that predictions cannot tell apart, against a host's memory and PCIe."""
+    fitting, others = search(
+        replace(REQUEST, model=LARGE, sequence_length=8192), cluster(64), ENGINE
+    )
+
+    def degrees(layout: Layout) -> tuple[int, ...]:
+        return (
+            layout.zero_stage,
+            layout.tensor_size,
+            layout.pipeline_size,
+            layout.sequence_size,
+        )
+
+    offloaded = {degrees(c.layout) for c in (*fitting, *others) if c.layout.offload_optimizer}
+    without = {degrees(c.layout) for c in fitting if not c.layout.offload_optimizer}
+    assert without
+    assert offloaded
+    assert not offloaded & without
 
 
 def test_nothing_fits_names_what_is_missing() -> None:
