@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from bigtrain.errors import ConfigError, OutputError, Problem
 
 if TYPE_CHECKING:
     from bigtrain.planner.hardware import Device as Accelerator
+    from bigtrain.planner.model_costs import ModelCosts
     from bigtrain.planner.search import Candidate, Cluster, Request
     from bigtrain.settings.compatibility.facts import Device
     from bigtrain.settings.run_config import RunConfig
@@ -120,10 +121,24 @@ def _calibrate(output: Path | None) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class Ranked:
+    """A run's layouts on a cluster: those that fit, fastest first, and the others. `remark`: what
+    has to be said of the model's costs, or nothing."""
+
+    config: RunConfig
+    cluster: Cluster
+    model: ModelCosts
+    remark: str
+    fitting: list[Candidate]
+    others: list[Candidate]
+
+
+def ranked_layouts(args: argparse.Namespace) -> Ranked:
+    """What the arguments ask to plan. Raises ConfigError where no layout fits."""
     from bigtrain.models.traced_costs import model_costs
     from bigtrain.planner.engines import engine_named
-    from bigtrain.planner.plan_text import as_json, nothing_fits, plan_table
+    from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import search
     from bigtrain.settings.loading import load_run_config
 
@@ -140,21 +155,28 @@ def _plan(args: argparse.Namespace) -> int:
     if not fitting:
         rule, remedy = nothing_fits(others, cluster)
         raise ConfigError(Problem("--gpus", args.gpus, rule, remedy))
+    return Ranked(config, cluster, model, remark, fitting, others)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from bigtrain.planner.plan_text import as_json, plan_table
+
+    plan = ranked_layouts(args)
     if args.json:
         tree = {
-            "device": cluster.device.name,
-            "num_devices": cluster.num_devices,
-            "model": {"num_parameters": model.num_parameters, "source": model.source},
-            "layouts": as_json([*fitting, *others], cluster),
+            "device": plan.cluster.device.name,
+            "num_devices": plan.cluster.num_devices,
+            "model": {"num_parameters": plan.model.num_parameters, "source": plan.model.source},
+            "layouts": as_json([*plan.fitting, *plan.others], plan.cluster),
         }
         print(json.dumps(tree, indent=1))
     else:
-        print(_heading(config, cluster, model, len(fitting), len(others)))
-        if remark:
-            print(f"the model's costs are {remark}")
-        print(plan_table(fitting, cluster, args.top))
+        print(_heading(plan))
+        if plan.remark:
+            print(f"the model's costs are {plan.remark}")
+        print(plan_table(plan.fitting, plan.cluster, args.top))
     if args.write is not None:
-        _write(args, config, cluster, fitting)
+        _write(args, plan.config, plan.cluster, plan.fitting)
     return 0
 
 
@@ -229,12 +251,12 @@ def _no_layout(config: RunConfig, cluster: Cluster) -> Problem:
     return Problem("--gpus", world, rule, remedy)
 
 
-def _heading(config: RunConfig, cluster: Cluster, model: Any, fitting: int, others: int) -> str:
-    batch = config.batch
+def _heading(plan: Ranked) -> str:
+    batch = plan.config.batch
     return (
-        f"{model.num_parameters / 1e9:.3g}B parameters on {cluster.num_devices} x "
-        f"{cluster.device.name}, {batch.samples_per_step} samples of {batch.sequence_length} "
-        f"tokens a step: {fitting} layouts fit, {others} do not"
+        f"{plan.model.num_parameters / 1e9:.3g}B parameters on {plan.cluster.num_devices} x "
+        f"{plan.cluster.device.name}, {batch.samples_per_step} samples of {batch.sequence_length} "
+        f"tokens a step: {len(plan.fitting)} layouts fit, {len(plan.others)} do not"
     )
 
 

@@ -16,7 +16,7 @@ from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.planner import model_costs as formats
 from bigtrain.planner.model_costs import ModelCosts, closed_form, dense_shape
 from bigtrain.settings.hf_config_keys import written_configuration
-from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.user_cache import builds, cache_get, cached, key_of, source_of
 
 KIND = "model_costs"
@@ -74,4 +74,12 @@ def _trace(config: RunConfig, hf_config: Any) -> ModelCosts:
     from bigtrain.models.meta_trace import trace_model
 
     dtype = getattr(torch, config.precision.dtype)
-    return trace_model(hf_config or load_hf_config(config.model), dtype)
+    if hf_config is not None:
+        return trace_model(hf_config, dtype)
+    section = config.model
+    # What ships with the recipes needs no network, and no leave to read a gated model.
+    values = written_configuration(section)
+    source = section.path or section.config
+    if values and isinstance(source, str) and not Path(source).exists():
+        section = ModelSection(config=values)
+    return trace_model(load_hf_config(section), dtype)

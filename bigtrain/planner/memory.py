@@ -171,8 +171,10 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, flo
         each = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
         return head + logits * each, 0.0
     # Logits, their logarithms, and the gradients of both; float32 but for 16-bit logits. Every
-    # tensor-parallel rank has them whole.
+    # tensor-parallel rank has them whole, beside its own columns and what came from the others.
     whole = logits * (model.element_bytes + 12.0)
+    if layout.tensor_size > 1:
+        whole += logits * model.element_bytes * (1 + 1 / layout.tensor_size)
     return head + whole, head + logits * model.element_bytes
 
 

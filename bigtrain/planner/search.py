@@ -1,12 +1,13 @@
 """All legal layouts of a run on a number of devices, each with what it takes, best first. Pure.
 
 What is legal is what a run would accept: the rules of `bigtrain.settings.compatibility`, the
-batch's arithmetic, the model's heads and layers. Offload is tried where a layout does not fit
-without, so that a table is not full of what nobody would choose.
+batch's arithmetic, the model's heads and layers. Offload is tried where no micro-batch of the same
+degrees fits without, so that a table is not full of what nobody would choose.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -84,21 +85,39 @@ def search(
     """Layouts that fit, fastest first, and those that do not, smallest first."""
     fitting: list[Candidate] = []
     others: list[Candidate] = []
+    roomy: set[tuple[int, int, int, int]] = set()
     for layout in _layouts(request, cluster.num_devices):
         recomputed = replace(layout, recompute="full")
         both = [assess(request.model, each, cluster, engine) for each in (layout, recomputed)]
         for candidate in both:
             (fitting if candidate.fits else others).append(candidate)
+        # Micro-batches of the same degrees ascend. A larger one that needs offload to fit saves
+        # less than predictions are wrong by: 4% of a 70B's step on 64 H100, where they miss by 6%.
+        degrees = (
+            layout.zero_stage,
+            layout.tensor_size,
+            layout.pipeline_size,
+            layout.sequence_size,
+        )
         if any(candidate.fits for candidate in both):
+            roomy.add(degrees)
+        if degrees in roomy:
             continue
         for offloaded in _offloaded(layout, request, cluster.num_devices):
             candidate = assess(request.model, offloaded, cluster, engine)
             (fitting if candidate.fits else others).append(candidate)
             if candidate.fits:
                 break
-    fitting.sort(key=lambda candidate: -candidate.tokens_per_second)
+    fitting.sort(key=_preference)
     others.sort(key=lambda candidate: candidate.memory.total)
     return fitting, others
+
+
+def _preference(candidate: Candidate) -> tuple[int, float, float]:
+    """Faster first; of those within a percent of each other, which no prediction tells apart, the
+    one that takes less memory."""
+    percents = round(math.log(candidate.tokens_per_second) * 100)
+    return -percents, candidate.memory.total, -candidate.tokens_per_second
 
 
 def assess(model: ModelCosts, layout: Layout, cluster: Cluster, engine: Engine) -> Candidate:

@@ -22,6 +22,7 @@ from typing import Any
 
 from bigtrain.errors import Problem
 from bigtrain.settings.run_config import ModelSection
+from bigtrain.system.shipped_files import published_configuration
 
 _JSON_TYPES: dict[str, type] = {
     "boolean": bool,
@@ -63,7 +64,7 @@ def key_table() -> Mapping[str, Any]:
 def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Problem]]:
     """The figures of the run's model, and everything wrong with what the run says of it.
 
-    Of a hub name, which may have to be fetched, nothing is known.
+    Of a hub name, which may have to be fetched, nothing is known but what ships with the recipes.
     """
     problems: list[Problem] = []
     written: Mapping[str, Any]
@@ -83,7 +84,8 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Pro
 
 
 def written_configuration(section: ModelSection) -> dict[str, Any]:
-    """What the run and its model's config.json say, as one; empty for a hub name."""
+    """What the run and its model's config.json say, as one; empty for a hub name
+    that no recipe has."""
     written = section.config if isinstance(section.config, dict) else _read(section)[1]
     return {**written, **section.overrides} if written else {}
 
@@ -93,6 +95,8 @@ def _read(section: ModelSection) -> tuple[str, Mapping[str, Any], list[Problem]]
     key = "model.path" if section.path is not None else "model.config"
     source = Path(str(section.path if section.path is not None else section.config))
     path = source / "config.json" if source.is_dir() else source
+    if not source.exists() and not source.is_absolute():
+        path = published_configuration(str(source))
     if not path.is_file() and not source.is_dir():
         return key, {}, []
     try:

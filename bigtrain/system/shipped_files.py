@@ -17,6 +17,11 @@ def recipes() -> Path:
     return checkout() / "bigtrain" / "recipes"
 
 
+def published_configuration(hub_name: str) -> Path:
+    """Where config.json of a hub's model would ship, for plans and checks without a network."""
+    return recipes() / "configs" / f"{hub_name.replace('/', '--')}.json"
+
+
 def ds_configs() -> Path:
     """``ds_configs/``, the DeepSpeed JSONs that ship."""
     return _beside("ds_configs")

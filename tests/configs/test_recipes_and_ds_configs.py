@@ -21,6 +21,8 @@ from bigtrain.settings.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DS_CONFIGS = deepspeed_config_names()
+# Of one process or two: what a recipe's layout is on its own hardware is tested in test_recipes.py.
+REPLICAS = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=1"]
 EXPECTED = {
     "zero0",
     "zero1",
@@ -78,7 +80,7 @@ def test_key_table_is_that_of_the_installed_deepspeed() -> None:
 def test_recipe_with_ds_config(recipe: str, name: str, world_size: int, dtype: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    config = load_run_config(recipe, [f"precision.dtype={dtype}"])
+    config = load_run_config(recipe, [*REPLICAS, f"precision.dtype={dtype}"])
     run, refusal = resolved_or_refused(config, world_size, name)
     if run is None:
         assert f"{name}.json: " in refusal
@@ -104,9 +106,7 @@ def test_recipe_with_ds_config(recipe: str, name: str, world_size: int, dtype: s
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_only_the_pipeline_configuration_is_refused_without_pipeline(recipe: str) -> None:
-    config = load_run_config(recipe)
-    if config.parallel.pipeline > 1:
-        pytest.skip("a recipe with pipeline stages")
+    config = load_run_config(recipe, REPLICAS)
     refused = []
     for name in DS_CONFIGS:
         run, refusal = resolved_or_refused(config, 1, name)

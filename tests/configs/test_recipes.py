@@ -1,0 +1,139 @@
+"""Each recipe is accepted, has the layout that the plan ranks first, and the model it names."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from bigtrain.cli import main
+from bigtrain.models.traced_costs import model_costs
+from bigtrain.settings.hf_config_keys import inspect_configuration
+from bigtrain.settings.loading import load_run_config, recipe_names
+from bigtrain.settings.run_config import ModelSection
+from bigtrain.system.shipped_files import published_configuration, recipes
+from tests.architecture.test_packaging import pins
+from tools.recipes import hardware_of, planned_recipes, settings_of, with_layout
+
+PLANNED = [path.stem for path in planned_recipes()]
+# As model cards and safetensors indices of the hub count them; GPT-2 with 47 rows of padding.
+PARAMETERS = {
+    "gpt2_124m": 124_439_808 + 47 * 768,
+    "llama3_1b": 1_235_814_400,
+    "llama3_8b": 8_030_261_248,
+    "qwen3_8b_continue": 8_190_735_360,
+    "chat_1b": 1_235_814_400,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "llama3_70b": 70_553_706_496,
+}
+
+
+def text_of(name: str) -> str:
+    return (recipes() / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def num_gpus(name: str) -> str:
+    return hardware_of(text_of(name))[1].partition("x")[0]
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # One for all tests of the file: a model is traced once.
+    shared = tmp_path_factory.getbasetemp() / "recipes-cache"
+    monkeypatch.setenv("BIGTRAIN_CACHE", str(shared))
+
+
+def test_all_but_the_quickstart_name_their_hardware() -> None:
+    assert sorted(PLANNED) == sorted(PARAMETERS)
+    assert set(recipe_names()) - set(PLANNED) == {"quickstart"}
+    for name in PLANNED:
+        assert hardware_of(text_of(name))[0] == name
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_it_says_for_whom_and_from_where(name: str) -> None:
+    head = text_of(name).partition("\nmodel:")[0]
+    assert head.startswith("# For those who ") or head.startswith("# For those with ")
+    assert re.search(r"^# Hyper-parameters: ", head, flags=re.M)
+    assert re.search(r"arXiv\s(# )?\d{4}\.\d{5}", head)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_its_layout_is_what_the_plan_ranks_first(name: str) -> None:
+    for package in ("torch", "transformers"):
+        if version(package).partition("+")[0] != pins()[package].partition("+")[0]:
+            pytest.skip(f"the figures are those of the pinned {package}")
+    text = text_of(name)
+    assert with_layout(text) == text, "python tools/recipes.py writes it anew"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (r"micro_batch_size: \d+", "micro_batch_size: 2"),
+        (r"deepspeed_config: \w+", "deepspeed_config: zero0"),
+        (r"gradient_checkpointing: \w+", "gradient_checkpointing: full"),
+        (r"parallel: .*", "parallel: {tensor: 2, pipeline: 1, sequence: 1}"),
+        (r"\d+,\d+ tokens/s/GPU", "999,000 tokens/s/GPU"),
+        (r"[\d.]+ GiB of", "1 GiB of"),
+    ],
+)
+def test_a_changed_layout_is_seen_and_put_right(wrong: str, right: str) -> None:
+    text = text_of("gpt2_124m")
+    changed = re.sub(wrong, right, text)
+    assert changed != text
+    assert with_layout(changed) == with_layout(text) != changed
+
+
+def test_a_changed_model_changes_the_layout() -> None:
+    """The block is what is planned, not what stood there."""
+    from bigtrain.cli import build_parser
+    from bigtrain.commands.plan import ranked_layouts
+
+    arguments = ["plan", "--config", "gpt2_124m", "--gpus", "8xH100-80GB"]
+    plain = ranked_layouts(build_parser("plan").parse_args(arguments)).fitting[0]
+    larger = [*arguments, "batch.sequence_length=512"]
+    other = ranked_layouts(build_parser("plan").parse_args(larger)).fitting[0]
+    assert plain.tokens_per_second != other.tokens_per_second
+    assert settings_of(plain)["deepspeed_config"].startswith("zero")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_plan_and_check_take_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = num_gpus(name) if name in PLANNED else "2"
+    assert main(["plan", "--config", name, "--gpus", f"{gpus}xH100-80GB", "--top", "1"]) == 0
+    assert "closed form" not in capsys.readouterr().out
+    assert main(["check", "--config", name, "--world-size", gpus]) == 0
+    degrees = load_run_config(name).parallel
+    replicas = int(gpus) // (degrees.tensor * degrees.pipeline * degrees.sequence)
+    assert f" x {replicas} data-parallel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_model_is_the_published_one(name: str) -> None:
+    costs, remark = model_costs(load_run_config(name))
+    assert remark == ""
+    assert costs.num_parameters == PARAMETERS[name]
+
+
+def test_configurations_ship_for_the_recipes_hub_names_and_no_others() -> None:
+    named = {load_run_config(name).model.path for name in PLANNED} - {None}
+    paths = {published_configuration(str(name)) for name in named}
+    assert paths == set((recipes() / "configs").glob("*.json"))
+
+
+def test_a_local_directory_wins_over_what_ships(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = ModelSection(path="Qwen/Qwen3-8B-Base")
+    assert inspect_configuration(section)[0].num_hidden_layers == 36
+    own = tmp_path / "Qwen/Qwen3-8B-Base"
+    own.mkdir(parents=True)
+    (own / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 5}')
+    monkeypatch.chdir(tmp_path)
+    assert inspect_configuration(section)[0].num_hidden_layers == 5
+    # Another hub name: nothing is known of it without a network.
+    assert inspect_configuration(ModelSection(path="Qwen/none"))[0].num_hidden_layers is None

@@ -1,0 +1,82 @@
+"""The recipes that `docs/howto/what_do_i_type.md` does not type are trained too, at a tiny size.
+
+Hub names are directories of these names in the folder where the runs start, as on that page.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.chats import CHATML, chat_tokenizer, unmarked
+from tests.support.worlds import ROOT
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+SHORT = [
+    "batch.sequence_length=64", "batch.global_tokens=2048", "batch.micro_batch_size=2",
+    "train.steps=3", "schedule.warmup_steps=1", "precision.dtype=float32", "evaluation.samples=4",
+]  # fmt: skip
+RUNS: dict[str, dict[str, Any]] = {
+    "gpt2_124m": {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4},
+    "llama3_1b": SIZES,
+    "qwen3_30b_a3b": {},
+    "llama3_70b": {},
+}
+
+
+def call(folder: Path, *words: str) -> str:
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+    }
+    result = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, f"{words}\n{result.stdout}\n{result.stderr}"
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+
+    folder = tmp_path_factory.mktemp("recipes")
+    (folder / "texts").mkdir()
+    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]:
+        (folder / "texts" / f"{source.stem}.txt").write_bytes(source.read_bytes())
+    tokenizer = chat_tokenizer(unmarked(CHATML))
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    for name, config in (
+        ("Qwen/Qwen3-30B-A3B-Base", Qwen3MoeConfig(**SIZES, **ids, **experts)),
+        ("meta-llama/Llama-3.1-70B", LlamaConfig(**SIZES, **ids)),
+    ):
+        tokenizer.save_pretrained(str(folder / name))
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        words = ("--input", "texts", "--tokenizer", name, "--held-out", "0.05")
+        call(folder, "bigtrain", "tokenize", *words, "--output", f"shards-{name[:4]}")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_it_trains_and_exports(folder: Path, name: str) -> None:
+    shards = "shards-Qwen" if name.startswith("qwen") else "shards-meta"
+    values = {**RUNS[name], **({"bos_token_id": 0, "eos_token_id": 0} if RUNS[name] else {})}
+    model = [f"model.config.{key}={value}" for key, value in values.items()]
+    program = str(ROOT / "bigtrain/train.py")
+    said = call(
+        folder, sys.executable, program, "--config", name, f"data.path={shards}", *SHORT, *model
+    )
+    assert "same logits" in said
+    assert (folder / "runs" / name / "hf/config.json").is_file()

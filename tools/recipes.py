@@ -1,0 +1,106 @@
+"""Write the layout that `bigtrain plan` ranks first into every recipe that names its hardware.
+
+A recipe asks for it with one comment, which stays::
+
+    # Layout: the first of `bigtrain plan --config NAME --gpus 8xH100-80GB`.
+
+What the plan says of it stands in the comment lines below, its settings in the keys of `KEYS`. With
+``--check`` nothing is written, and the exit code is 1 where a recipe is not what the plan says. Hub
+names are planned from ``bigtrain/recipes/configs/``: what each model's config.json says, in the
+names of transformers 5, without keys that change nothing. Runs read the hub's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from bigtrain.cli import build_parser
+from bigtrain.commands.plan import ranked_layouts
+from bigtrain.planner.search import Candidate, Cluster
+from bigtrain.system.shipped_files import recipes
+
+GIB = 2.0**30
+ASKS = re.compile(
+    r"^# Layout: the first of `bigtrain plan --config (\S+) --gpus (\S+)`\.\n((?:# .*\n)*)", re.M
+)
+KEYS = ("micro_batch_size", "gradient_checkpointing", "parallel", "deepspeed_config")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare only; exit 1 on a difference")
+    check = parser.parse_args().check
+    same = True
+    for path in planned_recipes():
+        text = path.read_text(encoding="utf-8")
+        planned = with_layout(text)
+        if planned == text:
+            print(f"{path}: up to date")
+        elif check:
+            same = False
+            print(f"{path}: differs; run tools/recipes.py")
+        else:
+            path.write_text(planned, encoding="utf-8")
+            print(f"wrote {path}")
+    return 0 if same else 1
+
+
+def planned_recipes() -> list[Path]:
+    """The recipes that name their hardware."""
+    return [
+        path
+        for path in sorted(recipes().glob("*.yaml"))
+        if ASKS.search(path.read_text(encoding="utf-8"))
+    ]
+
+
+def hardware_of(text: str) -> tuple[str, str]:
+    """The recipe's name and its devices, as a recipe's text has them: ``8xH100-80GB``."""
+    found = ASKS.search(text)
+    assert found is not None
+    return found[1], found[2]
+
+
+def with_layout(text: str) -> str:
+    """A recipe's text with what the plan says now."""
+    name, gpus = hardware_of(text)
+    arguments = ["plan", "--config", name, "--gpus", gpus]
+    plan = ranked_layouts(build_parser("plan").parse_args(arguments))
+    best = plan.fitting[0]
+    asks = f"# Layout: the first of `bigtrain plan --config {name} --gpus {gpus}`.\n"
+    text = ASKS.sub(lambda _: asks + prediction(best, plan.cluster), text, count=1)
+    for key, value in settings_of(best).items():
+        text, changed = re.subn(rf"^( *{key}:).*$", rf"\1 {value}", text, flags=re.M)
+        assert changed == 1, f"{name}: {key} stands there {changed} times"
+    return text
+
+
+def prediction(best: Candidate, cluster: Cluster) -> str:
+    """Comment lines on a layout. Three digits: predictions know no more."""
+    rate = float(f"{best.tokens_per_second / cluster.num_devices:.3g}")
+    memory, usable = best.memory.total / GIB, cluster.usable_memory / GIB
+    return (
+        f"# {best.layout.describe()}\n"
+        f"# predicted, not measured: {memory:.3g} GiB of {usable:.3g} on the fullest GPU, "
+        f"{rate:,.0f} tokens/s/GPU\n"
+    )
+
+
+def settings_of(best: Candidate) -> dict[str, str]:
+    """The layout as values of `KEYS`. A JSON of ds_configs/ has no layout that moves the optimizer
+    alone under ZeRO 3; no recipe is ranked so."""
+    layout = best.layout
+    assert not layout.offload_optimizer
+    degrees = (
+        f"{{tensor: {layout.tensor_size}, pipeline: {layout.pipeline_size}, "
+        f"sequence: {layout.sequence_size}}}"
+    )
+    values = (str(layout.micro_batch_size), layout.recompute, degrees, f"zero{layout.zero_stage}")
+    return dict(zip(KEYS, values, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
