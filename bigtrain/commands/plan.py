@@ -14,6 +14,7 @@ from bigtrain.errors import ConfigError, OutputError, Problem
 
 if TYPE_CHECKING:
     from bigtrain.planner.hardware import Device as Accelerator
+    from bigtrain.planner.layout import Layout
     from bigtrain.planner.model_costs import ModelCosts
     from bigtrain.planner.search import Candidate, Cluster, Request
     from bigtrain.settings.compatibility.facts import Device
@@ -269,6 +270,23 @@ def _deepspeed_json(zero_stage: int, offload: str) -> dict[str, Any]:
     return read_deepspeed_config(find_deepspeed_config(f"zero{zero_stage}{offload}"))
 
 
+def run_and_engine(config: RunConfig, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run YAML and the DeepSpeed JSON of `config` in another layout, as trees."""
+    raw = _deepspeed_json(layout.zero_stage, "_offload" if layout.offload_optimizer else "")
+    if layout.offload_optimizer and not layout.offload_parameters:
+        raw["zero_optimization"].pop("offload_param", None)
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    parallel = {
+        "tensor": layout.tensor_size,
+        "pipeline": layout.pipeline_size,
+        "sequence": layout.sequence_size,
+    }
+    tree["parallel"] = {name: degree for name, degree in parallel.items() if degree > 1}
+    tree["batch"]["micro_batch_size"] = layout.micro_batch_size
+    tree["model"]["gradient_checkpointing"] = layout.recompute
+    return tree, raw
+
+
 def _write(
     args: argparse.Namespace, config: RunConfig, cluster: Cluster, fitting: list[Candidate]
 ) -> None:
@@ -281,20 +299,8 @@ def _write(
     if args.choose > len(fitting):
         rule = f"there are {len(fitting)} layouts that fit"
         raise ConfigError(Problem("--choose", args.choose, rule, f"1 to {len(fitting)}"))
-    layout = fitting[args.choose - 1].layout
-    raw = _deepspeed_json(layout.zero_stage, "_offload" if layout.offload_optimizer else "")
-    if layout.offload_optimizer and not layout.offload_parameters:
-        raw["zero_optimization"].pop("offload_param", None)
+    tree, raw = run_and_engine(config, fitting[args.choose - 1].layout)
     json_path, yaml_path = args.write / "deepspeed.json", args.write / "run.yaml"
-    tree = config.model_dump(mode="json", exclude_unset=True)
-    parallel = {
-        "tensor": layout.tensor_size,
-        "pipeline": layout.pipeline_size,
-        "sequence": layout.sequence_size,
-    }
-    tree["parallel"] = {name: degree for name, degree in parallel.items() if degree > 1}
-    tree["batch"]["micro_batch_size"] = layout.micro_batch_size
-    tree["model"]["gradient_checkpointing"] = layout.recompute
     tree.setdefault("engine", {})["deepspeed_config"] = str(json_path)
     try:
         args.write.mkdir(parents=True, exist_ok=True)
