@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import yaml
 
-from bigtrain.errors import ConfigError, Problem
+from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.settings.compatibility.check import Device
 from bigtrain.settings.resolve import ResolvedRun, resolve_run_files
 
@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also refuse what this kind of device cannot do (default: not known)",
     )
     parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="predict time and memory on this device (H100-80GB, say), and refuse what cannot fit",
+    )
+    parser.add_argument(
         "--show",
         metavar="SECTION.KEY",
         help="print only this setting of the run, for scripts (output.directory, say)",
@@ -39,12 +44,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the resolved run. Raises ConfigError with every problem found."""
+    """Print the resolved run and what it is predicted to take. Raises ConfigError with every problem
+    found, LaunchError where it cannot fit `--gpu`."""
+    kind = "cuda" if args.gpu is not None and args.device is None else args.device
     resolved = resolve_run_files(
-        args.config, args.overrides, args.world_size, args.deepspeed_config, args.device
+        args.config, args.overrides, args.world_size, args.deepspeed_config, kind
     )
-    print(describe(resolved) if args.show is None else setting(resolved, args.show))
+    if args.show is not None:
+        print(setting(resolved, args.show))
+        return 0
+    predicted = prediction(resolved, args.gpu)
+    print(describe(resolved))
+    print(*(f"# {line}" for line in predicted), sep="\n")
     return 0
+
+
+def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
+    """What the run is predicted to take, in lines. Without `gpu` no torch is imported: the model's
+    costs are those of an earlier trace, or of a closed form. Raises LaunchError where the run
+    cannot fit `gpu`, ConfigError where that is unknown."""
+    from bigtrain.models.traced_costs import model_costs
+    from bigtrain.planner.hardware import find_device
+    from bigtrain.planner.run_layout import usual_chunk
+    from bigtrain.planner.run_prediction import predict_run, refuse_too_large
+
+    device = None if gpu is None else find_device(gpu, "--gpu")
+    try:
+        model, remark = model_costs(resolved.config, traces=gpu is not None)
+    except (ConfigError, ModelError) as error:
+        reason = " ".join(str(error).split())
+        return [f"no prediction: {reason}" + ("" if gpu else " -> --gpu NAME traces the model")]
+    section, plan = resolved.config.model, resolved.plan
+    tokens = plan.micro_batch_size * resolved.config.batch.sequence_length
+    tokens //= resolved.topology.sequence_size
+    chunk = usual_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
+    found = predict_run(resolved, model, chunk, device)
+    lines = [found.line()]
+    if remark:
+        lines.append("the model's costs are " + remark)
+    if device is not None:
+        refuses = resolved.config.engine.refuse_too_large
+        lines.append(refuse_too_large(found, device.memory_bytes, refuses=refuses))
+    return [line for line in lines if line]
 
 
 def setting(resolved: ResolvedRun, key: str) -> str:

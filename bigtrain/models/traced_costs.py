@@ -22,9 +22,11 @@ from bigtrain.system.user_cache import builds, cache_get, cached, key_of, source
 KIND = "model_costs"
 
 
-def model_costs(config: RunConfig, hf_config: Any = None) -> tuple[ModelCosts, str]:
+def model_costs(
+    config: RunConfig, hf_config: Any = None, *, traces: bool = True
+) -> tuple[ModelCosts, str]:
     """Costs of the run's model, and what has to be said of them, or nothing. `hf_config` is its
-    configuration where that has been loaded already.
+    configuration where that has been loaded already. Without `traces`, no torch is imported.
 
     Raises ConfigError or ModelError where the model is not known, or is neither traceable nor
     dense.
@@ -37,6 +39,8 @@ def model_costs(config: RunConfig, hf_config: Any = None) -> tuple[ModelCosts, s
             with suppress(KeyError, TypeError):
                 return ModelCosts.from_json(found), ""
     try:
+        if not traces:
+            raise ModelError("not asked for")
         if key is None:
             return _trace(config, hf_config), ""
         kept = cached(KIND, key, lambda: _trace(config, hf_config).to_json())

@@ -81,16 +81,16 @@ def device_names() -> list[str]:
     return list(_table()["devices"])
 
 
-def find_device(name: str) -> Device:
+def find_device(name: str, option: str = "--gpus") -> Device:
     """The device called `name`, in any case, with or without separators; of a family ("A100") its
-    common member. Raises ConfigError that tells the nearest names."""
+    common member. Raises ConfigError of `option` that tells the nearest names."""
     entry = _find(name)
     if entry is None:
         known = device_names()
         close = difflib.get_close_matches(name.upper(), known, n=3, cutoff=0.3)
         remedy = f"did you mean {' or '.join(close)}? " if close else ""
         remedy += f"known: {', '.join(known)}; or measure one with bigtrain plan --calibrate"
-        raise ConfigError(Problem("--gpus", name, "no such device in the hardware tables", remedy))
+        raise ConfigError(Problem(option, name, "no such device in the hardware tables", remedy))
     return _device(entry, _table()["devices"][entry])
 
 

@@ -37,3 +37,18 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
         gather_bucket_elements=int(zero.get("allgather_bucket_size", 500_000_000)),
         overlap_communication=zero.get("overlap_comm") is True,
     )
+
+
+LOGITS_BYTES = 256 * 2**20
+"""Float32 logits above which `model.loss: auto` computes them in chunks (`loss_chunk_tokens`)."""
+
+
+def usual_chunk(
+    loss: str, loss_chunk_tokens: int | None, vocabulary_size: int, num_tokens: int
+) -> int | None:
+    """Tokens whose logits exist at a time of the `num_tokens` of a rank's micro-batch, as a run
+    would decide it; None where they all do."""
+    if loss == "plain":
+        return None
+    chunk = loss_chunk_tokens or max(1, LOGITS_BYTES // (4 * vocabulary_size))
+    return chunk if num_tokens > chunk else None

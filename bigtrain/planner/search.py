@@ -16,12 +16,10 @@ from bigtrain.planner.hardware import Device
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory import MemoryUse, peak_memory
 from bigtrain.planner.model_costs import ModelCosts
+from bigtrain.planner.run_layout import usual_chunk
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.settings.compatibility.check import check_compatibility
 from bigtrain.settings.compatibility.facts import Facts
-
-LOGITS_BYTES = 256 * 2**20
-"""Float32 logits above which `model.loss: auto` computes them in chunks (`loss_chunk_tokens`)."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,12 @@ def _layouts(request: Request, world_size: int) -> Iterator[Layout]:
                     micro_batch_size=micro,
                     num_accumulation=accumulation,
                     sequence_length=request.sequence_length,
-                    loss_chunk_tokens=_chunk(request, micro * request.sequence_length // s),
+                    loss_chunk_tokens=usual_chunk(
+                        request.loss,
+                        request.loss_chunk_tokens,
+                        request.model.vocabulary_size,
+                        micro * request.sequence_length // s,
+                    ),
                     parameter_bytes=request.parameter_bytes,
                     gradient_bytes=request.gradient_bytes,
                     reduce_bucket_elements=request.bucket_elements,
@@ -199,14 +202,6 @@ def _offloaded(layout: Layout, request: Request, world_size: int) -> Iterator[La
         facts = replace(facts, offload_param="cpu")
         if is_legal(facts, 3, world_size, *degrees):
             yield replace(full, offload_optimizer=True, offload_parameters=True)
-
-
-def _chunk(request: Request, tokens: int) -> int | None:
-    """Tokens whose logits exist at a time, as the run decides it."""
-    if request.loss == "plain":
-        return None
-    chunk = request.loss_chunk_tokens or max(1, LOGITS_BYTES // (4 * request.model.vocabulary_size))
-    return chunk if tokens > chunk else None
 
 
 def _divisors(number: int) -> list[int]:

@@ -26,7 +26,7 @@ from bigtrain.planner.flops import (
     model_shape,
     peak_flops_per_second,
 )
-from bigtrain.run.diagnostics.prediction import RunPrediction
+from bigtrain.planner.run_prediction import RunPrediction
 from bigtrain.run.health import fencing
 from bigtrain.run.health.heartbeat import Heartbeat
 from bigtrain.run.health.watchdog import Watchdog

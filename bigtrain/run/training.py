@@ -14,11 +14,12 @@ from bigtrain.errors import EXIT_STOPPED, ModelError
 from bigtrain.models.equivalence.once import KIND, trial_key
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
 from bigtrain.models.weights.import_hf import Weights
+from bigtrain.planner.run_prediction import RunPrediction, refuse_too_large
 from bigtrain.run.checkpointing.initialize import WeightsSource, weights_source
 from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
 from bigtrain.run.data_verification import verify_data
-from bigtrain.run.diagnostics.prediction import RunPrediction, predict, refuse_too_large
+from bigtrain.run.diagnostics.prediction import predict
 from bigtrain.run.evaluation.held_out import Evaluator
 from bigtrain.run.finish import finish, is_complete, stop_early
 from bigtrain.run.loop import train

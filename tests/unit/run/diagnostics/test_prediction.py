@@ -11,7 +11,8 @@ import torch
 from bigtrain.errors import LaunchError
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.layers.loss_plan import LossPlan
-from bigtrain.run.diagnostics.prediction import RunPrediction, predict, refuse_too_large
+from bigtrain.planner.run_prediction import RunPrediction, refuse_too_large
+from bigtrain.run.diagnostics.prediction import predict
 from bigtrain.settings.resolve import resolve_run_files
 
 PLAIN = LossPlan("plain", 1024, "")
