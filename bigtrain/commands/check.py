@@ -44,9 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the resolved run and what it is predicted to take. Raises ConfigError with every problem
+    """Print the resolved run and what it is predicted to take. Raises ConfigError with all problems
     found, LaunchError where it cannot fit `--gpu`."""
-    kind = "cuda" if args.gpu is not None and args.device is None else args.device
+    kind: Device | None = args.device
+    if kind is None and args.gpu is not None:
+        kind = "cuda"
     resolved = resolve_run_files(
         args.config, args.overrides, args.world_size, args.deepspeed_config, kind
     )

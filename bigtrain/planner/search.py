@@ -7,8 +7,9 @@ degrees fits without, so that a table is not full of what nobody would choose.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bigtrain.planner.engines import Engine
@@ -45,13 +46,23 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its costs. `tokens_per_second` of the whole run."""
+    """A layout with its costs. Its time is worked out when it is asked for: of thousands of layouts
+    most do not fit, and nobody asks how fast they would be."""
 
     layout: Layout
     memory: MemoryUse
-    time: StepTime
-    tokens_per_second: float
     fits: bool
+    _time: Callable[[], StepTime]
+
+    @functools.cached_property
+    def time(self) -> StepTime:
+        """Of a step."""
+        return self._time()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole run."""
+        return self.layout.global_batch_size * self.layout.sequence_length / self.time.total
 
     @property
     def limit(self) -> str:
@@ -121,10 +132,9 @@ def _preference(candidate: Candidate) -> tuple[int, float, float]:
 def assess(model: ModelCosts, layout: Layout, cluster: Cluster, engine: Engine) -> Candidate:
     """Memory and time of one layout."""
     memory = peak_memory(model, layout, engine)
-    time = step_time(model, layout, cluster.device, engine)
-    tokens = layout.global_batch_size * layout.sequence_length / time.total
     fits = memory.total <= cluster.usable_memory and memory.host <= cluster.host_memory_per_rank
-    return Candidate(layout, memory, time, tokens, fits)
+    time = functools.partial(step_time, model, layout, cluster.device, engine)
+    return Candidate(layout, memory, fits, time)
 
 
 def _layouts(request: Request, world_size: int) -> Iterator[Layout]:
