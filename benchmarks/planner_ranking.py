@@ -21,8 +21,8 @@ if __name__ == "__main__":
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.planner_memory import COMMON, GATED
+from bigtrain.cli import main as main_command
 from bigtrain.commands.plan import ranked_layouts, run_and_engine
-from bigtrain.engine.calibration import calibrate, write_calibration
 from bigtrain.launchers.local_world import run_local_world
 from bigtrain.planner.search import Candidate
 
@@ -118,7 +118,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         hardware = args.hardware or Path(name) / "calibration.json"
         if args.hardware is None:
-            write_calibration(calibrate(print), hardware)
+            main_command(["plan", "--calibrate", "--output", str(hardware)])
         places = []
         for model, values in MODELS.items():
             if args.only not in model:

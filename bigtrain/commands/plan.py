@@ -13,6 +13,7 @@ from bigtrain.commands.arguments import add_count, positive_int, size
 from bigtrain.errors import ConfigError, OutputError, Problem
 
 if TYPE_CHECKING:
+    from bigtrain.planner.engines import MeasuredEngine
     from bigtrain.planner.hardware import Device as Accelerator
     from bigtrain.planner.layout import Layout
     from bigtrain.planner.model_costs import ModelCosts
@@ -107,7 +108,9 @@ def _evaluate(path: Path, output: Path | None) -> int:
 
 
 def _calibrate(output: Path | None) -> int:
-    from bigtrain.engine.calibration import calibrate, write_calibration
+    from bigtrain.engine.calibration import calibrate
+    from bigtrain.engine.engine_calibration import measure_engine
+    from bigtrain.planner.calibration_file import write_calibration
 
     if output is None:
         raise ConfigError(Problem("--output", None, "is needed for --calibrate", "name a file"))
@@ -116,7 +119,12 @@ def _calibrate(output: Path | None) -> int:
     except OSError as error:
         raise OutputError(f"--output = {output}: cannot be written: {error}") from error
     device = calibrate(print)
-    write_calibration(device, output)
+    engine = measure_engine() if device.is_cpu else None
+    if engine is not None:
+        per = ", ".join(f"ZeRO {zero}: {costs.step * 1e9:.2g} + {costs.step_exchange * 1e9:.2g}"
+                        for zero, costs in engine.zero.items())  # fmt: skip
+        print(f"DeepSpeed, ns of a step by parameter byte, alone + with another process: {per}")
+    write_calibration(device, engine, output)
     devices = f"{device.devices_per_node}x{'CPU' if device.is_cpu else device.name}"
     print(f"wrote {output}; bigtrain plan --hardware {output} --gpus {devices} uses it")
     return 0
@@ -143,13 +151,13 @@ def ranked_layouts(args: argparse.Namespace) -> Ranked:
     from bigtrain.planner.search import search
     from bigtrain.settings.loading import load_run_config
 
-    cluster = _cluster(args)
+    cluster, measured = _cluster(args)
     config = load_run_config(args.config, args.overrides)
     model, remark = model_costs(config)
     request = _request(config, cluster, model)
     engine = engine_named("deepspeed")
-    if cluster.device.is_cpu:  # no driver's context, and the smallest operation was measured whole
-        engine = replace(engine, context_bytes=0.0, kernel_host_seconds=0.0)
+    if measured is not None:
+        engine = engine.with_measured(measured)
     fitting, others = search(request, cluster, engine)
     if not fitting and not others:
         raise ConfigError(_no_layout(config, cluster))
@@ -181,8 +189,9 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cluster(args: argparse.Namespace) -> Cluster:
-    from bigtrain.planner.hardware import find_device, load_calibration, with_network
+def _cluster(args: argparse.Namespace) -> tuple[Cluster, MeasuredEngine | None]:
+    from bigtrain.planner.calibration_file import load_calibration
+    from bigtrain.planner.hardware import find_device, with_network
     from bigtrain.planner.search import Cluster
 
     found = re.fullmatch(r"\s*(\d+)\s*x\s*(\S.*?)\s*", args.gpus)
@@ -191,7 +200,11 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         raise ConfigError(Problem("--gpus", args.gpus, rule, "write 64xH100-80GB, say"))
     number, name = int(found.group(1)), found.group(2)
     device: Accelerator
-    device = load_calibration(args.hardware) if args.hardware else find_device(name)
+    measured: MeasuredEngine | None = None
+    if args.hardware:
+        device, measured = load_calibration(args.hardware)
+    else:
+        device = find_device(name)
     if args.nodes_of is not None:
         device = replace(device, devices_per_node=args.nodes_of)
     per_node = device.devices_per_node
@@ -202,7 +215,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         raise ConfigError(Problem("--gpus", number, rule, remedy))
     if args.network is not None:
         device = with_network(device, args.network)
-    return Cluster(device, number, float(args.host_memory or 10**12))
+    return Cluster(device, number, float(args.host_memory or 10**12)), measured
 
 
 def _bits(text: str) -> float:

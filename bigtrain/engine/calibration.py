@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +79,6 @@ def _measure(device: torch.device, say: Callable[[str], None]) -> Device:
         float32_flops=peak if is_cpu else _product(device, _LARGE["cuda"] // 2, torch.float32),
         is_cpu=is_cpu,
     )  # fmt: skip
-
-
-def write_calibration(device: Device, path: Path) -> None:
-    """As `bigtrain.planner.hardware.load_calibration` reads it. Raises OSError."""
-    path.write_text(json.dumps({"device": asdict(device)}, indent=1) + "\n", encoding="utf-8")
 
 
 def _sizes(device: torch.device) -> tuple[int, ...]:

@@ -5,10 +5,40 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bigtrain.planner.hardware import TABLES
+from bigtrain.planner.layout import Layout
+
+
+@dataclass(frozen=True)
+class ZeroCosts:
+    """Seconds that an engine takes for each byte of a rank's parameters under a ZeRO stage: of a
+    micro-batch and of a step, and how much more of both with the exchange between two ranks."""
+
+    micro_batch: float
+    step: float
+    micro_batch_exchange: float
+    step_exchange: float
+
+
+@dataclass(frozen=True)
+class MeasuredEngine:
+    """What ``bigtrain plan --calibrate`` found an engine to cost on a machine's CPUs, where nothing
+    hides it: seconds of an operation, of a parameter's hooks under ZeRO 3, and by ZeRO stage."""
+
+    kernel_host_seconds: float
+    parameter_host_seconds: float
+    zero: Mapping[int, ZeroCosts]
+
+    def seconds(self, layout: Layout, num_bytes: float) -> tuple[float, float]:
+        """Of a step of `layout` whose ranks hold `num_bytes` of parameters: the engine's own, and
+        what the exchange between the ranks adds, as a ring's bytes grow with its size."""
+        costs, m, n = self.zero[layout.zero_stage], layout.num_accumulation, layout.partition_size
+        own = (m * costs.micro_batch + costs.step) * num_bytes
+        exchange = (m * costs.micro_batch_exchange + costs.step_exchange) * num_bytes
+        return own, exchange * 2 * (n - 1) / n
 
 
 @dataclass(frozen=True)
@@ -28,7 +58,8 @@ class Engine:
     name; `logit_bytes_cut`, `logit_bytes_whole`: kept of each logit, divided by tensor parallelism
     or not. `context_bytes`, `reserved`: what the device holds beside tensors, and how much more the
     allocator reserves than it gives out. `is_deepspeed`: keeps what DeepSpeed 0.19.8 keeps
-    (`bigtrain.planner.memory`), as bigtrain runs it.
+    (`bigtrain.planner.memory`), as bigtrain runs it. `measured`: what takes the place of the
+    optimizer's and the data-parallel exchange's formulas, on CPUs.
     """
 
     name: str
@@ -53,6 +84,19 @@ class Engine:
     has_buckets: bool = True
     balances_stages: bool = False
     is_deepspeed: bool = False
+    measured: MeasuredEngine | None = None
+
+    def with_measured(self, found: MeasuredEngine) -> Engine:
+        """This engine on the CPUs that `found` was measured on: no driver's context, and a host
+        that does the device's work too, so that their seconds add up."""
+        return replace(
+            self,
+            context_bytes=0.0,
+            kernel_host_seconds=found.kernel_host_seconds,
+            parameter_host_seconds=found.parameter_host_seconds,
+            launch_overlap=1.0,
+            measured=found,
+        )
 
 
 @functools.cache

@@ -117,22 +117,6 @@ def _device(name: str, figures: Mapping[str, Any]) -> Device:
     return Device(name=name, reach=reach, **value)
 
 
-def load_calibration(path: Path) -> Device:
-    """The device that ``bigtrain plan --calibrate`` measured. Raises ConfigError."""
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        return Device(**{**tree["device"], "reach": Reach(**tree["device"]["reach"])})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            Problem(
-                "--hardware",
-                str(path),
-                f"is no calibration ({error!r})",
-                "write one with bigtrain plan --calibrate",
-            )
-        ) from error
-
-
 def with_network(device: Device, bits_per_second: float) -> Device:
     """`device` with its share of the network's bandwidth changed."""
     return replace(device, network_bandwidth=bits_per_second / 8)

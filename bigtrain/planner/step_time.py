@@ -192,8 +192,13 @@ def _pipeline(
     virtual = layout.num_virtual_stages
     others = sum(stage.total for stage in stages) - pace.total
     bubble = others / virtual + 2 * send * (layout.pipeline_size - 1)
-    data = _gradients(ranges[slowest], model, layout, device, engine, groups, pace)
     optimizer, offload = _optimizer(ranges[slowest], model, layout, device, engine)
+    if engine.measured is None or layout.offload_optimizer:
+        data = _gradients(ranges[slowest], model, layout, device, engine, groups, pace)
+    else:
+        held, _ = stage_parameters(ranges[slowest], model, layout)
+        size = held * layout.parameter_bytes
+        optimizer, data = engine.measured.seconds(layout, size)
     communication = {
         "tensor": m * pace.tensor,
         "sequence": m * pace.sequence,
@@ -266,7 +271,7 @@ def _layer(
         host += layer.num_tensors * engine.parameter_host_seconds / 3
     forward.host = _excess(forward.device, host, engine.launch_overlap)
     backward.host = _excess(backward.device, repeated * host, engine.launch_overlap)
-    if layout.zero_stage == 3:
+    if layout.zero_stage == 3 and engine.measured is None:
         _partitioned(layer, layout, device, engine, groups, forward, backward)
     forward.add(backward)
     return forward

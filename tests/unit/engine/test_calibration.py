@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from bigtrain.cli import main
-from bigtrain.engine import calibration
-from bigtrain.planner.hardware import load_calibration
+from bigtrain.engine import calibration, engine_calibration
+from bigtrain.planner.calibration_file import load_calibration
+from bigtrain.planner.engines import MeasuredEngine, ZeroCosts
 
 
 @pytest.fixture
@@ -18,6 +19,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_LARGE", {"cpu": 128, "cuda": 128})
     monkeypatch.setattr(calibration, "_MIB", 2**14)
     monkeypatch.setattr(calibration.torch.cuda, "is_available", lambda: False)
+    # Twenty engines in two worlds: `test_the_engine_is_measured`.
+    costs = {zero: ZeroCosts(1e-9, 2e-9, 3e-10, 1e-9 * (zero + 1)) for zero in range(4)}
+    engine = MeasuredEngine(1e-5, 1e-4, costs)
+    monkeypatch.setattr(engine_calibration, "measure_engine", lambda: engine)
 
 
 def test_what_is_measured_is_what_is_planned_with(
@@ -26,8 +31,9 @@ def test_what_is_measured_is_what_is_planned_with(
     path = tmp_path / "this.json"
     assert main(["plan", "--calibrate", "--output", str(path)]) == 0
     assert f"--hardware {path}" in capsys.readouterr().out
-    device = load_calibration(path)
+    device, engine = load_calibration(path)
     assert device.is_cpu
+    assert engine == engine_calibration.measure_engine()
     for name in ("peak_flops", "memory_bandwidth", "link_bandwidth", "host_memory_bandwidth"):
         assert 1e6 < getattr(device, name) < 1e15, name
     assert 0 < device.reach.attention < 10
@@ -50,3 +56,17 @@ def test_a_calibration_needs_a_place(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "--output: is needed for --calibrate" in capsys.readouterr().err
     assert main(["plan", "--calibrate", "--output", str(tmp_path / "no" / "x.json")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_engine_is_measured() -> None:
+    found = engine_calibration.measure_engine()
+    assert 1e-7 < found.kernel_host_seconds < 1e-2
+    assert 0 < found.parameter_host_seconds < 0.1
+    assert sorted(found.zero) == [0, 1, 2, 3]
+    for stage, costs in found.zero.items():
+        parts = (costs.micro_batch, costs.step, costs.micro_batch_exchange, costs.step_exchange)
+        assert all(0 <= part < 1e-6 for part in parts), stage
+        assert sum(parts) > 1e-11, stage
+    # What ZeRO 2 and 3 exchange with every micro-batch, ZeRO 0 does once in a step.
+    assert found.zero[2].micro_batch_exchange > found.zero[0].micro_batch_exchange

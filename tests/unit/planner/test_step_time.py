@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bigtrain.planner.communication import Group, place
-from bigtrain.planner.engines import engine_named
+from bigtrain.planner.engines import MeasuredEngine, ZeroCosts, engine_named
 from bigtrain.planner.hardware import Reach, find_device
 from bigtrain.planner.kernels import attention_seconds, matmul_seconds
 from bigtrain.planner.layout import Layout
@@ -131,3 +131,20 @@ def test_stages_hold_every_layer_once(num_stages: int) -> None:
         ranges = stage_layers(MODEL, num_stages, balanced=balanced)
         assert [layer for stage in ranges for layer in stage] == list(range(8))
         assert len(ranges) == num_stages
+
+
+def test_a_measured_engine_takes_the_place_of_formulas() -> None:
+    """A step of ZeRO 2 over four ranks: the engine's own seconds once, a ring's 3/2 of a pair's."""
+    costs = {zero: ZeroCosts(1e-9, 2e-9, 3e-9, 4e-9) for zero in range(4)}
+    engine = ENGINE.with_measured(MeasuredEngine(0.0, 0.0, costs))
+    layout = Layout(4, sequence_length=2048, zero_stage=2, num_accumulation=5, parameter_bytes=4)
+    time = step_time(MODEL, layout, A100, engine)
+    size = 4 * MODEL.num_parameters
+    assert time.optimizer == pytest.approx(size * (5 * 1e-9 + 2e-9))
+    assert time.communication["data"] == pytest.approx(size * (5 * 3e-9 + 4e-9) * 3 / 2)
+    alone = step_time(MODEL, replace(layout, data_size=1), A100, engine)
+    assert not alone.communication
+    # Nothing hides the host: what operations take to launch is added.
+    slow = ENGINE.with_measured(MeasuredEngine(1e-3, 0.0, costs))
+    launched = 3 * sum(MODEL.kinds[kind].num_kernels for kind in MODEL.layers) * 1e-3
+    assert step_time(MODEL, layout, A100, slow).host == pytest.approx(5 * launched)

@@ -1,0 +1,159 @@
+"""What DeepSpeed itself costs on this machine's CPUs: real engines of two small models, timed.
+
+A GPU's host runs ahead of it, and what the engine moves is hidden behind products; on CPUs all of
+it adds up, and decides between layouts. Two models, on one process and on two: a wide one, where
+almost all time goes into moving gradients and parameters, and a deep one of tiny layers, where it
+goes into launching operations and into ZeRO 3's hooks.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.engine.build import build_engine
+from bigtrain.engine.startup.mesh import open_mesh
+from bigtrain.engine.startup.process_group import process_group
+from bigtrain.errors import LaunchError
+from bigtrain.launchers.local_world import run_local_world
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.equivalence.model_plan import choose
+from bigtrain.models.meta_trace import trace_model
+from bigtrain.planner.engines import MeasuredEngine, ZeroCosts
+from bigtrain.planner.model_costs import ModelCosts
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.processes import leave
+from bigtrain.system.world import World, read_world
+
+_TOKENS = 8
+_STEPS = 10
+_ACCUMULATIONS = (1, 4)
+_SHAPE = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4,
+          "max_position_embeddings": 64}  # fmt: skip
+_WIDE = {**_SHAPE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1,
+         "vocab_size": 2048}  # fmt: skip
+_DEEP = {**_SHAPE, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 12,
+         "vocab_size": 64}  # fmt: skip
+
+
+def measure_engine() -> MeasuredEngine:
+    """Seconds of the engine by parameter byte, operation and parameter tensor. Not collective.
+    Raises LaunchError."""
+    alone, pair = _seconds(1), _seconds(2)
+    deep, wide = _costs(_DEEP), _costs(_WIDE)
+    kernel = alone["deep 0 1"] / (3 * _num_kernels(deep))
+    hooks = max(0.0, alone["deep 3 1"] - alone["deep 0 1"]) / _num_tensors(deep)
+    launched = 3 * _num_kernels(wide) * kernel
+    size = wide.num_parameters * 4
+    costs = {}
+    for zero in range(4):
+        (one, one_step), (two, two_step) = (
+            _by_batch_and_step(found, zero, launched) for found in (alone, pair)
+        )
+        own, own_step = min(one, two), min(one_step, two_step)
+        costs[zero] = ZeroCosts(
+            own / size, own_step / size, (two - own) / size, (two_step - own_step) / size
+        )
+    return MeasuredEngine(kernel, hooks, costs)
+
+
+def _by_batch_and_step(found: dict[str, float], zero: int, launched: float) -> tuple[float, float]:
+    """Seconds of the wide model's micro-batch, without its operations, and of its step."""
+    few, many = _ACCUMULATIONS
+    short, long = found[f"wide {zero} {few}"], found[f"wide {zero} {many}"]
+    batch = max(0.0, long - short) / (many - few)
+    return max(0.0, batch - launched), max(0.0, short - few * batch)
+
+
+def _costs(values: dict[str, Any]) -> ModelCosts:
+    hf_config = load_hf_config(_config(values, 0, 1, 1).model)
+    return trace_model(hf_config, torch.float32)
+
+
+def _num_kernels(costs: ModelCosts) -> float:
+    return sum(costs.kinds[kind].num_kernels for kind in costs.layers)
+
+
+def _num_tensors(costs: ModelCosts) -> float:
+    return sum(costs.kinds[kind].num_tensors for kind in costs.layers)
+
+
+def _config(values: dict[str, Any], zero: int, accumulation: int, world_size: int) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"config": values, "loss": "plain"},
+            "data": {"path": "unused"},
+            "batch": {"sequence_length": _TOKENS, "micro_batch_size": 1,
+                      "global_batch_size": accumulation * world_size},
+            "train": {"steps": 3},
+            "optimizer": {"lr": 1e-3},
+            "precision": {"dtype": "float32"},
+            "engine": {"deepspeed_config": f"zero{zero}"},
+            "output": {"directory": "unused"},
+        }
+    )  # fmt: skip
+
+
+def _seconds(world_size: int) -> dict[str, float]:
+    """Seconds of a step by ``model zero accumulation``, of a world that is started for it."""
+    with tempfile.TemporaryDirectory() as name:
+        output = Path(name) / "seconds.json"
+        try:
+            run_local_world(world_size, ["-m", __name__, str(output)], {})
+        except LaunchError as error:
+            raise LaunchError(f"an engine of {world_size} processes failed: {error}") from error
+        found: dict[str, float] = json.loads(output.read_text())
+    return found
+
+
+def _measure(output: Path) -> None:
+    """What each process of the world does. Collective."""
+    world = read_world(os.environ)
+    torch.set_num_threads(1)
+    cases = [("wide", _WIDE, zero, n) for zero in range(4) for n in _ACCUMULATIONS]
+    cases += [("deep", _DEEP, zero, 1) for zero in (0, 3)]
+    found = {}
+    with process_group(world):
+        for name, values, zero, accumulation in cases:
+            found[f"{name} {zero} {accumulation}"] = _step(values, zero, accumulation, world)
+            gc.collect()
+        if world.is_main:
+            output.write_text(json.dumps(found))
+
+
+def _step(values: dict[str, Any], zero: int, accumulation: int, world: World) -> float:
+    config = _config(values, zero, accumulation, world.size)
+    run = resolve_run(config, world.size, None, "cpu")
+    hf_config = load_hf_config(config.model)
+    plan, problems = choose(config, hf_config, run.plan)
+    assert plan is not None, problems
+    mesh = open_mesh(run.topology, world.rank)
+    device = torch.device("cpu")
+    engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, plan)
+    ids = torch.arange(_TOKENS).reshape(1, _TOKENS) + 1
+    batches = [MicroBatch(ids, ids.clone()) for _ in range(accumulation)]
+    taken = []
+    for _ in range(2 + _STEPS):
+        dist.barrier()
+        begun = time.perf_counter()
+        engine.train_step(batches, 1e-4)
+        dist.barrier()
+        taken.append(time.perf_counter() - begun)
+    engine.close()
+    return min(taken[2:])
+
+
+if __name__ == "__main__":
+    _measure(Path(sys.argv[1]))
+    leave(0)
