@@ -59,6 +59,7 @@ UNITS = {
     "optimizer.eps": "root of the second moment",
     "optimizer.lr": "per optimizer step",
     "optimizer.weight_decay": "per lr",
+    "parallel.expert": "ranks",
     "parallel.pipeline": "ranks",
     "parallel.sequence": "ranks",
     "parallel.tensor": "ranks",

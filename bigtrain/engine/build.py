@@ -7,12 +7,18 @@ the batch is cut into micro-batches and processes, also where labels are masked 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
+from bigtrain.engine.deepspeed_patches.experts import (
+    engine_with_experts,
+    gather_in_one_order,
+    remember_expert_groups,
+)
 from bigtrain.engine.deepspeed_patches.host_time import HostTime, time_reductions
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.deepspeed_patches.startup import remember_groups
@@ -69,12 +75,17 @@ def build_engine(
     decay_groups = parameter_groups(model, config.optimizer)
     mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
     remember_groups(mpu)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=[group for group in decay_groups if group["params"]],
-        config=copy_of(engine_config.deepspeed),
-        mpu=mpu,
-    )
+    remember_expert_groups(mesh.expert, mesh.expert_replicas)
+    has_experts = any("moe" in group for group in decay_groups)
+    with engine_with_experts() if has_experts else nullcontext():
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=[group for group in decay_groups if group["params"]],
+            config=copy_of(engine_config.deepspeed),
+            mpu=mpu,
+        )
+    if mesh.topology.expert_size > 1:
+        gather_in_one_order(engine.optimizer)
     undo_trial_update(engine)
     host_time = HostTime()
     skip_redundant_work(engine, mesh.replicas, host_time)

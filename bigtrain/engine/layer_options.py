@@ -31,6 +31,7 @@ def speed_up(
         zero_stage=engine_config.zero_stage,
         tensor_size=config.parallel.tensor,
         sequence_size=config.parallel.sequence,
+        expert_size=config.parallel.expert,
         activation_offload=section.activation_offload,
     )
     kind = cast(Literal["cpu", "cuda"], device.type)

@@ -11,10 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bigtrain.engine.deepspeed_patches.experts import (
+    as_expert_group,
+    mark_expert,
+    remember_expert_groups,
+)
 from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, partition_parameters
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.models.build import WHOLE, Partitioning, split_by_decay
-from bigtrain.models.parallel.sharding import cut_parameter
+from bigtrain.models.parallel.collectives import GroupRows
+from bigtrain.models.parallel.experts import shard_experts
+from bigtrain.models.parallel.sharding import cut_parameter, is_expert
 from bigtrain.models.parallel.tensor import shard_model, tensor_plan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import OptimizerSection, RunConfig
@@ -37,9 +44,9 @@ _DTYPES = {
 
 def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
     """How parameters are cut and partitioned while the model is constructed."""
-    if mesh.topology.tensor_size > 1:
+    if mesh.topology.tensor_size > 1 or mesh.topology.expert_size > 1:
         zero3 = copy_of(engine_config.deepspeed) if engine_config.zero_stage == 3 else None
-        return tensor_partitioning(mesh, zero3)
+        return cutting(mesh, zero3)
     if engine_config.zero_stage != 3:
         return WHOLE
 
@@ -60,12 +67,19 @@ def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
 
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
-    """What decays and what does not, in this order; either may be without parameters."""
+    """What decays and what does not, in this order, then likewise of experts that ranks divide;
+    each may be without parameters."""
     split = split_by_decay(model, decay_embeddings=section.decay_embeddings)
-    return [
+    found: list[dict[str, Any]] = [
         {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
         {"params": split.no_decay, "weight_decay": 0.0, "name": "no_decay"},
     ]
+    for group in found[:]:
+        experts = [parameter for parameter in group["params"] if is_expert(parameter)]
+        if experts:
+            group["params"] = [p for p in group["params"] if not is_expert(p)]
+            found.append(as_expert_group({**group, "params": experts}))
+    return found
 
 
 def copy_of(value: Any) -> Any:
@@ -75,8 +89,9 @@ def copy_of(value: Any) -> Any:
     return [copy_of(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def tensor_partitioning(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
-    """How a model is built whose parameters are cut over `mesh.tensor`.
+def cutting(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
+    """How a model is built whose parameters are cut over `mesh.tensor`, or experts over
+    `mesh.expert`.
 
     The constructor's full parameters take no memory until they are filled; that happens for one
     layer at a time, and what remains of it is this rank's shard, and under ZeRO-3 (`zero3`: the
@@ -93,9 +108,21 @@ def tensor_partitioning(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitionin
             partition_parameters(partition, parameters)
 
     def prepare(model: Any) -> None:
-        shard_model(model, tensor_plan(model), mesh.tensor)
+        if mesh.topology.tensor_size > 1:
+            shard_model(model, tensor_plan(model), mesh.tensor)
+        if mesh.topology.expert_size > 1:
+            _divide_experts(model, mesh)
 
     return Partitioning(nullcontext, gather, writes_weights=True, prepare=prepare)
+
+
+def _divide_experts(model: Any, mesh: Mesh) -> None:
+    shard_experts(model, GroupRows(mesh.expert))
+    name = remember_expert_groups(mesh.expert, mesh.expert_replicas)
+    assert name is not None
+    for parameter in model.parameters():
+        if is_expert(parameter):
+            mark_expert(parameter, name)
 
 
 def _partitioner(mesh: Mesh, zero3: dict[str, Any]) -> Any:

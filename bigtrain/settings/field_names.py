@@ -35,6 +35,8 @@ _ELSEWHERE = {
     "pipeline_model_parallel_size pipeline_parallel_degree",
     "parallel.sequence": "sp sp_size sequence_parallel sequence_parallel_size "
     "context_parallel context_parallel_size ulysses",
+    "parallel.expert": "ep ep_size expert_parallel expert_parallel_size autoep_size "
+    "expert_model_parallel_size expert_parallel_degree",
     "checkpoint.every_steps": "save_steps save_interval save_every checkpoint_interval",
     "checkpoint.keep_last": "save_total_limit",
     "logging.every_steps": "logging_steps log_interval log_every log_every_n_steps",

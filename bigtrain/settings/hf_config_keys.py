@@ -34,6 +34,7 @@ _JSON_TYPES: dict[str, type] = {
     "null": type(None),
 }
 _FIGURES = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size")
 
 
@@ -42,6 +43,7 @@ class ModelFigures:
     """What is known of a model before it is built; None where it is not.
 
     cut_heads, cut_key_heads: of attention and of keys, where tensor-parallel ranks divide them.
+    num_experts: of a layer that a token is sent to some of.
     """
 
     num_attention_heads: int | None = None
@@ -49,6 +51,7 @@ class ModelFigures:
     max_position_embeddings: int | None = None
     cut_heads: int | None = None
     cut_key_heads: int | None = None
+    num_experts: int | None = None
 
 
 @functools.cache
@@ -219,4 +222,7 @@ def _figures(
     key_heads = values.get("num_key_value_heads")
     if "num_key_value_heads" in cut and type(key_heads) is int and key_heads > 0:
         found["cut_key_heads"] = key_heads
+    experts = [values[name] for name in _EXPERTS if type(values.get(name)) is int]
+    if experts and experts[0] > 0:
+        found["num_experts"] = experts[0]
     return ModelFigures(**found), problems

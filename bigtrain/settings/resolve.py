@@ -141,6 +141,7 @@ def facts_of(
         tensor_size=config.parallel.tensor,
         pipeline_size=config.parallel.pipeline,
         sequence_size=config.parallel.sequence,
+        expert_size=config.parallel.expert,
         sequence_length=config.batch.sequence_length,
         dtype=config.precision.dtype,
         gradient_dtype=config.precision.gradient_dtype,
@@ -158,6 +159,7 @@ def facts_of(
         gradient_predivide_factor=_number(raw.get("gradient_predivide_factor"), 1.0),
         prescale_gradients=raw.get("prescale_gradients") is True,
         reduce_scatter=zero.get("reduce_scatter") is not False,
+        contiguous_gradients=zero.get("contiguous_gradients") is not False,
         overlap_comm=zero.get("overlap_comm") is True,
         compute_grad_norm=zero.get("compute_grad_norm") is not False,
         use_gds=value_at(raw, "aio.use_gds") is True,
@@ -176,6 +178,7 @@ def facts_of(
         cut_heads=model.cut_heads,
         cut_key_heads=model.cut_key_heads,
         num_layers=model.num_hidden_layers,
+        num_experts=model.num_experts,
         max_positions=model.max_position_embeddings,
         source=source,
     )

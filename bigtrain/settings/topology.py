@@ -28,13 +28,18 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """Degrees of parallelism. `world_size` is their product with `data_size`."""
+    """Degrees of parallelism. `world_size` is their product with `data_size`.
+
+    expert_size: neighbours among the ranks of data x sequence that divide the experts; no factor
+    of the world, for these ranks compute samples of their own.
+    """
 
     world_size: int
     data_size: int
     tensor_size: int = 1
     pipeline_size: int = 1
     sequence_size: int = 1
+    expert_size: int = 1
 
     def size(self, axis: Axis) -> int:
         """Processes along `axis`."""
@@ -59,15 +64,20 @@ class Topology:
         for axis in axes[1:]:
             place = f"({place})" if place != axes[0] else place
             place = f"{place} * {self.size(axis)} + {axis}"
-        return f"{self.world_size} processes = {degrees}-parallel; rank = {place}"
+        experts = "" if self.expert_size == 1 else f"; {self.expert_size} divide the experts"
+        return f"{self.world_size} processes = {degrees}-parallel{experts}; rank = {place}"
 
     def crossings(self, hosts: Sequence[str]) -> list[str]:
         """Lines for people on groups that exchange in every layer and are on several of `hosts`,
         the host of each rank."""
         found = []
-        layerwise: tuple[Axis, ...] = ("tensor", "sequence")
-        for axis in layerwise:
-            over = [g for g in self.groups(axis) if len({hosts[rank] for rank in g}) > 1]
+        layerwise = {
+            "tensor": self.groups("tensor"),
+            "sequence": self.groups("sequence"),
+            "expert": self.expert_groups(),
+        }
+        for axis, groups in layerwise.items():
+            over = [g for g in groups if len({hosts[rank] for rank in g}) > 1]
             if over:
                 ranks = ", ".join(map(str, over[0]))
                 found.append(
@@ -90,6 +100,22 @@ class Topology:
             groups.setdefault(tuple(getattr(place, name) for name in fixed), []).append(rank)
         return list(groups.values())
 
+    def expert_groups(self) -> list[list[int]]:
+        """The groups of ranks that divide the experts: neighbours within data x sequence."""
+        size = self.expert_size
+        return [
+            group[first : first + size]
+            for group in self.groups("data", "sequence")
+            for first in range(0, len(group), size)
+        ]
+
+    def expert_replica_groups(self) -> list[list[int]]:
+        """The groups of ranks that hold the same experts."""
+        size = self.expert_size
+        return [
+            group[place::size] for group in self.groups("data", "sequence") for place in range(size)
+        ]
+
 
 def derive_topology(
     parallel: ParallelSection, world_size: int
@@ -105,6 +131,11 @@ def derive_topology(
         )
         return None, [Problem("world size", world_size, rule, f"start {nearest} processes")]
     topology = Topology(
-        world_size, world_size // inner, parallel.tensor, parallel.pipeline, parallel.sequence
+        world_size,
+        world_size // inner,
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.sequence,
+        parallel.expert,
     )
     return topology, []

@@ -20,6 +20,9 @@ TOPOLOGIES = [
     Topology(4, 1, tensor_size=2, pipeline_size=2),
     Topology(4, 1, tensor_size=4),
     Topology(4, 2, sequence_size=2),
+    Topology(4, 4, expert_size=2),
+    Topology(4, 2, sequence_size=2, expert_size=4),
+    Topology(4, 2, pipeline_size=2, expert_size=2),
 ]
 COMBINED = {"replicas": ("data", "sequence"), "model": ("pipeline", "tensor")}
 
@@ -33,6 +36,10 @@ def check(topology: Topology, rank: int) -> None:
         total = torch.tensor(rank)
         dist.all_reduce(total, group=getattr(mesh, name))
         assert int(total) == sum(members), (topology, name, total, members)
+    own = {"expert": topology.expert_groups(), "expert_replicas": topology.expert_replica_groups()}
+    for name, groups in own.items():
+        (members,) = [group for group in groups if rank in group]
+        assert dist.get_process_group_ranks(getattr(mesh, name)) == members, (topology, name)
     unit = ModelParallelUnit(mesh)
     place = topology.coordinates(rank)
     assert unit.get_tensor_model_parallel_rank() == place.tensor_rank

@@ -148,16 +148,18 @@ def train(
     aux_coefficient: float = 0.0,
     frozen: str = "nothing",
     halves: bool = False,
+    watch: Callable[[Any], object] = bool,
 ) -> Training:
     """Train from `hf_directory`; masters are float32 whatever `dtype` the model computes in.
 
     num_steps: all of them, if not given. sum_dtype: in which the gradients of micro-batches are
     added up. aux_coefficient: what the mean of the micro-batches' auxiliary losses counts for.
     frozen: a regular expression of the names of parameters that are not trained. halves: matrix
-    products in two parts (`compute_in_halves`). The loss that is reported is the cross-entropy, in
-    nats, as the mean over the targets of a step.
+    products in two parts (`compute_in_halves`). watch: called with the model before it is trained.
+    The loss that is reported is the cross-entropy, in nats, as the mean over the targets of a step.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=dtype).train()
+    watch(model)
     if halves:
         compute_in_halves(model)
     for name, parameter in model.named_parameters():

@@ -13,7 +13,7 @@ from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.verified_export import Probe
 from bigtrain.settings.run_config import ModelSection
-from tests.parity.conftest import SEED, llama, run_config
+from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config
 from tests.support.worlds import run_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -78,3 +78,38 @@ def test_memory_is_a_shard_and_less_than_two_tensors(dataset: Path, tmp_path: Pa
     assert risen <= 150e6 + largest
     for path in (tmp_path / "hf").glob("*.safetensors*"):
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_no_process_holds_more_than_its_experts_and_a_layer(dataset: Path, tmp_path: Path) -> None:
+    """Separate experts in the files, which transformers makes stacks of: 254 MB in float32, of
+    which a layer has 63 MB."""
+    config = ARCHITECTURES["qwen3_moe"] | {
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_experts": 16,
+        "moe_intermediate_size": 640,
+    }
+    section = ModelSection(config=config)
+    model = build_model(section, load_hf_config(section), seed=SEED)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="50MB")
+    layer = sum(p.numel() for p in model.model.layers[0].parameters()) * 4
+    whole = sum(p.numel() for p in model.parameters()) * 4
+    del model
+    cases = {
+        engine: {
+            "config": run_config(
+                dataset, {"path": str(tmp_path / "hf")}, micro_batch_size=1, parallel={"expert": 2}
+            ),
+            "deepspeed_config": engine,
+        }
+        for engine in ("zero1", "zero3")
+    }
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    run_world(2, [str(WORKER), str(tmp_path / "cases.json"), str(tmp_path / "seen")])
+    for rank in range(2):
+        for name, seen in json.loads((tmp_path / f"seen.{rank}").read_text()).items():
+            mb = {key: round(value / 1e6) for key, value in seen.items()}
+            print(f"{name} rank {rank} MB: {mb}, a layer {layer / 1e6:.0f}")
+            assert seen["shard"] < 0.51 * whole, name
+            assert seen["built"] <= seen["shard"] + 1.2 * layer, (name, mb)
+            assert seen["read"] <= layer, (name, mb)

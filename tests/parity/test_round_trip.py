@@ -26,6 +26,7 @@ TRIPS: dict[str, tuple[dict[str, Any], str, str, str, dict[str, int], str]] = {
     "untied": (llama(tie_word_embeddings=False), "float32", "20KB", "bfloat16", {}, "zero1"),
     "gpt2": (ARCHITECTURES["gpt2"], "bfloat16", "5GB", "float32", {}, "zero3"),
     "experts": (ARCHITECTURES["qwen3_moe"], "bfloat16", "20KB", "bfloat16", {}, "zero3"),
+    "divided": (ARCHITECTURES["qwen3_moe"], "bfloat16", "5GB", "float32", {"expert": 2}, "zero3"),
     "tensor": (ARCHITECTURES["qwen3_moe"], "float32", "5GB", "float32", {"tensor": 2}, "zero1"),
     "stages": (llama(num_hidden_layers=4), "float16", "20KB", "float32", {"pipeline": 2}, "zero0"),
 }

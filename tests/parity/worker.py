@@ -48,6 +48,7 @@ from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.processes import leave
 from bigtrain.system.world import World, read_world
+from tests.parity.routing import Choices
 
 
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
@@ -66,6 +67,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     batches = open_training_data(config, run.plan, place.data_rank)
     losses, norms, samples = [], [], []
     masks = DropoutMasks(engine.module) if case.get("watch_dropout") else None
+    choices = Choices(engine.module) if case.get("watch_routing") else None
     graphs: list[int] = []
     calls: dict[str, dict[str, int]] = {}
     keep_weights(engine, case, 0, world)
@@ -107,6 +109,8 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "samples": samples_of_steps(samples, place.data_rank, world),
         "secondary_size": secondary_size(),
     }
+    if choices is not None:
+        found["choices"] = choices.of_all_ranks()
     return found if masks is None else found | {"masks": masks.of_all_processes()}
 
 

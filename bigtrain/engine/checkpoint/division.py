@@ -34,22 +34,24 @@ def divide(
     """This rank's share of fragments and buffers. Collective over `mesh.pipeline`.
 
     What all replicas hold falls to the one that has the least to write so far; all of them compute
-    the same. Of what several tensor-parallel ranks or stages hold, the `primary` one's counts.
+    the same, and of experts those that hold the same ones. Of what several tensor-parallel ranks or
+    stages hold, the `primary` one's counts.
     """
-    replicas = tuple(dist.get_process_group_ranks(mesh.replicas))
-    place = replicas.index(mesh.rank)
+    groups = {"tensor": mesh.replicas, "expert": mesh.expert_replicas}
     rows: list[Row] = []
     keys: set[str] = set()
-    alike: list[tuple[str, Cut, torch.Tensor]] = []
+    alike: dict[str, list[tuple[str, Cut, torch.Tensor]]] = {over: [] for over in groups}
     for fragment in fragments:
         if not fragment.shard.primary:
             continue
         shard, capacity = fragment.shard, fragment.capacity
+        replicas = tuple(dist.get_process_group_ranks(groups[shard.over]))
+        place = replicas.index(mesh.rank)
         cut = Cut(shard.shape, shard.dim, shard.ranges, shard.local_size)
         for kind, tensor in fragment.tensors.items():
             key = f"{kind}/{fragment.name}"
             if fragment.is_replicated:
-                alike.append((key, cut, tensor))
+                alike[shard.over].append((key, cut, tensor))
                 continue
             keys.add(key)
             if capacity is None or fragment.start != capacity * place:
@@ -58,18 +60,19 @@ def divide(
                 rows.append(Row(key, cut, replicas, 0, capacity))
     if mesh.coordinates.tensor_rank == 0:
         held_before = _buffers_of_earlier_stages(buffers, mesh)
-        alike += [
+        alike["tensor"] += [
             (f"{BUFFER}/{name}", Cut(tuple(buffer.shape) or (1,)), buffer)
             for name, buffer in buffers.items()
             if name not in held_before
         ]
-    loads = [(0, number) for number in range(len(replicas))]
-    for key, cut, tensor in alike:
-        num_bytes, writer = loads[0]
-        heapq.heapreplace(loads, (num_bytes + tensor.numel() * tensor.itemsize, writer))
-        if writer == place and tensor.numel():
-            keys.add(key)
-            rows.append(Row(key, cut, (mesh.rank,), 0, tensor.numel()))
+    for over, group in groups.items():
+        loads = [(0, number) for number in range(dist.get_world_size(group))]
+        for key, cut, tensor in alike[over]:
+            num_bytes, writer = loads[0]
+            heapq.heapreplace(loads, (num_bytes + tensor.numel() * tensor.itemsize, writer))
+            if writer == dist.get_rank(group) and tensor.numel():
+                keys.add(key)
+                rows.append(Row(key, cut, (mesh.rank,), 0, tensor.numel()))
     return Division(frozenset(keys), tuple(rows))
 
 

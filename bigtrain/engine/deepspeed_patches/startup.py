@@ -40,19 +40,20 @@ def operators_loaded_by(load: Callable[..., ModuleType]) -> Iterator[None]:
     def load_jit(builder: OpBuilder, verbose: bool = True) -> ModuleType:
         from torch.utils import cpp_extension
 
-        with _replaced(cpp_extension, "load", partial(load, cpp_extension.load)):
+        with replaced(cpp_extension, "load", partial(load, cpp_extension.load)):
             module: ModuleType = jit_load(builder, verbose)
             return module
 
     with (
-        _replaced(OpBuilder, "jit_load", load_jit),
-        _replaced(backend, "build_shm_op", lambda: None),
+        replaced(OpBuilder, "jit_load", load_jit),
+        replaced(backend, "build_shm_op", lambda: None),
     ):
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, `owner` has `value` as its attribute `name`."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -15,6 +15,7 @@ from bigtrain.engine.deepspeed_patches.marks import (
     mark_model_parallel,
 )
 from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.models.parallel.sharding import is_expert
 
 
 def is_counted(parameter: Any, mesh: Mesh) -> bool:
@@ -31,11 +32,18 @@ def is_counted(parameter: Any, mesh: Mesh) -> bool:
 def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     """2-norm of the whole model's gradient, which is already averaged over replicas.
 
-    Collective over `mesh.model`.
+    Collective over `mesh.model`, and where ranks divide the experts over `mesh.expert`.
     """
     found = [p for p in parameters if p.grad is not None]
-    own = [p.grad for p in found if p.grad is not None and is_counted(p, mesh)]
-    norm: torch.Tensor = torch.nn.utils.get_total_norm(own)
+    own: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    for parameter in found:
+        if parameter.grad is not None and is_counted(parameter, mesh):
+            own[is_expert(parameter)].append(parameter.grad)
+    norm: torch.Tensor = torch.nn.utils.get_total_norm(own[False])
+    if mesh.topology.expert_size > 1:
+        squared = torch.nn.utils.get_total_norm(own[True]).to(found[0].device).square()
+        dist.all_reduce(squared, group=mesh.expert)
+        norm = (norm.to(squared.device).square() + squared).sqrt()
     if dist.get_world_size(mesh.model) > 1:
         squared = norm.to(found[0].device if found else "cpu").square()
         dist.all_reduce(squared, group=mesh.model)

@@ -16,7 +16,7 @@ from torch import nn
 from bigtrain.engine.deepspeed_patches.marks import mark_replicated
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.layer_options import speed_up
-from bigtrain.engine.partitioning import copy_of, parameter_groups, tensor_partitioning
+from bigtrain.engine.partitioning import copy_of, cutting, parameter_groups
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
 from bigtrain.engine.startup.mesh import Mesh
@@ -42,7 +42,7 @@ def build_pipeline_engine(
     stage: Any = None
     stages = model_plan.stages
     assert stages is not None
-    tensor = tensor_partitioning(mesh, None) if mesh.topology.tensor_size > 1 else WHOLE
+    tensor = cutting(mesh, None) if mesh.topology.tensor_size > 1 else WHOLE
 
     def prepare(model: Any) -> None:
         nonlocal stage

@@ -11,18 +11,25 @@ import torch.distributed as dist
 
 from bigtrain.errors import LaunchError
 from bigtrain.settings.sections.failures import COLLECTIVE_TIMEOUT_SECONDS
-from bigtrain.settings.topology import AXES, Axis, Coordinates, Topology
+from bigtrain.settings.topology import Coordinates, Topology
 
-# What anybody asks for, in the order every rank creates them in. "replicas" hold the same
-# parameters: ZeRO partitions over them and gradients are averaged over them.
-_AXES_OF: dict[str, tuple[Axis, ...]] = {
-    "tensor": ("tensor",),
-    "sequence": ("sequence",),
-    "pipeline": ("pipeline",),
-    "data": ("data",),
-    "replicas": ("data", "sequence"),
-    "model": ("pipeline", "tensor"),
-}
+
+def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
+    """All groups that anybody asks for, by name, in the order every rank creates them in.
+
+    "replicas" hold the same parameters, but for experts: ZeRO partitions over them and gradients
+    are averaged over them.
+    """
+    return {
+        "tensor": topology.groups("tensor"),
+        "sequence": topology.groups("sequence"),
+        "pipeline": topology.groups("pipeline"),
+        "data": topology.groups("data"),
+        "replicas": topology.groups("data", "sequence"),
+        "model": topology.groups("pipeline", "tensor"),
+        "expert": topology.expert_groups(),
+        "expert_replicas": topology.expert_replica_groups(),
+    }
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,9 @@ class Mesh:
 
     Every group is a real one, also where it has this rank alone: to torch and DeepSpeed None
     means the whole world. replicas: the processes with the same parameters. model: the processes
-    that hold one copy of the model together (a gradient norm is summed over them).
+    that hold one copy of the model together (a gradient norm is summed over them). expert: those
+    of the replicas that divide the experts and exchange tokens. expert_replicas: those of the
+    replicas that hold the same experts.
     """
 
     topology: Topology
@@ -42,6 +51,8 @@ class Mesh:
     data: dist.ProcessGroup
     replicas: dist.ProcessGroup
     model: dist.ProcessGroup
+    expert: dist.ProcessGroup
+    expert_replicas: dist.ProcessGroup
 
     @property
     def coordinates(self) -> Coordinates:
@@ -62,13 +73,13 @@ def open_mesh(
     assert dist.get_rank() == rank
     # Not torch's own, which for a group of NCCL is 10 minutes whatever the world's is.
     timeout = timedelta(seconds=collective_timeout_seconds)
-    made: dict[tuple[Axis, ...], dist.ProcessGroup] = {}
+    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
     found = {}
-    for name, axes in _AXES_OF.items():
-        wide = tuple(axis for axis in AXES if axis in axes and topology.size(axis) > 1)
-        if wide not in made:
-            made[wide] = _new_group(topology, rank, wide, timeout)
-        found[name] = made[wide]
+    for name, groups in groups_of(topology).items():
+        key = tuple(map(tuple, groups))
+        if key not in made:
+            made[key] = _new_group(groups, rank, timeout)
+        found[name] = made[key]
     return Mesh(topology, rank, **found)
 
 
@@ -79,7 +90,7 @@ def warm_up(mesh: Mesh, device: torch.device) -> None:
     card or cable that does not work is an error with that name, not one in the first step.
     """
     seen: set[int] = set()
-    for name in _AXES_OF:
+    for name in groups_of(mesh.topology):
         group: dist.ProcessGroup = getattr(mesh, name)
         if id(group) in seen or dist.get_world_size(group) == 1:
             continue
@@ -94,14 +105,11 @@ def warm_up(mesh: Mesh, device: torch.device) -> None:
             )
 
 
-def _new_group(
-    topology: Topology, rank: int, axes: tuple[Axis, ...], timeout: timedelta
-) -> dist.ProcessGroup:
-    groups = topology.groups(*axes)
+def _new_group(groups: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
     own: Any
     if len(groups) == 1:
         own = dist.group.WORLD
-    elif not axes:
+    elif len(groups[0]) == 1:
         own = dist.new_group([rank], timeout, use_local_synchronization=True)
     else:
         own, _ = dist.new_subgroups_by_enumeration(groups, timeout)

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.document_isolation import plan_isolation
+from bigtrain.models.equivalence.expert_parallel import check_expert_parallel
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
@@ -80,6 +81,10 @@ def try_model(
             sequence_length=length,
             isolate=config.data.isolates,
             tensor_size=parallel.tensor,
+        )
+    if parallel.expert > 1 and not problems:
+        problems += check_expert_parallel(
+            hf_config, attention, parallel.expert, sequence_length=length
         )
     stages = None
     if parallel.pipeline > 1 and not problems:

@@ -165,9 +165,10 @@ def with_heads(heads: int) -> Change:
     return change
 
 
-def fewer_experts(config: Any) -> None:
-    """Twice as many experts as a token is sent to."""
+def fewer_experts(config: Any, divisor: int = 2) -> None:
+    """Twice as many experts as a token is sent to, or a few more that `divisor` divides."""
     chosen = [getattr(config, name) for name in _CHOSEN if getattr(config, name, None)]
     for name in _EXPERTS:
         if isinstance(getattr(config, name, None), int) and chosen:
-            setattr(config, name, min(getattr(config, name), 2 * int(chosen[0])))
+            enough = -(-2 * int(chosen[0]) // divisor) * divisor
+            setattr(config, name, min(getattr(config, name), enough))

@@ -7,11 +7,7 @@ does not divide. So it is tried, before there is a process group: threads take t
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,6 +21,7 @@ from bigtrain.models.equivalence.proxy_model import (
     sharpen,
     with_heads,
 )
+from bigtrain.models.equivalence.rank_threads import RankThreads
 from bigtrain.models.layers.rotary import choose_by_document
 from bigtrain.models.layers.router_logits import auxiliary_loss
 from bigtrain.models.parallel.sequence import SequenceParallel
@@ -34,7 +31,6 @@ TOLERANCE = 1e-4
 """Of the largest logit: far above float32 rounding, far below what one wrong token does."""
 
 _TOKENS_OF_PART = 8
-_DEADLOCK_SECONDS = 60.0
 
 
 def check_sequence_parallel(
@@ -142,7 +138,7 @@ def _outputs(
 def _in_parts(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None, size: int
 ) -> list[_Outputs]:
-    exchange = _Threads(size)
+    exchange = RankThreads(size)
     sequence = SequenceParallel(model, exchange)
 
     def compute(rank: int) -> _Outputs:
@@ -164,39 +160,3 @@ def _run(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> _Outputs:
 
 def _joined(parts: list[_Outputs]) -> torch.Tensor:
     return torch.cat([logits for logits, _ in parts], 1)
-
-
-class _Threads:
-    """An exchange among the threads of this process; each says first which rank it is."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._local = threading.local()
-        self._barrier = threading.Barrier(size, timeout=_DEADLOCK_SECONDS)
-        self._sent: list[Any] = [None] * size
-
-    @property
-    def rank(self) -> int:
-        rank: int = self._local.rank
-        return rank
-
-    @contextmanager
-    def as_rank(self, rank: int) -> Iterator[None]:
-        """The thread that takes the part of rank `rank`.
-
-        When it fails it lets the others go, which would wait for it.
-        """
-        self._local.rank = rank
-        try:
-            yield
-        except BaseException:
-            self._barrier.abort()
-            raise
-
-    def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
-        """See `bigtrain.models.parallel.sequence.Exchange`."""
-        self._sent[self.rank] = blocks
-        self._barrier.wait()
-        received = torch.stack([sent[self.rank] for sent in self._sent])
-        self._barrier.wait()
-        return received

@@ -1,4 +1,5 @@
-"""Collectives with gradients, over an explicit process group: what tensor parallelism is made of.
+"""Collectives with gradients, over an explicit process group: what tensor and expert parallelism
+are made of.
 
 Megatron's f and g (arXiv:1909.08053, section 3) and their relatives. A tensor is *replicated* if
 every rank has the same values and *partial* if the processes' values are to be added up.
@@ -6,7 +7,7 @@ every rank has the same values and *partial* if the processes' values are to be 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,35 @@ from bigtrain.models.torch_patches import version_of
 
 Group = dist.ProcessGroup
 _ATTRIBUTE = "bigtrain_sum_gradient"
+
+
+class RowExchange(Protocol):
+    """Ranks that send each other rows, to each as many as there are for it."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send the first ``sent[0]`` rows of `x` to rank 0 and so on; ``received[0]`` rows of the
+        result came from rank 0, and so on. Collective, also for who has no rows."""
+
+
+class GroupRows:
+    """Rows exchanged over a process group."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+
+    def rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """See `RowExchange`."""
+        result = x.new_empty((sum(received), *x.shape[1:]))
+        dist.all_to_all_single(result, x, received, sent, group=self.group)
+        return result
 
 
 def summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -78,11 +108,26 @@ class _Split(torch.autograd.Function):
         return summed(full, ctx.group), None, None
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], exchange: RowExchange
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.exchange = sent, received, exchange
+        return exchange.rows(x.contiguous(), sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        back = ctx.exchange.rows(gradient.contiguous(), ctx.received, ctx.sent)
+        return back, None, None, None
+
+
 # `apply` has no annotations.
 _sum_gradient: Any = _SumGradient.apply
 _sum: Any = _Sum.apply
 _gather: Any = _Gather.apply
 _split: Any = _Split.apply
+_exchange_rows: Any = _ExchangeRows.apply
 
 
 def sum_gradient(x: Any, group: Group) -> Any:
@@ -116,4 +161,12 @@ def gather_last(x: torch.Tensor, size: int, group: Group) -> torch.Tensor:
 def split_last(x: torch.Tensor, span: tuple[int, int], group: Group) -> torch.Tensor:
     """``x[..., span[0]:span[1]]`` of a replicated `x`, whose gradient becomes whole again."""
     result: torch.Tensor = _split(x, span, group)
+    return result
+
+
+def exchange_rows(
+    x: torch.Tensor, sent: list[int], received: list[int], exchange: RowExchange
+) -> torch.Tensor:
+    """`RowExchange.rows`, through which gradients go back to the ranks that rows came from."""
+    result: torch.Tensor = _exchange_rows(x, sent, received, exchange)
     return result

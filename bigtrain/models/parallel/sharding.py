@@ -1,4 +1,4 @@
-"""Which part of a full parameter a rank holds: the one description of a tensor-parallel shard.
+"""Which part of a full parameter a rank holds: the one description of a shard.
 
 Initialization, loading and checkpoints all cut by it, so that they cannot disagree.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,7 +32,8 @@ class Shard:
     local tensor; several where matrices are packed in one parameter. local_size: along `dim`; rows
     beyond the ranges are padding, always zero, and stored nowhere. primary: whether this rank
     answers for what it holds (in norms and checkpoints); of processes with the same part, one does.
-    `dim` is None for a parameter that every rank holds whole.
+    `dim` is None for a parameter that every rank holds whole. over: which group divides it; of
+    experts it is smaller replicas that hold the same part (`Mesh.expert_replicas`).
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class Shard:
     dim: int | None = None
     ranges: tuple[tuple[int, int], ...] = ()
     local_size: int = 0
+    over: Literal["tensor", "expert"] = "tensor"
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -94,7 +96,7 @@ def tag_shard(parameter: nn.Parameter, shard: Shard) -> None:
     """
     setattr(parameter, _ATTRIBUTE, shard)
     parameter.tensor_model_parallel = (  # type: ignore[attr-defined]
-        shard.dim is not None and shard.primary
+        shard.dim is not None and shard.primary and shard.over == "tensor"
     )
 
 
@@ -107,6 +109,12 @@ def cut_parameter(parameter: nn.Parameter) -> None:
         parameter.data = shard.take(parameter.data)
 
 
+def is_expert(parameter: Any) -> bool:
+    """Whether `parameter` holds some of the experts that expert-parallel ranks divide."""
+    shard = shard_of(parameter)
+    return shard is not None and shard.over == "expert"
+
+
 def full_shape(parameter: Any) -> tuple[int, ...]:
     """Shape of the whole parameter, whatever of it this rank holds."""
     shard = shard_of(parameter)
@@ -114,7 +122,7 @@ def full_shape(parameter: Any) -> tuple[int, ...]:
 
 
 def local_shape(parameter: Any) -> tuple[int, ...]:
-    """Shape of what the tensor-parallel group gave this rank, before ZeRO partitions it."""
+    """Shape of what tensor or expert parallelism left to this rank, before ZeRO partitions it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -10,13 +10,21 @@ from __future__ import annotations
 
 from bigtrain.errors import Problem
 from bigtrain.settings.compatibility.deepspeed_rules import ENGINE_RULES
+from bigtrain.settings.compatibility.expert_rules import EXPERT_MODEL_RULES, EXPERT_RULES
 from bigtrain.settings.compatibility.facts import Device, Facts, Rule
 from bigtrain.settings.compatibility.parallel_rules import MODEL_RULES, PARALLEL_RULES
 from bigtrain.settings.compatibility.performance_rules import SPEED_RULES, may_compile
 
 __all__ = ["RULES", "Device", "Facts", "Rule", "check_compatibility", "check_model", "may_compile"]
 
-RULES: tuple[Rule, ...] = (*PARALLEL_RULES, *MODEL_RULES, *ENGINE_RULES, *SPEED_RULES)
+RULES: tuple[Rule, ...] = (
+    *PARALLEL_RULES,
+    *EXPERT_RULES,
+    *MODEL_RULES,
+    *EXPERT_MODEL_RULES,
+    *ENGINE_RULES,
+    *SPEED_RULES,
+)
 
 
 def check_compatibility(facts: Facts) -> list[Problem]:
@@ -27,4 +35,6 @@ def check_compatibility(facts: Facts) -> list[Problem]:
 def check_model(facts: Facts) -> list[Problem]:
     """As `check_compatibility`, of the rules about the model alone: of `facts`, degrees and what is
     known of the model count."""
-    return [rule.problem(facts) for rule in MODEL_RULES if rule.violated(facts)]
+    return [
+        rule.problem(facts) for rule in (*MODEL_RULES, *EXPERT_MODEL_RULES) if rule.violated(facts)
+    ]

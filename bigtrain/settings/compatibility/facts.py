@@ -25,7 +25,7 @@ class Facts:
 
     Of the model, known once its configuration was read: ``attention_heads``; ``cut_heads`` and
     ``cut_key_heads``, the heads that its tensor-parallel plan divides among processes;
-    ``num_layers`` that stages can be made of; ``max_positions``.
+    ``num_layers`` that stages can be made of; ``num_experts`` of a layer; ``max_positions``.
     """
 
     zero_stage: int = 0
@@ -33,6 +33,7 @@ class Facts:
     tensor_size: int = 1
     pipeline_size: int = 1
     sequence_size: int = 1
+    expert_size: int = 1
     sequence_length: int = 1 << 12
     dtype: str = "bfloat16"
     gradient_dtype: str | None = None
@@ -49,6 +50,7 @@ class Facts:
     gradient_predivide_factor: float = 1.0
     prescale_gradients: bool = False
     reduce_scatter: bool = True
+    contiguous_gradients: bool = True
     overlap_comm: bool = False
     compute_grad_norm: bool = True
     use_gds: bool = False
@@ -67,6 +69,7 @@ class Facts:
     cut_heads: int | None = None
     cut_key_heads: int | None = None
     num_layers: int | None = None
+    num_experts: int | None = None
     max_positions: int | None = None
     source: str = "DeepSpeed JSON"
 

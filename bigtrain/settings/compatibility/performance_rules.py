@@ -15,7 +15,7 @@ def may_compile(facts: Facts) -> bool:
     """Whether nothing but arithmetic happens inside the decoder layers."""
     return (
         facts.zero_stage < 3
-        and facts.tensor_size == facts.sequence_size == 1
+        and facts.tensor_size == facts.sequence_size == facts.expert_size == 1
         and not facts.activation_offload
     )
 
@@ -92,8 +92,8 @@ SPEED_RULES = (
         "compiled layers whose forward exchanges",
         lambda f: f.compiles == "on" and not may_compile(f),
         ("model.compile", lambda f: f.compiles),
-        "ZeRO 3, parallel.tensor, parallel.sequence and model.activation_offload act inside the "
-        "layers, where graphs would break at every exchange",
+        "ZeRO 3, parallel.tensor, parallel.sequence, parallel.expert and model.activation_offload "
+        "act inside the layers, where graphs would break at every exchange",
         "model.compile=off, or ZeRO 2 at most without them",
         lambda f: replace(f, compiles="off"),
         Facts(zero_stage=3, compiles="on"),

@@ -42,8 +42,11 @@ REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
         "the run owns parallel degrees",
         "take it out; parallel.sequence says it",
     ),
-    "expert_parallel": ("expert parallelism is not available", "take it out"),
-    "use_data_before_expert_parallelism": ("expert parallelism is not available", "take it out"),
+    "expert_parallel": ("the run owns parallel degrees", "take it out; parallel.expert says it"),
+    "use_data_before_expert_parallelism": (
+        "ranks that divide the experts are neighbours, which parallel.expert asks for",
+        "take it out",
+    ),
     "checkpoint": (
         "bigtrain writes its own checkpoints",
         "take it out and set checkpoint.* in the run",

@@ -15,6 +15,11 @@ class ParallelSection(Section):
     tensor: PositiveInt = Field(default=1, description="tensor-parallel size")
     pipeline: PositiveInt = Field(default=1, description="pipeline stages")
     sequence: PositiveInt = Field(default=1, description="sequence-parallel (Ulysses) size")
+    expert: PositiveInt = Field(
+        default=1,
+        description="expert-parallel size: neighbours among the data x sequence ranks that divide "
+        "the experts of each layer and exchange tokens; no factor of the world size",
+    )
 
 
 class CheckpointSection(Section):

@@ -536,4 +536,5 @@ def test_every_patch_has_a_contract() -> None:
         # only ours
         "HostTime",
         "MasterRange",
+        "replaced",
     }

@@ -40,9 +40,24 @@ def test_groups_cover_the_world_once(topology: Topology, axis: str) -> None:
     assert {len(group) for group in groups} == {topology.size(axis)}  # type: ignore[arg-type]
 
 
+def test_ranks_that_divide_the_experts_are_neighbours_in_data_x_sequence() -> None:
+    assert Topology(4, 4, expert_size=2).expert_groups() == [[0, 1], [2, 3]]
+    assert Topology(4, 4, expert_size=2).expert_replica_groups() == [[0, 2], [1, 3]]
+    assert Topology(4, 4).expert_groups() == [[0], [1], [2], [3]]
+    assert Topology(4, 4).expert_replica_groups() == [[0, 1, 2, 3]]
+    # Those of one sample first, and none of another stage.
+    topology = Topology(8, 2, pipeline_size=2, sequence_size=2, expert_size=2)
+    assert topology.expert_groups() == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert topology.expert_replica_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert Topology(8, 8, expert_size=8).expert_replica_groups() == [[n] for n in range(8)]
+
+
 def test_people_are_told_of_the_order_of_ranks() -> None:
     assert Topology(1, 1).describe() == ""
     assert Topology(4, 4).describe() == "4 processes = 4 data-parallel; rank = data"
+    assert Topology(4, 4, expert_size=2).describe() == (
+        "4 processes = 4 data-parallel; 2 divide the experts; rank = data"
+    )
     assert Topology(24, 2, tensor_size=4, pipeline_size=3).describe() == (
         "24 processes = 2 data x 3 pipeline x 4 tensor-parallel; "
         "rank = (data * 3 + pipeline) * 4 + tensor"
@@ -60,3 +75,5 @@ def test_groups_on_several_hosts_are_told() -> None:
     )
     (text,) = Topology(4, 1, sequence_size=4).crossings(["a", "b", "a", "b"])
     assert text.startswith("1 sequence-parallel groups")
+    (text,) = Topology(4, 4, expert_size=2).crossings(["a", "a", "a", "b"])
+    assert text.startswith("1 expert-parallel groups are on several hosts (ranks 2, 3 on a, b)")

@@ -1,0 +1,101 @@
+"""What DeepSpeed has to know of experts that bigtrain divides: which they are, and their groups.
+
+DeepSpeed 0.19.8 takes expert parallelism for a property of its own layers, and then treats their
+parameters as these functions have it treat ours: partitions and sums of gradients over the ranks
+that hold the same experts, divided by all replicas, whose tokens they have seen
+(runtime/engine.py:3899, zero/stage_1_and_2.py:1688, zero/stage3.py:689).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups
+from torch import nn
+
+from bigtrain.engine.deepspeed_patches.startup import replaced
+
+_GATHER = "_PartitionedParameterCoordinator__all_gather_params"
+
+
+def remember_expert_groups(experts: dist.ProcessGroup, replicas: dist.ProcessGroup) -> str | None:
+    """Let DeepSpeed's group functions know who divides the experts and who holds the same ones.
+
+    Returns the name that it knows both by; None, and it forgets those of an earlier engine, where
+    nobody divides them. Dicts of utils/groups.py:38 (0.19.8); the number in the name is read
+    there, :671.
+    """
+    size = dist.get_world_size(experts)
+    name = f"ep_size_{size}" if size > 1 else None
+    for table, group in (
+        (groups._EXPERT_PARALLEL_GROUP, experts),
+        (groups._EXPERT_DATA_PARALLEL_GROUP, replicas),
+    ):
+        table.clear()
+        if name is not None:
+            table[name] = group
+    return name
+
+
+def mark_expert(parameter: nn.Parameter, name: str) -> None:
+    """Say that `parameter` is alike on the replicas of the experts' group `name` alone.
+
+    Before ZeRO-3 partitions it. DeepSpeed 0.19.8 reads the first two marks in moe/utils.py:30
+    (`is_moe_param`) and everywhere after, the others in zero/partition_parameters.py:1302 and
+    zero/stage3.py:676.
+    """
+    marks: Any = parameter
+    marks.allreduce = False
+    marks.group_name = name
+    marks.ds_zero_placement_family = "autoep_expert"
+    marks.ds_zero_partition_group_name = name
+    marks.ds_zero_partition_process_group = groups._EXPERT_DATA_PARALLEL_GROUP[name]
+
+
+def as_expert_group(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group of marked experts as DeepSpeed knows one (0.19.8, moe/utils.py:154)."""
+    return {**group, "moe": True, "name": group["params"][0].group_name}
+
+
+@contextmanager
+def engine_with_experts() -> Iterator[None]:
+    """Inside, engines are built for a model with experts.
+
+    They look for layers of DeepSpeed's own kinds (0.19.8, runtime/engine.py:2099) before they make
+    the optimizer, which goes by the answer; ZeRO-3 asks once more, and refuses others (:2197).
+    """
+    configure: Callable[..., None] = DeepSpeedEngine._configure_distributed_model
+
+    def configure_with_experts(engine: Any, model: nn.Module) -> None:
+        configure(engine, model)
+        engine.has_moe_layers = True
+
+    with (
+        replaced(DeepSpeedEngine, "_configure_distributed_model", configure_with_experts),
+        replaced(DeepSpeedEngine, "_validate_zero3_moe_compatibility", lambda _: None),
+    ):
+        yield
+
+
+def gather_in_one_order(optimizer: Any) -> None:
+    """Let ZeRO-3 gather parameters of several groups in the same order on every rank.
+
+    DeepSpeed 0.19.8 takes them from a set (zero/partitioned_param_coordinator.py:569) and makes a
+    collective for each group in the order it comes upon one (zero/partition_parameters.py:1550):
+    on GPUs, collectives of two groups in another order on another rank wait for each other.
+    Does nothing to other optimizers.
+    """
+    offload = getattr(optimizer, "parameter_offload", None)
+    if offload is None:
+        return
+    coordinator = offload.get_param_coordinator()
+    gather = getattr(coordinator, _GATHER)
+
+    def gather_sorted(params: Any, forward: bool) -> None:
+        gather(sorted(params, key=lambda parameter: parameter.ds_id), forward)
+
+    setattr(coordinator, _GATHER, gather_sorted)

@@ -1,0 +1,158 @@
+"""Expert parallelism of any Hugging Face causal LM by the plan that the model itself carries.
+
+A plan (``base_model_ep_plan``, transformers 5) names the modules of experts, which all keep one
+contract: weights stacked along their first dimension, [experts, ...], and a forward method of
+(hidden states [T, h], chosen experts [T, k], their weights [T, k]) whose result [T, h] is the sum
+of the chosen experts' outputs, each times its weight. Here a rank keeps the stacks' rows of its own
+experts. Each token's hidden state goes to the ranks of its experts and comes back as their outputs;
+none is dropped. Nothing is known of any single architecture; that a model keeps the contract is
+for `bigtrain.models.equivalence.expert_parallel` to find out.
+
+Shapes: T = tokens of this rank, k = experts chosen for each, n = rows that this rank is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from bigtrain.errors import ModelError
+from bigtrain.models.parallel.collectives import RowExchange, exchange_rows
+from bigtrain.models.parallel.sharding import Shard, tag_shard
+from bigtrain.models.torch_patches import shadow, shadowed
+from bigtrain.models.transformers_patches import expanded_plan
+
+_MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A module of experts, and its stacked parameters by their name in it."""
+
+    name: str
+    module: Any
+    stacks: dict[str, nn.Parameter]
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.module.num_experts)
+
+
+def expert_modules(model: PreTrainedModel) -> list[Experts]:
+    """The modules of experts, as the model's plan has them.
+
+    Raises ModelError for an architecture without such a plan, or whose experts do not fit it.
+    """
+    plan = expanded_plan(model, dict(model.ep_plan or {}))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = []
+    for name, style in plan.items():
+        if style != _MODULE or name not in modules:
+            continue
+        stacks = {
+            leaf: parameter
+            for leaf, parameter in modules[name].named_parameters()
+            if plan.get(f"{name}.{leaf}") == _STACK
+        }
+        lengths = {parameter.shape[0] for parameter in stacks.values()}
+        if lengths != {getattr(modules[name], "num_experts", None)}:
+            raise ModelError(
+                f"parallel.expert: {name}: its experts are not stacked as its plan says -> "
+                "parallel.expert=1"
+            )
+        found.append(Experts(name, modules[name], stacks))
+    if not found:
+        raise ModelError(
+            f"parallel.expert: transformers has no expert-parallel plan for model_type "
+            f"{model.config.model_type} -> parallel.expert=1, and parallel.tensor or ZeRO 3 for "
+            "models too large for one device"
+        )
+    return found
+
+
+def shard_experts(model: PreTrainedModel, exchange: RowExchange) -> None:
+    """Make `model` compute one rank's experts for all of `exchange`: forwards exchange rows,
+    parameters are tagged with their shards.
+
+    No weights move: whoever fills the parameters cuts them (`sharding.cut_parameter`), and until
+    then the model is not to be called. Take it before a pipeline stage drops what it does not hold.
+    Not collective. Raises ModelError for a model without a plan, and for experts that do not
+    divide.
+    """
+    for experts in expert_modules(model):
+        check_divides(experts, exchange.size)
+        module, own = experts.module, experts.num_experts // exchange.size
+        span = (exchange.rank * own, (exchange.rank + 1) * own)
+        for parameter in experts.stacks.values():
+            shape = tuple(parameter.shape)
+            tag_shard(parameter, Shard(shape, True, 0, (span,), own, "expert"))
+        shadow(module, "forward", _Dispatch(module, experts.num_experts, exchange))
+
+
+def check_divides(experts: Experts, size: int) -> None:
+    """Raise ModelError where `size` ranks cannot have equally many of `experts`."""
+    if experts.num_experts % size:
+        divisors = (n for n in range(1, size) if experts.num_experts % n == 0)
+        raise ModelError(
+            f"parallel.expert = {size}: does not divide the {experts.num_experts} experts of "
+            f"{experts.name} -> nearest: {max(divisors)}"
+        )
+
+
+class _Dispatch:
+    """The forward method of a module of experts, of which this rank has some."""
+
+    def __init__(self, module: Any, num_experts: int, exchange: RowExchange) -> None:
+        self._module = module
+        self._forward = module.forward
+        self._num_experts = num_experts
+        self._exchange = exchange
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        num_chosen = top_k_index.shape[-1]
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+        chosen = top_k_index.reshape(-1)
+        order = torch.argsort(chosen, stable=True)  # experts of one rank lie together
+        own, sent, received = self._counts(chosen)
+        rows = exchange_rows(hidden[order // num_chosen], sent, received, self._exchange)
+        outputs = exchange_rows(self._compute(rows, own), received, sent, self._exchange)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=order.device)
+        # As transformers adds them up (integrations/moe.py, grouped_mm_experts_forward), in the
+        # dtype that weights and outputs have together.
+        weighted = outputs[place] * top_k_weights.reshape(-1, 1)
+        total = weighted.view(-1, num_chosen, weighted.shape[-1]).sum(1)
+        return total.to(hidden_states.dtype).view(hidden_states.shape)
+
+    def _counts(self, chosen: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+        """How many rows come for this rank's experts, int64 [size, own experts] by who sends them;
+        and how many go to each rank and come from it. The host waits for the device."""
+        size = self._exchange.size
+        each = [1] * size
+        counts = torch.bincount(chosen, minlength=self._num_experts).view(size, -1)
+        own = self._exchange.rows(counts, each, each)
+        sent, received = torch.stack([counts.sum(1), own.sum(1)]).tolist()
+        return own, sent, received
+
+    def _compute(self, rows: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Outputs of this rank's experts for `rows` [n, h], which lie by sender and expert."""
+        size, num_own = own.shape
+        experts = torch.arange(num_own, device=rows.device).repeat(size)
+        experts = experts.repeat_interleave(own.flatten(), output_size=rows.shape[0])
+        is_idle = rows.shape[0] == 0
+        if is_idle:
+            # Then a row of zeros goes through the first expert, whose output nobody asks for: every
+            # parameter gets a gradient, of zeros, which ZeRO waits for on all ranks.
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+            experts = experts.new_zeros(1)
+        ones = rows.new_ones(rows.shape[0], 1)
+        # Only here: what initializes the module's weights fills them whole.
+        with shadowed(self._module, {"num_experts": num_own}):
+            outputs: torch.Tensor = self._forward(rows, experts.unsqueeze(1), ones)
+        return outputs[:0] if is_idle else outputs

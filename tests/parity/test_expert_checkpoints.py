@@ -1,0 +1,178 @@
+"""A checkpoint written at one expert-parallel degree is read at every other, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bigtrain.data.tokenizers.training import train_tokenizer
+from bigtrain.engine.checkpoint.io import read_full, read_full_masters
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.verified_export import Probe, export_model
+from bigtrain.settings.run_config import ModelSection
+from tests.parity.conftest import ARCHITECTURES, run_config, train_cases
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+
+STOP, END = 3, 5
+MODEL = ARCHITECTURES["qwen3_moe"]
+
+
+class Point(NamedTuple):
+    """Who writes or reads."""
+
+    world_size: int
+    expert: int
+    engine: str
+    dtype: str = "float32"
+    tensor: int = 1
+
+    @property
+    def name(self) -> str:
+        tensor = f"-tp{self.tensor}" if self.tensor > 1 else ""
+        return f"ep{self.expert}-of-{self.world_size}{tensor}-{self.engine}-{self.dtype}"
+
+
+Pair = tuple[Point, Point]
+PAIRS: dict[Point, list[Point]] = {
+    Point(2, 2, "zero3"): [Point(2, 2, "zero3"), Point(1, 1, "zero0"), Point(2, 2, "zero1")],
+    Point(1, 1, "zero1"): [Point(2, 2, "zero0"), Point(2, 2, "zero2")],
+    Point(2, 2, "zero0"): [Point(2, 2, "zero3"), Point(2, 1, "zero3")],
+    Point(2, 2, "zero1", "bfloat16"): [
+        Point(2, 2, "zero1", "bfloat16"),
+        Point(1, 1, "zero3", "bfloat16"),
+        Point(2, 2, "zero3", "bfloat16"),
+    ],
+}
+PAIRS_OF_FOUR: dict[Point, list[Point]] = {
+    Point(4, 2, "zero3"): [
+        Point(4, 2, "zero3"),
+        Point(4, 4, "zero1"),
+        Point(2, 2, "zero0"),
+        Point(1, 1, "zero2"),
+    ],
+    Point(4, 4, "zero2"): [Point(4, 4, "zero2"), Point(4, 2, "zero3"), Point(2, 1, "zero1")],
+    Point(4, 2, "zero0"): [Point(4, 4, "zero3"), Point(4, 1, "zero1")],
+    Point(4, 2, "zero2", "bfloat16"): [
+        Point(4, 2, "zero2", "bfloat16"),
+        Point(4, 4, "zero3", "bfloat16"),
+        Point(4, 1, "zero1", "bfloat16"),
+    ],
+    Point(4, 1, "zero3", tensor=2): [Point(4, 2, "zero1"), Point(4, 4, "zero3")],
+    Point(4, 4, "zero1"): [Point(4, 1, "zero2", tensor=2), Point(1, 1, "zero0")],
+}
+FEW = [(wrote, read) for wrote, readers in PAIRS.items() for read in readers]
+MORE = [(wrote, read) for wrote, readers in PAIRS_OF_FOUR.items() for read in readers]
+
+
+def name_of(pair: Pair) -> str:
+    return "-to-".join(point.name for point in pair)
+
+
+def case(data: Path, point: Point, **steps: Any) -> dict[str, Any]:
+    config = run_config(
+        data,
+        {"config": MODEL},
+        micro_batch_size=8 * point.tensor // point.world_size,
+        precision={"dtype": point.dtype},
+        parallel={"expert": point.expert, "tensor": point.tensor},
+    )
+    return {"config": config, "deepspeed_config": point.engine, **steps}
+
+
+def write_and_read(
+    data: Path, pairs: list[Pair], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """Every writer to END without a break, then every reader from STOP on."""
+    root = tmp_path_factory.mktemp("expert-checkpoints")
+    found: dict[str, Any] = {}
+    writers = dict.fromkeys(wrote for wrote, _ in pairs)
+    for size in sorted({wrote.world_size for wrote in writers}):
+        cases = {
+            wrote.name: case(
+                data, wrote, last_step=END, save_at=STOP, save_to=str(root / wrote.name)
+            )
+            for wrote in writers
+            if wrote.world_size == size
+        }
+        found |= train_cases(size, cases, tmp_path_factory.mktemp("write"))
+    for size in sorted({read.world_size for _, read in pairs}):
+        cases = {
+            name_of((wrote, read)): case(
+                data,
+                read,
+                first_step=STOP,
+                last_step=END,
+                restore_from=str(root / wrote.name),
+                save_again_to=str(root / name_of((wrote, read))),
+            )
+            for wrote, read in pairs
+            if read.world_size == size
+        }
+        found |= train_cases(size, cases, tmp_path_factory.mktemp("read"))
+    return root, found
+
+
+@pytest.fixture(scope="module")
+def few(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What at most two processes write and read."""
+    return write_and_read(dataset, FEW, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def more(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return write_and_read(dataset, MORE, tmp_path_factory)
+
+
+@pytest.mark.parametrize("pair", FEW, ids=name_of)
+def test_goes_on(pair: Pair, few: tuple[Path, dict[str, Any]]) -> None:
+    assert_goes_on(pair, *few)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", MORE, ids=name_of)
+def test_goes_on_with_four(pair: Pair, more: tuple[Path, dict[str, Any]]) -> None:
+    assert_goes_on(pair, *more)
+
+
+def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
+    wrote, read = pair
+    saved = read_full(root / wrote.name / "tensors")
+    again = read_full(root / name_of(pair) / "tensors")
+    assert saved.keys() == again.keys()
+    assert "exp_avg_sq/model.layers.0.mlp.experts.down_proj" in saved
+    for key, tensor in saved.items():
+        assert torch.equal(tensor, again[key]), key
+    uninterrupted, resumed = found[wrote.name], found[name_of(pair)]
+    if wrote == read:
+        assert resumed["losses"] == uninterrupted["losses"][STOP:]
+        assert resumed["norms"] == uninterrupted["norms"][STOP:]
+    elif wrote.dtype == "float32":
+        assert resumed["losses"] == pytest.approx(uninterrupted["losses"][STOP:], abs=1e-5)
+        assert resumed["norms"] == pytest.approx(uninterrupted["norms"][STOP:], rel=1e-4)
+
+
+def test_export_does_not_know_the_degree(few: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    root, _ = few
+    tokenizer = tmp_path / "tokenizer"
+    train_tokenizer(iter([["the theme of the thesis"]]), 260).save(tokenizer)
+    wrote, read = Point(2, 2, "zero3"), Point(1, 1, "zero0")
+    outputs = []
+    for number, name in enumerate((wrote.name, name_of((wrote, read)))):
+        weights = read_full_masters(root / name / "tensors")
+        hf_config = load_hf_config(ModelSection(config=MODEL))
+        model = AutoModelForCausalLM.from_config(hf_config)
+        model.load_state_dict(weights, strict=False)
+        ids = Probe.make_input(97, 16)
+        with torch.no_grad():
+            probe = Probe(ids, model.eval()(input_ids=ids).logits, "float32")
+        outputs.append(tmp_path / str(number))
+        export_model(weights, hf_config, tokenizer, outputs[-1], dtype="float32", probe=probe)
+    files = sorted(path.name for path in outputs[0].iterdir())
+    assert "model.safetensors" in files
+    for file in files:
+        assert (outputs[0] / file).read_bytes() == (outputs[1] / file).read_bytes(), file

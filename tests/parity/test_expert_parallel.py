@@ -1,0 +1,191 @@
+"""Experts divided among ranks, against plain transformers and torch's AdamW in one process.
+
+The reference has all experts and computes with transformers' own forward methods. The router's
+choices are compared as well: a token sent elsewhere would show in the losses only a little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bigtrain.engine.checkpoint.io import read_full_masters
+from bigtrain.models.build import build_model
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.settings.run_config import ModelSection
+from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_cases
+from tests.parity.plain import divided, plain_training
+from tests.parity.routing import Choices
+from tests.parity.test_zero_stages import LOSS, NORM
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+
+WEIGHTS = 1e-5
+COEFFICIENT = 0.5  # so that it shows
+OPTIMIZER = {"lr": 3e-3, "clip_norm": 0.5, "eps": 1e-6}  # see test_pipeline.optimizer_of
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2) | ROUTED,
+    "qwen3_moe": ARCHITECTURES["qwen3_moe"] | ROUTED,
+    # Biases in experts and router, by which all tokens are sent to two experts of four, or to one.
+    "gpt_oss": llama(
+        model_type="gpt_oss",
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        tie_word_embeddings=False,
+    ),
+}
+MODELS["gpt_oss one"] = MODELS["gpt_oss"] | {"num_experts_per_tok": 1}
+ROUTER_BIAS = [-50.0, -50.0, 50.0, 0.0]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point: so many ranks, of which `expert` divide the experts."""
+
+    world_size: int
+    expert: int
+    engine: str
+    model: str = "mixtral"
+    accumulation: int = 2
+    sequence: int = 1
+    checkpointing: str = "none"
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        degrees = f"ep{self.expert}-of-{self.world_size}"
+        sequence = f"-sp{self.sequence}" if self.sequence > 1 else ""
+        recompute = "" if self.checkpointing == "none" else "-recompute"
+        return f"{degrees}{sequence}{recompute}-{self.engine}-{self.model}-{self.accumulation}"
+
+    @property
+    def micro_batch_size(self) -> int:
+        return 8 * self.sequence // (self.accumulation * self.world_size)
+
+
+CASES = [
+    Case(2, 2, "zero0"),
+    Case(2, 2, "zero1", "qwen3_moe", 1),
+    Case(2, 2, "zero2", checkpointing="full"),
+    Case(2, 2, "zero3", "qwen3_moe", 4),
+    Case(2, 2, "zero0", "gpt_oss one"),
+    Case(2, 2, "zero1", "gpt_oss"),
+    Case(2, 2, "zero3", "gpt_oss", 1, checkpointing="full"),
+    Case(2, 2, "zero3", sequence=2),
+    Case(4, 2, "zero1"),
+    Case(4, 4, "zero3", "gpt_oss", 1),
+    *(Case(4, e, f"zero{z}", slow=True) for e in (2, 4) for z in range(4) if (e, z) != (2, 1)),
+    *(Case(4, e, f"zero{z}", sequence=2, slow=True) for e in (2, 4) for z in range(4)),
+    *(Case(2, 2, f"zero{z}", "qwen3_moe", sequence=2, slow=True) for z in range(3)),
+    *(Case(2, 2, f"zero{z}", "gpt_oss one", 1, slow=True) for z in (1, 2, 3)),
+    Case(4, 4, "zero3", "gpt_oss one", 2, checkpointing="full", slow=True),
+]
+
+
+def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str, Any]:
+    config: dict[str, Any] = run_config(
+        data,
+        {"path": str(directories[case.model]), "gradient_checkpointing": case.checkpointing},
+        micro_batch_size=case.micro_batch_size,
+        parallel={"expert": case.expert, "sequence": case.sequence},
+        optimizer=OPTIMIZER,
+    )
+    return config
+
+
+def train(
+    dataset: Path, directories: dict[str, Path], directory: Path, *, slow: bool
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for world_size in sorted({case.world_size for case in CASES if case.slow == slow}):
+        place = directory / f"world{world_size}"
+        place.mkdir()
+        jobs = {
+            case.name: {
+                "config": config_of(case, dataset, directories),
+                "deepspeed_config": case.engine,
+                "save_at": STEPS,
+                "save_to": str(directory / case.name),
+                "watch_routing": case.checkpointing == "none",
+            }
+            for case in CASES
+            if case.slow == slow and case.world_size == world_size
+        }
+        found |= train_cases(world_size, jobs, place)
+    return {"results": found, "directory": directory}
+
+
+@pytest.fixture(scope="module")
+def trained(
+    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return train(dataset, directories, tmp_path_factory.mktemp("experts"), slow=False)
+
+
+@pytest.fixture(scope="module")
+def slow_trained(
+    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return train(dataset, directories, tmp_path_factory.mktemp("experts_slow"), slow=True)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, values in MODELS.items():
+        section = ModelSection(config=values)
+        found[name] = tmp_path_factory.mktemp("hf") / name
+        model: Any = build_model(section, load_hf_config(section), seed=SEED)
+        for layer in model.model.layers if "gpt_oss" in name else ():
+            layer.mlp.router.bias.data = torch.tensor(ROUTER_BIAS)
+        model.save_pretrained(found[name])
+    return found
+
+
+def compare(
+    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+) -> None:
+    config = run_config(dataset, {}, micro_batch_size=8, optimizer=OPTIMIZER)
+    choices: list[Choices] = []
+    expected = plain_training(
+        dataset,
+        directories[case.model],
+        config,
+        chunks=divided(case.micro_batch_size),
+        aux_coefficient=COEFFICIENT if "output_router_logits" in MODELS[case.model] else 0.0,
+        watch=lambda model: choices.append(Choices(model)),
+    )
+    result = trained["results"][case.name]
+    assert result["accumulation"] == case.accumulation
+    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS["float32"])
+    assert result["norms"] == pytest.approx(expected.norms, rel=NORM["float32"])
+    if case.checkpointing == "none":  # which chooses twice
+        assert result["choices"] == dict(choices[0].counts)
+    if case.model == "gpt_oss one":
+        assert {key.rpartition(": ")[2] for key in choices[0].counts} == {"2"}
+    weights = read_full_masters(trained["directory"] / case.name / "tensors")
+    assert weights.keys() == expected.weights.keys()
+    for name, tensor in weights.items():
+        assert float((tensor - expected.weights[name]).abs().max()) <= WEIGHTS, name
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda case: case.name)
+def test_equals_plain_training(
+    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+) -> None:
+    compare(case, dataset, directories, trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in CASES if c.slow], ids=lambda case: case.name)
+def test_more_equal_plain_training(
+    case: Case, dataset: Path, directories: dict[str, Path], slow_trained: dict[str, Any]
+) -> None:
+    compare(case, dataset, directories, slow_trained)
