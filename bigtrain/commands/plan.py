@@ -293,6 +293,7 @@ def run_and_engine(config: RunConfig, layout: Layout) -> tuple[dict[str, Any], d
         "tensor": layout.tensor_size,
         "pipeline": layout.pipeline_size,
         "sequence": layout.sequence_size,
+        "expert": layout.expert_size,
     }
     tree["parallel"] = {name: degree for name, degree in parallel.items() if degree > 1}
     tree["batch"]["micro_batch_size"] = layout.micro_batch_size

@@ -40,17 +40,28 @@ def matmul_seconds(
 
 
 def weight_seconds(
-    device: Device, matmul: Matmul, tokens: int, tensor_size: int, element_bytes: int, gain: float
+    device: Device,
+    matmul: Matmul,
+    tokens: int,
+    tensor_size: int,
+    expert_size: int,
+    element_bytes: int,
+    gain: float,
 ) -> tuple[float, float]:
-    """Forward and backward seconds of a product with a weight, of which a rank has its part."""
+    """Forward and backward seconds of a product with a weight, of which a rank has its part.
+
+    A rank that has one of `expert_size` parts of the experts is sent the rows that all of those
+    ranks have for them: as many in all as without, for fewer experts.
+    """
     in_size = matmul.in_size // (tensor_size if matmul.cut == "in" else 1)
     out_size = matmul.out_size // (tensor_size if matmul.cut == "out" else 1)
     if matmul.num_groups == 1 and matmul.share == 1.0:
         rows, times = tokens, float(matmul.count)
     else:
         # Experts: rows fall to the groups evenly at best.
-        rows = max(1, round(tokens * matmul.share / matmul.num_groups))
-        times = float(matmul.num_groups * matmul.count)
+        own = max(1, matmul.num_groups // expert_size)
+        rows = max(1, round(tokens * matmul.share / own))
+        times = float(own * matmul.count)
     forward = matmul_seconds(device, rows, in_size, out_size, element_bytes, gain)
     inputs = matmul_seconds(device, rows, out_size, in_size, element_bytes, gain)
     weights = matmul_seconds(device, in_size, rows, out_size, element_bytes, gain)

@@ -55,6 +55,11 @@ class Layout:
         return self.data_size * self.sequence_size
 
     @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts, and that ZeRO divides those experts' states among."""
+        return self.partition_size // self.expert_size
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of an optimizer step."""
         return self.data_size * self.micro_batch_size * self.num_accumulation
@@ -67,7 +72,8 @@ class Layout:
     def describe(self) -> str:
         """A few words for a table, such as ``ZeRO 1, TP 8, PP 4, micro 2, recompute``."""
         words = [f"ZeRO {self.zero_stage}"]
-        degrees = {"TP": self.tensor_size, "PP": self.pipeline_size, "SP": self.sequence_size}
+        degrees = {"TP": self.tensor_size, "PP": self.pipeline_size, "SP": self.sequence_size,
+                   "EP": self.expert_size}  # fmt: skip
         words += [f"{name} {size}" for name, size in degrees.items() if size > 1]
         words.append(f"micro {self.micro_batch_size}")
         if self.recompute != "none":

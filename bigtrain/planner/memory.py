@@ -66,13 +66,14 @@ def _stage(
     stage: int, ranges: Sequence[range], model: ModelCosts, layout: Layout, engine: Engine
 ) -> MemoryUse:
     layers = ranges[stage]
-    held, _ = stage_parameters(layers, model, layout)
-    n, zero = layout.partition_size, layout.zero_stage
+    held, expert = stage_parameters(layers, model, layout)
+    zero = layout.zero_stage
+    divided = (held - expert) / layout.partition_size + expert / layout.expert_replicas
     # Two moments, and float32 masters: of 16-bit parameters, and wherever ZeRO has a part of them.
     per_state = 8 + (4 if layout.parameter_bytes < 4 or zero else 0)
-    optimizer = held * per_state / (n if zero else 1)
-    parameters = held * layout.parameter_bytes / (n if zero == 3 else 1)
-    gradients = held * layout.gradient_bytes / (n if zero >= 2 else 1)
+    optimizer = per_state * (divided if zero else held)
+    parameters = layout.parameter_bytes * (divided if zero == 3 else held)
+    gradients = layout.gradient_bytes * (divided if zero >= 2 else held)
     if engine.is_deepspeed and zero == 1 and layout.gradient_bytes > layout.parameter_bytes:
         # BF16_Optimizer adds 16-bit gradients up in float32 and keeps both.
         gradients += held * layout.parameter_bytes

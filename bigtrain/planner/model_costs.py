@@ -102,6 +102,11 @@ class ModelCosts:
     saved_bytes_outside: float = 0.0
 
     @property
+    def num_experts(self) -> int:
+        """Of a layer that has any, 1 where none has."""
+        return max((m.num_groups for kind in self.kinds for m in kind.matmuls), default=1)
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all parameters, a tied one once."""
         inner = sum(self.kinds[kind].num_parameters for kind in self.layers)

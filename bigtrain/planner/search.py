@@ -94,7 +94,7 @@ def search(
     """Layouts that fit, fastest first, and those that do not, smallest first."""
     fitting: list[Candidate] = []
     others: list[Candidate] = []
-    roomy: set[tuple[int, int, int, int]] = set()
+    roomy: set[tuple[int, int, int, int, int]] = set()
     for layout in _layouts(request, cluster.num_devices):
         recomputed = replace(layout, recompute="full")
         both = [assess(request.model, each, cluster, engine) for each in (layout, recomputed)]
@@ -107,6 +107,7 @@ def search(
             layout.tensor_size,
             layout.pipeline_size,
             layout.sequence_size,
+            layout.expert_size,
         )
         if any(candidate.fits for candidate in both):
             roomy.add(degrees)
@@ -139,15 +140,16 @@ def assess(model: ModelCosts, layout: Layout, cluster: Cluster, engine: Engine) 
 
 def _layouts(request: Request, world_size: int) -> Iterator[Layout]:
     degrees = [
-        (t, p, s)
+        (t, p, s, e)
         for t in _divisors(world_size)
         for p in _divisors(world_size // t)
         for s in _divisors(world_size // t // p)
         if p <= len(request.model.layers) and request.sequence_length % s == 0
+        for e in _divisors(math.gcd(world_size // t // p, request.model.num_experts))
     ]
     for zero in request.zero_stages:
-        for t, p, s in degrees:
-            if not is_legal(request.facts, zero, world_size, t, p, s):
+        for t, p, s, e in degrees:
+            if not is_legal(request.facts, zero, world_size, t, p, s, e):
                 continue
             data = world_size // (t * p * s)
             if request.global_batch_size % data:
@@ -162,6 +164,7 @@ def _layouts(request: Request, world_size: int) -> Iterator[Layout]:
                     tensor_size=t,
                     pipeline_size=p,
                     sequence_size=s,
+                    expert_size=e,
                     zero_stage=zero,
                     micro_batch_size=micro,
                     num_accumulation=accumulation,
@@ -181,7 +184,13 @@ def _layouts(request: Request, world_size: int) -> Iterator[Layout]:
 
 
 def is_legal(
-    facts: Facts, zero: int, world_size: int, tensor: int, pipeline: int, sequence: int
+    facts: Facts,
+    zero: int,
+    world_size: int,
+    tensor: int,
+    pipeline: int,
+    sequence: int,
+    expert: int = 1,
 ) -> bool:
     """Whether a run of these degrees would be accepted."""
     changed = replace(
@@ -191,6 +200,7 @@ def is_legal(
         tensor_size=tensor,
         pipeline_size=pipeline,
         sequence_size=sequence,
+        expert_size=expert,
         pipeline_block=False,
         pipeline_settings=(),
     )
@@ -204,7 +214,12 @@ def _offloaded(layout: Layout, request: Request, world_size: int) -> Iterator[La
         return
     offloads: Mapping[str, str | None] = {"offload_optimizer": "cpu"}
     facts = replace(request.facts, **offloads)  # type: ignore[arg-type]
-    degrees = (layout.tensor_size, layout.pipeline_size, layout.sequence_size)
+    degrees = (
+        layout.tensor_size,
+        layout.pipeline_size,
+        layout.sequence_size,
+        layout.expert_size,
+    )
     if is_legal(facts, layout.zero_stage, world_size, *degrees):
         yield replace(layout, offload_optimizer=True)
         yield replace(full, offload_optimizer=True)

@@ -98,6 +98,7 @@ class Groups:
     data: Group
     partition: Group
     expert: Group
+    expert_replicas: Group
 
 
 def groups_of(layout: Layout, devices_per_node: int) -> Groups:
@@ -123,6 +124,7 @@ def groups_of(layout: Layout, devices_per_node: int) -> Groups:
         data,
         partition,
         Group(layout.expert_size, min(layout.expert_size, partition.per_node)),
+        Group(layout.expert_replicas, max(1, partition.per_node // layout.expert_size)),
     )
 
 
@@ -231,9 +233,9 @@ def _layer(
     forward, backward = _Work(), _Work()
     again = 0.0
     for matmul in layer.matmuls:
-        there, back = weight_seconds(device, matmul, tokens, layout.tensor_size, size, gain)
-        if matmul.num_groups > 1 and layout.expert_size > 1:
-            there, back = there / layout.expert_size, back / layout.expert_size
+        there, back = weight_seconds(
+            device, matmul, tokens, layout.tensor_size, layout.expert_size, size, gain
+        )
         forward.matmul += there
         backward.matmul += back
     elementwise = _elementwise(layer, layout, device, engine)
@@ -304,7 +306,9 @@ def _exchange(
         forward.sequence += 3 * groups.sequence.latency(device)
     if layout.expert_size > 1:
         share = max((m.share for m in layer.matmuls if m.num_groups > 1), default=0.0)
-        forward.expert = 2 * groups.expert.all_to_all(device, hidden * share) if share else 0.0
+        if share:  # tokens, what becomes of them, and before them how many there are
+            forward.expert = 2 * groups.expert.all_to_all(device, hidden * share)
+            forward.expert += groups.expert.latency(device)
 
 
 def _partitioned(
@@ -317,18 +321,30 @@ def _partitioned(
     backward: _Work,
 ) -> None:
     """ZeRO 3: parameters gathered before both passes, gradients scattered after the second."""
-    held = layer.num_parameters_whole + layer.num_parameters_cut / layout.tensor_size
-    held += layer.num_parameters_expert / (layout.tensor_size * layout.expert_size)
-    gather = groups.partition.all_gather(device, held * layout.parameter_bytes)
-    scatter = groups.partition.all_gather(device, held * layout.gradient_bytes)
+    dense = layer.num_parameters_whole + layer.num_parameters_cut / layout.tensor_size
+    expert = layer.num_parameters_expert / (layout.tensor_size * layout.expert_size)
+    gather = _collective(dense, expert, layout.parameter_bytes, device, groups)
+    scatter = _collective(dense, expert, layout.gradient_bytes, device, groups)
     for work, sent in ((forward, gather), (backward, gather + scatter)):
         beside = engine.overlap * (work.device + work.host)
         work.zero = max(0.0, sent - beside) + engine.slowdown * min(sent, beside)
     if layout.offload_parameters:
         # Each rank's part comes up from main memory before it is gathered.
-        up = held * layout.parameter_bytes / groups.partition.size / device.host_bandwidth
+        own = dense / groups.partition.size + expert / groups.expert_replicas.size
+        up = own * layout.parameter_bytes / device.host_bandwidth
         forward.zero += up
         backward.zero += up
+
+
+def _collective(
+    dense: float, expert: float, element_bytes: int, device: Device, groups: Groups
+) -> float:
+    """Seconds to gather `dense` elements from all replicas, and `expert` from those that hold the
+    same experts; of scattering their gradients the same."""
+    if groups.expert_replicas.size == groups.partition.size:  # one collective for both
+        return groups.partition.all_gather(device, (dense + expert) * element_bytes)
+    seconds = groups.partition.all_gather(device, dense * element_bytes)
+    return seconds + groups.expert_replicas.all_gather(device, expert * element_bytes)
 
 
 def _head(
@@ -388,9 +404,10 @@ def _gradients(
     """What the gradients' sum and the new parameters' gathering add to a step, ZeRO 0 to 2."""
     if layout.partition_size == 1 or layout.zero_stage == 3:
         return 0.0
-    held, _ = stage_parameters(layers, model, layout)
-    scatter = groups.partition.all_gather(device, held * layout.gradient_bytes)
-    gather = groups.partition.all_gather(device, held * layout.parameter_bytes)
+    dense, expert = stage_parameters(layers, model, layout)
+    dense -= expert
+    scatter = _collective(dense, expert, layout.gradient_bytes, device, groups)
+    gather = _collective(dense, expert, layout.parameter_bytes, device, groups)
     times = layout.num_accumulation if engine.reduces_every_micro_batch else 1
     times = times if layout.zero_stage == 2 else 1
     backward = engine.overlap * pace.device * 2 / 3
@@ -402,8 +419,10 @@ def _optimizer(
     layers: range, model: ModelCosts, layout: Layout, device: Device, engine: Engine
 ) -> tuple[float, float]:
     """Seconds of the update, and of what it moves to main memory and back."""
-    held, _ = stage_parameters(layers, model, layout)
-    own = held / (layout.partition_size if layout.zero_stage else 1)
+    held, expert = stage_parameters(layers, model, layout)
+    own = held
+    if layout.zero_stage:
+        own = (held - expert) / layout.partition_size + expert / layout.expert_replicas
     if not layout.offload_optimizer:
         return memory_seconds(device, engine.optimizer_bytes * own), 0.0
     # Gradients down, parameters up, and AdamW over 28 bytes of a parameter in main memory.

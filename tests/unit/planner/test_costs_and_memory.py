@@ -110,6 +110,25 @@ def test_offload_moves_states_to_main_memory() -> None:
     assert kept.allocated - moved.allocated == pytest.approx(moved.host)
 
 
+@pytest.mark.parametrize(
+    ("zero", "dense", "expert"),
+    # Bytes of a parameter on one of 8 ranks, of which 4 divide the experts: those have a quarter of
+    # them, and ZeRO divides that among the 2 that hold the same ones.
+    [(0, 18.0, 18 / 4), (1, 8 + 12 / 8, (8 + 12 / 2) / 4), (2, 2 + 16 / 8, (2 + 16 / 2) / 4),
+     (3, 18 / 8, 18 / 8)],
+)  # fmt: skip
+def test_experts_are_divided_and_their_states_among_fewer(
+    zero: int, dense: float, expert: float
+) -> None:
+    plain = closed_form(LLAMA)
+    kind = replace(plain.kinds[0], num_parameters_expert=10**8)
+    model = replace(plain, kinds=(kind,))
+    use = use_of(model, zero_stage=zero, expert_size=4)
+    experts = 10**8 * len(plain.layers)
+    expected = dense * plain.num_parameters + expert * experts
+    assert use.states + use.gradients == pytest.approx(expected)
+
+
 def test_terms_add_up() -> None:
     use = use_of(closed_form(LLAMA), zero_stage=3, tensor_size=2, pipeline_size=1)
     assert sum(use.terms().values()) == pytest.approx(use.total)

@@ -11,7 +11,7 @@ import pytest
 from bigtrain.planner.engines import engine_named
 from bigtrain.planner.hardware import find_device
 from bigtrain.planner.layout import Layout
-from bigtrain.planner.model_costs import DenseShape, closed_form
+from bigtrain.planner.model_costs import DenseShape, Matmul, closed_form
 from bigtrain.planner.plan_text import as_json, nothing_fits, plan_table
 from bigtrain.planner.search import Cluster, Request, search
 from bigtrain.settings.compatibility.check import check_compatibility
@@ -52,6 +52,29 @@ def test_every_layout_is_legal_and_covers_the_run(num_devices: int) -> None:
         assert not check_compatibility(facts)
     layouts = [candidate.layout for candidate in (*fitting, *others)]
     assert len(set(layouts)) == len(layouts)
+
+
+def test_experts_are_divided_where_a_run_may_divide_them() -> None:
+    expert = Matmul(1024, 5632, None, num_groups=8, share=2.0)
+    kind = replace(SMALL.kinds[0], matmuls=(expert,), num_parameters_expert=8 * 1024 * 5632)
+    request = replace(
+        REQUEST, model=replace(SMALL, kinds=(kind,)), facts=replace(FACTS, num_experts=8)
+    )
+    fitting, others = search(request, cluster(16), ENGINE)
+    sizes = {c.layout.expert_size for c in (*fitting, *others)}
+    assert sizes == {1, 2, 4, 8}
+    for candidate in (*fitting, *others):
+        layout = candidate.layout
+        facts = replace(
+            request.facts,
+            zero_stage=layout.zero_stage,
+            world_size=16,
+            tensor_size=layout.tensor_size,
+            pipeline_size=layout.pipeline_size,
+            sequence_size=layout.sequence_size,
+            expert_size=layout.expert_size,
+        )
+        assert not check_compatibility(facts)
 
 
 def test_no_kind_of_parallelism_is_left_out() -> None:
