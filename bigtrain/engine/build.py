@@ -72,11 +72,11 @@ def build_engine(
         sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
     computes_loss = model_plan.loss.install(model) is not None
     compiled = speed_up(model, config, engine_config, device)
-    decay_groups = parameter_groups(model, config.optimizer)
+    decay_groups = parameter_groups(model, config.optimizer, mesh.topology.expert_size)
     mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
     remember_groups(mpu)
     remember_expert_groups(mesh.expert, mesh.expert_replicas)
-    has_experts = any("moe" in group for group in decay_groups)
+    has_experts = any("moe" in group and group["params"] for group in decay_groups)
     with engine_with_experts() if has_experts else nullcontext():
         engine, *_ = deepspeed.initialize(
             model=model,

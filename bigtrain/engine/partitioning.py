@@ -14,6 +14,7 @@ from torch import nn
 from bigtrain.engine.deepspeed_patches.experts import (
     as_expert_group,
     mark_expert,
+    name_of_experts,
     remember_expert_groups,
 )
 from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, partition_parameters
@@ -44,7 +45,7 @@ _DTYPES = {
 
 def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
     """How parameters are cut and partitioned while the model is constructed."""
-    if mesh.topology.tensor_size > 1 or mesh.topology.expert_size > 1:
+    if is_cut(mesh):
         zero3 = copy_of(engine_config.deepspeed) if engine_config.zero_stage == 3 else None
         return cutting(mesh, zero3)
     if engine_config.zero_stage != 3:
@@ -66,19 +67,20 @@ def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
     return Partitioning(construct, gather, dist.get_rank() == 0)
 
 
-def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
-    """What decays and what does not, in this order, then likewise of experts that ranks divide;
-    each may be without parameters."""
+def parameter_groups(
+    model: nn.Module, section: OptimizerSection, expert_size: int
+) -> list[dict[str, Any]]:
+    """What decays and what does not, in this order, then likewise of experts where `expert_size`
+    ranks divide them; each may be without parameters."""
     split = split_by_decay(model, decay_embeddings=section.decay_embeddings)
     found: list[dict[str, Any]] = [
         {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
         {"params": split.no_decay, "weight_decay": 0.0, "name": "no_decay"},
     ]
-    for group in found[:]:
+    for group in found[:] if expert_size > 1 else ():
         experts = [parameter for parameter in group["params"] if is_expert(parameter)]
-        if experts:
-            group["params"] = [p for p in group["params"] if not is_expert(p)]
-            found.append(as_expert_group({**group, "params": experts}))
+        group["params"] = [p for p in group["params"] if not is_expert(p)]
+        found.append(as_expert_group({**group, "params": experts}, name_of_experts(expert_size)))
     return found
 
 
@@ -87,6 +89,11 @@ def copy_of(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copy_of(item) for key, item in value.items()}
     return [copy_of(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def is_cut(mesh: Mesh) -> bool:
+    """Whether ranks hold parts of parameters, before ZeRO partitions them."""
+    return mesh.topology.tensor_size > 1 or mesh.topology.expert_size > 1
 
 
 def cutting(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
@@ -118,11 +125,10 @@ def cutting(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
 
 def _divide_experts(model: Any, mesh: Mesh) -> None:
     shard_experts(model, GroupRows(mesh.expert))
-    name = remember_expert_groups(mesh.expert, mesh.expert_replicas)
-    assert name is not None
+    remember_expert_groups(mesh.expert, mesh.expert_replicas)
     for parameter in model.parameters():
         if is_expert(parameter):
-            mark_expert(parameter, name)
+            mark_expert(parameter, name_of_experts(mesh.topology.expert_size))
 
 
 def _partitioner(mesh: Mesh, zero3: dict[str, Any]) -> Any:

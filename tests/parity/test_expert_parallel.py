@@ -18,8 +18,9 @@ from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_cases
-from tests.parity.plain import divided, plain_training
+from tests.parity.plain import Spread, divided, orders, plain_training, root_mean_square
 from tests.parity.routing import Choices
+from tests.parity.test_matrix import SPREADS
 from tests.parity.test_zero_stages import LOSS, NORM
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -31,6 +32,11 @@ ROUTED = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2) | ROUTED,
     "qwen3_moe": ARCHITECTURES["qwen3_moe"] | ROUTED,
+    # Of four layers only the third has experts: the first of two stages has none.
+    "some": ARCHITECTURES["qwen3_moe"]
+    | ROUTED
+    | {"num_hidden_layers": 4, "mlp_only_layers": [0, 1, 3], "intermediate_size": 32},
+    "unrouted": ARCHITECTURES["qwen3_moe"],
     # Biases in experts and router, by which all tokens are sent to two experts of four, or to one.
     "gpt_oss": llama(
         model_type="gpt_oss",
@@ -55,19 +61,21 @@ class Case:
     model: str = "mixtral"
     accumulation: int = 2
     sequence: int = 1
+    pipeline: int = 1
     checkpointing: str = "none"
     slow: bool = False
 
     @property
     def name(self) -> str:
         degrees = f"ep{self.expert}-of-{self.world_size}"
-        sequence = f"-sp{self.sequence}" if self.sequence > 1 else ""
+        inner = {"sp": self.sequence, "pp": self.pipeline}
+        more = "".join(f"-{name}{size}" for name, size in inner.items() if size > 1)
         recompute = "" if self.checkpointing == "none" else "-recompute"
-        return f"{degrees}{sequence}{recompute}-{self.engine}-{self.model}-{self.accumulation}"
+        return f"{degrees}{more}{recompute}-{self.engine}-{self.model}-{self.accumulation}"
 
     @property
     def micro_batch_size(self) -> int:
-        return 8 * self.sequence // (self.accumulation * self.world_size)
+        return 8 * self.sequence * self.pipeline // (self.accumulation * self.world_size)
 
 
 CASES = [
@@ -81,6 +89,9 @@ CASES = [
     Case(2, 2, "zero3", sequence=2),
     Case(4, 2, "zero1"),
     Case(4, 4, "zero3", "gpt_oss", 1),
+    Case(4, 2, "pipeline_zero1", pipeline=2, accumulation=4),
+    Case(4, 2, "zero0", "some", pipeline=2, checkpointing="full"),
+    Case(4, 2, "pipeline_zero1", "some", pipeline=2),
     *(Case(4, e, f"zero{z}", slow=True) for e in (2, 4) for z in range(4) if (e, z) != (2, 1)),
     *(Case(4, e, f"zero{z}", sequence=2, slow=True) for e in (2, 4) for z in range(4)),
     *(Case(2, 2, f"zero{z}", "qwen3_moe", sequence=2, slow=True) for z in range(3)),
@@ -94,7 +105,11 @@ def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str,
         data,
         {"path": str(directories[case.model]), "gradient_checkpointing": case.checkpointing},
         micro_batch_size=case.micro_batch_size,
-        parallel={"expert": case.expert, "sequence": case.sequence},
+        parallel={
+            "expert": case.expert,
+            "sequence": case.sequence,
+            "pipeline": case.pipeline,
+        },
         optimizer=OPTIMIZER,
     )
     return config
@@ -189,3 +204,57 @@ def test_more_equal_plain_training(
     case: Case, dataset: Path, directories: dict[str, Path], slow_trained: dict[str, Any]
 ) -> None:
     compare(case, dataset, directories, slow_trained)
+
+
+IN_16_BIT = ("zero1", "zero2", "zero3")
+
+
+@pytest.fixture(scope="module")
+def in_16_bit(
+    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    place = tmp_path_factory.mktemp("experts_16_bit")
+    jobs = {
+        engine: {
+            "config": run_config(
+                dataset,
+                {"path": str(directories["unrouted"])},
+                micro_batch_size=2,
+                parallel={"expert": 2},
+                precision={"dtype": "bfloat16"},
+                optimizer=OPTIMIZER,
+            ),
+            "deepspeed_config": engine,
+            "weights": {str(STEPS): str(place / f"{engine}.pt")},
+        }
+        for engine in IN_16_BIT
+    }
+    found = train_cases(2, jobs, place)
+    return {
+        name: result | {"weights": torch.load(place / f"{name}.pt")}
+        for name, result in found.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def spread(dataset: Path, directories: dict[str, Path]) -> Spread:
+    """Of plain runs in bfloat16 that divide the samples otherwise."""
+    config = run_config(dataset, {}, micro_batch_size=8, optimizer=OPTIMIZER)
+    runs = [
+        plain_training(
+            dataset, directories["unrouted"], config, chunks=chunks, dtype=torch.bfloat16
+        )
+        for chunks in orders()
+    ]
+    return Spread.of(runs)
+
+
+@pytest.mark.parametrize("engine", IN_16_BIT)
+def test_16_bit_is_among_plain_runs(engine: str, spread: Spread, in_16_bit: dict[str, Any]) -> None:
+    """Norms above all: each of DeepSpeed's optimizers adds those of experts up in its own way."""
+    found = in_16_bit[engine]
+    losses = [abs(a - b) for a, b in zip(found["losses"], spread.losses, strict=True)]
+    norms = [abs(a - b) / b for a, b in zip(found["norms"], spread.norms, strict=True)]
+    assert max(losses) <= SPREADS * spread.loss
+    assert max(norms) <= SPREADS * spread.norm < 0.1
+    assert root_mean_square(found["weights"], spread.weights) <= SPREADS * spread.weight

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import nn
@@ -22,23 +24,25 @@ from bigtrain.engine.deepspeed_patches.startup import replaced
 _GATHER = "_PartitionedParameterCoordinator__all_gather_params"
 
 
-def remember_expert_groups(experts: dist.ProcessGroup, replicas: dist.ProcessGroup) -> str | None:
+def name_of_experts(size: int) -> str:
+    """What DeepSpeed knows the groups of `size` ranks by that divide experts, and the groups of
+    those that hold the same ones; it reads the number (0.19.8, utils/groups.py:671)."""
+    return f"ep_size_{size}"
+
+
+def remember_expert_groups(experts: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
     """Let DeepSpeed's group functions know who divides the experts and who holds the same ones.
 
-    Returns the name that it knows both by; None, and it forgets those of an earlier engine, where
-    nobody divides them. Dicts of utils/groups.py:38 (0.19.8); the number in the name is read
-    there, :671.
+    It forgets those of an earlier engine. Dicts of utils/groups.py:38 (0.19.8).
     """
     size = dist.get_world_size(experts)
-    name = f"ep_size_{size}" if size > 1 else None
     for table, group in (
         (groups._EXPERT_PARALLEL_GROUP, experts),
         (groups._EXPERT_DATA_PARALLEL_GROUP, replicas),
     ):
         table.clear()
-        if name is not None:
-            table[name] = group
-    return name
+        if size > 1:
+            table[name_of_experts(size)] = group
 
 
 def mark_expert(parameter: nn.Parameter, name: str) -> None:
@@ -56,9 +60,9 @@ def mark_expert(parameter: nn.Parameter, name: str) -> None:
     marks.ds_zero_partition_process_group = groups._EXPERT_DATA_PARALLEL_GROUP[name]
 
 
-def as_expert_group(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group of marked experts as DeepSpeed knows one (0.19.8, moe/utils.py:154)."""
-    return {**group, "moe": True, "name": group["params"][0].group_name}
+def as_expert_group(group: dict[str, Any], name: str) -> dict[str, Any]:
+    """A parameter group of experts as DeepSpeed knows one (0.19.8, moe/utils.py:154)."""
+    return {**group, "moe": True, "name": name}
 
 
 @contextmanager
@@ -79,6 +83,25 @@ def engine_with_experts() -> Iterator[None]:
         replaced(DeepSpeedEngine, "_validate_zero3_moe_compatibility", lambda _: None),
     ):
         yield
+
+
+def count_absent_experts(optimizer: Any, name: str) -> None:
+    """Let a pipeline stage without experts take part in the norm of the other stages' experts.
+
+    BF16_Optimizer sums it over the stages for each name of experts with gradients (0.19.8,
+    runtime/bf16_optimizer.py:580, runtime/utils.py:1130). Does nothing to other optimizers.
+    """
+    if not isinstance(optimizer, BF16_Optimizer):
+        return
+    find = optimizer.get_grads_for_norm
+
+    def find_all(for_clipping: bool = False) -> Any:
+        found = find(for_clipping)
+        if not for_clipping:
+            found[1].setdefault(name, [torch.zeros(1, device=optimizer.bf16_groups[0][0].device)])
+        return found
+
+    optimizer.get_grads_for_norm = find_all
 
 
 def gather_in_one_order(optimizer: Any) -> None:

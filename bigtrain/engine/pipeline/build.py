@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,17 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
+from bigtrain.engine.deepspeed_patches.experts import (
+    count_absent_experts,
+    engine_with_experts,
+    mark_expert,
+    name_of_experts,
+    remember_expert_groups,
+)
 from bigtrain.engine.deepspeed_patches.marks import mark_replicated
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.layer_options import speed_up
-from bigtrain.engine.partitioning import copy_of, cutting, parameter_groups
+from bigtrain.engine.partitioning import copy_of, cutting, is_cut, parameter_groups
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
 from bigtrain.engine.startup.mesh import Mesh
@@ -42,7 +49,7 @@ def build_pipeline_engine(
     stage: Any = None
     stages = model_plan.stages
     assert stages is not None
-    tensor = cutting(mesh, None) if mesh.topology.tensor_size > 1 else WHOLE
+    tensor = cutting(mesh, None) if is_cut(mesh) else WHOLE
 
     def prepare(model: Any) -> None:
         nonlocal stage
@@ -67,15 +74,20 @@ def build_pipeline_engine(
     }
     with redirect_stdout(io.StringIO()):
         pipeline = StagesModule(module, ProcessTopology(list(axes), list(axes.values())))
-    decay_groups = parameter_groups(stage.model, config.optimizer)
+    decay_groups = parameter_groups(stage.model, config.optimizer, topology.expert_size)
+    remember_expert_groups(mesh.expert, mesh.expert_replicas)
     _fill_groups(pipeline, decay_groups, mesh, device)
     _mark_copies(stage)
-    with redirect_stdout(io.StringIO()):
+    has_experts = any("moe" in group and group["params"] for group in decay_groups)
+    told = engine_with_experts() if has_experts else nullcontext()
+    with redirect_stdout(io.StringIO()), told:
         engine, *_ = deepspeed.initialize(
             model=pipeline,
             model_parameters=[group for group in decay_groups if group["params"]],
             config=copy_of(engine_config.deepspeed),
         )
+    if has_experts:
+        count_absent_experts(engine.optimizer, name_of_experts(topology.expert_size))
     undo_trial_update(engine)
     return PipelineTrainEngine(engine, plan, device, mesh, module, _replica_groups(stage, mesh))
 
@@ -107,7 +119,9 @@ def _fill_groups(
         if present[index] and not group["params"]:
             filler = nn.Parameter(torch.zeros(1, device=device))
             mark_replicated(filler, False)
-            pipeline.register_parameter(f"filler_{group['name']}", filler)
+            if "moe" in group:
+                mark_expert(filler, group["name"])
+            pipeline.register_parameter(f"filler_{index}", filler)
             group["params"] = [filler]
 
 

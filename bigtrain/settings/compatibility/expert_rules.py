@@ -43,15 +43,6 @@ EXPERT_RULES: tuple[Rule, ...] = (
         lambda f: replace(f, expert_size=1),
         Facts(world_size=4, zero_stage=1, tensor_size=2, expert_size=2),
     ),
-    rule(
-        "experts with pipeline",
-        lambda f: f.expert_size > 1 and f.pipeline_size > 1,
-        (_EXPERT, lambda f: f.expert_size),
-        "pipeline stages have not been shown to exchange tokens without waiting for each other",
-        "parallel.expert=1, or parallel.pipeline=1",
-        lambda f: replace(f, expert_size=1),
-        Facts(world_size=4, zero_stage=1, pipeline_size=2, expert_size=2),
-    ),
     rule(  # fp16/unfused_optimizer.py:211 leaves the gradients of experts out of the norm
         "16-bit experts with ZeRO 0",
         lambda f: f.expert_size > 1 and f.zero_stage == 0 and f.dtype != "float32",
