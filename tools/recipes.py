@@ -96,8 +96,9 @@ def settings_of(best: Candidate) -> dict[str, str]:
     assert not layout.offload_optimizer
     degrees = (
         f"{{tensor: {layout.tensor_size}, pipeline: {layout.pipeline_size}, "
-        f"sequence: {layout.sequence_size}}}"
+        f"sequence: {layout.sequence_size}"
     )
+    degrees += f", expert: {layout.expert_size}}}" if layout.expert_size > 1 else "}"
     values = (str(layout.micro_batch_size), layout.recompute, degrees, f"zero{layout.zero_stage}")
     return dict(zip(KEYS, values, strict=True))
 

@@ -124,3 +124,31 @@ def test_evaluation_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 830
     assert main(["plan", "--evaluate", str(rows), "--output", str(tmp_path / "no" / "x.csv")]) == 2
     assert "--output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "wanted", "published"),
+    [
+        ("llama31_405b", "16384xH100-80GB", {"tensor_size": 8, "pipeline_size": 16}, 160.0),
+        pytest.param(
+            "deepseek_v3", "2048xH800-80GB", {"expert_size": 64}, 1540.0, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_published_layouts_are_among_the_best(
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    gpus: str,
+    wanted: dict[str, int],
+    published: float,
+) -> None:
+    """Of over a thousand legal ones; the rates of models that bigtrain has no float8 and no
+    interleaved stages for are a fraction of the published, and never more."""
+    config = ROOT / "benchmarks" / "published" / f"{name}.yaml"
+    assert main(["plan", "--config", str(config), "--gpus", gpus, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert len(plan["layouts"]) > 1000
+    best = plan["layouts"][:20]
+    assert any(wanted.items() <= layout["layout"].items() for layout in best)
+    rate = best[0]["tokens_per_second_per_device"]
+    assert published / 4 < rate < published
