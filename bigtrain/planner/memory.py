@@ -22,9 +22,11 @@ class MemoryUse:
     """Bytes of the fullest rank's device at the peak, by what they are; they add up to `total`.
 
     `states`: parameters and the optimizer's; `gathered`: of ZeRO 3, whole parameters at a time;
-    `buckets`: of collectives; `loss`: logits and their gradient; `saving`: what a save needs
-    beside the rest; `context`: of the device's runtime and communicators, and what the allocator
-    keeps without using it. `host` is main memory, of the same rank, and not in `total`.
+    `buckets`: of collectives; `loss`: logits and their gradient; `context`: of the device's runtime
+    and communicators, and what the allocator keeps without using it. Those of main memory, of the
+    same rank, are not in `total`: `host_offload`, `host_checkpoint`: the copy that is written while
+    training goes on; `host_export`: after it, on the main rank, one file and one layer. A save
+    takes nothing of the device: fragments are copied one by one.
     """
 
     states: float
@@ -33,10 +35,24 @@ class MemoryUse:
     buckets: float
     activations: float
     loss: float
-    saving: float
     context: float
-    host: float
+    host_offload: float
+    host_checkpoint: float
+    host_export: float
     stage: int
+
+    @property
+    def host(self) -> float:
+        """Bytes of main memory at the peak."""
+        return max(self.host_offload + self.host_checkpoint, self.host_export)
+
+    def host_terms(self) -> dict[str, float]:
+        """Of main memory by name."""
+        return {
+            "offload": self.host_offload,
+            "checkpoint": self.host_checkpoint,
+            "export": self.host_export,
+        }
 
     @property
     def total(self) -> float:
@@ -51,7 +67,9 @@ class MemoryUse:
 
     def terms(self) -> dict[str, float]:
         """By name, without what main memory holds."""
-        names = [entry.name for entry in fields(self) if entry.name not in ("host", "stage")]
+        names = [
+            entry.name for entry in fields(self) if not entry.name.startswith(("host", "stage"))
+        ]
         return {name: float(getattr(self, name)) for name in names}
 
 
@@ -90,8 +108,26 @@ def _stage(
     live = states + gradients + gathered + buckets + activations + loss
     context = engine.context_bytes + (engine.reserved - 1.0) * live
     return MemoryUse(
-        states, gradients, gathered, buckets, activations, loss, 0.0, context, host, stage
+        states,
+        gradients,
+        gathered,
+        buckets,
+        activations,
+        loss,
+        context,
+        host,
+        # Masters and AdamW's two states, of what this rank writes (docs/checkpoints.md).
+        12 * divided if engine.is_deepspeed else 0.0,
+        _export(model) if engine.is_deepspeed else 0.0,
+        stage,
     )
+
+
+def _export(model: ModelCosts) -> float:
+    """Bytes of one file's masters and of the largest layer, by which an export is compared."""
+    largest = max((kind.num_parameters for kind in model.kinds), default=0)
+    table = model.embedding_parameters
+    return 4.0 * min(model.num_parameters, _FILE_BYTES / 2) + 4.0 * max(largest, table)
 
 
 def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: Engine) -> float:
@@ -198,6 +234,7 @@ def _buckets(
     return min(held, _MOST_LIVE) * layout.parameter_bytes, bucket
 
 
+_FILE_BYTES = 5e9  # of 16-bit weights in a file of an export (models/weights/export_hf.py)
 _MOST_LIVE = 1e9  # elements; stage3_max_live_parameters and stage3_max_reuse_distance of DeepSpeed
 
 

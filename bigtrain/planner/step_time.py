@@ -359,11 +359,15 @@ def _head(
         (tokens, hidden, columns), (tokens, columns, hidden), (hidden, tokens, columns),
     ):  # fmt: skip
         work.matmul += matmul_seconds(device, rows, inner, outer, size)
-    work.memory_bound = memory_seconds(device, engine.loss_bytes * tokens * columns)
     work.host = engine.step_seconds
     if layout.tensor_size > 1:
-        work.tensor = groups.tensor.all_reduce(device, 12 * tokens)
-        work.tensor += groups.tensor.all_reduce(device, tokens * hidden * size)
+        work.tensor = groups.tensor.all_reduce(device, tokens * hidden * size)
+        if engine.is_deepspeed:  # each rank gathers the columns of all, and has the loss of them
+            columns = model.vocabulary_size
+            work.tensor += groups.tensor.all_gather(device, tokens * columns * size)
+        else:
+            work.tensor += groups.tensor.all_reduce(device, 12 * tokens)
+    work.memory_bound = memory_seconds(device, engine.loss_bytes * tokens * columns)
     return work
 
 

@@ -106,8 +106,21 @@ def test_chunks_bound_what_logits_take() -> None:
 def test_offload_moves_states_to_main_memory() -> None:
     model = closed_form(LLAMA)
     kept, moved = (use_of(model, zero_stage=3, offload_optimizer=off) for off in (False, True))
-    assert moved.host == pytest.approx(16 / 8 * model.num_parameters)
-    assert kept.allocated - moved.allocated == pytest.approx(moved.host)
+    assert moved.host_offload == pytest.approx(16 / 8 * model.num_parameters)
+    assert kept.allocated - moved.allocated == pytest.approx(moved.host_offload)
+
+
+def test_a_save_takes_a_copy_in_main_memory_and_nothing_of_the_device() -> None:
+    model = closed_form(LLAMA)
+    for zero in range(4):
+        use = use_of(model, zero_stage=zero)
+        assert use.host_checkpoint == pytest.approx(12 / 8 * model.num_parameters)
+    small = closed_form(replace(LLAMA, num_layers=1))
+    alone = use_of(small, data_size=1)
+    assert alone.host == alone.host_checkpoint == 12 * small.num_parameters
+    # Of many ranks each writes little, and one exports: a file of 5 GB in 16 bit, and a layer.
+    many = use_of(model, data_size=512)
+    assert many.host == many.host_export == 4 * (2.5e9 + 128256 * 4096)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_nothing_fits_names_what_is_missing() -> None:
     few = Cluster(find_device("A100-40GB"), 2, 1e9)
     fitting, others = search(request, few, ENGINE)
     assert not fitting
-    rule, remedy = nothing_fits([c for c in others if not c.memory.host], few)
+    rule, remedy = nothing_fits([c for c in others if not c.memory.host_offload], few)
     assert "no layout fits 2 x A100-40GB" in rule
     assert "states" in rule
     assert "devices" in remedy
