@@ -83,7 +83,7 @@ class Ranking:
 def name_of(candidate: Candidate) -> str:
     """A layout in a few words."""
     layout = candidate.layout
-    recompute = ", recompute" if layout.recompute != "none" else ""
+    recompute = "" if layout.recompute == "none" else f", recompute {layout.gradient_checkpointing}"
     return (
         f"ZeRO {layout.zero_stage} data {layout.data_size} tensor {layout.tensor_size} pipeline "
         f"{layout.pipeline_size} sequence {layout.sequence_size} micro "

@@ -99,7 +99,12 @@ def settings_of(best: Candidate) -> dict[str, str]:
         f"sequence: {layout.sequence_size}"
     )
     degrees += f", expert: {layout.expert_size}}}" if layout.expert_size > 1 else "}"
-    values = (str(layout.micro_batch_size), layout.recompute, degrees, f"zero{layout.zero_stage}")
+    values = (
+        str(layout.micro_batch_size),
+        str(layout.gradient_checkpointing),
+        degrees,
+        f"zero{layout.zero_stage}",
+    )
     return dict(zip(KEYS, values, strict=True))
 
 

@@ -297,7 +297,7 @@ def run_and_engine(config: RunConfig, layout: Layout) -> tuple[dict[str, Any], d
     }
     tree["parallel"] = {name: degree for name, degree in parallel.items() if degree > 1}
     tree["batch"]["micro_batch_size"] = layout.micro_batch_size
-    tree["model"]["gradient_checkpointing"] = layout.recompute
+    tree["model"]["gradient_checkpointing"] = layout.gradient_checkpointing
     return tree, raw
 
 

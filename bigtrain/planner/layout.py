@@ -69,6 +69,11 @@ class Layout:
         """Of one rank: a sequence-parallel group shares its samples."""
         return self.micro_batch_size * self.sequence_length // self.sequence_size
 
+    @property
+    def gradient_checkpointing(self) -> str | int:
+        """As ``model.gradient_checkpointing`` says it."""
+        return self.recompute_every if self.recompute_every > 1 else self.recompute
+
     def describe(self) -> str:
         """A few words for a table, such as ``ZeRO 1, TP 8, PP 4, micro 2, recompute``."""
         words = [f"ZeRO {self.zero_stage}"]
@@ -77,7 +82,9 @@ class Layout:
         words += [f"{name} {size}" for name, size in degrees.items() if size > 1]
         words.append(f"micro {self.micro_batch_size}")
         if self.recompute != "none":
-            words.append("recompute" if self.recompute == "full" else f"recompute {self.recompute}")
+            some = f" 1/{self.recompute_every}" if self.recompute_every > 1 else ""
+            kind = "" if self.recompute == "full" else f" {self.recompute}"
+            words.append(f"recompute{kind}{some}")
         if self.offload_optimizer:
             words.append("offload" if self.offload_parameters else "optimizer offload")
         return ", ".join(words)

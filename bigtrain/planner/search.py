@@ -96,9 +96,8 @@ def search(
     others: list[Candidate] = []
     roomy: set[tuple[int, int, int, int, int]] = set()
     for layout in _layouts(request, cluster.num_devices):
-        recomputed = replace(layout, recompute="full")
-        both = [assess(request.model, each, cluster, engine) for each in (layout, recomputed)]
-        for candidate in both:
+        tried = list(_recomputed(layout, request, cluster, engine))
+        for candidate in tried:
             (fitting if candidate.fits else others).append(candidate)
         # Micro-batches of the same degrees ascend. A larger one that needs offload to fit saves
         # less than predictions are wrong by: 4% of a 70B's step on 64 H100, where they miss by 6%.
@@ -109,7 +108,7 @@ def search(
             layout.sequence_size,
             layout.expert_size,
         )
-        if any(candidate.fits for candidate in both):
+        if any(candidate.fits for candidate in tried):
             roomy.add(degrees)
         if degrees in roomy:
             continue
@@ -121,6 +120,27 @@ def search(
     fitting.sort(key=_preference)
     others.sort(key=lambda candidate: candidate.memory.total)
     return fitting, others
+
+
+def _recomputed(
+    layout: Layout, request: Request, cluster: Cluster, engine: Engine
+) -> Iterator[Candidate]:
+    """`layout` with nothing recomputed and with everything; where only the latter fits, also with
+    the fewest layers recomputed that fit."""
+    full = replace(layout, recompute="full")
+    ends = [assess(request.model, each, cluster, engine) for each in (layout, full)]
+    yield from ends
+    if ends[0].fits or not ends[1].fits:
+        return
+    for every in _EVERY:
+        between = replace(full, recompute_every=every)
+        candidate = assess(request.model, between, cluster, engine)
+        if candidate.fits:
+            yield candidate
+            return
+
+
+_EVERY = (4, 3, 2)  # of so many layers one is recomputed
 
 
 def _preference(candidate: Candidate) -> tuple[int, float, float]:

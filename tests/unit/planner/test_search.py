@@ -13,7 +13,7 @@ from bigtrain.planner.hardware import find_device
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import DenseShape, Matmul, closed_form
 from bigtrain.planner.plan_text import as_json, nothing_fits, plan_table
-from bigtrain.planner.search import Cluster, Request, search
+from bigtrain.planner.search import Cluster, Request, assess, search
 from bigtrain.settings.compatibility.check import check_compatibility
 from bigtrain.settings.compatibility.facts import Facts
 
@@ -98,6 +98,20 @@ def test_fastest_first_and_what_does_not_fit_apart() -> None:
     usable = cluster(8).usable_memory
     assert all(candidate.memory.total <= usable for candidate in fitting)
     assert all(candidate.memory.total > usable for candidate in others)
+
+
+def test_no_more_layers_are_recomputed_than_have_to_be() -> None:
+    tight = replace(cluster(8), margin=0.9)  # 8 GB of each device
+    fitting, others = search(REQUEST, tight, ENGINE)
+    some = [c.layout for c in fitting if c.layout.recompute_every > 1]
+    assert {layout.recompute_every for layout in some} == {2, 3, 4}
+    never = {c.layout for c in others if c.layout.recompute == "none"}
+    for layout in some:
+        assert replace(layout, recompute="none", recompute_every=1) in never
+        fewer = replace(layout, recompute_every=layout.recompute_every + 1)
+        if fewer.recompute_every <= 4:
+            assert not assess(SMALL, fewer, tight, ENGINE).fits
+        assert layout.describe().endswith(f"recompute 1/{layout.recompute_every}")
 
 
 def test_a_thousand_layouts_are_had_by_few_evaluations() -> None:
