@@ -22,6 +22,7 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
         tensor_size=topology.tensor_size,
         pipeline_size=topology.pipeline_size,
         sequence_size=topology.sequence_size,
+        expert_size=topology.expert_size,
         zero_stage=run.engine.zero_stage,
         micro_batch_size=run.plan.micro_batch_size,
         num_accumulation=run.plan.accumulation,
