@@ -21,9 +21,9 @@ from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, parti
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.models.build import WHOLE, Partitioning, split_by_decay
 from bigtrain.models.parallel.collectives import GroupRows
-from bigtrain.models.parallel.experts import shard_experts
+from bigtrain.models.parallel.experts import check_experts_of_plan, shard_experts
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
-from bigtrain.models.parallel.tensor import shard_model, tensor_plan
+from bigtrain.models.parallel.tensor import Plan, shard_model, tensor_plan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import OptimizerSection, RunConfig
 
@@ -115,16 +115,19 @@ def cutting(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
             partition_parameters(partition, parameters)
 
     def prepare(model: Any) -> None:
-        if mesh.topology.tensor_size > 1:
-            shard_model(model, tensor_plan(model), mesh.tensor)
+        plan = tensor_plan(model) if mesh.topology.tensor_size > 1 else None
         if mesh.topology.expert_size > 1:
-            _divide_experts(model, mesh)
+            _divide_experts(model, mesh, plan)
+        if plan is not None:
+            shard_model(model, plan, mesh.tensor)
 
     return Partitioning(nullcontext, gather, writes_weights=True, prepare=prepare)
 
 
-def _divide_experts(model: Any, mesh: Mesh) -> None:
-    shard_experts(model, GroupRows(mesh.expert))
+def _divide_experts(model: Any, mesh: Mesh, plan: Plan | None) -> None:
+    if plan is not None:
+        check_experts_of_plan(model, plan)
+    shard_experts(model, GroupRows(mesh.expert), None if plan is None else mesh.tensor)
     remember_expert_groups(mesh.expert, mesh.expert_replicas)
     for parameter in model.parameters():
         if is_expert(parameter):

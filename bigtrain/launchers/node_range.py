@@ -82,7 +82,8 @@ def _batch_for_all(
     run = load_run_config(config, overrides)
     inner = run.parallel.tensor * run.parallel.pipeline * run.parallel.sequence
     worlds = [n * processes_per_node for n in range(smallest, largest + 1)]
-    if any(world % inner for world in worlds):
+    experts = run.parallel.expert
+    if any(world % inner or world // inner * run.parallel.sequence % experts for world in worlds):
         return None
     divisor = run.batch.micro_batch_size * math.lcm(*(world // inner for world in worlds))
     samples = run.batch.samples_per_step

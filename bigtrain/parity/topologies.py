@@ -12,6 +12,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import try_model
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.parity.proxy import SHIPPED, Engine, Proxy
+from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ParallelSection, RunConfig
 
@@ -35,7 +36,8 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
     """
     config, found = proxy.config, []
     refused_by_model = cache(partial(_model_refusal, config))  # a second or so each
-    for parallel in _degrees(world_size):
+    has_experts = inspect_configuration(config.model)[0].num_experts is not None
+    for parallel in _degrees(world_size, has_experts=has_experts):
         for engine in proxy.engines:
             unfit = (engine.config == "pipeline_zero1") != (parallel.pipeline > 1)
             if unfit and engine.config in SHIPPED and engine.config != "zero0":
@@ -54,18 +56,22 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
     return found
 
 
-def _degrees(world_size: int) -> Iterator[ParallelSection]:
+def _degrees(world_size: int, *, has_experts: bool) -> Iterator[ParallelSection]:
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     for tensor, pipeline, sequence in product(divisors, repeat=3):
         if world_size % (tensor * pipeline * sequence) == 0:
-            yield ParallelSection(tensor=tensor, pipeline=pipeline, sequence=sequence)
+            replicas = world_size // (tensor * pipeline)
+            for expert in (n for n in divisors if replicas % n == 0 and (n == 1 or has_experts)):
+                yield ParallelSection(
+                    tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert
+                )
 
 
 def _name(config: RunConfig, engine: Engine, world_size: int) -> str:
     parallel = config.parallel
     degrees = [
         f"{name} {getattr(parallel, name)}"
-        for name in ("tensor", "pipeline", "sequence")
+        for name in ("tensor", "pipeline", "sequence", "expert")
         if getattr(parallel, name) > 1
     ]
     data_size = world_size // (parallel.tensor * parallel.pipeline * parallel.sequence)

@@ -30,8 +30,8 @@ class Choices:
 
         module.register_forward_pre_hook(note)
 
-    def of_all_ranks(self) -> dict[str, int]:
-        """Summed. Collective."""
+    def of_all_ranks(self, *, counted: bool) -> dict[str, int]:
+        """Summed over `counted` ranks: of those with the same tokens one. Collective."""
         found: Any = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self.counts)
+        dist.all_gather_object(found, self.counts if counted else Counter())
         return dict(sum(found, Counter()))

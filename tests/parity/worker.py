@@ -110,7 +110,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "secondary_size": secondary_size(),
     }
     if choices is not None:
-        found["choices"] = choices.of_all_ranks()
+        found["choices"] = choices.of_all_ranks(counted=place.tensor_rank == 0)
     return found if masks is None else found | {"masks": masks.of_all_processes()}
 
 

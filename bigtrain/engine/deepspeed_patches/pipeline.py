@@ -50,7 +50,7 @@ def accumulated_gradient(parameter: nn.Parameter, optimizer: Any) -> torch.Tenso
     of tied gradients (runtime/pipe/engine.py, `_exec_reduce_tied_grads`) does not know the latter.
     """
     if hasattr(optimizer, "fp32_groups_gradient_dict"):  # BF16_Optimizer
-        return parameter._hp_grad  # type: ignore[attr-defined, no-any-return]
+        return getattr(parameter, "_hp_grad", None)  # which makes it with the first gradient
     if getattr(optimizer, "use_grad_accum_attribute", False):
         return parameter.grad_accum  # type: ignore[attr-defined, no-any-return]
     return parameter.grad

@@ -14,15 +14,18 @@ Shapes: T = tokens of this rank, k = experts chosen for each, n = rows that this
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
-from bigtrain.models.parallel.collectives import RowExchange, exchange_rows
-from bigtrain.models.parallel.sharding import Shard, tag_shard
+from bigtrain.models.parallel.collectives import Group, RowExchange, exchange_rows, summed
+from bigtrain.models.parallel.sharding import Shard, even_ranges, tag_shard
 from bigtrain.models.torch_patches import shadow, shadowed
 from bigtrain.models.transformers_patches import expanded_plan
 
@@ -74,9 +77,16 @@ def expert_modules(model: PreTrainedModel) -> list[Experts]:
     return found
 
 
-def shard_experts(model: PreTrainedModel, exchange: RowExchange) -> None:
+def shard_experts(
+    model: PreTrainedModel, exchange: RowExchange, tensor: Group | None = None
+) -> None:
     """Make `model` compute one rank's experts for all of `exchange`: forwards exchange rows,
     parameters are tagged with their shards.
+
+    tensor: tensor-parallel ranks, which hold the same tokens and, in `exchange` groups of their
+    own, the same experts: each sends a slice of the tokens. What it computes is partial then, as
+    that of experts which tensor parallelism cuts; `tensor.shard_model`, which comes after, adds it
+    up by the plan's rule for those.
 
     No weights move: whoever fills the parameters cuts them (`sharding.cut_parameter`), and until
     then the model is not to be called. Take it before a pipeline stage drops what it does not hold.
@@ -89,8 +99,12 @@ def shard_experts(model: PreTrainedModel, exchange: RowExchange) -> None:
         span = (exchange.rank * own, (exchange.rank + 1) * own)
         for parameter in experts.stacks.values():
             shape = tuple(parameter.shape)
-            tag_shard(parameter, Shard(shape, True, 0, (span,), own, "expert"))
-        shadow(module, "forward", _Dispatch(module, experts.num_experts, exchange))
+            primary = tensor is None or dist.get_rank(tensor) == 0
+            tag_shard(parameter, Shard(shape, primary, 0, (span,), own, "expert"))
+            if tensor is not None and parameter.requires_grad:
+                parameter.register_hook(partial(summed, group=tensor))
+        dispatch = _Dispatch(module, experts.num_experts, exchange)
+        shadow(module, "forward", dispatch if tensor is None else _Sliced(dispatch, tensor))
 
 
 def check_divides(experts: Experts, size: int) -> None:
@@ -101,6 +115,34 @@ def check_divides(experts: Experts, size: int) -> None:
             f"parallel.expert = {size}: does not divide the {experts.num_experts} experts of "
             f"{experts.name} -> nearest: {max(divisors)}"
         )
+
+
+def check_experts_of_plan(model: PreTrainedModel, plan: dict[str, str]) -> None:
+    """Raise ModelError where the tensor-parallel `plan` does not add up what experts compute."""
+    for experts in expert_modules(model):
+        if plan.get(experts.name) != "moe_tp_experts":
+            raise ModelError(
+                f"parallel.expert: {experts.name}: the model's tensor-parallel plan does not say "
+                "that ranks compute a part of it each -> parallel.expert=1, or parallel.tensor=1"
+            )
+
+
+class _Sliced:
+    """`dispatch` of this rank's slice of the tokens; zeros for the others."""
+
+    def __init__(self, dispatch: _Dispatch, tensor: Group) -> None:
+        self._dispatch = dispatch
+        self._size, self._rank = dist.get_world_size(tensor), dist.get_rank(tensor)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        rows = [value.reshape(-1, value.shape[-1]) for value in (top_k_index, top_k_weights)]
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+        start, stop = even_ranges(hidden.shape[0], self._size, self._rank)
+        part = self._dispatch(hidden[start:stop], *(value[start:stop] for value in rows))
+        total = F.pad(part, (0, 0, start, hidden.shape[0] - stop))
+        return total.view(hidden_states.shape)
 
 
 class _Dispatch:

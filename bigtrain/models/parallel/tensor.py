@@ -29,7 +29,14 @@ from bigtrain.models.parallel.collectives import (
     summed,
 )
 from bigtrain.models.parallel.grouped_experts import GROUPED_UNIT
-from bigtrain.models.parallel.sharding import Shard, even_ranges, padded_range, shard_of, tag_shard
+from bigtrain.models.parallel.sharding import (
+    Shard,
+    even_ranges,
+    is_expert,
+    padded_range,
+    shard_of,
+    tag_shard,
+)
 from bigtrain.models.torch_patches import shadow
 from bigtrain.models.transformers_patches import expanded_plan
 
@@ -98,11 +105,14 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
 
     No weights move: whoever fills the parameters cuts them (`sharding.cut_parameter`), and until
     then the model is not to be called. Names that the model lacks are passed over: another pipeline
-    stage has them. Not collective. Raises ModelError for a plan that cannot be carried out.
+    stage has them. So are experts that expert-parallel ranks divide (`experts.shard_experts`). Not
+    collective. Raises ModelError for a plan that cannot be carried out.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, style, parameter in _styled_parameters(model, plan):
+        if is_expert(parameter):
+            continue
         shard = _shard_of_style(model, name, style, tuple(parameter.shape), rank, size)
         known = shard_of(parameter)
         if known is not None:

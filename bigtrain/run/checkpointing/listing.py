@@ -105,8 +105,8 @@ def _topology(document: dict[str, Any]) -> str:
         stage = document["deepspeed"]["zero_optimization"]["stage"]
         count = topology["world_size"]
         words = [f"{count} rank{'s' if count != 1 else ''}", f"ZeRO {stage}"]
-        for axis in ("tensor", "pipeline", "sequence"):
-            degree = topology[f"{axis}_size"]
+        for axis in ("tensor", "pipeline", "sequence", "expert"):
+            degree = topology.get(f"{axis}_size", 1)  # the newest are not in older checkpoints
             words += [f"{axis} {degree}"] if degree > 1 else []
     except (KeyError, TypeError):
         return "?"

@@ -34,15 +34,6 @@ EXPERT_RULES: tuple[Rule, ...] = (
         lambda f: replace(f, expert_size=_fitting(_num_replicas(f), f)),
         Facts(world_size=6, zero_stage=1, expert_size=4),
     ),
-    rule(
-        "experts with tensor parallelism",
-        lambda f: f.expert_size > 1 and f.tensor_size > 1,
-        (_EXPERT, lambda f: f.expert_size),
-        "tensor-parallel ranks hold the same tokens and would send each of them several times",
-        "parallel.expert=1, which lets parallel.tensor cut every expert, or parallel.tensor=1",
-        lambda f: replace(f, expert_size=1),
-        Facts(world_size=4, zero_stage=1, tensor_size=2, expert_size=2),
-    ),
     rule(  # fp16/unfused_optimizer.py:211 leaves the gradients of experts out of the norm
         "16-bit experts with ZeRO 0",
         lambda f: f.expert_size > 1 and f.zero_stage == 0 and f.dtype != "float32",
