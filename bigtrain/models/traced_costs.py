@@ -40,7 +40,7 @@ def model_costs(
                 return ModelCosts.from_json(found), ""
     try:
         if not traces:
-            raise ModelError("not asked for")
+            raise ModelError("they were not traced yet")
         if key is None:
             return _trace(config, hf_config), ""
         kept = cached(KIND, key, lambda: _trace(config, hf_config).to_json())
@@ -48,6 +48,8 @@ def model_costs(
     except (ModelError, ImportError) as error:
         reason = " ".join(str(error).split())
     shape = dense_shape(values)
+    if shape is None and not traces:
+        raise ModelError("the model's layers were not traced yet")
     if shape is None:
         remedy = "write hidden_size, num_hidden_layers, num_attention_heads, intermediate_size and "
         raise ConfigError(
