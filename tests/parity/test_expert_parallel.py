@@ -279,3 +279,69 @@ def test_16_bit_is_among_plain_runs(
     assert max(losses) <= SPREADS * spread.loss
     assert max(norms) <= SPREADS * spread.norm < 0.1
     assert root_mean_square(found["weights"], spread.weights) <= SPREADS * spread.weight
+
+
+# Engine, and what a run asks for besides.
+BESIDES: dict[str, tuple[str, dict[str, Any]]] = {
+    "offload": ("zero2_offload", {}),
+    "offload of parameters": ("zero3_offload", {}),
+    "documents, chunked loss": (
+        "zero3",
+        {
+            "model": {"loss": "chunked", "loss_chunk_tokens": 5},
+            "data": {"document_boundaries": "isolate"},
+        },
+    ),
+    "frozen experts": ("zero1", {"model": {"frozen": ("model.layers.2.mlp.experts.*",)}}),
+    "frozen experts, ZeRO 3": ("zero3", {"model": {"frozen": ("model.layers.*.mlp.experts.*",)}}),
+}
+FROZEN = {
+    "frozen experts": r"model\.layers\.2\.mlp\.experts",
+    "frozen experts, ZeRO 3": r"model\.layers\.\d\.mlp\.experts",
+}
+
+
+def besides_config(name: str, data: Path, directory: Path) -> dict[str, Any]:
+    _, sections = BESIDES[name]
+    config: dict[str, Any] = run_config(
+        data,
+        {"path": str(directory), **sections.get("model", {})},
+        micro_batch_size=2,
+        parallel={"expert": 2},
+        optimizer=OPTIMIZER,
+    )
+    if "data" in sections:
+        config["data"] = {"path": str(data), **sections["data"]}
+    return config
+
+
+@pytest.fixture(scope="module")
+def besides(
+    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    place = tmp_path_factory.mktemp("experts_besides")
+    jobs = {
+        name: {
+            "config": besides_config(name, dataset, directories["unrouted"]),
+            "deepspeed_config": engine,
+            "weights": {str(STEPS): str(place / f"{name}.pt")},
+        }
+        for name, (engine, _) in BESIDES.items()
+    }
+    found = train_cases(2, jobs, place)
+    return {name: found[name] | {"weights": torch.load(place / f"{name}.pt")} for name in BESIDES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDES)
+def test_equals_plain_training_besides(
+    name: str, dataset: Path, directories: dict[str, Path], besides: dict[str, Any]
+) -> None:
+    directory = directories["unrouted"]
+    config = besides_config(name, dataset, directory)
+    expected = plain_training(dataset, directory, config, frozen=FROZEN.get(name, "nothing"))
+    found = besides[name]
+    assert found["losses"] == pytest.approx(expected.losses, abs=LOSS["float32"])
+    assert found["norms"] == pytest.approx(expected.norms, rel=NORM["float32"])
+    for key, tensor in expected.weights.items():
+        assert float((found["weights"][key] - tensor).abs().max()) <= WEIGHTS, key

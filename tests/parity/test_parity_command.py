@@ -71,6 +71,15 @@ def test_an_architecture_without_a_plan_is_refused_at_that_degree_alone(tmp_path
     assert refusals["pipeline_zero1, data 1, pipeline 2"] is None
 
 
+def test_experts_are_divided_where_there_are_some(small: Proxy, tmp_path: Path) -> None:
+    values = run_config(Path("unread"), {"config": ARCHITECTURES["qwen3_moe"]}, micro_batch_size=1)
+    proxy = shrink(RunConfig.model_validate(values), 2, tmp_path / "model")
+    found = [point for point in points(proxy, 2) if "expert" in point.name]
+    assert {point.name for point in found} >= {"zero3, data 2, expert 2"}
+    assert all(point.refusal is None for point in found)
+    assert not [point for point in points(small, 2) if "expert" in point.name]
+
+
 def test_batches_are_the_same_at_every_topology(small: Proxy) -> None:
     whole = micro_batches(small.config, BatchPlan(4, 4, 1, 1, 16), 3, 0)[0]
     plan = BatchPlan(4, 1, 2, 2, 16)

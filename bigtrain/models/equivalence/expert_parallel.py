@@ -102,13 +102,13 @@ def _difference(model: PreTrainedModel, ranks: int) -> str | None:
     losses = [_loss(model, rank) for rank in range(ranks)]
     torch.stack(losses).sum().backward()
     found = _divided_losses(divided)
-    for whole, other in zip(losses, found, strict=True):
-        if not math.isfinite(float(whole)):
-            return f"the loss of a {kind} is {float(whole)}, so that nothing can be compared"
-        if not abs(other - float(whole)) <= _LOSS * max(1.0, abs(float(whole))):
+    for whole, other in zip([float(loss.detach()) for loss in losses], found, strict=True):
+        if not math.isfinite(whole):
+            return f"the loss of a {kind} is {whole}, so that nothing can be compared"
+        if not abs(other - whole) <= _LOSS * max(1.0, abs(whole)):
             return (
                 f"a {kind} has another loss with divided experts ({other:.6f}) than whole "
-                f"({float(whole):.6f})"
+                f"({whole:.6f})"
             )
     expected = dict(model.named_parameters())
     largest = max(float(p.grad.abs().max()) for p in expected.values() if p.grad is not None)

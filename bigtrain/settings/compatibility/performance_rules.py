@@ -72,10 +72,10 @@ SPEED_RULES = (
     ),
     rule(
         "Liger's kernels in parts of a model",
-        lambda f: f.kernels == "liger" and (f.tensor_size > 1 or f.pipeline_size > 1),
+        lambda f: f.kernels == "liger" and max(f.tensor_size, f.pipeline_size, f.expert_size) > 1,
         (_KERNELS, lambda f: f.kernels),
         "Liger patches all layers of a model, each of them whole",
-        "model.kernels=none, or parallel.tensor = parallel.pipeline = 1",
+        "model.kernels=none, or parallel.tensor = parallel.pipeline = parallel.expert = 1",
         lambda f: replace(f, kernels="none"),
         Facts(kernels="liger", zero_stage=1, pipeline_size=2),
     ),

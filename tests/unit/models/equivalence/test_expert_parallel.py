@@ -1,0 +1,110 @@
+"""Experts are divided where a proxy model shows that it changes nothing, and refused where not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
+
+from bigtrain.models.equivalence.expert_parallel import check_expert_parallel
+from tests.parity.conftest import ARCHITECTURES, llama
+
+SMALL = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
+MIXTRAL = llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+DEEPSEEK = SMALL | {
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+
+def config_of(kind: str, **values: Any) -> PreTrainedConfig:
+    config: PreTrainedConfig = CONFIG_MAPPING[kind](**values)
+    return config
+
+
+def problems(config: PreTrainedConfig, size: int = 2) -> list[str]:
+    found = check_expert_parallel(config, "auto", size, sequence_length=16)
+    assert all(problem.key == "parallel.expert" for problem in found)
+    return [f"{problem.rule} -> {problem.remedy}" for problem in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("mixtral", MIXTRAL),
+        ("qwen3_moe", ARCHITECTURES["qwen3_moe"]),
+        ("deepseek_v3", DEEPSEEK),
+        ("gpt_oss", llama(head_dim=8, num_local_experts=4, num_experts_per_tok=2)),
+    ],
+)
+def test_experts_can_be_divided(kind: str, values: dict[str, Any]) -> None:
+    assert problems(config_of(kind, **{k: v for k, v in values.items() if k != "model_type"})) == []
+
+
+def test_three_ranks_can_divide_six_experts() -> None:
+    values = MIXTRAL | {"num_local_experts": 6}
+    values.pop("model_type")
+    assert problems(config_of("mixtral", **values), size=3) == []
+    (text,) = problems(config_of("mixtral", **values), size=4)
+    assert text == "does not divide the 6 experts of model.layers.0.mlp.experts -> nearest: 3"
+
+
+def test_a_model_without_a_plan_is_refused_by_name() -> None:
+    (text,) = problems(config_of("llama", **SMALL))
+    assert text.startswith("transformers has no expert-parallel plan for model_type llama -> ")
+
+
+def mixtral() -> PreTrainedConfig:
+    return config_of("mixtral", **{k: v for k, v in MIXTRAL.items() if k != "model_type"})
+
+
+def test_outputs_that_are_not_weighted_last_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = MixtralExperts.forward
+
+    def weighted_first(self: Any, hidden: Any, chosen: Any, weights: Any) -> Any:
+        return forward(self, hidden * weights.sum(-1, keepdim=True), chosen, weights)
+
+    monkeypatch.setattr(MixtralExperts, "forward", weighted_first)
+    assert problems(mixtral()) == []  # the weights are normalized: their sum is 1
+    monkeypatch.setattr(
+        MixtralExperts,
+        "forward",
+        lambda self, hidden, chosen, weights: forward(self, hidden, chosen, weights.square()),
+    )
+    (text,) = problems(mixtral())
+    assert "another loss with divided experts" in text
+
+
+def test_experts_that_mix_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = MixtralExperts.forward
+    monkeypatch.setattr(
+        MixtralExperts,
+        "forward",
+        lambda self, hidden, *routing: forward(self, hidden - hidden.mean(0), *routing),
+    )
+    (text,) = problems(mixtral())
+    assert "divided experts" in text
+
+
+def test_experts_used_beside_their_forward_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = MixtralSparseMoeBlock.forward
+
+    def decayed(self: Any, hidden: Any) -> Any:
+        return forward(self, hidden) + 1e-2 * self.experts.down_proj.sum()
+
+    monkeypatch.setattr(MixtralSparseMoeBlock, "forward", decayed)
+    (text,) = problems(mixtral())
+    assert "divided experts" in text
