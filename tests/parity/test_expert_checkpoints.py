@@ -156,6 +156,15 @@ def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
         assert resumed["norms"] == pytest.approx(uninterrupted["norms"][STOP:], rel=1e-4)
 
 
+def test_initial_weights_do_not_depend_on_the_degree(few: tuple[Path, dict[str, Any]]) -> None:
+    """All begin with random weights and train the same samples."""
+    _, found = few
+    expected = found[Point(1, 1, "zero1").name]["losses"]
+    for wrote in PAIRS:
+        if wrote.dtype == "float32":
+            assert found[wrote.name]["losses"] == pytest.approx(expected, abs=1e-5), wrote
+
+
 def test_export_does_not_know_the_degree(few: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     root, _ = few
     tokenizer = tmp_path / "tokenizer"

@@ -57,7 +57,7 @@ def check_expert_parallel(
     except ModelError as error:
         rule, _, remedy = str(error).rpartition(" -> ")
         return [Problem("parallel.expert", size, rule.partition(": ")[2], remedy)]
-    except MODEL_FAILURES as error:
+    except (*MODEL_FAILURES, ImportError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         found = f"a proxy model of {hf_config.model_type} failed: {reason}"
     if found is None:
