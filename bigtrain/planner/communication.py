@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from bigtrain.planner.hardware import Device
+from bigtrain.planner.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,43 @@ def place(world_size: int, inner: int, size: int, devices_per_node: int) -> Grou
     if world_size <= devices_per_node:
         return Group(size, size)
     return Group(size, max(1, min(size, devices_per_node // inner)))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a layout on nodes of a size, from innermost to outermost."""
+
+    tensor: Group
+    sequence: Group
+    pipeline: Group
+    data: Group
+    partition: Group
+    expert: Group
+    expert_replicas: Group
+
+
+def groups_of(layout: Layout, devices_per_node: int) -> Groups:
+    """Where the ranks of `layout` stand, tensor innermost (`bigtrain.settings.topology.AXES`)."""
+    world = layout.world_size
+    t, s, p = layout.tensor_size, layout.sequence_size, layout.pipeline_size
+
+    def group(inner: int, size: int) -> Group:
+        return place(world, inner, size, devices_per_node)
+
+    spread = t * s * p
+    data = group(spread, layout.data_size)
+    partition = Group(
+        layout.partition_size,
+        max(1, min(layout.partition_size, data.per_node * (min(s, max(1, devices_per_node // t))))),
+    )
+    if world <= devices_per_node:
+        partition = Group(layout.partition_size, layout.partition_size)
+    return Groups(
+        group(1, t),
+        group(t, s),
+        group(t * s, p),
+        data,
+        partition,
+        Group(layout.expert_size, min(layout.expert_size, partition.per_node)),
+        Group(layout.expert_replicas, max(1, partition.per_node // layout.expert_size)),
+    )

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bigtrain.planner.communication import Group, place
+from bigtrain.planner.communication import Groups, groups_of
 from bigtrain.planner.engines import Engine
 from bigtrain.planner.hardware import Device
 from bigtrain.planner.kernels import (
@@ -86,46 +86,6 @@ class _Work:
     @property
     def total(self) -> float:
         return self.device + self.zero + self.host
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The groups of a layout on nodes of a size, from innermost to outermost."""
-
-    tensor: Group
-    sequence: Group
-    pipeline: Group
-    data: Group
-    partition: Group
-    expert: Group
-    expert_replicas: Group
-
-
-def groups_of(layout: Layout, devices_per_node: int) -> Groups:
-    """Where the ranks of `layout` stand, tensor innermost (`bigtrain.settings.topology.AXES`)."""
-    world = layout.world_size
-    t, s, p = layout.tensor_size, layout.sequence_size, layout.pipeline_size
-
-    def group(inner: int, size: int) -> Group:
-        return place(world, inner, size, devices_per_node)
-
-    spread = t * s * p
-    data = group(spread, layout.data_size)
-    partition = Group(
-        layout.partition_size,
-        max(1, min(layout.partition_size, data.per_node * (min(s, max(1, devices_per_node // t))))),
-    )
-    if world <= devices_per_node:
-        partition = Group(layout.partition_size, layout.partition_size)
-    return Groups(
-        group(1, t),
-        group(t, s),
-        group(t * s, p),
-        data,
-        partition,
-        Group(layout.expert_size, min(layout.expert_size, partition.per_node)),
-        Group(layout.expert_replicas, max(1, partition.per_node // layout.expert_size)),
-    )
 
 
 def stage_layers(model: ModelCosts, num_stages: int, *, balanced: bool) -> list[range]:
