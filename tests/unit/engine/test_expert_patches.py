@@ -23,7 +23,15 @@ CONTRACTS = [
     has(experts.remember_expert_groups, lambda: groups, "_EXPERT_PARALLEL_GROUP"),
     has(experts.remember_expert_groups, lambda: groups, "_EXPERT_DATA_PARALLEL_GROUP"),
     reads(
-        experts.remember_expert_groups,
+        experts.count_absent_experts,
+        lambda: BF16_Optimizer,
+        "def get_grads_for_norm(self, for_clipping=False):",
+        "expert_grads_for_norm[param_group['name']] = []",
+        "return non_expert_grads_for_norm, expert_grads_for_norm",
+    ),
+    has(experts.count_absent_experts, lambda: BF16_Optimizer, "get_grads_for_norm"),
+    reads(
+        experts.name_of_experts,
         lambda: groups._get_max_expert_size,
         "keylist.append(int(key.split('_')[index]))",
         "index = 2",
