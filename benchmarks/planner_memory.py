@@ -24,9 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.meta_trace import trace_model
-from bigtrain.planner.engines import engine_named
 from bigtrain.planner.memory import peak_memory
 from bigtrain.planner.run_layout import layout_of
+from bigtrain.planner.tables.engines import engine_named
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, read_deepspeed_config
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig

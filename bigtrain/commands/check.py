@@ -66,9 +66,9 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     costs are those of an earlier trace, or of a closed form. Raises LaunchError where the run
     cannot fit `gpu`, ConfigError where that is unknown."""
     from bigtrain.models.traced_costs import model_costs
-    from bigtrain.planner.hardware import find_device
     from bigtrain.planner.run_layout import usual_chunk
     from bigtrain.planner.run_prediction import predict_run, refuse_too_large
+    from bigtrain.planner.tables.hardware import find_device
 
     device = None if gpu is None else find_device(gpu, "--gpu")
     try:

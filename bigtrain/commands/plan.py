@@ -13,11 +13,11 @@ from bigtrain.commands.arguments import add_count, positive_int, size
 from bigtrain.errors import ConfigError, OutputError, Problem
 
 if TYPE_CHECKING:
-    from bigtrain.planner.engines import MeasuredEngine
-    from bigtrain.planner.hardware import Device as Accelerator
     from bigtrain.planner.layout import Layout
     from bigtrain.planner.model_costs import ModelCosts
     from bigtrain.planner.search import Candidate, Cluster, Request
+    from bigtrain.planner.tables.engines import MeasuredEngine
+    from bigtrain.planner.tables.hardware import Device as Accelerator
     from bigtrain.settings.compatibility.facts import Device
     from bigtrain.settings.run_config import RunConfig
 
@@ -108,9 +108,9 @@ def _evaluate(path: Path, output: Path | None) -> int:
 
 
 def _calibrate(output: Path | None) -> int:
-    from bigtrain.engine.calibration import calibrate
-    from bigtrain.engine.engine_calibration import measure_engine
-    from bigtrain.planner.calibration_file import write_calibration
+    from bigtrain.engine.calibration.device import calibrate
+    from bigtrain.engine.calibration.engine import measure_engine
+    from bigtrain.planner.tables.calibration_file import write_calibration
 
     if output is None:
         raise ConfigError(Problem("--output", None, "is needed for --calibrate", "name a file"))
@@ -146,9 +146,9 @@ class Ranked:
 def ranked_layouts(args: argparse.Namespace) -> Ranked:
     """What the arguments ask to plan. Raises ConfigError where no layout fits."""
     from bigtrain.models.traced_costs import model_costs
-    from bigtrain.planner.engines import engine_named
     from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import search
+    from bigtrain.planner.tables.engines import engine_named
     from bigtrain.settings.loading import load_run_config
 
     cluster, measured = _cluster(args)
@@ -190,9 +190,9 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _cluster(args: argparse.Namespace) -> tuple[Cluster, MeasuredEngine | None]:
-    from bigtrain.planner.calibration_file import load_calibration
-    from bigtrain.planner.hardware import find_device, with_network
     from bigtrain.planner.search import Cluster
+    from bigtrain.planner.tables.calibration_file import load_calibration
+    from bigtrain.planner.tables.hardware import find_device, with_network
 
     found = re.fullmatch(r"\s*(\d+)\s*x\s*(\S.*?)\s*", args.gpus)
     if found is None or int(found.group(1)) < 1:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bigtrain.planner.hardware import Device
 from bigtrain.planner.layout import Layout
+from bigtrain.planner.tables.hardware import Device
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.planner.engines import Engine, engine_named
-from bigtrain.planner.hardware import Device, find_device, with_network
 from bigtrain.planner.layout import Layout, Recompute
 from bigtrain.planner.memory import MemoryUse, peak_memory
 from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form
 from bigtrain.planner.step_time import step_time
+from bigtrain.planner.tables.engines import Engine, engine_named
+from bigtrain.planner.tables.hardware import Device, find_device, with_network
 
 COLUMNS = (
     "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gpu",

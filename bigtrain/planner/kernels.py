@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import math
 
-from bigtrain.planner.hardware import Device
 from bigtrain.planner.model_costs import Attention, Matmul
+from bigtrain.planner.tables.hardware import Device
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.7))
 """Rows, columns, and what of the best tile's speed it reaches (fewer reuses of what is loaded)."""
@@ -51,8 +51,11 @@ def weight_seconds(
     """Forward and backward seconds of a product with a weight, of which a rank has its part.
 
     A rank that has one of `expert_size` parts of the experts is sent the rows that all of those
-    ranks have for them: as many in all as without, for fewer experts.
+    ranks have for them: as many in all as without, for fewer experts, which tensor parallelism
+    then leaves whole; its ranks send a slice of the tokens each.
     """
+    if matmul.num_groups > 1 and expert_size > 1:
+        tokens, tensor_size = max(1, tokens // tensor_size), 1
     in_size = matmul.in_size // (tensor_size if matmul.cut == "in" else 1)
     out_size = matmul.out_size // (tensor_size if matmul.cut == "out" else 1)
     if matmul.num_groups == 1 and matmul.share == 1.0:

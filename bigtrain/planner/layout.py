@@ -55,6 +55,12 @@ class Layout:
         return self.data_size * self.sequence_size
 
     @property
+    def expert_parts(self) -> int:
+        """Parts of a layer's experts, of which a rank holds one. Ranks that divide experts keep
+        them whole beside tensor parallelism, which otherwise cuts each."""
+        return self.expert_size if self.expert_size > 1 else self.tensor_size
+
+    @property
     def expert_replicas(self) -> int:
         """Ranks that hold the same experts, and that ZeRO divides those experts' states among."""
         return self.partition_size // self.expert_size

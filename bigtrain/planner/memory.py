@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from bigtrain.planner.engines import Engine
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
 from bigtrain.planner.step_time import stage_layers, stage_parameters
+from bigtrain.planner.tables.engines import Engine
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _usual_buckets(
     for index in layers:
         kind = model.kinds[model.layers[index]]
         size = kind.num_parameters_whole + kind.num_parameters_cut / layout.tensor_size
-        size += kind.num_parameters_expert / (layout.tensor_size * layout.expert_size)
+        size += kind.num_parameters_expert / layout.expert_parts
         largest = max(largest, size)
     table = model.embedding_parameters / layout.tensor_size
     live = max(2 * largest, table) * layout.parameter_bytes

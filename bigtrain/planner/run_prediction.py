@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.errors import LaunchError
-from bigtrain.planner.engines import engine_named
-from bigtrain.planner.hardware import Device
 from bigtrain.planner.memory import MemoryUse, peak_memory
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.run_layout import layout_of
 from bigtrain.planner.step_time import StepTime, step_time
+from bigtrain.planner.tables.engines import engine_named
+from bigtrain.planner.tables.hardware import Device
 from bigtrain.settings.resolve import ResolvedRun
 
 GIB = 2.0**30

@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bigtrain.planner.engines import Engine
-from bigtrain.planner.hardware import Device
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory import MemoryUse, peak_memory
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.run_layout import usual_chunk
 from bigtrain.planner.step_time import StepTime, step_time
+from bigtrain.planner.tables.engines import Engine
+from bigtrain.planner.tables.hardware import Device
 from bigtrain.settings.compatibility.check import check_compatibility
 from bigtrain.settings.compatibility.facts import Facts
 

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bigtrain.planner.communication import Groups, groups_of
-from bigtrain.planner.engines import Engine
-from bigtrain.planner.hardware import Device
 from bigtrain.planner.kernels import (
     attention_seconds,
     matmul_seconds,
@@ -25,6 +23,8 @@ from bigtrain.planner.kernels import (
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
 from bigtrain.planner.stage_balance import StageCosts, balanced_cuts
+from bigtrain.planner.tables.engines import Engine
+from bigtrain.planner.tables.hardware import Device
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,12 @@ def _pipeline(
         data = _gradients(ranges[slowest], model, layout, device, engine, groups, pace)
     else:
         held, _ = stage_parameters(ranges[slowest], model, layout)
-        size = held * layout.parameter_bytes
-        optimizer, data = engine.measured.seconds(layout, size)
+        optimizer, data = engine.measured.seconds(
+            layout.zero_stage,
+            layout.num_accumulation,
+            layout.partition_size,
+            held * layout.parameter_bytes,
+        )
     communication = {
         "tensor": m * pace.tensor,
         "sequence": m * pace.sequence,
@@ -267,7 +271,8 @@ def _exchange(
     if layout.expert_size > 1:
         share = max((m.share for m in layer.matmuls if m.num_groups > 1), default=0.0)
         if share:  # tokens, what becomes of them, and before them how many there are
-            forward.expert = 2 * groups.expert.all_to_all(device, hidden * share)
+            sent = hidden * share / layout.tensor_size  # a slice of the tokens from each
+            forward.expert = 2 * groups.expert.all_to_all(device, sent)
             forward.expert += groups.expert.latency(device)
 
 
@@ -282,7 +287,7 @@ def _partitioned(
 ) -> None:
     """ZeRO 3: parameters gathered before both passes, gradients scattered after the second."""
     dense = layer.num_parameters_whole + layer.num_parameters_cut / layout.tensor_size
-    expert = layer.num_parameters_expert / (layout.tensor_size * layout.expert_size)
+    expert = layer.num_parameters_expert / layout.expert_parts
     gather = _collective(dense, expert, layout.parameter_bytes, device, groups)
     scatter = _collective(dense, expert, layout.gradient_bytes, device, groups)
     for work, sent in ((forward, gather), (backward, gather + scatter)):
@@ -345,7 +350,7 @@ def stage_parameters(layers: range, model: ModelCosts, layout: Layout) -> tuple[
     for index in layers:
         kind = model.kinds[model.layers[index]]
         dense += kind.num_parameters_whole + kind.num_parameters_cut / layout.tensor_size
-        expert += kind.num_parameters_expert / (layout.tensor_size * layout.expert_size)
+        expert += kind.num_parameters_expert / layout.expert_parts
     first, last = layers.start == 0, layers.stop == len(model.layers)
     if first:
         dense += model.embedding_parameters / layout.tensor_size

@@ -9,8 +9,8 @@ import torch
 from bigtrain.errors import ConfigError, ModelError
 from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.models.traced_costs import model_costs
-from bigtrain.planner.hardware import Device, find_device
 from bigtrain.planner.run_prediction import RunPrediction, predict_run
+from bigtrain.planner.tables.hardware import Device, find_device
 from bigtrain.settings.resolve import ResolvedRun
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from bigtrain.cli import main
-from bigtrain.engine import calibration, engine_calibration
-from bigtrain.planner.calibration_file import load_calibration
-from bigtrain.planner.engines import MeasuredEngine, ZeroCosts
+from bigtrain.engine.calibration import device as calibration
+from bigtrain.engine.calibration import engine as engine_calibration
+from bigtrain.planner.tables.calibration_file import load_calibration
+from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts
 
 
 @pytest.fixture

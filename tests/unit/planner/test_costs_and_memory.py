@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from bigtrain.planner.engines import engine_named
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory import MemoryUse, peak_memory
 from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form, dense_shape
 from bigtrain.planner.step_time import stage_layers
+from bigtrain.planner.tables.engines import engine_named
 
 ENGINE = engine_named("deepspeed")
 GPT = DenseShape(24, 2048, 16, 16, 8192, 50257, gated=False, tied=True, dropout=True,

@@ -20,7 +20,7 @@ from bigtrain.planner.evaluation import (
     summarize,
     write_rows,
 )
-from bigtrain.planner.hardware import device_names, find_device
+from bigtrain.planner.tables.hardware import device_names, find_device
 from tests.support.worlds import ROOT
 
 ROWS = ROOT / "benchmarks" / "planner_rows.csv"

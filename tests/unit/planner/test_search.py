@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from bigtrain.planner.engines import engine_named
-from bigtrain.planner.hardware import find_device
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import DenseShape, Matmul, closed_form
 from bigtrain.planner.plan_text import as_json, nothing_fits, plan_table
 from bigtrain.planner.search import Cluster, Request, assess, search
+from bigtrain.planner.tables.engines import engine_named
+from bigtrain.planner.tables.hardware import find_device
 from bigtrain.settings.compatibility.check import check_compatibility
 from bigtrain.settings.compatibility.facts import Facts
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from bigtrain.planner.communication import Group, place
-from bigtrain.planner.engines import MeasuredEngine, ZeroCosts, engine_named
-from bigtrain.planner.hardware import Reach, find_device
 from bigtrain.planner.kernels import attention_seconds, matmul_seconds
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import Attention, DenseShape, Matmul, ModelCosts, closed_form
 from bigtrain.planner.step_time import StepTime, stage_layers, step_time
+from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts, engine_named
+from bigtrain.planner.tables.hardware import Reach, find_device
 
 IDEAL = Reach(1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 A100 = replace(find_device("A100-80GB"), reach=IDEAL)

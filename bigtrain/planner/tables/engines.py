@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bigtrain.planner.hardware import TABLES
-from bigtrain.planner.layout import Layout
+from bigtrain.planner.tables.hardware import TABLES
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,12 @@ class MeasuredEngine:
     parameter_host_seconds: float
     zero: Mapping[int, ZeroCosts]
 
-    def seconds(self, layout: Layout, num_bytes: float) -> tuple[float, float]:
-        """Of a step of `layout` whose ranks hold `num_bytes` of parameters: the engine's own, and
-        what the exchange between the ranks adds, as a ring's bytes grow with its size."""
-        costs, m, n = self.zero[layout.zero_stage], layout.num_accumulation, layout.partition_size
+    def seconds(
+        self, zero_stage: int, num_accumulation: int, num_ranks: int, num_bytes: float
+    ) -> tuple[float, float]:
+        """Of a step of ranks that hold `num_bytes` of parameters: the engine's own, and what the
+        exchange between `num_ranks` adds, as a ring's bytes grow with its size."""
+        costs, m, n = self.zero[zero_stage], num_accumulation, num_ranks
         own = (m * costs.micro_batch + costs.step) * num_bytes
         exchange = (m * costs.micro_batch_exchange + costs.step_exchange) * num_bytes
         return own, exchange * 2 * (n - 1) / n

@@ -29,8 +29,8 @@ from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import choose
 from bigtrain.models.meta_trace import trace_model
-from bigtrain.planner.engines import MeasuredEngine, ZeroCosts
 from bigtrain.planner.model_costs import ModelCosts
+from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.processes import leave

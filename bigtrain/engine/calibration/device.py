@@ -2,7 +2,7 @@
 
 Products in several shapes, copies in memory, fused attention, AdamW in main memory, copies to the
 host, and sums over two processes (each with a device of its own, or on CPUs). The figures become a
-`bigtrain.planner.hardware.Device` whose stated figures are the best that was measured.
+`bigtrain.planner.tables.hardware.Device` whose stated figures are the best that was measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.errors import LaunchError
 from bigtrain.launchers.local_world import run_local_world
-from bigtrain.planner.hardware import Device, Reach
+from bigtrain.planner.tables.hardware import Device, Reach
 from bigtrain.system.world import read_world
 
 _SECONDS = 0.4  # spent on each figure, at least one round
@@ -165,7 +165,7 @@ def _link(device: torch.device) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "link.json"
         try:
-            run_local_world(2, ["-m", "bigtrain.engine.calibration", str(output)], {})
+            run_local_world(2, ["-m", "bigtrain.engine.calibration.device", str(output)], {})
         except LaunchError as error:
             raise LaunchError(f"two processes cannot talk to each other: {error}") from error
         found: dict[str, Any] = json.loads(output.read_text())

@@ -18,7 +18,7 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
 
-TABLES = Path(__file__).with_name("tables")
+TABLES = Path(__file__).parent
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.planner.engines import MeasuredEngine, ZeroCosts
-from bigtrain.planner.hardware import Device, Reach
+from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts
+from bigtrain.planner.tables.hardware import Device, Reach
 
 
 def write_calibration(device: Device, engine: MeasuredEngine | None, path: Path) -> None:
