@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +99,20 @@ def run_cli() -> RunCli:
 def free_port() -> int:
     """A port of 127.0.0.1 that nothing listens on just now."""
     return find_free_port()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries_as_they_were() -> Iterator[None]:
+    """What DeepSpeed leaves in a process that had an engine, gone before the next file's tests.
+
+    It replaces `torch.nn.functional.linear` where ZeRO 3 partitions (0.19.8,
+    runtime/zero/partition_parameters.py), and keeps the process groups of an engine. A run has one
+    engine to a process; of test files several share one.
+    """
+    yield
+    groups = sys.modules.get("deepspeed.utils.groups")
+    if groups is not None:
+        torch = sys.modules["torch"]
+        torch.nn.functional.linear = torch._C._nn.linear
+        if not torch.distributed.is_initialized():
+            groups._release_process_group_references()

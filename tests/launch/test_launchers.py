@@ -99,6 +99,7 @@ def test_run_directory_is_whole(
         "log.txt",
         "metrics.jsonl",
         "model_config",
+        "prediction.json",
         "starts.jsonl",
         "tokenizer",
         *(["profile"] if name == "torchrun" else []),
@@ -131,7 +132,7 @@ def test_metrics_hold_exactly_the_documented_fields(finished_run: Path) -> None:
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "loss" not in line]
     assert len(steps) == STEPS
-    assert all(list(line) == FIELDS for line in steps)
+    assert all(list(line) == [*FIELDS, "breakdown"] for line in steps)
     assert steps[-1]["samples"] == 8 * STEPS
     assert steps[-1]["tokens"] == 8 * 32 * STEPS
     names = ["step", "held_out_loss", "held_out_perplexity", "held_out_tokens"]
