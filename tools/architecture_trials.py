@@ -30,7 +30,7 @@ from bigtrain.errors import ModelError, Problem
 from bigtrain.models.equivalence.pipeline_stages import difference, plan_stages, run_in_turn
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan, check_tensor_size
-from bigtrain.models.layers.router_logits import auxiliary_loss
+from bigtrain.models.experts.router_logits import auxiliary_loss
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sequence import GroupExchange, SequenceParallel
 from bigtrain.models.parallel.sharding import cut_parameter, shard_of
@@ -39,14 +39,23 @@ from bigtrain.models.parallel.stages import Stage
 from bigtrain.models.parallel.tensor import shard_model, tensor_plan
 from bigtrain.system.processes import leave
 from bigtrain.system.user_cache import cache_get, cache_put
+from tools import expert_trials
 from tools.tiny_models import tiny_config, tiny_model
+from tools.trial_training import sum_gradients, train
 
 KIND = "architectures"
 """Of facts in the cache (`bigtrain.system.user_cache`): outcomes by column."""
-PP_2, PP_4, TP_2, TP_2_PP_2, SP_2 = COLUMNS = ("PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2")
+PP_2, PP_4, TP_2, TP_2_PP_2, SP_2, EP_2, EP_2_PP_2 = COLUMNS = (
+    "PP 2",
+    "PP 4",
+    "TP 2",
+    "TP 2 x PP 2",
+    "SP 2",
+    "EP 2",
+    "EP 2 x PP 2",
+)
 PROCESSES = 2
 
-_STEPS = 3
 _GRADIENT = 1e-6  # of the largest gradient
 _LOSS, _WEIGHT = 1e-4, 1e-3  # relative; of the largest change of any weight
 _SILENCE_SECONDS = 60  # of a collective in which some process does not take part
@@ -101,6 +110,7 @@ class Trial:
             self.pristine.eval()
         self.group = group
         self.tensor_refusal: str | None = None
+        self.expert_refusal = ""
         self.stages: tuple[StagePlan | None, str] = (None, "")
 
     def run(
@@ -110,12 +120,14 @@ class Trial:
         found: dict[str, Outcome] = {}
         local = {PP_2, PP_4, SP_2} & {*columns, *_needed(columns)}
         if local:
-            begin(sorted(local & set(columns)) or [TP_2_PP_2])
+            begin(sorted(local & set(columns)) or columns)
             found |= self._alone(local)
         for column, attempt in (
             (TP_2, self._tensor),
             (TP_2_PP_2, self._tensor_and_stages),
             (SP_2, self._sequence),
+            (EP_2, self._experts),
+            (EP_2_PP_2, self._experts_and_stages),
         ):
             refused = found.get(column, ("exact",))[0] != "exact"
             if column in {*columns, *_needed(columns)} and not refused:
@@ -166,14 +178,26 @@ class Trial:
     @cached_property
     def reference(self) -> _Trained:
         """The plain model, trained. Not collective."""
+        return self._plain(1)
+
+    @cached_property
+    def reference_by_samples(self) -> _Trained:
+        """The plain model, trained with a sample at a time. Not collective."""
+        return self._plain(2)
+
+    def _plain(self, num_parts: int) -> _Trained:
         model = copy.deepcopy(self.pristine)
 
         def step() -> float:
-            loss = self.objective(model(input_ids=self.objective.ids, use_cache=False))
-            loss.backward()
-            return float(loss.detach())
+            total = 0.0
+            parts = (self.objective.ids, self.objective.labels)
+            for ids, labels in zip(*(part.chunk(num_parts) for part in parts), strict=True):
+                loss = self.objective(model(input_ids=ids, use_cache=False), labels, num_parts)
+                loss.backward()
+                total += float(loss.detach())
+            return total
 
-        losses = _train(list(model.parameters()), step)
+        losses = train(list(model.parameters()), step)
         return _Trained(losses, {name: p.detach() for name, p in model.named_parameters()})
 
     def _tensor(self) -> None:
@@ -196,7 +220,7 @@ class Trial:
             loss.backward()
             return float(loss.detach())
 
-        losses = _train(list(model.parameters()), step)
+        losses = train(list(model.parameters()), step)
         self._compare(losses, [model])
 
     def _tensor_and_stages(self) -> None:
@@ -210,11 +234,25 @@ class Trial:
         def step() -> float:
             outputs = run_in_turn(stages, self.objective.ids, None, self.objective)
             for name, holders in stages[0].replicas.items():
-                _sum_gradients([held[index][name] for index in holders])
+                sum_gradients([held[index][name] for index in holders])
             return float(self.objective(outputs).detach())
 
-        losses = _train([p for parameters in held for p in parameters.values()], step)
+        losses = train([p for parameters in held for p in parameters.values()], step)
         self._compare(losses, [stage.model for stage in stages])
+
+    def _experts(self) -> None:
+        problems = expert_trials.problems_of(self)
+        self.expert_refusal = "; ".join(problem.rule for problem in problems)
+        _refuse(problems)
+        losses, models = expert_trials.losses_whole(self)
+        self._compare(losses, models, self.reference_by_samples)
+
+    def _experts_and_stages(self) -> None:
+        plan, reason = self.stages
+        if self.expert_refusal or plan is None:
+            raise _Refused(self.expert_refusal or reason)
+        losses, models = expert_trials.losses_in_stages(self, plan)
+        self._compare(losses, models, self.reference_by_samples)
 
     def _cut(self) -> PreTrainedModel:
         model = copy.deepcopy(self.pristine)
@@ -254,14 +292,16 @@ class Trial:
             return float(total)
 
         try:
-            losses = _train(list(model.parameters()), step)
+            losses = train(list(model.parameters()), step)
         finally:
             sequence.close()
         self._compare(losses, [model])
 
-    def _compare(self, losses: list[float], models: Sequence[nn.Module]) -> None:
-        """Against the reference. Not collective."""
-        reference = self.reference
+    def _compare(
+        self, losses: list[float], models: Sequence[nn.Module], reference: _Trained | None = None
+    ) -> None:
+        """Against `reference`, `self.reference` if not given. Not collective."""
+        reference = reference or self.reference
         for step, (loss, other) in enumerate(zip(reference.losses, losses, strict=True)):
             if not abs(other - loss) <= _LOSS * abs(loss):
                 raise _Wrong(f"loss of step {step}: {other:.6f} instead of {loss:.6f}")
@@ -281,7 +321,8 @@ class Trial:
 
 def _needed(columns: Sequence[str]) -> set[str]:
     """The columns whose findings `columns` rest on."""
-    return {PP_2, TP_2} if TP_2_PP_2 in columns else set()
+    tensor = {PP_2, TP_2} if TP_2_PP_2 in columns else set()
+    return tensor | ({PP_2, EP_2} if EP_2_PP_2 in columns else set())
 
 
 def _outcome(attempt: Callable[[], None]) -> Outcome:
@@ -299,23 +340,6 @@ def _outcome(attempt: Callable[[], None]) -> Outcome:
 def _refuse(problems: Sequence[Problem]) -> None:
     if problems:
         raise _Refused("; ".join(problem.rule for problem in problems))
-
-
-def _train(parameters: list[nn.Parameter], step: Callable[[], float]) -> list[float]:
-    """Losses of a few AdamW steps; ``eps=1`` so that the scale of gradients matters."""
-    optimizer = torch.optim.AdamW(parameters, lr=1.0, eps=1.0, weight_decay=0.0)
-    losses = []
-    for _ in range(_STEPS):
-        optimizer.zero_grad()
-        losses.append(step())
-        optimizer.step()
-    return losses
-
-
-def _sum_gradients(copies: list[nn.Parameter]) -> None:
-    present = [p.grad for p in copies if p.grad is not None]
-    for parameter in copies:
-        parameter.grad = sum(present[1:], present[0]).clone() if present else None
 
 
 @torch.no_grad()

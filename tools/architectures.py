@@ -5,8 +5,9 @@
 
 *exact*: tiny models compute what the plain model of transformers does in one process. In 2 and in 4
 stages (PP), recomputing layers: the same logits to the last bit and every gradient. Cut over 2
-processes (TP), over 2 processes and into 2 stages (TP x PP), or with samples split over 2 processes
-(SP): the same losses of three AdamW steps and all weights after them. *refused*: what `bigtrain`
+processes (TP), over 2 processes and into 2 stages (TP x PP), with samples split over 2 processes
+(SP), or with experts divided over 2 processes that have a sample each (EP), alone and in 2 stages:
+the same losses of three AdamW steps and all weights after them. *refused*: what `bigtrain`
 says before a run, with the reason. *wrong*: the numbers differ, or a process ends or hangs, and
 nothing said so before; there must be none, and the exit code is 1 if there is one.
 
@@ -36,8 +37,9 @@ if str(ROOT) not in sys.path:
 from bigtrain.launchers.local_world import free_port  # noqa: E402
 from bigtrain.system.user_cache import builds, cache_get, key_of, source_of  # noqa: E402
 
-COLUMNS = ("PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2")
+COLUMNS = ("PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2", "EP 2", "EP 2 x PP 2")
 WORKER = ROOT / "tools" / "architecture_trials.py"
+PARTS = [WORKER.with_name(name) for name in ("expert_trials.py", "trial_training.py")]
 HANGS_AFTER_SECONDS = 300.0
 """Of one architecture's trial without a new one beginning; the longest takes a tenth of that."""
 
@@ -93,7 +95,7 @@ def _key(model_type: str) -> str:
     from tools.tiny_models import describe
 
     tried = sorted((ROOT / "bigtrain" / "models").rglob("*.py"))
-    source = source_of(*map(str, [*tried, WORKER]))
+    source = source_of(*map(str, [*tried, WORKER, *PARTS]))
     return key_of([model_type, describe(model_type), builds("torch", "transformers"), source])
 
 
@@ -208,12 +210,14 @@ def page(outcomes: Outcomes) -> str:
 
 def statuses(text: str) -> dict[str, dict[str, str]]:
     """What a page that `page` wrote says: exact, refused or wrong, by model type and column."""
-    found = {}
+    found, columns = {}, COLUMNS
     for line in text.splitlines():
+        if line.startswith("| model type"):
+            columns = tuple(cell.strip() for cell in line.strip("|").split("|"))[1:]
         if line.startswith("| `"):
             name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
             results = (cell.split(" ")[0] for cell in cells)
-            found[name.strip("`")] = dict(zip(COLUMNS, results, strict=True))
+            found[name.strip("`")] = dict(zip(columns, results, strict=True))
     return found
 
 
@@ -221,7 +225,8 @@ def short(reason: str) -> str:
     """Without what every refusal says, and what to do instead."""
     for prefix in (" is wrong: ", " cannot be carried out: ", "cannot be had of model_type "):
         reason = reason.split(prefix)[-1]
-    return reason.split(" -> ")[0].replace("|", "/").replace("<", "&lt;")
+    reason = reason.split(" -> ")[0].split(" for model_type ")[0]
+    return reason.replace("|", "/").replace("<", "&lt;")
 
 
 def _counts(outcomes: Outcomes, column: str) -> Counter[str]:

@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="predict time and memory on this device (H100-80GB, say), and refuse what cannot fit",
     )
     parser.add_argument(
+        "--inputs",
+        action="store_true",
+        help="also open the data and try the model's own code, as the run does before its "
+        "processes meet (some seconds; default: the settings alone)",
+    )
+    parser.add_argument(
         "--show",
         metavar="SECTION.KEY",
         help="print only this setting of the run, for scripts (output.directory, say)",
@@ -45,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the resolved run and what it is predicted to take. Raises ConfigError with all problems
-    found, LaunchError where it cannot fit `--gpu`."""
+    found, LaunchError where it cannot fit `--gpu`; with `--inputs` ModelError for a model that
+    cannot be found."""
     kind: Device | None = args.device
     if kind is None and args.gpu is not None:
         kind = "cuda"
@@ -55,10 +62,21 @@ def run(args: argparse.Namespace) -> int:
     if args.show is not None:
         print(setting(resolved, args.show))
         return 0
-    predicted = prediction(resolved, args.gpu)
+    chosen = try_inputs(resolved) if args.inputs else []
+    predicted = chosen + prediction(resolved, args.gpu)
     print(describe(resolved))
     print(*(f"# {line}" for line in predicted), sep="\n")
     return 0
+
+
+def try_inputs(resolved: ResolvedRun) -> list[str]:
+    """What the run would choose for its model, in lines. Raises what the run itself would raise
+    about its data and its model."""
+    from bigtrain.run.preflight import inspect_inputs
+
+    inputs = inspect_inputs(resolved)
+    lines = [f"data: {len(inputs.datasets)} opened, model: {inputs.hf_config.model_type}"]
+    return lines + inputs.model_plan.lines(resolved.plan.accumulation)
 
 
 def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
@@ -75,7 +93,8 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
         model, remark = model_costs(resolved.config, traces=gpu is not None)
     except (ConfigError, ModelError) as error:
         reason = " ".join(str(error).split())
-        return [f"no prediction: {reason}" + ("" if gpu else " -> --gpu NAME traces the model")]
+        remedy = "" if gpu else " -> --gpu NAME traces the model"
+        return [f"no prediction: {reason}{remedy}"]
     section, plan = resolved.config.model, resolved.plan
     tokens = plan.micro_batch_size * resolved.config.batch.sequence_length
     tokens //= resolved.topology.sequence_size

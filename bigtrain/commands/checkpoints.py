@@ -1,4 +1,5 @@
-"""`bigtrain checkpoints`: the checkpoints of a run, whether complete, and why they stay."""
+"""`bigtrain checkpoints`: those of a run, whether complete, and why they stay; or of which runs
+there are adapters, by their base."""
 
 from __future__ import annotations
 
@@ -8,13 +9,22 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--run", required=True, type=Path, help="run directory")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--run", type=Path, help="run directory")
+    what.add_argument(
+        "--adapters",
+        type=Path,
+        metavar="DIRECTORY",
+        help="list the runs in and below it that trained adapters, by the base that they are of",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one line for each, oldest first. Tensor files are compared by size alone."""
+    from bigtrain.run.checkpointing.adapter_listing import describe_adapters
     from bigtrain.run.checkpointing.listing import describe_checkpoints
 
-    for line in describe_checkpoints(args.run):
+    lines = describe_checkpoints(args.run) if args.run else describe_adapters(args.adapters)
+    for line in lines:
         print(line)
     return 0

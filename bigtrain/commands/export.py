@@ -1,10 +1,12 @@
-"""`bigtrain export`: a run's weights as a verified Hugging Face directory."""
+"""`bigtrain export`: a run's weights as a verified Hugging Face directory, adapters as peft's."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from pathlib import Path
+
+from bigtrain.errors import ConfigError, Problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the stored weights (default: the one the run computed in)",
+        help="of the stored weights (default: the one the run computed in; of adapters: float32)",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run with adapters: the whole model with them added to its weights",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -23,6 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="5GB",
         help="of a file of weights (default: 5GB), and of the memory that writing takes; a larger "
         "tensor has a file of its own",
+    )
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="OWNER/NAME",
+        help="also send the verified directory to this repository of the Hugging Face hub, which "
+        "is made where there is none (login: hf auth login, or HF_TOKEN)",
+    )
+    parser.add_argument(
+        "--private", action="store_true", help="make a new repository of --push-to-hub private"
     )
 
 
@@ -33,15 +49,28 @@ def _size(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write and verify the directory, and say where it is."""
+    """Write and verify the directory, send it to the hub if asked to, and say where it is.
+
+    Raises ConfigError before anything is written where the hub cannot be used."""
+    from bigtrain.models.export.hub import push_to_hub, refuse_unreachable
     from bigtrain.run.checkpointing.export import export_run
 
+    if args.private and args.push_to_hub is None:
+        rule = "is of a repository, and none is named"
+        raise ConfigError(Problem("--private", None, rule, "--push-to-hub OWNER/NAME"))
+    if args.push_to_hub is not None:
+        refuse_unreachable(args.push_to_hub)
     step = export_run(
         args.run,
         args.output,
         step=args.step,
         dtype=args.dtype,
         max_shard_size=args.max_shard_size,
+        merge=args.merge,
     )
     print(f"{args.output}: step {step}, reloaded with transformers and compared: same logits")
+    if args.push_to_hub is not None:
+        message = f"Step {step} of a run with bigtrain"
+        address = push_to_hub(args.output, args.push_to_hub, private=args.private, message=message)
+        print(f"pushed to {address}")
     return 0

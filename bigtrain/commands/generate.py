@@ -1,14 +1,39 @@
-"""`bigtrain generate`: continue a prompt with a Hugging Face directory."""
+"""`bigtrain generate`: continue a prompt with a Hugging Face directory, or talk to it."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bigtrain.errors import ModelError
+
+if TYPE_CHECKING:
+    from bigtrain.models.generation import Sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--model", required=True, help="Hugging Face directory or hub name")
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument(
+        "--prompt", help="text to continue; with --chat the first message of the user"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="talk by the tokenizer's chat template: each line of standard input is a message (or "
+        "--prompt is the only one), and the answer is written as it comes",
+    )
+    parser.add_argument(
+        "--messages",
+        type=Path,
+        metavar="FILE",
+        help="with --chat: a JSON list of messages to begin with; where the last one is the "
+        "user's, the answer to them is all",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to add at most")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="0 takes the likeliest token every time"
@@ -18,17 +43,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and its continuation."""
-    from bigtrain.models.generation import generate
+    """Print the prompt and its continuation, or a conversation."""
+    from bigtrain.models.generation import Sampling, generate
 
-    print(
-        generate(
-            args.model,
-            args.prompt,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            seed=args.seed,
-        )
-    )
+    sampling = Sampling(args.temperature, args.top_p, args.seed)
+    if args.messages is not None and not args.chat:
+        raise ModelError("--messages is for a conversation -> --chat beside it")
+    if args.chat:
+        return _talk(args, sampling)
+    if args.prompt is None:
+        raise ModelError("--prompt is missing -> text to continue, or --chat")
+    print(generate(args.model, args.prompt, max_new_tokens=args.max_new_tokens, sampling=sampling))
     return 0
+
+
+def _talk(args: argparse.Namespace, sampling: Sampling) -> int:
+    from bigtrain.models.generation import Conversation
+
+    messages = [] if args.messages is None else _read_messages(args.messages)
+    talk = Conversation(args.model, max_new_tokens=args.max_new_tokens, sampling=sampling)
+    if messages and messages[-1]["role"] == "user" and args.prompt is None:
+        _answer(talk, messages)
+        return 0
+    for line in _said(args.prompt):
+        messages.append({"role": "user", "content": line})
+        _answer(talk, messages)
+    return 0
+
+
+def _answer(talk: Any, messages: list[dict[str, Any]]) -> None:
+    answer = talk.answer(messages, lambda text: print(text, end="", flush=True))
+    print(flush=True)
+    messages.append({"role": "assistant", "content": answer})
+
+
+def _said(prompt: str | None) -> Iterator[str]:
+    """What the user says: one message, or the lines of standard input until its end."""
+    if prompt is not None:
+        yield prompt
+        return
+    asks = sys.stdin.isatty()
+    while True:
+        if asks:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _read_messages(path: Path) -> list[dict[str, Any]]:
+    try:
+        messages = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--messages {path}: cannot be read: {error}") from error
+    right = isinstance(messages, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+    )
+    if not right:
+        raise ModelError(f"--messages {path}: not a JSON list of messages with role and content")
+    return list(messages)

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if refused and not args.refused:
         print(f"{refused} topologies are refused; --refused lists them with the reasons")
     print(
-        "differences from plain transformers and torch.optim.AdamW in one process, the worst of "
+        "differences from plain transformers and torch.optim in one process, the worst of "
         "all steps: of the loss in nats, of the gradient norm relative to it, of the weights; of "
         "these the one nearest to what rounding alone explains, which is 1e-5 or 4 times as far as "
         "plain transformers is from itself with its sums in another order"

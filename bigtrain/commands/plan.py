@@ -230,6 +230,7 @@ def _bits(text: str) -> float:
 
 
 def _request(config: RunConfig, cluster: Cluster, model: Any) -> Request:
+    from bigtrain.planner.run_layout import optimizer_costs
     from bigtrain.planner.search import Request
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
     from bigtrain.settings.hf_config_keys import inspect_configuration
@@ -253,6 +254,7 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> Request:
         bucket_elements=int(raw["zero_optimization"]["reduce_bucket_size"]),
         loss=config.model.loss,
         loss_chunk_tokens=config.model.loss_chunk_tokens,
+        optimizer=optimizer_costs(config.optimizer),
     )
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of, size
 from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
-    pass
+    from bigtrain.data.documents.parts import ReadOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of --text-key: the key that holds a conversation, a list of messages with "
         "role and content (and its tools the key `tools`); rendered by the tokenizer's chat "
         "template, and learned from the assistant's tokens alone",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"),
+        default="auto",
+        help="what a row holds; auto goes by the keys of the first row, and says what it found, "
+        "where neither --text-key nor --chat-key is given; of a named pipe it takes text "
+        "(default: auto)",
+    )
+    parser.add_argument(
+        "--key",
+        action="append",
+        default=[],
+        metavar="NAME=KEY",
+        help="a key of --format is called otherwise in the data, such as instruction=question",
+    )
+    parser.add_argument(
+        "--learn",
+        choices=("all", "last"),
+        default="all",
+        help="of a conversation: every answer of the assistant, or the last one (default: all)",
     )
     parser.add_argument(
         "--chat-template",
@@ -91,17 +113,22 @@ def run(args: argparse.Namespace) -> int:
 
     if args.chat_key is not None and args.text_key:
         raise DataError(f"--text-key and --chat-key {args.chat_key} exclude each other")
-    if args.chat_template is not None and args.chat_key is None:
-        raise DataError("--chat-template is for conversations -> name their key: --chat-key")
     reading = reading_of(args)
+    chat = _conversations(args, reading)
+    if args.chat_template is not None and chat is None:
+        raise DataError("--chat-template is for conversations -> name their key: --chat-key")
+    if args.learn != "all" and chat is None:
+        raise DataError("--learn last is for conversations -> --format messages, or leave it out")
     options = OptionsRecord(
-        text_keys=reading.text_keys if args.chat_key is None else (args.chat_key,),
+        text_keys=reading.text_keys if chat is None else chat[1],
         held_out=args.held_out,
         shard_bytes=args.shard_size or DEFAULT_SHARD_BYTES,
         max_document_bytes=reading.max_document_bytes,
         max_bad_fraction=args.max_bad_fraction,
         parse_special_tokens=args.parse_special_tokens,
-        chat=args.chat_key is not None,
+        chat=chat is not None,
+        chat_format="messages" if chat is None else chat[0],
+        learned=args.learn,
         dataset_config=reading.selection.dataset_config,
         dataset_split=reading.selection.dataset_split,
     )
@@ -126,6 +153,44 @@ def run(args: argparse.Namespace) -> int:
         tokens = result.built_tokens
         print(f"  {elapsed_s:.1f} s, {tokens:,} tokens here, {tokens / elapsed_s:,.0f} tokens/s")
     return 0
+
+
+def _conversations(
+    args: argparse.Namespace, reading: ReadOptions
+) -> tuple[Any, tuple[str, ...]] | None:
+    """The format of conversations and its keys in a row; None for text. Raises DataError."""
+    from bigtrain.data.documents.chat_formats import FORMATS, nearest
+    from bigtrain.data.documents.first_row import keys_of_first_row
+
+    names = dict(_renamed(pair) for pair in args.key)
+    name = args.format
+    if args.chat_key is not None:
+        if name not in ("auto", "messages"):
+            raise DataError(f"--chat-key is of --format messages, and --format is {name} -> --key")
+        name, names = "messages", {"messages": args.chat_key, **names}
+    if name == "auto":
+        found = None if args.text_key else nearest(keys_of_first_row(reading))
+        name = "text" if found is None else found.name
+        if found is not None:
+            print(f"the keys of the first row are those of --format {name}", file=sys.stderr)
+    if name == "text":
+        if names:
+            raise DataError("--key names keys of conversations -> --text-key for text")
+        return None
+    known = FORMATS[name].keys
+    wrong = next((key for key in names if key not in known), None)
+    if wrong is not None:
+        raise DataError(f"--key {wrong}: --format {name} has no such key -> {', '.join(known)}")
+    keys = tuple(names.get(key, key) for key in known)
+    # Of messages the tools' own key goes without saying, as it always has.
+    return name, keys[:1] if name == "messages" and keys[1:] == known[1:] else keys
+
+
+def _renamed(pair: str) -> tuple[str, str]:
+    name, equals, key = pair.partition("=")
+    if not (name and equals and key):
+        raise DataError(f"--key {pair}: not NAME=KEY, such as instruction=question")
+    return name, key
 
 
 def _fraction(text: str) -> float:

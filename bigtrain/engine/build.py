@@ -24,7 +24,9 @@ from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.deepspeed_patches.startup import remember_groups
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.layer_options import speed_up
-from bigtrain.engine.partitioning import build_dtype, copy_of, parameter_groups, partitioning_of
+from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker
+from bigtrain.engine.optimizers.parameter_groups import parameter_groups
+from bigtrain.engine.partitioning import build_dtype, copy_of, partitioning_of
 from bigtrain.engine.pipeline.build import build_pipeline_engine
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.train_engine import TrainEngine
@@ -65,6 +67,7 @@ def build_engine(
         dtype=build_dtype(config, engine_config),
         partitioning=partitioning_of(engine_config, mesh),
         weights="left",
+        adapters=config.adapters,
     )
     model_plan.isolation.install(model)
     sequence = None
@@ -80,6 +83,7 @@ def build_engine(
     with engine_with_experts() if has_experts else nullcontext():
         engine, *_ = deepspeed.initialize(
             model=model,
+            optimizer=optimizer_maker(config.optimizer, model, mesh, device),
             model_parameters=[group for group in decay_groups if group["params"]],
             config=copy_of(engine_config.deepspeed),
             mpu=mpu,
@@ -87,6 +91,7 @@ def build_engine(
     if mesh.topology.expert_size > 1:
         gather_in_one_order(engine.optimizer)
     undo_trial_update(engine)
+    attach_optimizer(engine, model)
     host_time = HostTime()
     skip_redundant_work(engine, mesh.replicas, host_time)
     time_reductions(engine, host_time)
@@ -100,4 +105,5 @@ def build_engine(
         computes_loss=computes_loss,
         is_compiled=compiled,
         host_time=host_time,
+        moe=config.moe,
     )

@@ -33,6 +33,7 @@ def speed_up(
         sequence_size=config.parallel.sequence,
         expert_size=config.parallel.expert,
         activation_offload=section.activation_offload,
+        bias_updates=config.moe.bias_update_rate > 0,
     )
     kind = cast(Literal["cpu", "cuda"], device.type)
     if not is_compiled(section.compile, kind, allowed=may_compile(facts)):

@@ -1,4 +1,4 @@
-"""What `deepspeed.initialize` is given: parameters where they will lie, in groups, and settings."""
+"""What `deepspeed.initialize` is given: parameters where they will lie, and settings."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import torch.distributed as dist
 from torch import nn
 
 from bigtrain.engine.deepspeed_patches.experts import (
-    as_expert_group,
     mark_expert,
     name_of_experts,
     remember_expert_groups,
 )
 from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, partition_parameters
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
-from bigtrain.models.build import WHOLE, Partitioning, split_by_decay
+from bigtrain.models.build import WHOLE, Partitioning
 from bigtrain.models.parallel.collectives import GroupRows
 from bigtrain.models.parallel.experts import check_experts_of_plan, shard_experts
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
 from bigtrain.models.parallel.tensor import Plan, shard_model, tensor_plan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
-from bigtrain.settings.run_config import OptimizerSection, RunConfig
+from bigtrain.settings.run_config import RunConfig
 
 
 def build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
@@ -65,23 +64,6 @@ def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
         return context
 
     return Partitioning(construct, gather, dist.get_rank() == 0)
-
-
-def parameter_groups(
-    model: nn.Module, section: OptimizerSection, expert_size: int
-) -> list[dict[str, Any]]:
-    """What decays and what does not, in this order, then likewise of experts where `expert_size`
-    ranks divide them; each may be without parameters."""
-    split = split_by_decay(model, decay_embeddings=section.decay_embeddings)
-    found: list[dict[str, Any]] = [
-        {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
-        {"params": split.no_decay, "weight_decay": 0.0, "name": "no_decay"},
-    ]
-    for group in found[:] if expert_size > 1 else ():
-        experts = [parameter for parameter in group["params"] if is_expert(parameter)]
-        group["params"] = [p for p in group["params"] if not is_expert(p)]
-        found.append(as_expert_group({**group, "params": experts}, name_of_experts(expert_size)))
-    return found
 
 
 def copy_of(value: Any) -> Any:

@@ -15,20 +15,25 @@ from torch import nn
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.step import (
+    has_overflowed,
     measured_norm,
     replace_clipping,
     scale_of_norm,
     scaled_loss,
 )
+from bigtrain.engine.experts.load import ExpertLoad
+from bigtrain.engine.experts.router_losses import RouterLosses
+from bigtrain.engine.experts.selection_bias import SelectionBias
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
+from bigtrain.engine.optimizers.parameter_groups import set_learning_rate
 from bigtrain.engine.optimizers.skip_step import SkipPolicy, SkipStepHook, StepStats, mean_loss
 from bigtrain.engine.prefetch import DeviceFeed
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.compilation import uncompiled
 from bigtrain.models.layers.isolation import Isolation
-from bigtrain.models.layers.router_logits import auxiliary_loss
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import MoeSection
 
 # What `TrainEngine.mark` is called with.
 COUNTING_TARGETS = "counting target tokens"
@@ -56,8 +61,10 @@ class TrainEngine:
     """Trains one model by optimizer steps. Every method is collective over all ranks.
 
     isolation: how the model is told of documents. mark: called with what the engine does next, in
-    words; for whoever watches it. is_compiled: whether its layers are. host_time: what DeepSpeed's
-    hooks take of the passes.
+    words; for whoever watches it. added_states: what checkpoints hold beside masters and optimizer
+    states, by parameter and kind: 1-D, of the elements of this rank's part of its master.
+    is_compiled: whether its layers are. host_time: what DeepSpeed's hooks take of the passes.
+    expert_load: of the steps that `train_step` is told to observe.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class TrainEngine:
         computes_loss: bool = False,
         is_compiled: bool = False,
         host_time: HostTime | None = None,
+        moe: MoeSection | None = None,
     ) -> None:
         self.engine = engine
         self.plan = plan
@@ -84,8 +92,12 @@ class TrainEngine:
         self.host_time = host_time or HostTime()
         self._feed = DeviceFeed(device)
         self.mark: Callable[[str], object] = _unwatched
-        config: Any = self.module.config
-        self._aux_coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
+        self.added_states: dict[str, dict[str, torch.Tensor]] = {}
+        moe = moe or MoeSection()
+        self._router_losses = RouterLosses(self.module, moe, mesh.replicas)
+        self.expert_load = ExpertLoad(self.module, mesh, device, is_compiled=is_compiled)
+        self._bias = SelectionBias(self.module, self.expert_load, moe.bias_update_rate)
+        self._is_updated = True
         self._norm: torch.Tensor | None = None
         self._scale_of_norm = 1.0
         self._gate = SkipStepHook(engine, self._norm_before_update)
@@ -99,16 +111,21 @@ class TrainEngine:
         return module
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], lr: float, skip_policy: SkipPolicy | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        lr: float,
+        skip_policy: SkipPolicy | None = None,
+        *,
+        observe: bool = False,
     ) -> StepResult:
         """Forward and backward of this rank's micro-batches, then one optimizer update.
 
         Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this very update;
-        `skip_policy`, which decides whether it is made (with one, the host waits for the device).
+        `skip_policy`, which decides whether it is made (with one, the host waits for the device);
+        `observe`, whether `expert_load` is going to be read.
         """
         assert len(micro_batches) == self.plan.accumulation
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.engine.optimizer, lr)
         self.mark(COUNTING_TARGETS)
         num_targets = self._count_targets(micro_batches)
         # DeepSpeed divides the summed gradients by the number of replicas, and the processes that
@@ -116,15 +133,42 @@ class TrainEngine:
         scale = dist.get_world_size(self.mesh.replicas) / num_targets.clamp(min=1)
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         self.engine.train()
+        self._begin_experts(observe)
         for batch, moved in self._feed(micro_batches):
             self._accumulate(batch, moved, scale, loss_sum)
             if batch is micro_batches[-1]:
                 self.mark(OPTIMIZER_UPDATE)
                 self._norm = self._gradient_norm_before_step()
                 self._scale_of_norm = scale_of_norm(self.engine.optimizer)
-                self._gate.watch(skip_policy, self._own_share(loss_sum), num_targets)
+                watched = self._noting(skip_policy)
+                self._gate.watch(watched, self._own_share(loss_sum), num_targets)
             self.engine.step()
-        return StepResult(loss_sum, num_targets, self._gate.close())
+        return StepResult(loss_sum, num_targets, self._end_step())
+
+    def _begin_experts(self, observe: bool) -> None:
+        """A step begins; `observe`: whether what it does with experts is going to be asked for."""
+        self._router_losses.begin_step()
+        counting = observe or self._bias.rate > 0
+        self.expert_load.begin_step(counting=counting, measuring=observe)
+
+    def _noting(self, skip_policy: SkipPolicy | None) -> SkipPolicy | None:
+        """`skip_policy`, whose answer is known at the end of the step."""
+        self._is_updated = True
+        if skip_policy is None:
+            return None
+
+        def decide(figures: StepStats) -> bool:
+            self._is_updated = skip_policy(figures)
+            return self._is_updated
+
+        return decide
+
+    def _end_step(self) -> StepStats | None:
+        """What the step was judged by; moves the experts' biases where parameters were updated."""
+        figures = self._gate.close()
+        if self._bias.rate and self._is_updated and not has_overflowed(self.engine.optimizer):
+            self._bias.update()
+        return figures
 
     def _own_share(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """What this rank adds to a sum over all ranks: each loss counts once."""
@@ -150,9 +194,9 @@ class TrainEngine:
         cross_entropy, outputs = self._cross_entropy(batch, moved, scale)
         loss_sum += cross_entropy.detach()
         loss = cross_entropy * scale
-        auxiliary = auxiliary_loss(outputs)
-        if auxiliary is not None:
-            loss = loss + self._aux_coefficient * auxiliary / self.plan.accumulation
+        added = self._router_losses.of(outputs)
+        if added is not None:
+            loss = loss + added / self.plan.accumulation
         self.mark(BACKWARD_PASS)
         self.engine.backward(scaled_loss(loss, self.engine.optimizer), scale_wrt_gas=False)
 
@@ -219,6 +263,7 @@ class TrainEngine:
     def close(self) -> None:
         """Take DeepSpeed's hooks off the model."""
         self._gate.remove()
+        self.expert_load.counts.close()
         self.engine.destroy()
         if self.sequence is not None:
             self.sequence.close()

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from bigtrain.errors import ModelError
+from bigtrain.models.layers.adapters import add_adapters
 from bigtrain.models.layers.parameters import freeze
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import full_shape
@@ -31,7 +32,7 @@ from bigtrain.models.torch_patches import has_buffers_alone
 from bigtrain.models.transformers_patches import initialize_module, mark_initialized
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.models.weights.lazy_tensors import room
-from bigtrain.settings.run_config import ModelSection
+from bigtrain.settings.run_config import AdaptersSection, ModelSection
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,16 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     partitioning: Partitioning = WHOLE,
     weights: Literal["read", "left"] = "read",
+    adapters: AdaptersSection | None = None,
 ) -> PreTrainedModel:
     """The run's model on the CPU (partitioned models: where `partitioning` puts them).
 
     Random weights depend on `seed` and parameter names alone: not on dtype beyond rounding, the
     number of processes, partitioning or device. Trained ones (`section.path`) are read into a whole
     model (`weights`: read); a partitioned one is filled by its engine, and holds until then what
-    happens to be in memory (left). Collective over all ranks when partitioned.
-    Raises ModelError for what cannot be built, and as `find_weights`.
+    happens to be in memory (left). `adapters`: put beside the weights, which are frozen; they have
+    their initial values, whole on every rank until the engine takes over. Collective over all ranks
+    when partitioned. Raises ModelError for what cannot be built, and as `find_weights`.
     """
     # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
     # zero/partition_parameters.py) loses its decorators' constructor afterwards.
@@ -81,6 +84,8 @@ def build_model(
     # Counts layers, so it comes before any are taken away.
     _set_gradient_checkpointing(model, section)
     freeze(model, section.frozen)
+    if adapters is not None:
+        add_adapters(model, adapters, lambda name: _seed_of(seed, name))
     if partitioning.prepare is not None:
         partitioning.prepare(model)
     if section.path is None:

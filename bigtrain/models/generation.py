@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError
+from bigtrain.models.export.chat_ending import end_of_turn_ids
 from bigtrain.models.weights.import_hf import refuse_pickles
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. `temperature` 0 takes the likeliest token every time."""
+
+    temperature: float
+    top_p: float
+    seed: int
+
+    def options(self) -> dict[str, Any]:
+        """As transformers' `generate` takes them."""
+        if self.temperature <= 0:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
+
+
 @torch.no_grad()
-def generate(
-    model: str,
-    prompt: str,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-) -> str:
-    """`prompt` and its continuation. `temperature` 0 takes the likeliest token every time.
+def generate(model: str, prompt: str, *, max_new_tokens: int, sampling: Sampling) -> str:
+    """`prompt` and its continuation.
 
     Raises ModelError for a model or tokenizer that cannot be loaded, or an empty prompt.
     """
@@ -35,20 +46,73 @@ def generate(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     network = _load_network(model).to(device)
     inputs = inputs.to(device)
-    torch.manual_seed(seed)
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_p": top_p}
-        if temperature > 0
-        else {"do_sample": False}
-    )
+    torch.manual_seed(sampling.seed)
     output = network.generate(
         input_ids=inputs.input_ids,
         attention_mask=inputs.attention_mask,
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.eos_token_id,
-        **sampling,
+        **sampling.options(),
     )
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+class Conversation:
+    """A conversation with a model, whose answers come piece by piece and end by themselves."""
+
+    def __init__(self, model: str, *, max_new_tokens: int, sampling: Sampling) -> None:
+        """`model`: directory or hub name. Raises ModelError where it cannot be loaded, or has no
+        chat template."""
+        self._tokenizer = _load(AutoTokenizer, model)
+        if not self._tokenizer.chat_template:
+            raise ModelError(
+                f"--model = {model!r}: its tokenizer has no chat template -> --prompt without "
+                "--chat, or tokenize with --chat-template"
+            )
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._network = _load_network(model).to(self._device)
+        self._max_new_tokens, self._sampling = max_new_tokens, sampling
+        known = self._network.generation_config.eos_token_id
+        endings = [known] if isinstance(known, int) else list(known or [])
+        self._endings = [*endings, *end_of_turn_ids(self._tokenizer)]
+        if not self._endings and self._tokenizer.eos_token_id is not None:
+            self._endings = [self._tokenizer.eos_token_id]
+        torch.manual_seed(sampling.seed)
+
+    @torch.no_grad()
+    def answer(self, messages: list[dict[str, Any]], write: Callable[[str], object]) -> str:
+        """The answer to `messages`; `write` is given its text as it comes.
+
+        Raises ModelError where the chat template refuses the messages.
+        """
+        try:
+            inputs = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            ).to(self._device)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ModelError(f"the chat template refuses the messages: {error}") from error
+        output = self._network.generate(
+            input_ids=inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            max_new_tokens=self._max_new_tokens,
+            eos_token_id=self._endings or None,
+            pad_token_id=self._tokenizer.eos_token_id,
+            streamer=_Written(self._tokenizer, write),
+            **self._sampling.options(),
+        )
+        new = output[0, inputs.input_ids.shape[1] :]
+        return str(self._tokenizer.decode(new, skip_special_tokens=True))
+
+
+class _Written(TextStreamer):  # type: ignore[misc]
+    """Text to a function instead of standard output."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._write(text)
 
 
 def _load_network(model: str) -> Any:

@@ -31,7 +31,7 @@ from transformers import (
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
-from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.layers.decoder_layers import listed_layers
 from bigtrain.models.layers.document_masks import documents_known
 from bigtrain.models.parallel.tensor import tensor_plan
 from bigtrain.models.torch_patches import OperatorMode, storage_of
@@ -225,7 +225,8 @@ def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         ids = torch.zeros(1, sequence_length, dtype=torch.int64)
     model.train()
-    layers = _layers(model)
+    count = getattr(text_config(config), "num_hidden_layers", None)
+    layers = [layer for _, layer in listed_layers(model, count)]
     tracer.own = {storage_of(p) for p in model.parameters()}
     with ExitStack() as stack:
         stack.enter_context(_watched(model, layers, tracer))
@@ -234,16 +235,6 @@ def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int
         stack.enter_context(tracer)
         model(input_ids=ids, use_cache=False)
     return _collected(model, layers, tracer, sequence_length, dtype)
-
-
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    layers = [module for _, module in decoder_layers(model)]
-    count = getattr(text_config(model.config), "num_hidden_layers", None)
-    lists: dict[str, list[nn.Module]] = {}
-    for name, module in decoder_layers(model):
-        lists.setdefault(name.rpartition(".")[0], []).append(module)
-    exact = [found for found in lists.values() if len(found) == count]
-    return exact[0] if exact else layers
 
 
 def _attend(

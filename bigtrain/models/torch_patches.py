@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -61,6 +62,18 @@ def shadowed(owner: object, values: Mapping[str, Any]) -> Iterator[None]:
                 names[name] = before[name]
             else:
                 del names[name]
+
+
+# --- passes ---
+
+
+def is_in_backward() -> bool:
+    """Whether the backward pass calls: what recomputes a checkpointed layer, above all.
+
+    The engine's number for a backward pass under way, -1 outside of one (torch/csrc/autograd/
+    engine.h, `get_current_graph_task_id`; torch.utils.checkpoint asks for it too).
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 # --- tensors and modules ---
@@ -147,6 +160,23 @@ def default_store() -> dist.Store:
     the store himself, and here that is `deepspeed.init_distributed`.
     """
     return dist.distributed_c10d._get_default_store()
+
+
+def gloo_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, address: str
+) -> dist.ProcessGroupGloo:
+    """A group of gloo's beside the default process group, whose members have other default ones.
+
+    This rank listens at `address`, whatever GLOO_SOCKET_IFNAME says, which is of the default group.
+    Only options say so: torch/csrc/distributed/c10d/init.cpp binds them as `_Options`, for which
+    Python has no public name (torch/distributed/distributed_c10d.py:2191 makes them likewise).
+    """
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._timeout = timeout
+    options._devices = [kind.create_device(hostname=address)]
+    group: dist.ProcessGroupGloo = kind(store, rank, size, options)
+    return group
 
 
 def flight_recorder_trace() -> bytes | None:

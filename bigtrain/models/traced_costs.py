@@ -14,10 +14,25 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.planner import model_costs as formats
-from bigtrain.planner.model_costs import ModelCosts, closed_form, dense_shape
+from bigtrain.planner.model_costs import (
+    AdapterCosts,
+    ModelCosts,
+    closed_form,
+    dense_shape,
+    of_all_linear,
+    with_adapters,
+)
 from bigtrain.settings.hf_config_keys import written_configuration
-from bigtrain.settings.run_config import ModelSection, RunConfig
-from bigtrain.system.user_cache import builds, cache_get, cached, key_of, source_of
+from bigtrain.settings.run_config import AdaptersSection, ModelSection, RunConfig
+from bigtrain.settings.sections.base import Section
+from bigtrain.system.user_cache import (
+    builds,
+    cache_get,
+    cache_put,
+    cached,
+    key_of,
+    source_of,
+)
 
 KIND = "model_costs"
 
@@ -29,8 +44,15 @@ def model_costs(
     configuration where that has been loaded already. Without `traces`, no torch is imported.
 
     Raises ConfigError or ModelError where the model is not known, or is neither traceable nor
-    dense.
+    dense, and where its adapters are not known without torch.
     """
+    costs, remark = _own_costs(config, hf_config, traces)
+    if config.adapters is not None:
+        costs = with_adapters(costs, _adapter_costs(config, config.adapters, costs, traces))
+    return costs, remark
+
+
+def _own_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCosts, str]:
     values = written_configuration(config.model)
     key = _key(config, values) if values else None
     if key is not None:
@@ -59,7 +81,31 @@ def model_costs(
     return closed_form(shape, size), f"by a closed form of dense layers, not traced: {reason}"
 
 
-def _key(config: RunConfig, values: Mapping[str, Any]) -> str | None:
+def _adapter_costs(
+    config: RunConfig, section: AdaptersSection, costs: ModelCosts, traces: bool
+) -> AdapterCosts:
+    is_simple = not (section.target_parameters or section.modules_to_save or section.dora)
+    if not traces and is_simple and section.targets == "all-linear":
+        return of_all_linear(costs, section.rank)
+    values = written_configuration(config.model)
+    key = _key(config, values, section) if values else None
+    found = cache_get(KIND, key) if key is not None else None
+    if found is not None:
+        with suppress(KeyError, TypeError):
+            return AdapterCosts.from_json(found)
+    if not traces:
+        raise ModelError("which layers get adapters was not looked up yet")
+    from bigtrain.models.build import empty_model
+    from bigtrain.models.configuration import load_hf_config
+    from bigtrain.models.parallel.adapter_costs import adapter_costs
+
+    counted = adapter_costs(empty_model(load_hf_config(_section(config))), section)
+    if key is not None:
+        cache_put(KIND, key, counted.to_json())
+    return counted
+
+
+def _key(config: RunConfig, values: Mapping[str, Any], *more: Section) -> str | None:
     with suppress(LookupError):
         return key_of(
             [
@@ -68,6 +114,7 @@ def _key(config: RunConfig, values: Mapping[str, Any]) -> str | None:
                 builds("torch", "transformers"),
                 # What is traced, and the shape it is kept in.
                 source_of(str(Path(__file__).with_name("meta_trace.py")), str(formats.__file__)),
+                *(section.model_dump_json() for section in more),
             ]
         )
     return None
@@ -82,10 +129,15 @@ def _trace(config: RunConfig, hf_config: Any) -> ModelCosts:
     dtype = getattr(torch, config.precision.dtype)
     if hf_config is not None:
         return trace_model(hf_config, dtype)
+    return trace_model(load_hf_config(_section(config)), dtype)
+
+
+def _section(config: RunConfig) -> ModelSection:
+    """The run's model; what ships with the recipes needs no network, and no leave to read a gated
+    model."""
     section = config.model
-    # What ships with the recipes needs no network, and no leave to read a gated model.
     values = written_configuration(section)
     source = section.path or section.config
     if values and isinstance(source, str) and not Path(source).exists():
-        section = ModelSection(config=values)
-    return trace_model(load_hf_config(section), dtype)
+        return ModelSection(config=values)
+    return section

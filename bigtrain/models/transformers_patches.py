@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
+from transformers.integrations import moe
 from transformers.utils import output_capturing
 
 Checkpoint = Callable[..., Any]
+Product = Callable[..., torch.Tensor]
 
 # --- weights ---
 
@@ -80,6 +83,39 @@ def modules_of_experts(model: nn.Module) -> Iterator[nn.Module]:
     (integrations/moe.py:629).
     """
     return (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
+
+
+def grouped_experts(name: str, product: Callable[[Product], Product]) -> None:
+    """Register `name` for `set_experts_implementation`: experts by grouped products, of which
+    `product` has another way.
+
+    `grouped_mm_experts_forward` (integrations/moe.py:344) multiplies by `_grouped_mm` of its module
+    (rows [n, in], stacks [experts, in, out], ends of their rows [experts]). Here it gets a name of
+    its own for that, so that all else stays as transformers has it; nothing of the module changes.
+    """
+    linear = _with_globals(moe._grouped_linear, _grouped_mm=product(moe._grouped_mm))
+    forward = _with_globals(moe.grouped_mm_experts_forward, _grouped_linear=linear)
+    moe.ALL_EXPERTS_FUNCTIONS.register(name, forward)
+
+
+def takes_any_width(rows: torch.Tensor, stacks: torch.Tensor, ends: torch.Tensor) -> bool:
+    """Whether transformers computes this grouped product without torch's, one after the other.
+
+    `_can_use_grouped_mm` (integrations/moe.py:250): on old GPUs and within torch.compile.
+    """
+    return not moe._can_use_grouped_mm(rows, stacks, ends)
+
+
+def _with_globals(function: Any, **names: Any) -> Any:
+    made = FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 # --- forward passes ---

@@ -30,6 +30,7 @@ from bigtrain.settings.deepspeed.ownership import owned_values
 from bigtrain.settings.run_config import (
     BatchSection,
     ModelSection,
+    MoeSection,
     OptimizerSection,
     OutputSection,
     PrecisionSection,
@@ -81,6 +82,10 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
     is off. Raises ModelError where no proxy model can be built, ConfigError for what the run's
     model or DeepSpeed JSON rules out.
     """
+    if config.adapters is not None:
+        rule = "plain transformers, which topologies are compared with here, has no adapters"
+        remedy = "leave adapters out: the topologies of the model alone are compared"
+        raise ConfigError(Problem("adapters.type", config.adapters.type, rule, remedy))
     section, notes = config.model, []
     hf_config = load_hf_config(section)
     if dropout := _dropout(hf_config):
@@ -122,7 +127,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
         data=config.data,
         batch=BatchSection(sequence_length=tokens, global_batch_size=2 * world_size),
         train=TrainSection(steps=STEPS),
-        optimizer=_optimizer(config.optimizer),
+        optimizer=_optimizer(config.optimizer, notes),
         schedule=ScheduleSection(type="constant"),
         precision=PrecisionSection(dtype="float32"),
         output=OutputSection(directory=str(directory)),
@@ -137,6 +142,8 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
         )
         if value not in (off, "auto")
     ]
+    if config.moe != MoeSection():
+        notes.append("the section moe is left out here: its terms depend on the micro-batch")
     if config.precision.dtype == "float16":
         notes.append("float16 skips steps until its loss scale fits: float32 alone is compared")
     precision = config.precision if config.precision.dtype == "bfloat16" else None
@@ -155,15 +162,30 @@ def _dropout(hf_config: Any) -> str:
     return ", ".join(sorted(found))
 
 
-def _optimizer(section: OptimizerSection) -> OptimizerSection:
+def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
     """The run's but for what would hide differences, or make some of rounding errors.
 
     With Adam's own eps a gradient of rounding errors moves a weight as far as any other, and every
     topology would differ; at a small learning rate no weight would show anything.
     """
+    if section.type == "muon":
+        own: dict[str, Any] = {"ns_dtype": "float32", "split": {}}
+        if section.muon.ns_dtype != "float32":
+            notes.append(
+                "Muon iterates in float32 here: in bfloat16 the last bits of a gradient decide on "
+                "the third digit of an update"
+            )
+        if section.muon.split:
+            notes.append("optimizer.muon.split is for the widths of the run's model: not compared")
+        if section.muon.lr is not None:  # in proportion to a rate that is another one here
+            own["lr"] = section.muon.lr / section.lr * max(RATES)
+        section = section.model_copy(update={"muon": section.muon.model_copy(update=own)})
+    if section.state_dtype != "float32":
+        notes.append("optimizer states are float32 here: in bfloat16 they are rounded by chance")
     return section.model_copy(
         update={
             "lr": max(RATES),
+            "state_dtype": "float32",
             "eps": max(section.eps, _SMALLEST_EPS),
             "clip_norm": _CLIP_NORM if section.clip_norm else 0.0,
         }

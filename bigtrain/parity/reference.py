@@ -1,4 +1,4 @@
-"""Plain transformers and torch.optim.AdamW in one process: what every topology is compared with.
+"""Plain transformers and torch.optim in one process: what every topology is compared with.
 
 Nothing here is bigtrain's but the tokens: the model comes from `from_pretrained`, and what the run
 YAML promises of the loss, decay, frozen parameters and clipping is written out again.
@@ -24,9 +24,10 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.models.equivalence.rounding import SumsInParts
 from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.parity.optimizers import plain_optimizer
 from bigtrain.parity.proxy import RATES, STEPS, micro_batches
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.run_config import OptimizerSection, RunConfig
+from bigtrain.settings.run_config import RunConfig
 
 _IGNORED = -100
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -61,7 +62,7 @@ def without_progress() -> Iterator[None]:
 
 
 def train_reference(config: RunConfig, sum_dtype: torch.dtype | None = None) -> list[Figures]:
-    """Train plain transformers with torch's AdamW in this rank.
+    """Train plain transformers with torch's own optimizer in this rank.
 
     In float32 once, whole batches at a time. In 16 bit, with float32 masters, several times, with
     samples in other orders and divisions: rounding alone puts these runs apart. sum_dtype: in which
@@ -110,7 +111,7 @@ def _train(
     full = AutoModelForCausalLM.from_pretrained(section.path, dtype=torch.float32)
     values = dict(full.named_parameters())
     masters = {name: values[name].detach().clone() for name in parameters}
-    optimizer = _adamw(model, parameters, masters, config.optimizer)
+    optimizer = plain_optimizer(model, parameters, masters, config.optimizer)
     samples = config.batch.samples_per_step
     plan = BatchPlan(samples, samples, 1, 1, config.batch.sequence_length)
     figures = Figures([], [], {})
@@ -149,30 +150,6 @@ def _trained(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) not in is_frozen)
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _adamw(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    masters: dict[str, torch.Tensor],
-    section: OptimizerSection,
-) -> torch.optim.AdamW:
-    """Matrices decay, and embeddings where the run says so; vectors and single numbers do not."""
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    decay, no_decay = [], []
-    for name, parameter in parameters.items():
-        is_matrix = parameter.ndim >= 2
-        if is_matrix and (section.decay_embeddings or id(parameter) not in embeddings):
-            decay.append(masters[name])
-        else:
-            no_decay.append(masters[name])
-    groups = [
-        {"params": decay, "weight_decay": section.weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=section.betas, eps=section.eps)
 
 
 def _backward(

@@ -32,10 +32,14 @@ class ModelShape:
     head_size: int
 
 
-def flops_per_token(shape: ModelShape, sequence_length: int) -> int:
-    """FLOPs of one token's forward and backward pass, ``6 N + 12 L H Q T`` (see the module)."""
+def flops_per_token(shape: ModelShape, sequence_length: int, *, frozen: bool = False) -> int:
+    """FLOPs of one token's forward and backward pass, ``6 N + 12 L H Q T`` (see the module).
+
+    `frozen`: where adapters are trained instead, the weights have no gradients, which leaves
+    ``4 N``; the adapters' own products, few beside them, do not count.
+    """
     attention = shape.num_layers * shape.num_heads * shape.head_size * sequence_length
-    return 6 * shape.num_matmul_parameters + 12 * attention
+    return (4 if frozen else 6) * shape.num_matmul_parameters + 12 * attention
 
 
 def model_shape(

@@ -10,6 +10,30 @@ Recompute = Literal["none", "attention", "operators", "full"]
 second product and all that is not a product (torchtitan's selective-op), or whole layers."""
 
 
+_MOMENTS = {"adamw": 2, "muon": 1, "lion": 1, "adafactor": 0}
+
+
+@dataclass(frozen=True)
+class OptimizerCosts:
+    """What an optimizer keeps and sends. state_bytes: of an element of a moment. wire_bytes: of one
+    of a matrix on its way to the rank that orthogonalizes it, in `num_iterations`."""
+
+    type: str = "adamw"
+    state_bytes: int = 4
+    wire_bytes: int = 2
+    num_iterations: int = 5
+
+    def bytes_per_parameter(self, matrix_share: float) -> float:
+        """Of moments, where so much of the parameters are matrices of hidden layers. Adafactor's
+        rows and columns are left out."""
+        if self.type == "muon":
+            return self.state_bytes * (matrix_share + 2 * (1 - matrix_share))
+        return float(self.state_bytes * _MOMENTS[self.type])
+
+
+ADAMW = OptimizerCosts()
+
+
 @dataclass(frozen=True)
 class Layout:
     """A layout, as run YAML and DeepSpeed JSON say it.
@@ -43,6 +67,7 @@ class Layout:
     reduce_bucket_elements: int = 500_000_000
     gather_bucket_elements: int = 500_000_000
     overlap_communication: bool = True
+    optimizer: OptimizerCosts = ADAMW
 
     @property
     def world_size(self) -> int:

@@ -13,7 +13,12 @@ from dataclasses import dataclass, fields
 
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
-from bigtrain.planner.step_time import stage_layers, stage_parameters
+from bigtrain.planner.step_time import (
+    matrix_share,
+    stage_layers,
+    stage_parameters,
+    trained_of_stage,
+)
 from bigtrain.planner.tables.engines import Engine
 
 
@@ -86,15 +91,23 @@ def _stage(
     layers = ranges[stage]
     held, expert = stage_parameters(layers, model, layout)
     zero = layout.zero_stage
-    divided = (held - expert) / layout.partition_size + expert / layout.expert_replicas
-    # Two moments, and float32 masters: of 16-bit parameters, and wherever ZeRO has a part of them.
-    per_state = 8 + (4 if layout.parameter_bytes < 4 or zero else 0)
-    optimizer = per_state * (divided if zero else held)
-    parameters = layout.parameter_bytes * (divided if zero == 3 else held)
-    gradients = layout.gradient_bytes * (divided if zero >= 2 else held)
+    trained, trained_expert = trained_of_stage(layers, model, layout)
+    present = held + trained if model.is_frozen else held
+
+    def share(total: float, of_experts: float) -> float:
+        rest = (total - of_experts) / layout.partition_size
+        return rest + of_experts / layout.expert_replicas
+
+    divided = share(trained, trained_expert)
+    # Moments, and float32 masters: of 16-bit parameters, and wherever ZeRO has a part of them.
+    moments = layout.optimizer.bytes_per_parameter(matrix_share(layers, model))
+    per_state = moments + (4 if layout.parameter_bytes < 4 or zero else 0)
+    optimizer = per_state * (divided if zero else trained)
+    parameters = layout.parameter_bytes * (share(present, expert) if zero == 3 else present)
+    gradients = layout.gradient_bytes * (divided if zero >= 2 else trained)
     if engine.is_deepspeed and zero == 1 and layout.gradient_bytes > layout.parameter_bytes:
         # BF16_Optimizer adds 16-bit gradients up in float32 and keeps both.
-        gradients += held * layout.parameter_bytes
+        gradients += trained * layout.parameter_bytes
     host = 0.0
     if layout.offload_optimizer:
         host, optimizer = optimizer + gradients, 0.0
@@ -116,8 +129,8 @@ def _stage(
         loss,
         context,
         host,
-        # Masters and AdamW's two states, of what this rank writes (docs/checkpoints.md).
-        12 * divided if engine.is_deepspeed else 0.0,
+        # Masters and moments, of what this rank writes (docs/checkpoints.md).
+        (4 + moments) * divided if engine.is_deepspeed else 0.0,
         _export(model) if engine.is_deepspeed else 0.0,
         stage,
     )
@@ -125,6 +138,8 @@ def _stage(
 
 def _export(model: ModelCosts) -> float:
     """Bytes of one file's masters and of the largest layer, by which an export is compared."""
+    if model.is_frozen:  # adapters are tried beside the whole base (models/export/adapters.py)
+        return float(model.element_bytes * model.num_parameters)
     largest = max((kind.num_parameters for kind in model.kinds), default=0)
     table = model.embedding_parameters
     return 4.0 * min(model.num_parameters, _FILE_BYTES / 2) + 4.0 * max(largest, table)
@@ -201,8 +216,9 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, flo
     tokens, head = layout.tokens_per_micro_batch, 0.0
     if layout.loss_chunk_tokens is not None:
         tokens = min(tokens, layout.loss_chunk_tokens)
-        # Gradients of the head are added up over the chunks.
-        head = 8.0 * model.vocabulary_size * model.hidden_size / layout.tensor_size
+        if not model.is_frozen or model.num_trained_outside:
+            # Gradients of the head are added up over the chunks.
+            head = 8.0 * model.vocabulary_size * model.hidden_size / layout.tensor_size
     logits = tokens * model.vocabulary_size
     if not engine.is_deepspeed:
         each = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole

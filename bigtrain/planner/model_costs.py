@@ -10,7 +10,7 @@ Pure: imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 
@@ -51,7 +51,9 @@ class LayerCosts:
     `saved`: kept by autograd for the backward pass; `moved`: read and written by what is neither
     a product nor attention, in the forward pass. `score_bytes`: kept for each head and each token
     looked at, where attention is not fused. `num_kernels` of the forward pass: what a host has to
-    launch. `num_parameters_expert` are in neither of the two before.
+    launch. `num_parameters_expert` are in neither of the two before. `adapters`: products with
+    weights that are trained beside the layer's own, which are frozen then; `num_trained_other`:
+    further elements of those.
     """
 
     num_parameters_whole: int
@@ -66,6 +68,16 @@ class LayerCosts:
     moved_bytes_cut: float
     score_bytes: float = 0.0
     num_kernels: int = 40
+    adapters: tuple[Matmul, ...] = ()
+    num_trained_other: int = 0
+
+    def num_adapter_parameters(self, tensor_size: int) -> float:
+        """Elements of the adapters that each of so many tensor-parallel ranks has."""
+        sizes = (
+            a.in_size * a.out_size * a.count * a.num_groups / (tensor_size if a.cut else 1)
+            for a in self.adapters
+        )
+        return self.num_trained_other + sum(sizes)
 
     @property
     def num_parameters(self) -> int:
@@ -87,6 +99,8 @@ class ModelCosts:
     `head_parameters` are 0 where the head shares the embedding's weight (`tied`).
     `num_other_parameters`: final norm, position embeddings. `source`: how the figures were got.
     `saved_bytes_outside`: kept of a token by what stands around the layers (final norm, head).
+    `is_frozen`: whether adapters alone are trained; `num_trained_outside`: elements of copies of
+    what stands around the layers, trained then as well.
     """
 
     hidden_size: int
@@ -100,6 +114,8 @@ class ModelCosts:
     source: str = "closed form"
     element_bytes: int = 2
     saved_bytes_outside: float = 0.0
+    is_frozen: bool = False
+    num_trained_outside: int = 0
 
     @property
     def num_experts(self) -> int:
@@ -121,10 +137,80 @@ class ModelCosts:
         """What `to_json` wrote. Raises KeyError or TypeError where it is something else."""
         kinds = []
         for kind in tree["kinds"]:
-            matmuls = tuple(Matmul(**matmul) for matmul in kind["matmuls"])
+            products = {
+                name: tuple(Matmul(**matmul) for matmul in kind[name])
+                for name in ("matmuls", "adapters")
+            }
             attention = kind["attention"] and Attention(**kind["attention"])
-            kinds.append(LayerCosts(**{**kind, "matmuls": matmuls, "attention": attention}))
+            kinds.append(LayerCosts(**{**kind, **products, "attention": attention}))
         return ModelCosts(**{**tree, "kinds": tuple(kinds), "layers": tuple(tree["layers"])})
+
+
+@dataclass(frozen=True)
+class AdapterCosts:
+    """products: of the adapters, in each layer. others: further elements that are trained in each
+    layer, such as copies of modules and DoRA's magnitudes; outside: of what is in no layer."""
+
+    products: tuple[tuple[Matmul, ...], ...]
+    others: tuple[int, ...]
+    outside: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, for a cache."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(tree: dict[str, Any]) -> AdapterCosts:
+        """What `to_json` wrote. Raises KeyError or TypeError where it is something else."""
+        products = tuple(tuple(Matmul(**m) for m in layer) for layer in tree["products"])
+        return AdapterCosts(products, tuple(tree["others"]), tree["outside"])
+
+
+def adapter_of(product: Matmul, rank: int) -> tuple[Matmul, Matmul]:
+    """The two products of an adapter of `rank` beside `product`, cut by peft's rule."""
+    cut = product.cut
+    down = replace(product, out_size=rank, cut="in" if cut == "in" else None)
+    up = replace(product, in_size=rank, cut="out" if cut == "out" else None)
+    return down, up
+
+
+def of_all_linear(model: ModelCosts, rank: int) -> AdapterCosts:
+    """Of adapters beside every dense product of every layer."""
+    each = [
+        tuple(part for m in kind.matmuls if m.num_groups == 1 for part in adapter_of(m, rank))
+        for kind in model.kinds
+    ]
+    products = tuple(each[kind] for kind in model.layers)
+    return AdapterCosts(products, (0,) * len(products))
+
+
+def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:
+    """`model`, frozen, with `costs` beside it."""
+    kinds: list[LayerCosts] = []
+    order: list[int] = []
+    for index, products, other in zip(model.layers, costs.products, costs.others, strict=True):
+        kind = replace(model.kinds[index], adapters=products, num_trained_other=other)
+        if kind not in kinds:
+            kinds.append(kind)
+        order.append(kinds.index(kind))
+    return replace(
+        model,
+        kinds=tuple(kinds),
+        layers=tuple(order),
+        is_frozen=True,
+        num_trained_outside=costs.outside,
+    )
+
+
+def trained_parameters(layers: range, model: ModelCosts, held: float, tensor_size: int) -> float:
+    """Elements that a rank with `layers` trains, of a model with adapters; else all that it has
+    (`held`). Copies outside of the layers are counted on the last stage, where heads are."""
+    if not model.is_frozen:
+        return held
+    kinds = [model.kinds[model.layers[index]] for index in layers]
+    trained = sum(kind.num_adapter_parameters(tensor_size) for kind in kinds)
+    is_last = layers.stop == len(model.layers)
+    return trained + (model.num_trained_outside if is_last else 0)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bigtrain.planner.layout import Layout, Recompute
+from bigtrain.planner.layout import Layout, OptimizerCosts, Recompute
 from bigtrain.settings.deepspeed.engine_config import offload_device, value_at
 from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.settings.run_config import OptimizerSection
 
 SIZE_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -37,6 +38,17 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
         reduce_bucket_elements=int(zero.get("reduce_bucket_size", 500_000_000)),
         gather_bucket_elements=int(zero.get("allgather_bucket_size", 500_000_000)),
         overlap_communication=zero.get("overlap_comm") is True,
+        optimizer=optimizer_costs(config.optimizer),
+    )
+
+
+def optimizer_costs(section: OptimizerSection) -> OptimizerCosts:
+    """What a run's optimizer costs."""
+    return OptimizerCosts(
+        section.type,
+        2 if section.state_dtype == "bfloat16" else 4,
+        2 if section.muon.ns_dtype == "bfloat16" else 4,
+        section.muon.ns_steps,
     )
 
 

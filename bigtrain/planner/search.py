@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bigtrain.planner.layout import Layout
+from bigtrain.planner.layout import ADAMW, Layout, OptimizerCosts
 from bigtrain.planner.memory import MemoryUse, peak_memory
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.run_layout import usual_chunk
@@ -85,6 +85,7 @@ class Request:
     bucket_elements: int
     loss: str
     loss_chunk_tokens: int | None
+    optimizer: OptimizerCosts = ADAMW
     zero_stages: Sequence[int] = (0, 1, 2, 3)
 
 
@@ -200,6 +201,7 @@ def _layouts(request: Request, world_size: int) -> Iterator[Layout]:
                     reduce_bucket_elements=request.bucket_elements,
                     gather_bucket_elements=request.bucket_elements,
                     overlap_communication=False,
+                    optimizer=request.optimizer,
                 )
 
 

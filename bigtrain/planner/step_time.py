@@ -21,7 +21,7 @@ from bigtrain.planner.kernels import (
     weight_seconds,
 )
 from bigtrain.planner.layout import Layout
-from bigtrain.planner.model_costs import LayerCosts, ModelCosts
+from bigtrain.planner.model_costs import LayerCosts, ModelCosts, trained_parameters
 from bigtrain.planner.stage_balance import StageCosts, balanced_cuts
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
@@ -158,13 +158,14 @@ def _pipeline(
     if engine.measured is None or layout.offload_optimizer:
         data = _gradients(ranges[slowest], model, layout, device, engine, groups, pace)
     else:
-        held, _ = stage_parameters(ranges[slowest], model, layout)
+        trained, _ = trained_of_stage(ranges[slowest], model, layout)
         optimizer, data = engine.measured.seconds(
             layout.zero_stage,
             layout.num_accumulation,
             layout.partition_size,
-            held * layout.parameter_bytes,
+            trained * layout.parameter_bytes,
         )
+    optimizer += _orthogonalizing(ranges[slowest], model, layout, device, groups)
     communication = {
         "tensor": m * pace.tensor,
         "sequence": m * pace.sequence,
@@ -197,6 +198,13 @@ def _layer(
     forward, backward = _Work(), _Work()
     again = 0.0
     for matmul in layer.matmuls:
+        there, back = weight_seconds(
+            device, matmul, tokens, layout.tensor_size, layout.expert_size, size, gain
+        )
+        forward.matmul += there
+        # Of what is frozen there is the gradient of the inputs alone.
+        backward.matmul += back / 2 if model.is_frozen else back
+    for matmul in layer.adapters:
         there, back = weight_seconds(
             device, matmul, tokens, layout.tensor_size, layout.expert_size, size, gain
         )
@@ -238,7 +246,7 @@ def _layer(
     forward.host = _excess(forward.device, host, engine.launch_overlap)
     backward.host = _excess(backward.device, repeated * host, engine.launch_overlap)
     if layout.zero_stage == 3 and engine.measured is None:
-        _partitioned(layer, layout, device, engine, groups, forward, backward)
+        _partitioned(layer, model, layout, device, engine, groups, forward, backward)
     forward.add(backward)
     return forward
 
@@ -278,6 +286,7 @@ def _exchange(
 
 def _partitioned(
     layer: LayerCosts,
+    model: ModelCosts,
     layout: Layout,
     device: Device,
     engine: Engine,
@@ -290,6 +299,9 @@ def _partitioned(
     expert = layer.num_parameters_expert / layout.expert_parts
     gather = _collective(dense, expert, layout.parameter_bytes, device, groups)
     scatter = _collective(dense, expert, layout.gradient_bytes, device, groups)
+    if model.is_frozen:
+        own = layer.num_adapter_parameters(layout.tensor_size)
+        scatter = _collective(own, 0.0, layout.gradient_bytes, device, groups)
     for work, sent in ((forward, gather), (backward, gather + scatter)):
         beside = engine.overlap * (work.device + work.host)
         work.zero = max(0.0, sent - beside) + engine.slowdown * min(sent, beside)
@@ -361,6 +373,53 @@ def stage_parameters(layers: range, model: ModelCosts, layout: Layout) -> tuple[
     return dense + expert, expert
 
 
+def trained_of_stage(layers: range, model: ModelCosts, layout: Layout) -> tuple[float, float]:
+    """As `stage_parameters`, of those that are trained; adapters are no experts' parts."""
+    held, expert = stage_parameters(layers, model, layout)
+    trained = trained_parameters(layers, model, held, layout.tensor_size)
+    return trained, 0.0 if model.is_frozen else expert
+
+
+def matrix_share(layers: range, model: ModelCosts) -> float:
+    """Share of matrices of hidden layers in the parameters of a stage. Routers are among them, and
+    are small."""
+    whole, _ = stage_parameters(layers, model, Layout(data_size=1))
+    matrices = sum(
+        product.in_size * product.out_size * product.num_groups * product.count
+        for index in layers
+        for product in model.kinds[model.layers[index]].matmuls
+    )
+    return min(1.0, matrices / max(1.0, whole))
+
+
+def _orthogonalizing(
+    layers: range, model: ModelCosts, layout: Layout, device: Device, groups: Groups
+) -> float:
+    """Seconds of what Muon does beside a pass over its parameters: matrices go to their owners
+    among the ranks that hold the stage, are iterated on, and come back."""
+    own = layout.optimizer
+    if own.type != "muon":
+        return 0.0
+    work = 0.0
+    for index in layers:
+        for product in model.kinds[model.layers[index]].matmuls:
+            short, long = sorted((product.in_size, product.out_size))
+            count = product.count * product.num_groups * own.num_iterations
+            # X X^T, then A A and A X (engine/optimizers/newton_schulz.py).
+            for rows, inner, columns in (
+                (short, long, short),
+                (short, short, short),
+                (short, short, long),
+            ):
+                work += count * matmul_seconds(device, rows, inner, columns, own.wire_bytes)
+    held, _ = stage_parameters(layers, model, layout)
+    parts = layout.partition_size if layout.zero_stage else 1
+    sent = own.wire_bytes * matrix_share(layers, model) * held
+    there = groups.partition.all_to_all(device, sent / parts)
+    back = groups.partition.all_to_all(device, sent / (1 if layout.zero_stage == 0 else parts))
+    return work / (layout.partition_size * layout.tensor_size) + there + back
+
+
 def _gradients(
     layers: range,
     model: ModelCosts,
@@ -373,7 +432,7 @@ def _gradients(
     """What the gradients' sum and the new parameters' gathering add to a step, ZeRO 0 to 2."""
     if layout.partition_size == 1 or layout.zero_stage == 3:
         return 0.0
-    dense, expert = stage_parameters(layers, model, layout)
+    dense, expert = trained_of_stage(layers, model, layout)
     dense -= expert
     scatter = _collective(dense, expert, layout.gradient_bytes, device, groups)
     gather = _collective(dense, expert, layout.parameter_bytes, device, groups)
@@ -388,7 +447,7 @@ def _optimizer(
     layers: range, model: ModelCosts, layout: Layout, device: Device, engine: Engine
 ) -> tuple[float, float]:
     """Seconds of the update, and of what it moves to main memory and back."""
-    held, expert = stage_parameters(layers, model, layout)
+    held, expert = trained_of_stage(layers, model, layout)
     own = held
     if layout.zero_stage:
         own = (held - expert) / layout.partition_size + expert / layout.expert_replicas

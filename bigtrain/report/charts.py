@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigtrain.report.marks import Marks
-from bigtrain.report.metrics_file import BREAKDOWN, PHASES, SOURCES, WAITING
+from bigtrain.report.metrics_file import BREAKDOWN, EXPERTS, PHASES, SOURCES, WAITING
 from bigtrain.report.reduction import Bucketed, Column, Reduced
 from bigtrain.report.run import Run
 
@@ -29,7 +29,7 @@ class Chart:
     table: "steps" or "evaluations"; series: names there, or ``OBJECT/*`` for all of an object.
     predicted: field of the prediction that is drawn beside it. stacked: as areas, of each run on
     its own; apart: those that are a part of the others, and lines over them. scale: by which
-    figures of the file are multiplied.
+    figures of the file are multiplied. of_some_models: others do not miss it.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Chart:
     stacked: bool = False
     scale: int = 1
     apart: tuple[str, ...] = ()
+    of_some_models: bool = False
 
 
 CHARTS = (
@@ -110,6 +111,15 @@ CHARTS = (
         (f"{BREAKDOWN}/*",),
         stacked=True,
         apart=(WAITING,),
+    ),
+    Chart(
+        "experts",
+        "Busiest expert",
+        "x mean",
+        "Tokens of the busiest expert over the mean of its layer's experts.",
+        "steps",
+        (f"{EXPERTS}/*",),
+        of_some_models=True,
     ),
     Chart(
         "memory",

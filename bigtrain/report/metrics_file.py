@@ -39,6 +39,7 @@ BREAKDOWN = "breakdown"
 WAITING = f"{BREAKDOWN}/communication_seconds"
 """What the training thread waits for other ranks: a part of the other parts, not beside them."""
 PHASES = "peak_memory_gib_by_phase"
+EXPERTS = "expert_imbalance"
 SOURCES = "held_out_sources"
 """Objects of a line whose entries are series of their own, named ``OBJECT/ENTRY``."""
 
@@ -208,7 +209,7 @@ class MetricsFile:
         seconds = np.nan_to_num(series["step_seconds"]) * np.diff(step, prepend=before)
         positions["hours"] = self._hours + np.cumsum(np.maximum(seconds, 0.0)) / 3600
         self._hours = float(positions["hours"][-1])
-        for name in (BREAKDOWN, PHASES):
+        for name in (BREAKDOWN, PHASES, EXPERTS):
             series.update(self._entries(lines, name, self.steps.names))
         bad = np.isnan(series["loss"]) | np.isnan(series["grad_norm"])
         for row in np.flatnonzero(bad).tolist():

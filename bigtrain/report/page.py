@@ -203,7 +203,11 @@ def _resolution(runs: Sequence[Run]) -> str:
 
 def _absent(runs: Sequence[Run]) -> str:
     """A sentence for the curves that no run has."""
-    missing = [chart for chart in CHARTS if not any(names_of(chart, run) for run in runs)]
+    missing = [
+        chart
+        for chart in CHARTS
+        if not chart.of_some_models and not any(names_of(chart, run) for run in runs)
+    ]
     if not missing:
         return ""
     titles = ", ".join(chart.title[:1].lower() + chart.title[1:] for chart in missing)

@@ -1,4 +1,5 @@
-"""The training loop, top to bottom: batch, step, advance or go back, log, evaluate, save, stop."""
+"""The training loop, top to bottom: batch, step, advance or go back, outer step, log, evaluate,
+save, stop."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from signal import Signals
 from typing import Protocol
 
 from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.engine.experts.load import LoadFigures
 from bigtrain.engine.loss_window import LossWindow
 from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.engine.train_engine import TrainEngine
@@ -18,6 +20,7 @@ from bigtrain.run.diagnostics.step_guard import Guard
 from bigtrain.run.diagnostics.stragglers import StragglerWatch
 from bigtrain.run.evaluation.held_out import Evaluator
 from bigtrain.run.health.stopping import StopAgreement
+from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.reporting.metrics import StepMetrics
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
@@ -37,6 +40,7 @@ def train(
     evaluator: Evaluator,
     state: TrainState,
     saver: Saver,
+    outer: OuterSteps,
 ) -> tuple[TrainState, Signals | None]:
     """Train until ``train.steps`` or a signal; returns the final state, which has been saved, and
     the signal. Collective."""
@@ -59,13 +63,14 @@ def train(
             )
             session.seed_step(state.step)
             beat.begin_step(state.step + 1)
-            clock.begin_step(is_logged=_is_logged(session, state.step + 1))
+            is_logged = _is_logged(session, state.step + 1)
+            clock.begin_step(is_logged=is_logged)
             with stragglers.meter.waiting(), clock.part("data"):
                 micro_batches = batches.step(state.samples)
             guard.begin(state)
             profiler.before(state.step + 1)
             with explained(session, engine):
-                result = engine.train_step(micro_batches, lr, guard.skip_policy)
+                result = engine.train_step(micro_batches, lr, guard.skip_policy, observe=is_logged)
             clock.count_step()
             state = guard.end(state, state.after_step(plan))
             losses.add(result, updated=state.guard.streak == 0)
@@ -75,6 +80,10 @@ def train(
                 state = roll_back(session, engine, state)
                 losses.empty()
                 continue
+            if outer.is_due(state):
+                beat.at("outer step with the other sites", slow=True)
+                with clock.paused("outer_step"):
+                    state = outer.make(state)
             last = state.step == config.train.steps
             profiler.after(state.step, last=last)
             # Before anything is written: it also finds that another start holds the directory.
@@ -125,10 +134,11 @@ def _log(
     """Returns the steps since the last time, and seconds of each."""
     # With the guard's, the only places of the loop that wait for the device.
     loss, norm = losses.read(), engine.gradient_norm()
+    load = engine.expert_load.read()
     times = clock.read()
     if session.metrics is None:
         return times.num_steps, times.step_seconds
-    tokens_per_second = session.run.plan.tokens_per_step / times.step_seconds
+    tokens_per_second = session.run.plan.site_tokens_per_step / times.step_seconds
     session.metrics.log_step(
         StepMetrics(
             step=state.step,
@@ -143,6 +153,17 @@ def _log(
             memory_gib=session.memory.peak_gib(),
             breakdown=times.breakdown,
             peak_memory_gib_by_phase=session.memory.by_phase_gib(),
+            **_experts(load),
         )
     )
     return times.num_steps, times.step_seconds
+
+
+def _experts(load: LoadFigures | None) -> dict[str, dict[str, float]]:
+    """Of `StepMetrics`, what a mixture of experts has."""
+    if load is None:
+        return {}
+    found = {"expert_imbalance": load.imbalance}
+    if load.sent_bytes is not None and load.seconds is not None:
+        found["expert_exchange"] = {"sent_bytes": load.sent_bytes, "seconds": load.seconds}
+    return found

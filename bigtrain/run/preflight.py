@@ -60,7 +60,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     if datasets:
         problems += check_datasets(config, datasets, vocabulary_size(hf_config))
         problems += _check_best(config, datasets)
-    problems += check_tensor_size(hf_config, config.parallel.tensor)
+    problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
     problems += check_kernels(hf_config, config.model.kernels)
     model_plan = None
     if not problems:

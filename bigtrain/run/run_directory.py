@@ -29,7 +29,7 @@ MODEL_CONFIG = "model_config"
 """Folder of a run directory with the model's Hugging Face configuration, as it was loaded, and its
 generation settings."""
 
-_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "numpy")
+_PACKAGES = ("torch", "deepspeed", "transformers", "peft", "accelerate", "datasets", "numpy")
 
 
 def write_run_directory(

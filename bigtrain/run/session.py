@@ -7,13 +7,13 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bigtrain.engine.long_work import LongWork
+from bigtrain.engine.startup.long_work import LongWork
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.startup.runtime import runtime_settings
 from bigtrain.errors import BigtrainError, LostRunTokenError
@@ -167,7 +167,11 @@ class Session:
             shape = _shape_of(empty_model(self.inputs.hf_config))
             if shape is None:
                 return None
-            self._flops_per_token = flops_per_token(shape, self.run.plan.sequence_length)
+            self._flops_per_token = flops_per_token(
+                shape,
+                self.run.plan.sequence_length,
+                frozen=self.run.config.adapters is not None,
+            )
         return model_flops_utilization(
             tokens_per_second, self._flops_per_token, peak, num_devices=self.world.size
         )
@@ -176,9 +180,10 @@ class Session:
         """Give this rank the random stream of optimizer step `step`.
 
         Dropout is so a function of (seed, step) and what this rank computes alone: equal in a
-        tensor-parallel group, and a resumed run needs no generator states.
+        tensor-parallel group, and a resumed run needs no generator states. Sites count as replicas.
         """
         place = self.run.topology.coordinates(self.world.rank)
+        place = replace(place, data_rank=self.run.plan.reader(place.data_rank))
         torch.manual_seed(step_seed(self.run.config.seed, step, place))
 
 

@@ -42,6 +42,7 @@ class TrainState:
     (`bigtrain.run.diagnostics.step_guard`).
 
     `phases`: of the data, `bigtrain.data.samples.phases`; one for each change of it, oldest first.
+    `outer_steps`: those with other sites that are done.
     """
 
     step: int = 0
@@ -49,6 +50,7 @@ class TrainState:
     tokens: int = 0
     phases: tuple[Phase, ...] = ()
     guard: GuardState = GuardState()
+    outer_steps: int = 0
 
     def after_step(self, plan: BatchPlan) -> TrainState:
         """The state one optimizer step later."""

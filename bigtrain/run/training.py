@@ -23,6 +23,7 @@ from bigtrain.run.diagnostics.prediction import predict
 from bigtrain.run.evaluation.held_out import Evaluator
 from bigtrain.run.finish import finish, is_complete, stop_early
 from bigtrain.run.loop import train
+from bigtrain.run.outer_steps import OuterSteps, meet_sites
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.session import Session, open_session
 from bigtrain.run.state import TrainState
@@ -40,6 +41,7 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
     source = weights_source(run.config)
     weights = source.find(run.config, inputs.hf_config)
     with open_session(run, inputs, world, signals) as session:
+        meeting = meet_sites(session, inputs)
         if run.config.data.verify == "contents":
             verify_data(session)
         limit = run.config.watchdog.collective_timeout_seconds
@@ -49,19 +51,22 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
         warm_up(mesh, session.device)
         session.heartbeat.at("building the model", slow=True)
         engine = _build(session, inputs, source, mesh)
+        outer = OuterSteps(session, engine, meeting)
         _say_plan(session, inputs)
         begun = _begin(session, engine, inputs, mesh, source, weights)
         if begun is None:
             engine.close()
             return 0
         state, batches, evaluator = begun
+        outer.begin(state)
         session.begin_writing(state)
         with Saver(session, engine, inputs.data_hash) as saver:
-            state, received = train(session, engine, batches, evaluator, state, saver)
+            state, received = train(session, engine, batches, evaluator, state, saver, outer)
         batches.close()
         if received is not None:
             stop_early(session, engine, state, received)
             return EXIT_STOPPED
+        outer.close()
         finish(session, engine, state)
         return 0
 
@@ -104,13 +109,15 @@ def _check_tensor_plan(session: Session, inputs: Inputs, mesh: Mesh) -> None:
     was done before. Collective; raises ModelError on every rank."""
     config, work = session.run.config, session.long_work
     settings = config.model.attention, config.batch.sequence_length
-    key = trial_key(inputs.hf_config, "tensor", session.run.topology.tensor_size, settings)
+    size, adapters = session.run.topology.tensor_size, config.adapters
+    beside = None if adapters is None else adapters.model_dump(mode="json")
+    key = trial_key(inputs.hf_config, "tensor", size, settings, beside)
     if key is not None and work.on_main_rank(lambda: cache_get(KIND, key) is not None):
         return
     failure: ModelError | None = None
     if 0 in dist.get_process_group_ranks(mesh.tensor):
         try:
-            check_tensor_plan(inputs.hf_config, *settings, mesh.tensor, session.device)
+            check_tensor_plan(inputs.hf_config, *settings, mesh.tensor, session.device, adapters)
         except ModelError as error:
             failure = error
 
@@ -147,11 +154,14 @@ def _begin(
     """Where the run stands, with the run directory held; None where it is complete."""
     run = session.run
     pin = session.device.type == "cuda"
+    if run.config.adapters is not None:
+        # No checkpoint holds what they are beside; what one holds comes after.
+        source.fill(session, engine, weights)
     while True:
         state = restore_or_start(session, engine)
         if is_complete(session, state):
             return None
-        if state.step == 0:
+        if state.step == 0 and run.config.adapters is None:
             source.fill(session, engine, weights)
         data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
         batches = open_training_data(*data, datasets=inputs.datasets, device_pin=pin)

@@ -14,8 +14,10 @@ from bigtrain.settings.run_config import BatchSection
 class BatchPlan:
     """How one optimizer step's samples are divided.
 
-    Sample ``global_batch_size * step + (micro_step * data_size + data_rank) * micro_batch_size +
-    j`` is row ``j`` of the micro-batch, so the samples of a step never depend on the division.
+    Sample ``global_batch_size * step + (micro_step * num_readers + reader) * micro_batch_size + j``
+    is row ``j`` of the micro-batch, so the samples of a step never depend on the division.
+
+    `global_batch_size` is of all sites together, `data_size` and `accumulation` are this site's.
     """
 
     global_batch_size: int
@@ -23,6 +25,27 @@ class BatchPlan:
     data_size: int
     accumulation: int
     sequence_length: int
+    num_sites: int = 1
+    site: int = 0
+
+    @property
+    def num_readers(self) -> int:
+        """Data-parallel ranks of all sites, which divide the samples of a step."""
+        return self.num_sites * self.data_size
+
+    def reader(self, data_rank: int) -> int:
+        """Which of them is rank `data_rank` of this site."""
+        return self.site * self.data_size + data_rank
+
+    @property
+    def site_batch_size(self) -> int:
+        """Samples of a step that this site reads."""
+        return self.global_batch_size // self.num_sites
+
+    @property
+    def site_tokens_per_step(self) -> int:
+        """Tokens of a step that this site reads."""
+        return self.site_batch_size * self.sequence_length
 
     @property
     def tokens_per_step(self) -> int:
@@ -30,18 +53,22 @@ class BatchPlan:
 
     def equation(self) -> str:
         """The arithmetic as one human-readable line."""
+        sites = f" x {self.num_sites} sites" if self.num_sites > 1 else ""
         return (
             f"{self.global_batch_size} samples per step = {self.micro_batch_size} per micro-batch "
-            f"x {self.data_size} data-parallel x {self.accumulation} accumulation; "
+            f"x {self.data_size} data-parallel x {self.accumulation} accumulation{sites}; "
             f"{self.tokens_per_step} tokens per step = {self.global_batch_size} samples x "
             f"{self.sequence_length} tokens"
         )
 
 
-def plan_batch(batch: BatchSection, data_size: int) -> tuple[BatchPlan | None, list[Problem]]:
+def plan_batch(
+    batch: BatchSection, data_size: int, num_sites: int = 1, site: int = 0
+) -> tuple[BatchPlan | None, list[Problem]]:
     """Derive accumulation from the global batch, or say which batch would divide."""
     samples = batch.samples_per_step
-    per_pass = batch.micro_batch_size * data_size
+    num_readers = num_sites * data_size
+    per_pass = batch.micro_batch_size * num_readers
     if samples % per_pass:
         below = samples // per_pass * per_pass
         nearest = f"{below} or {below + per_pass}" if below else str(per_pass)
@@ -50,13 +77,16 @@ def plan_batch(batch: BatchSection, data_size: int) -> tuple[BatchPlan | None, l
             key, unit = "batch.global_tokens", batch.sequence_length
             nearest = " or ".join(str(int(n) * unit) for n in nearest.split(" or "))
         rule = (
-            f"must be a multiple of batch.micro_batch_size x data-parallel size = "
-            f"{batch.micro_batch_size} x {data_size} = {per_pass}"
+            "must be a multiple of batch.micro_batch_size x data-parallel size"
+            + (" x sites" if num_sites > 1 else "")
+            + f" = {batch.micro_batch_size} x {data_size}"
+            + (f" x {num_sites}" if num_sites > 1 else "")
+            + f" = {per_pass}"
             + (f" samples = {per_pass * unit} tokens" if unit > 1 else "")
         )
         fitting = (
-            largest_divisor(samples // data_size, batch.micro_batch_size)
-            if (samples % data_size == 0)
+            largest_divisor(samples // num_readers, batch.micro_batch_size)
+            if (samples % num_readers == 0)
             else None
         )
         remedy = f"nearest: {nearest}" + (
@@ -64,6 +94,12 @@ def plan_batch(batch: BatchSection, data_size: int) -> tuple[BatchPlan | None, l
         )
         return None, [Problem(key, samples * unit, rule, remedy)]
     plan = BatchPlan(
-        samples, batch.micro_batch_size, data_size, samples // per_pass, batch.sequence_length
+        samples,
+        batch.micro_batch_size,
+        data_size,
+        samples // per_pass,
+        batch.sequence_length,
+        num_sites,
+        site,
     )
     return plan, []

@@ -75,7 +75,8 @@ def resolve_run(
     if topology is not None:
         if accelerate is not None:
             config = accelerate.fill_micro_batch(config, topology.data_size)
-        plan, of_batch = plan_batch(config.batch, topology.data_size)
+        sites = () if config.sites is None else (config.sites.count, config.sites.index)
+        plan, of_batch = plan_batch(config.batch, topology.data_size, *sites)
         problems.extend(of_batch)
     name, raw, source, of_file = _choose(config, deepspeed_config, accelerate)
     problems.extend(of_file)
@@ -152,6 +153,8 @@ def facts_of(
         offload_param_nvme_path=_text(value_at(zero, "offload_param.nvme_path")),
         super_offload=value_at(zero, "offload_optimizer.super_offload") is True,
         torch_adam=optimizer_is_torch(optimizer, raw, zero),
+        optimizer=config.optimizer.type,
+        state_dtype=config.optimizer.state_dtype,
         partition_size=int(_number(zero.get("zero_hpz_partition_size"), 1)),
         quantized_weights=zero.get("zero_quantized_weights") is True
         or zero.get("zero_quantized_nontrainable_weights") is True,
@@ -168,10 +171,19 @@ def facts_of(
         flops_profiler=value_at(raw, "flops_profiler.enabled") is True,
         attention=config.model.attention,
         isolates=config.data.isolates,
+        adapters=None if config.adapters is None else config.adapters.type,
+        dora=config.adapters is not None and config.adapters.dora,
+        adapted_stacks=config.adapters is not None and bool(config.adapters.target_parameters),
+        saved_modules=config.adapters is not None and bool(config.adapters.modules_to_save),
+        num_sites=0 if config.sites is None else config.sites.count,
+        accelerate=source == SOURCE,
         loss=config.model.loss,
         kernels=config.model.kernels,
         compiles=config.model.compile,
         activation_offload=config.model.activation_offload,
+        auxiliary_loss=config.moe.auxiliary_loss,
+        z_loss=config.moe.z_loss_coefficient,
+        bias_updates=config.moe.bias_update_rate > 0,
         device=device,
         async_io=async_io,
         attention_heads=model.num_attention_heads,

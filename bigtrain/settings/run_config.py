@@ -11,10 +11,12 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from bigtrain.settings.sections.adapters import AdaptersSection
 from bigtrain.settings.sections.base import NonNegativeInt, Section
 from bigtrain.settings.sections.data import BatchSection, DataSection, SourceSection
 from bigtrain.settings.sections.failures import GuardSection, WatchdogSection
-from bigtrain.settings.sections.model import ModelSection, PrecisionSection
+from bigtrain.settings.sections.model import ModelSection, MoeSection, PrecisionSection
+from bigtrain.settings.sections.optimizer import OptimizerSection
 from bigtrain.settings.sections.running import (
     CheckpointSection,
     EngineSection,
@@ -24,9 +26,11 @@ from bigtrain.settings.sections.running import (
     ParallelSection,
     ProfileSection,
 )
-from bigtrain.settings.sections.training import OptimizerSection, ScheduleSection, TrainSection
+from bigtrain.settings.sections.sites import OuterSection, SitesSection
+from bigtrain.settings.sections.training import ScheduleSection, TrainSection
 
 __all__ = [
+    "AdaptersSection",
     "BatchSection",
     "CheckpointSection",
     "DataSection",
@@ -35,7 +39,9 @@ __all__ = [
     "GuardSection",
     "LoggingSection",
     "ModelSection",
+    "MoeSection",
     "OptimizerSection",
+    "OuterSection",
     "OutputSection",
     "ParallelSection",
     "PrecisionSection",
@@ -43,6 +49,7 @@ __all__ = [
     "RunConfig",
     "ScheduleSection",
     "Section",
+    "SitesSection",
     "SourceSection",
     "TrainSection",
     "WatchdogSection",
@@ -58,7 +65,14 @@ class RunConfig(Section):
     train: TrainSection
     optimizer: OptimizerSection
     output: OutputSection
+    adapters: AdaptersSection | None = Field(
+        default=None, description="train adapters, not the model's own weights; absent: all of it"
+    )
+    sites: SitesSection | None = Field(
+        default=None, description="train with other sites; absent: this world is all there is"
+    )
     parallel: ParallelSection = ParallelSection()
+    moe: MoeSection = MoeSection()
     schedule: ScheduleSection = ScheduleSection()
     precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -78,6 +92,22 @@ class RunConfig(Section):
                 f"checkpoint.initialize_from = {source!r} and model.path = {self.model.path!r} "
                 "both name the weights to start from; set model.config instead of model.path, or "
                 "leave out checkpoint.initialize_from"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> Self:
+        if self.adapters is None:
+            return self
+        if self.model.path is None:
+            raise ValueError(
+                "adapters are trained beside weights that exist, and model.path names none -> set "
+                "model.path instead of model.config, or leave out adapters"
+            )
+        if self.model.frozen:
+            raise ValueError(
+                f"model.frozen = {list(self.model.frozen)} has no meaning beside adapters, which "
+                "leave all weights of the model as they are -> leave it out"
             )
         return self
 
@@ -119,6 +149,19 @@ class RunConfig(Section):
                     f"checkpoint.allow_changes: {entry} is neither a section nor a key "
                     "(section.key) of a run"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _sites_wait_less_than_the_watchdog(self) -> Self:
+        limit = self.watchdog.slow_timeout_seconds
+        if self.sites is None or self.watchdog.timeout_seconds is None:
+            return self
+        if self.sites.timeout_seconds >= limit:
+            raise ValueError(
+                f"sites.timeout_seconds = {self.sites.timeout_seconds} is not less than "
+                f"watchdog.slow_timeout_seconds = {limit}, after which the watchdog ends a run "
+                f"that waits -> less than {limit}, or a larger watchdog.slow_timeout_seconds"
+            )
         return self
 
     @model_validator(mode="after")

@@ -116,6 +116,19 @@ class Topology:
             group[place::size] for group in self.groups("data", "sequence") for place in range(size)
         ]
 
+    def holder_groups(self) -> list[list[int]]:
+        """The groups of ranks that hold all of the same parameters together, but for experts."""
+        return self.groups("data", "sequence", "tensor")
+
+    def expert_holder_groups(self) -> list[list[int]]:
+        """The groups of ranks that hold all of the same experts together."""
+        places = {rank: group.index(rank) for group in self.expert_groups() for rank in group}
+        return [
+            [rank for rank in group if places[rank] == place]
+            for group in self.holder_groups()
+            for place in range(self.expert_size)
+        ]
+
 
 def derive_topology(
     parallel: ParallelSection, world_size: int

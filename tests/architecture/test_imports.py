@@ -31,7 +31,16 @@ LIBRARY_IMPORTS = sorted(
         if name.split(".")[0] not in sys.stdlib_module_names | {"bigtrain", "__future__"} | OPTIONAL
     }
 )
-HEAVY = ["torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "numpy"]
+HEAVY = [
+    "torch",
+    "deepspeed",
+    "transformers",
+    "peft",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "numpy",
+]
 
 
 # Names of packages on PyPI that may be installed beside us where bigtrain is used.

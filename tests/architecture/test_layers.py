@@ -194,6 +194,12 @@ def test_only_models_and_tokenization_import_transformers() -> None:
     assert importers, "nobody imports transformers: this test looks in the wrong place"
 
 
+def test_only_models_import_peft() -> None:
+    importers = importers_of("peft")
+    assert {name for name in importers if not name.startswith("bigtrain.models.")} == set()
+    assert importers, "nobody imports peft: this test looks in the wrong place"
+
+
 def importers_of(library: str) -> set[str]:
     return {
         module

@@ -16,7 +16,7 @@ import pytest
 
 from tests.architecture.test_layers import MODULES, parse
 
-LIBRARIES = {"accelerate", "datasets", "deepspeed", "tokenizers", "torch", "transformers"}
+LIBRARIES = {"accelerate", "datasets", "deepspeed", "peft", "tokenizers", "torch", "transformers"}
 PATCHES = (
     "bigtrain.data.tokenizers.transformers_patches",
     "bigtrain.engine.deepspeed_patches",

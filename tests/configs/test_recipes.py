@@ -21,9 +21,11 @@ PLANNED = [path.stem for path in planned_recipes()]
 # As model cards and safetensors indices of the hub count them; GPT-2 with 47 rows of padding.
 PARAMETERS = {
     "gpt2_124m": 124_439_808 + 47 * 768,
+    "gpt2_124m_muon": 124_439_808 + 47 * 768,
     "llama3_1b": 1_235_814_400,
     "llama3_8b": 8_030_261_248,
     "qwen3_8b_continue": 8_190_735_360,
+    "qwen3_8b_lora": 8_190_735_360,
     "chat_1b": 1_235_814_400,
     "qwen3_30b_a3b": 30_532_122_624,
     "llama3_70b": 70_553_706_496,

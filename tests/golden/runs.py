@@ -168,6 +168,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "output_router_logits": True,
     },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_SMALL,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": VOCAB_SIZE,
@@ -210,6 +226,10 @@ RUNS: dict[str, Run] = {
     ),
     "ZeRO 3, packed": Run(((2, {ZERO: "zero3", "data.packing": "best_fit"}),)),
     "ZeRO 2, experts": Run(((2, {ZERO: "zero2"}),), "qwen3_moe"),
+    "ZeRO 1, experts divided, their biases updated": Run(
+        ((2, {ZERO: "zero1", "parallel.expert": 2, "moe.bias_update_rate": 0.01}),),
+        "deepseek_v3",
+    ),
     "tensor parallel": Run(((2, {ZERO: "zero1", "parallel.tensor": 2}),)),
     "pipeline": Run(
         ((2, {ZERO: "pipeline_zero1", "parallel.pipeline": 2, "batch.micro_batch_size": 1}),),

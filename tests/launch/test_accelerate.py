@@ -51,9 +51,10 @@ def launched(config_file: Path, run_yaml: Path, home: Path) -> Finished:
             },
             {"stage": 3, "offload": "cpu", "accumulation": 2, "micro": 2},
         ),
-        (
+        pytest.param(
             {"specify a json file": "yes", "path to the json DeepSpeed config": str(ZERO3)},
             {"stage": 3, "offload": None, "accumulation": 4, "micro": 1},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["zero3-offload", "file"],

@@ -22,6 +22,7 @@ from bigtrain.run import loop
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.diagnostics.step_clock import StepClock
 from bigtrain.run.evaluation.held_out import Evaluator
+from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.preflight import inspect_inputs
 from bigtrain.run.session import Session, open_session
 from bigtrain.run.state import TrainState
@@ -106,7 +107,8 @@ def train(
     session.begin_writing(TrainState())
     with Saver(session, engine, session.inputs.data_hash) as saver:
         evaluator = Evaluator(session, engine, [])
-        loop.train(session, engine, batches, evaluator, TrainState(), saver)
+        outer = OuterSteps(session, engine, None)
+        loop.train(session, engine, batches, evaluator, TrainState(), saver, outer)
     batches.close()
     engine.close()
     assert session.metrics is not None

@@ -21,6 +21,7 @@ def test_the_optimizer_is_torchs(file: Path) -> None:
     assert parameters["torch_adam"] is True
 
 
+@pytest.mark.slow
 def test_one_step_of_the_trainer_with_each_compiles_nothing(tmp_path: Path) -> None:
     files = [file for file in FILES if file.stem not in NEED_MORE]
     output = tmp_path / "results.json"

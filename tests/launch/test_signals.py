@@ -120,8 +120,8 @@ def test_a_signal_during_the_export(
     [
         ("python", signal.SIGUSR1),
         ("deepspeed", signal.SIGTERM),
-        ("torchrun", signal.SIGTERM),
-        ("accelerate", signal.SIGINT),
+        pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("accelerate", signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_stops_under_launcher(

@@ -158,6 +158,7 @@ def job(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
     return run
 
 
+@pytest.mark.slow  # it waits for real time limits
 def test_a_limit_requeues_until_that_leads_nowhere(
     job: Callable[..., tuple[int, str, list[str]]], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.verified_export import Probe, export_model
+from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.settings.run_config import ModelSection
 from tests.parity.import_worker import Memory
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -76,18 +76,18 @@ def _bounds(row: torch.Tensor) -> list[int]:
 
 def summed_loss(
     model: Any, step: Step, samples: Samples, *, separate: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Cross-entropy in nats summed over the targets of `samples` of a step, and the model's
-    auxiliary loss.
+) -> tuple[torch.Tensor, Any]:
+    """Cross-entropy in nats summed over the targets of `samples` of a step, and what the model
+    returned.
 
-    separate: every document in a forward pass of its own (without auxiliary losses).
+    separate: every document in a forward pass of its own (then None is returned).
     """
     inputs, labels = step.inputs[samples], step.labels[samples]
     if step.positions is None or not separate:
         positions = None if step.positions is None else step.positions[samples]
         outputs = model(input_ids=inputs, position_ids=positions, use_cache=False)
         summed = _cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-        return summed, getattr(outputs, "aux_loss", None)
+        return summed, outputs
     total = torch.zeros(())
     for row, targets in zip(inputs, labels, strict=True):
         for low, high in pairwise(_bounds(row)):
@@ -149,6 +149,13 @@ def train(
     frozen: str = "nothing",
     halves: bool = False,
     watch: Callable[[Any], object] = bool,
+    adapt: Callable[[Any], Any] | None = None,
+    optimizer_of: Callable[[dict[str, torch.Tensor], dict[str, Any]], Any] | None = None,
+    experts: str = "grouped_mm",
+    added: Callable[[int, Any], torch.Tensor] | None = None,
+    skipped: Container[int] = (),
+    after_update: Callable[[Any], object] = bool,
+    after_step: Callable[[], object] = bool,
 ) -> Training:
     """Train from `hf_directory`; masters are float32 whatever `dtype` the model computes in.
 
@@ -156,28 +163,43 @@ def train(
     added up. aux_coefficient: what the mean of the micro-batches' auxiliary losses counts for.
     frozen: a regular expression of the names of parameters that are not trained. halves: matrix
     products in two parts (`compute_in_halves`). watch: called with the model before it is trained.
+    adapt: makes of it the one that is trained. optimizer_of: what updates the masters, from them by
+    name and the run's `optimizer`; AdamW. experts: how transformers computes them, if there are
+    any. added: to the loss of a micro-batch, of its number in the step and of what the model
+    returned. skipped: steps without an update.
+    after_update: called with the model after each update; after_step: after each step, then.
     The loss that is reported is the cross-entropy, in nats, as the mean over the targets of a step.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=dtype).train()
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation(experts)
     watch(model)
+    if adapt is not None:
+        model = adapt(model).train()
     if halves:
         compute_in_halves(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.match(frozen, name) is None)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: p.detach().float().clone() for name, p in parameters.items()}
-    optimizer = adamw(list(masters.values()), config["optimizer"])
+    if optimizer_of is None:
+        optimizer: Any = adamw(list(masters.values()), config["optimizer"])
+    else:
+        optimizer = optimizer_of(masters, config["optimizer"])
     found = Training([], [], masters)
     for number, step in enumerate(steps[:num_steps]):
         num_targets = int((step.labels != IGNORED).sum())
         sums = {name: torch.zeros_like(p, dtype=sum_dtype) for name, p in parameters.items()}
         total = 0.0
         parts = chunks(number)
-        for samples in parts:
+        for part, samples in enumerate(parts):
             # Separate documents are the more independent reference, and in 16 bit a coarser one
             # than packed ones: the gradient of a weight is rounded once for each.
-            summed, auxiliary = summed_loss(model, step, samples, separate=dtype == torch.float32)
+            summed, outputs = summed_loss(model, step, samples, separate=dtype == torch.float32)
+            auxiliary = getattr(outputs, "aux_loss", None)
             loss = summed / num_targets
+            if added is not None:
+                loss = loss + added(part, outputs) / len(parts)
             if aux_coefficient and auxiliary is not None:
                 loss = loss + aux_coefficient * auxiliary / len(parts)
             loss.backward()
@@ -192,10 +214,13 @@ def train(
         found.losses.append(total / num_targets)
         for group in optimizer.param_groups:
             group["lr"] = _rate(number, config)
-        optimizer.step()
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(masters[name])
+        if number not in skipped:
+            optimizer.step()
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(masters[name])
+            after_update(model)
+        after_step()
     return found
 
 
@@ -203,11 +228,15 @@ def compute_in_halves(model: Any) -> None:
     """Round the matrix products of a Llama where Megatron's division in two rounds them.
 
     Of the projections back to the hidden size each half of the inner dimension gives a sum that is
-    rounded before the two are added; of all others that goes for the gradient of the input.
+    rounded before the two are added; of all others that goes for the gradient of the input. Of an
+    adapter, the one of its two matrices that peft's rule leaves whole stays whole.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            inner = name.endswith(("o_proj", "down_proj"))
+            layer, _, matrix = name.partition(".lora_")
+            inner = layer.removesuffix(".base_layer").endswith(("o_proj", "down_proj"))
+            if matrix and inner != matrix.startswith("A"):
+                continue
             module.forward = partial(_product_of_halves, module.weight, inner)
 
 

@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.errors import ModelError
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
+from bigtrain.settings.run_config import AdaptersSection
 from bigtrain.system.world import read_world
 
 
@@ -38,7 +39,14 @@ def configs() -> dict[str, Any]:
         "apertus": CONFIG_MAPPING["apertus"](),
         "without_sum": without_sum,
         "uncut": uncut,
+        # Each as it is cut: fused layers, few key-value heads, latent attention.
+        "phi3": CONFIG_MAPPING["phi3"](),
+        "gemma": CONFIG_MAPPING["gemma"](num_key_value_heads=1),
+        "minicpm3": CONFIG_MAPPING["minicpm3"](),
     }
+
+
+ADAPTED = ("phi3", "gemma", "minicpm3")
 
 
 if __name__ == "__main__":
@@ -50,7 +58,9 @@ if __name__ == "__main__":
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always", UserWarning)
                 try:
-                    check_tensor_plan(config, "auto", 32, dist.group.WORLD, joined.device)
+                    adapters = AdaptersSection(dropout=0.1) if name in ADAPTED else None
+                    group = dist.group.WORLD
+                    check_tensor_plan(config, "auto", 32, group, joined.device, adapters)
                     said[name] = ""
                 except ModelError as error:
                     said[name] = str(error)

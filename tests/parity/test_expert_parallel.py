@@ -48,9 +48,66 @@ MODELS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
     ),
 }
-# Widths that grouped products do not take: a loop over the experts that have tokens, so that
-# parameters of others are in no graph.
+# Widths that grouped products do not take, in 16 bit or at all.
+MODELS["odd"] = ARCHITECTURES["qwen3_moe"] | {"hidden_size": 34, "moe_intermediate_size": 10}
 MODELS["gpt_oss odd"] = MODELS["gpt_oss"] | {"intermediate_size": 20}
+# Shared experts, dense layers first, and biases by which tokens choose.
+MODELS["deepseek_v3"] = llama(
+    model_type="deepseek_v3",
+    num_key_value_heads=4,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+    moe_intermediate_size=16,
+    n_routed_experts=8,
+    n_group=2,
+    topk_group=1,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+)
+MODELS["glm4_moe"] = llama(
+    model_type="glm4_moe",
+    head_dim=8,
+    moe_intermediate_size=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+)
+# Layers of Mamba and of attention, experts in both.
+MODELS["granitemoehybrid"] = llama(
+    model_type="granitemoehybrid",
+    num_hidden_layers=2,
+    layer_types=["mamba", "attention"],
+    intermediate_size=16,
+    shared_intermediate_size=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    mamba_n_heads=4,
+    mamba_d_head=16,
+    mamba_d_state=8,
+    mamba_expand=2,
+    mamba_n_groups=1,
+    mamba_chunk_size=8,
+)
+MODELS["jamba"] = llama(
+    model_type="jamba",
+    num_hidden_layers=4,
+    attn_layer_period=2,
+    attn_layer_offset=1,
+    expert_layer_period=2,
+    expert_layer_offset=1,
+    num_experts=4,
+    num_experts_per_tok=2,
+    mamba_d_state=8,
+    mamba_expand=2,
+    mamba_dt_rank=4,
+    use_mamba_kernels=False,
+)
+BIASES = torch.tensor([0.1, -0.1, 0.05, 0.0, -0.05, 0.2, 0.0, -0.2])
 MODELS["gpt_oss one"] = MODELS["gpt_oss"] | {"num_experts_per_tok": 1}
 ROUTER_BIAS = [-50.0, -50.0, 50.0, 0.0]
 
@@ -88,13 +145,23 @@ CASES = [
     Case(2, 2, "zero0"),
     Case(2, 2, "zero1", "qwen3_moe", 1),
     Case(2, 2, "zero3", "qwen3_moe", 4),
+    Case(1, 1, "zero0", "odd", 1),
+    Case(2, 2, "zero1", "odd"),
+    Case(2, 1, "zero0", "odd", 1, tensor=2),
     Case(2, 2, "zero0", "gpt_oss one"),
     Case(2, 2, "zero3", "gpt_oss odd", 1, checkpointing="full"),
+    Case(2, 2, "zero1", "deepseek_v3", 1),
     Case(4, 2, "zero2", sequence=2),
     Case(4, 4, "zero3", "gpt_oss", 1),
     Case(4, 2, "pipeline_zero1", "some", pipeline=2),
     Case(4, 2, "zero3", tensor=2),
     Case(2, 2, "zero2", checkpointing="full", slow=True),
+    Case(2, 2, "zero3", "deepseek_v3", slow=True),
+    Case(4, 2, "pipeline_zero1", "deepseek_v3", pipeline=2, slow=True),
+    Case(4, 2, "zero1", "deepseek_v3", tensor=2, slow=True),
+    *(Case(2, 2, f"zero{z}", "glm4_moe", slow=True) for z in (1, 3)),
+    *(Case(2, 2, f"zero{z}", "granitemoehybrid", slow=True) for z in (1, 3)),
+    Case(2, 2, "zero1", "jamba", slow=True),
     Case(2, 2, "zero1", "gpt_oss", slow=True),
     Case(2, 2, "zero2", "gpt_oss odd", slow=True),
     Case(2, 2, "zero3", sequence=2, slow=True),
@@ -170,6 +237,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model: Any = build_model(section, load_hf_config(section), seed=SEED)
         for layer in model.model.layers if "gpt_oss" in name else ():
             layer.mlp.router.bias.data = torch.tensor(ROUTER_BIAS)
+        for key, bias in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                bias.copy_(BIASES[: bias.numel()])
         model.save_pretrained(found[name])
     return found
 
@@ -186,6 +256,7 @@ def compare(
         chunks=divided(case.micro_batch_size),
         aux_coefficient=COEFFICIENT if "output_router_logits" in MODELS[case.model] else 0.0,
         watch=lambda model: choices.append(Choices(model)),
+        experts="eager" if case.model == "odd" else "grouped_mm",
     )
     result = trained["results"][case.name]
     assert result["accumulation"] == case.accumulation
@@ -196,9 +267,13 @@ def compare(
     if case.model == "gpt_oss one":
         assert {key.rpartition(": ")[2] for key in choices[0].counts} == {"2"}
     weights = read_full_masters(trained["directory"] / case.name / "tensors")
-    assert weights.keys() == expected.weights.keys()
-    for name, tensor in weights.items():
-        assert float((tensor - expected.weights[name]).abs().max()) <= WEIGHTS, name
+    biases = {name for name in weights if name.endswith("e_score_correction_bias")}
+    assert weights.keys() - biases == expected.weights.keys()
+    for name, tensor in expected.weights.items():
+        assert float((tensor - weights[name]).abs().max()) <= WEIGHTS, name
+    for name in biases:
+        assert torch.equal(weights[name], BIASES[: weights[name].numel()])
+    assert bool(biases) == (case.model in ("deepseek_v3", "glm4_moe"))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda case: case.name)

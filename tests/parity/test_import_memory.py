@@ -11,7 +11,7 @@ import torch
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.verified_export import Probe
+from bigtrain.models.export.verified import Probe
 from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config
 from tests.support.worlds import run_world

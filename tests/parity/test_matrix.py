@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from bigtrain.errors import ConfigError
 from bigtrain.models.build import build_model
@@ -72,6 +71,7 @@ class Point:
     tied: bool
     documents: str
     loss: str
+    expert: int = 1
 
     @property
     def world_size(self) -> int:
@@ -82,7 +82,7 @@ class Point:
         return (
             f"zero{self.zero}-tp{self.tensor}-pp{self.pipeline}-sp{self.sequence}-dp{self.data}-"
             f"accumulation{self.accumulation}-{self.recompute}-{self.dtype}-"
-            f"{'tied' if self.tied else 'untied'}-{self.documents}-{self.loss}"
+            f"{'tied' if self.tied else 'untied'}-{self.documents}-{self.loss}-ep{self.expert}"
         )
 
     @property
@@ -93,6 +93,7 @@ class Point:
             tensor_size=self.tensor,
             pipeline_size=self.pipeline,
             sequence_size=self.sequence,
+            expert_size=self.expert,
             sequence_length=16,
             dtype=self.dtype,
             device="cpu",
@@ -116,6 +117,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "tied": (True, False),
     "documents": ("masked", "packed"),
     "loss": ("plain", "chunked"),
+    "expert": (1, 2),  # of a mixture of experts; 1 is a model without
 }
 assert list(AXES) == [field.name for field in fields(Point)]
 EIGHT = [  # what does not fit in four processes, once each
@@ -138,8 +140,15 @@ def legal_points() -> tuple[Point, ...]:
     return tuple(
         point
         for point in product_of_axes()
-        if point.world_size <= MOST_PROCESSES and not check_compatibility(point.facts)
+        if point.world_size <= MOST_PROCESSES
+        and not check_compatibility(point.facts)
+        and not is_left_out(point)
     )
+
+
+def is_left_out(point: Point) -> bool:
+    """In 16 bit a token's rounding may send it elsewhere: test_expert_parallel compares those."""
+    return point.expert > 1 and point.dtype == "bfloat16"
 
 
 def covering(points: Sequence[Point]) -> list[Point]:
@@ -189,18 +198,23 @@ class Matrix:
             ),
             "packed": write_dataset(directory / "packed", vocab_size=VOCAB_SIZE, num_documents=90),
         }
-        self.hf_directories = {tied: self._hf_directory(tied=tied) for tied in (True, False)}
+        self.initial: dict[tuple[bool, int], dict[str, Any]] = {}
+        self.hf_directories = {
+            key: self._hf_directory(*key) for key in product(AXES["tied"], AXES["expert"])
+        }
         self.figures: dict[Point, dict[str, Any]] = {}
 
-    def _hf_directory(self, *, tied: bool) -> Path:
-        section = ModelSection(config=model_of(tied=tied))
-        directory = self.directory / ("tied" if tied else "untied")
-        build_model(section, load_hf_config(section), seed=SEED).save_pretrained(directory)
+    def _hf_directory(self, tied: bool, expert: int) -> Path:
+        section = ModelSection(config=model_of(tied=tied, expert=expert))
+        directory = self.directory / f"{'tied' if tied else 'untied'}-{expert}"
+        model = build_model(section, load_hf_config(section), seed=SEED)
+        model.save_pretrained(directory)
+        self.initial[tied, expert] = dict(model.named_parameters())
         return directory
 
     def config_of(self, point: Point) -> dict[str, Any]:
         model = {
-            "config": model_of(tied=point.tied),
+            "config": model_of(tied=point.tied, expert=point.expert),
             "gradient_checkpointing": point.recompute,
             "loss": point.loss,
             "loss_chunk_tokens": 5,
@@ -214,6 +228,7 @@ class Matrix:
                 "tensor": point.tensor,
                 "pipeline": point.pipeline,
                 "sequence": point.sequence,
+                "expert": point.expert,
             },
             # With the usual eps of 1e-8, AdamW makes updates of full size from the rounding errors
             # of gradients that are nearly zero; sums in another order then part by 1e-5.
@@ -256,10 +271,10 @@ class Matrix:
             self.figures[point] = result
 
     @cache  # noqa: B019 (lives as long as the session)
-    def reference(self, tied: bool, documents: str, num_steps: int) -> Training:
+    def reference(self, tied: bool, expert: int, documents: str, num_steps: int) -> Training:
         config = self.config_of(replace(COVERING[0], documents=documents))
         steps = read_steps(self.data[documents], config)
-        return train(self.hf_directories[tied], steps, config, num_steps=num_steps)
+        return train(self.hf_directories[tied, expert], steps, config, num_steps=num_steps)
 
     @cache  # noqa: B019
     def spread(
@@ -271,7 +286,7 @@ class Matrix:
         steps = read_steps(self.data[documents], config)
         runs = [
             train(
-                self.hf_directories[tied],
+                self.hf_directories[tied, 1],
                 steps,
                 config,
                 num_steps=num_steps,
@@ -285,8 +300,19 @@ class Matrix:
         return Spread.of(runs)
 
 
-def model_of(*, tied: bool) -> dict[str, Any]:
-    return llama(num_hidden_layers=4, tie_word_embeddings=tied)
+def model_of(*, tied: bool, expert: int) -> dict[str, Any]:
+    changes = {"num_hidden_layers": 4, "tie_word_embeddings": tied}
+    if expert == 1:
+        return llama(**changes)
+    # Every second layer has experts: some stages have none.
+    return {
+        **llama(**changes, head_dim=8),
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "decoder_sparse_step": 2,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +328,7 @@ def compare(matrix: Matrix, point: Point, num_steps: int) -> None:
     assert_initial(matrix, point, initial)
     reference: Training | Spread
     if point.dtype == "float32":
-        reference = matrix.reference(point.tied, point.documents, num_steps)
+        reference = matrix.reference(point.tied, point.expert, point.documents, num_steps)
         limits = {"loss": LOSS, "norm": NORM, "weight": WEIGHT}
         weight = max(float((final[n] - w).abs().max()) for n, w in reference.weights.items())
     else:
@@ -329,7 +355,7 @@ def compare(matrix: Matrix, point: Point, num_steps: int) -> None:
 
 def assert_initial(matrix: Matrix, point: Point, initial: dict[str, torch.Tensor]) -> None:
     """Bit for bit the weights of one process, whatever the topology; rounded once in bfloat16."""
-    expected = load_file(matrix.hf_directories[point.tied] / "model.safetensors")
+    expected = matrix.initial[point.tied, point.expert]
     assert initial.keys() == expected.keys()
     for name, weight in expected.items():
         if point.dtype == "bfloat16":
@@ -341,6 +367,7 @@ EXPECTED_REFUSALS = {
     "ZeRO 2 and 3 with pipeline",
     "sequence parallelism with pipeline",
     "16-bit pipeline with ZeRO 0",
+    "experts that do not divide data x sequence",
 }
 
 
@@ -375,7 +402,7 @@ def test_every_other_point_is_refused_by_name(matrix: Matrix) -> None:
     counts: Counter[str] = Counter()
     legal = set(legal_points())
     for point in product_of_axes():
-        if point in legal:
+        if point in legal or is_left_out(point):
             continue
         names = {rule.name for rule in RULES if rule.violated(point.facts)}
         assert names <= EXPECTED_REFUSALS
@@ -385,7 +412,7 @@ def test_every_other_point_is_refused_by_name(matrix: Matrix) -> None:
     # What resolves a run comes to the same end.
     degrees = {}
     for point in product_of_axes():
-        key = (point.zero, point.tensor, point.pipeline, point.sequence, point.dtype)
+        key = (point.zero, point.tensor, point.pipeline, point.sequence, point.dtype, point.expert)
         degrees.setdefault(key, point)
     for point in degrees.values():
         config = RunConfig.model_validate(matrix.config_of(point))
@@ -404,7 +431,7 @@ def test_halves_differ_by_rounding_alone(matrix: Matrix) -> None:
     config = matrix.config_of(COVERING[0])
     steps = read_steps(matrix.data[COVERING[0].documents], config)
     found, expected = (
-        train(matrix.hf_directories[True], steps, config, num_steps=FEW_STEPS, halves=halves)
+        train(matrix.hf_directories[True, 1], steps, config, num_steps=FEW_STEPS, halves=halves)
         for halves in (True, False)
     )
     assert found.losses == pytest.approx(expected.losses, abs=LOSS)

@@ -14,7 +14,7 @@ from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.verified_export import Probe, export_model
+from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config, train_cases
 
@@ -40,6 +40,7 @@ def trips(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (model, stored, size, dtype, degrees, engine) in TRIPS.items():
         section = ModelSection(config=model)
         built = build_model(section, load_hf_config(section), seed=SEED)
+        built.config.use_cache = True  # as every export has it
         built.to(getattr(torch, stored)).save_pretrained(root / name, max_shard_size=size)
         config = run_config(
             dataset,

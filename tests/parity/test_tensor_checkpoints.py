@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.engine.checkpoint.io import read_full, read_full_masters
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.verified_export import Probe, export_model
+from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import ARCHITECTURES, llama, run_config, train_cases
 from tests.support.datasets import write_dataset

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -30,6 +31,8 @@ from bigtrain.engine.checkpoint.fragments import MASTER, ensure_optimizer_states
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_engine, save_engine
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
 from bigtrain.engine.optimizers.skip_step import StepStats
+from bigtrain.engine.sites.meeting import Meeting
+from bigtrain.engine.sites.outer_step import OuterStep
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.train_engine import TrainEngine
@@ -61,6 +64,9 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     hf_config = load_hf_config(config.model)
     model_plan = model_plan_of(config, run.plan)
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, model_plan)
+    outer = None
+    if config.sites is not None:
+        outer = OuterStep(engine, Meeting.join(config.sites, world, case.get("facts", {})), world)
     if config.model.path is not None:
         read_weights(engine, find_weights(config.model.path, hf_config))
     place = mesh.coordinates
@@ -69,25 +75,36 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     masks = DropoutMasks(engine.module) if case.get("watch_dropout") else None
     choices = Choices(engine.module) if case.get("watch_routing") else None
     graphs: list[int] = []
+    loads: list[dict[str, Any]] = []
     calls: dict[str, dict[str, int]] = {}
+    outer_steps: list[dict[str, Any]] = []
     keep_weights(engine, case, 0, world)
     first = case.get("first_step", 0)
     if first:
         scalars = json.loads(Path(case["restore_from"], "scalars.json").read_text())
         restore_engine(engine, Path(case["restore_from"], "tensors"), scalars)
+    if outer is not None:
+        assert config.sites is not None
+        outer.begin(first // config.sites.inner_steps, is_new=first == 0)
+    if first:
         if "save_again_to" in case:
             save(engine, Path(case["save_again_to"]), world)
     if case.get("save_at") == 0:
         save(engine, Path(case["save_to"]), world)
     last = case.get("last_step", config.train.steps) - 1
     for step in range(first, last + 1):
-        torch.manual_seed(step_seed(config.seed, step, place))
+        seat = replace(place, data_rank=run.plan.reader(place.data_rank))
+        torch.manual_seed(step_seed(config.seed, step, seat))
         lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
         micro_batches = batches.step(step * run.plan.global_batch_size)
         samples.append([crc32(row.numpy()) for batch in micro_batches for row in batch.input_ids])
         is_watched = case.get("watch_calls") and step == last
         with watched(calls, "step") if is_watched else nullcontext():
-            result = engine.train_step(micro_batches, lr, approve)
+            policy = skip if step in case.get("skipped", ()) else approve
+            observe = bool(case.get("observe"))
+            result = engine.train_step(micro_batches, lr, policy, observe=observe)
+            if observe and (load := engine.expert_load.read()) is not None:
+                loads.append(vars(load))
         with watched(calls, "log") if is_watched else nullcontext():
             losses.append(engine.step_loss(result))
             norms.append(engine.gradient_norm())
@@ -95,17 +112,23 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         assert result.figures is not None
         assert math.isclose(result.figures.grad_norm, norms[-1], rel_tol=1e-6)
         graphs.append(counters["stats"]["unique_graphs"])
+        if outer is not None and config.sites.is_due(step + 1, config.train.steps):
+            outer_steps.append(asdict(outer.step()))
         if step + 1 == case.get("save_at"):
             save(engine, Path(case["save_to"]), world)
         keep_weights(engine, case, step + 1, world)
     batches.close()
     engine.close()
+    if outer is not None:
+        outer.close()
     found = {
         "losses": losses,
         "norms": norms,
         "accumulation": run.plan.accumulation,
         "graphs": graphs,
+        "loads": loads,
         "calls": calls,
+        "outer_steps": outer_steps,
         "samples": samples_of_steps(samples, place.data_rank, world),
         "secondary_size": secondary_size(),
     }
@@ -133,6 +156,11 @@ def model_plan_of(config: RunConfig, plan: BatchPlan) -> ModelPlan:
     loss, problems = choose_loss(config, load_hf_config(config.model), plan)
     assert not problems
     return ModelPlan(stages, isolation, loss)
+
+
+def skip(_figures: StepStats) -> bool:
+    """As a run's guard judges a bad step."""
+    return False
 
 
 @cache

@@ -97,8 +97,9 @@ def _said(owner: Callable[[], Any]) -> str:
         written = inspect.getsource(owner)
         named = re.search(r"lambda: ([\w.()]+)", written)
         return named[1] if named else written.strip()
-    name = getattr(found, "__qualname__", None) or getattr(found, "__name__", repr(found))
-    return str(name)
+    # Not its repr: an address in the name of a test differs between the workers that collect it.
+    name = getattr(found, "__qualname__", None) or getattr(found, "__name__", None)
+    return str(name or type(found).__name__)
 
 
 def public_functions(module: ModuleType) -> set[str]:

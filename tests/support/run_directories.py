@@ -113,6 +113,10 @@ def eventful_lines(num_steps: int = 600, seed: int = 1) -> list[dict[str, Any]]:
                     "communication_seconds": 0.08,
                     "engine_seconds": 0.02,
                 },
+                expert_imbalance={
+                    f"model.layers.{layer}.mlp.experts": 1 + (layer + 1) / (1 + step / 100)
+                    for layer in range(3)
+                },
                 peak_memory_gib_by_phase={
                     "forward": 48.0,
                     "backward": min(57.0 + step * 0.05, 60.2),

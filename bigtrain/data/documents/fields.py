@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from bigtrain.data.documents.chat_formats import ChatFormat, nearest
 from bigtrain.data.documents.conversations import ConversationError, conversation_bytes
 
 JOINED_WITH = "\n"
-TOOLS_KEY = "tools"
-"""Where data sets of conversations keep the tools of one, beside its messages."""
 
 
 def text_of(values: Sequence[Any], keys: Sequence[str]) -> tuple[bytes | None, str]:
@@ -28,34 +28,57 @@ def text_of(values: Sequence[Any], keys: Sequence[str]) -> tuple[bytes | None, s
         return None, "the text holds half of a surrogate pair"
 
 
-def conversation_of(values: Sequence[Any], key: str) -> tuple[bytes | None, str]:
-    """The document of messages and tools, or None and why there is none."""
+@dataclass(frozen=True)
+class Conversations:
+    """How rows are conversations: their format, the keys of it in a row, and whether only the last
+    answer of each is learned."""
+
+    format: ChatFormat
+    keys: tuple[str, ...]
+    last_only: bool = False
+
+
+def conversation_of(values: Sequence[Any], how: Conversations) -> tuple[bytes | None, str]:
+    """The document of the `values` of `how.keys`, or None and why there is none."""
     try:
-        return conversation_bytes(*values), ""
+        messages, tools = how.format.make(values)
+        return conversation_bytes(messages, tools, last_only=how.last_only), ""
     except ConversationError as error:
-        return None, f"{key!r} is no conversation: {error}"
+        return None, f"{how.keys[0]!r} is no conversation: {error}"
+
+
+def value_at(tree: dict[str, Any], key: str) -> Any:
+    """The value under `key`, or under the path that its points make of it; None where none is."""
+    if key in tree or "." not in key:
+        return tree.get(key)
+    found: Any = tree
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def text_in(document: Any, keys: Sequence[str]) -> bytes:
     """The document of a JSON object that is right. Raises LookupError, TypeError or ValueError
     where something is wrong."""
-    content, why = text_of([document[key] for key in keys if key in document], keys)
+    content, why = text_of([value_at(document, key) for key in keys], keys)
     if content is None:
         raise LookupError(why)
     return content
 
 
-def document_in(tree: Any, keys: Sequence[str], chat: bool) -> tuple[bytes | None, str]:
-    """The document of any JSON value, or None and why there is none.
-
-    `chat`: the only key holds a conversation.
-    """
+def document_in(
+    tree: Any, keys: Sequence[str], chat: Conversations | None
+) -> tuple[bytes | None, str]:
+    """The document of any JSON value, or None and why there is none. `chat`: of conversations."""
     if not isinstance(tree, dict):
         return None, f"not a JSON object but {type(tree).__name__}"
-    found = [key for key in keys if key in tree]
+    wanted = keys if chat is None else chat.keys[:1]
+    found = [key for key in wanted if key in tree or value_at(tree, key) is not None]
     if not found:
         there = ", ".join(sorted(tree)[:20]) or "none"
-        return None, f"no key {' or '.join(map(repr, keys))}; keys here: {there}"
-    if chat:
-        return conversation_of([tree[found[0]], tree.get(TOOLS_KEY)], keys[0])
-    return text_of([tree[key] for key in found], found)
+        near = nearest(tree)
+        remedy = "" if near is None else f" -> --format {near.name}"
+        return None, f"no key {' or '.join(map(repr, wanted))}; keys here: {there}{remedy}"
+    if chat is not None:
+        return conversation_of([value_at(tree, key) for key in chat.keys], chat)
+    return text_of([value_at(tree, key) for key in found], found)

@@ -110,7 +110,7 @@ class JsonLinesReader(PartReader):
         except (ValueError, RecursionError) as error:
             why = f"not JSON ({error})"
         else:
-            content, why = document_in(tree, options.text_keys, options.chat)
+            content, why = document_in(tree, options.text_keys, options.conversations)
         if content is None:
             self.reject_at(number, why)
         return content

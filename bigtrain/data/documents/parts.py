@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from bigtrain.data.documents.fields import TOOLS_KEY
+from bigtrain.data.documents.chat_formats import FORMATS
+from bigtrain.data.documents.fields import Conversations
 from bigtrain.data.documents.table_rows import Keys
 from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
 from bigtrain.data.sources.discovery import Selection, Source
@@ -16,22 +18,36 @@ class ReadOptions:
     """How documents are taken out of sources.
 
     `text_keys`: of several, those that a document has and that are not empty are joined by a line
-    end; it must have one. `chat`: the only key holds a conversation, and the key ``tools``, if any,
-    its tools. `max_document_bytes`: of a document's UTF-8, or of its whole line in a file of lines.
-    `scratch`: a folder, there once documents are read, for what `Source.is_unpacked`.
+    end; it must have one. `chat`: they are conversations; `chat_format` says what the keys hold, of
+    which a row must have the first, and `last_only` whether only the last answer is learned.
+    `max_document_bytes`: of a document's UTF-8, or of its whole line in a file of lines. `scratch`:
+    a folder, there once documents are read, for what `Source.is_unpacked`.
     """
 
     selection: Selection
     text_keys: tuple[str, ...] = ("text",)
     max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
     chat: bool = False
+    chat_format: str = "messages"
+    last_only: bool = False
     scratch: Path | None = None
 
     @property
     def keys(self) -> Keys:
-        if self.chat:
-            return Keys(self.text_keys, (TOOLS_KEY,), "--chat-key")
+        chat = self.conversations
+        if chat is not None:
+            argument = "--chat-key" if self.chat_format == "messages" else "--format"
+            return Keys(chat.keys[:1], chat.keys[1:], argument)
         return Keys(self.text_keys)
+
+    @cached_property
+    def conversations(self) -> Conversations | None:
+        """How rows are conversations, where they are."""
+        if not self.chat:
+            return None
+        known = FORMATS[self.chat_format]
+        keys = (*self.text_keys, *known.keys[len(self.text_keys) :])
+        return Conversations(known, keys, self.last_only)
 
     @property
     def too_large(self) -> str:

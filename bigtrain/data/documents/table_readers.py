@@ -117,8 +117,10 @@ class TableReader(PartReader):
 
 def _document(values: Sequence[Any], options: ReadOptions) -> tuple[bytes | None, str]:
     """The document of a row, or None and why there is none."""
-    if options.chat:
-        content, why = conversation_of(values, options.text_keys[0])
+    if options.conversations is not None:
+        # One column of text comes without the others.
+        given = [*values, *(None for _ in options.conversations.keys[len(values) :])]
+        content, why = conversation_of(given, options.conversations)
     else:
         content, why = text_of(values, options.text_keys)
     if content is not None and len(content) > options.max_document_bytes:

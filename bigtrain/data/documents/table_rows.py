@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from bigtrain.data.documents.arrow_text import TextColumn, require_sound, text_column
 from bigtrain.data.documents.bad_documents import BadDocument, Rejects
+from bigtrain.data.documents.chat_formats import nearest
 from bigtrain.data.sources.discovery import Selection, Source, without_compression
 from bigtrain.data.sources.lines import split_lines
 from bigtrain.errors import DataError, first_line
@@ -31,7 +32,8 @@ Rows = list[list[Any]]
 
 @dataclass(frozen=True)
 class Keys:
-    """Columns to read: one of `wanted` must be there, named by a command's `argument`."""
+    """Columns to read: one of `wanted` must be there, named by a command's `argument`. A row has
+    the values of those wanted that are there, then of all optional ones, None where one is not."""
 
     wanted: Sequence[str]
     optional: Sequence[str] = ()
@@ -69,7 +71,7 @@ def parquet_rows(
                 num_bytes = _bytes_of(file.metadata.row_group(group), columns)
                 at_once = _rows_per_read(num_bytes, rows[group])
                 for batch in file.iter_batches(at_once, row_groups=[group], columns=columns):
-                    yield Block(row, _rows_of(batch, columns), (row - first) / max(1, count))
+                    yield Block(row, _rows_of(batch, columns, keys), (row - first) / max(1, count))
                     row += batch.num_rows
 
 
@@ -100,7 +102,7 @@ def arrow_rows(
                 at_once = _rows_per_read(num_bytes, batch.num_rows)
                 for first in range(0, batch.num_rows, at_once):
                     part = batch.slice(first, at_once)
-                    yield Block(row + first, _rows_of(part, columns), done)
+                    yield Block(row + first, _rows_of(part, columns, keys), done)
             row += batch.num_rows
 
 
@@ -158,7 +160,7 @@ def _is_ipc_file(mapped: Any) -> bool:
 
 def csv_rows(
     path: str, keys: Keys, chunks: Iterator[bytes], max_bytes: int, rejects: Rejects
-) -> Iterator[tuple[int, list[str]]]:
+) -> Iterator[tuple[int, list[str | None]]]:
     """(line number, its row) of a file with a header, as RFC 4180 has it; in a ``.tsv`` with tabs
     for commas.
 
@@ -173,11 +175,12 @@ def csv_rows(
     line = 1
     try:
         names = [name.removeprefix("\ufeff") for name in next(reader, [])]
-        columns = [names.index(name) for name in _columns(path, keys, names)]
+        found = _aligned(_columns(path, keys, names), keys)
+        columns = [None if name is None else names.index(name) for name in found]
         line = reader.line_num + 1
         for fields in reader:
             if len(fields) == len(names):
-                yield line, [fields[column] for column in columns]
+                yield line, [None if c is None else fields[c] for c in columns]
             elif fields:
                 why = f"{len(fields)} fields, the header has {len(names)}"
                 rejects.add(BadDocument(path, why, line=line))
@@ -223,7 +226,9 @@ def dataset_rows(
     try:
         for batch in dataset.iter(at_once):
             columns = _columns(source.path, keys, list(batch))
-            rows = [list(values) for values in zip(*(batch[c] for c in columns), strict=True)]
+            absent = [None] * len(batch[columns[0]])
+            held = [absent if c is None else batch[c] for c in _aligned(columns, keys)]
+            rows = [list(values) for values in zip(*held, strict=True)]
             yield Block(row, rows, (row - begin) / count if count else 0.0)
             row += len(rows)
     except (DataError, GeneratorExit):
@@ -272,10 +277,17 @@ def _bytes_of(row_group: Any, columns: Sequence[str]) -> int:
     )
 
 
-def _rows_of(batch: Any, columns: Sequence[str]) -> Rows | TextColumn:
+def _aligned(columns: Sequence[str], keys: Keys) -> list[str | None]:
+    """`columns`, with None for optional ones that are not among them."""
+    wanted = [column for column in columns if column in keys.wanted]
+    return [*wanted, *(key if key in columns else None for key in keys.optional)]
+
+
+def _rows_of(batch: Any, columns: Sequence[str], keys: Keys) -> Rows | TextColumn:
     if len(columns) == 1 and (texts := text_column(batch.column(columns[0]))):
         return texts
-    values = [_values(batch.column(column)) for column in columns]
+    absent = [None] * batch.num_rows
+    values = [absent if c is None else _values(batch.column(c)) for c in _aligned(columns, keys)]
     return [list(row) for row in zip(*values, strict=True)]
 
 
@@ -294,5 +306,7 @@ def _columns(path: str, keys: Keys, names: Sequence[str]) -> list[str]:
     if not found:
         wanted = " or ".join(map(repr, keys.wanted))
         there = ", ".join(sorted(names)[:20]) or "none"
-        raise DataError(f"{path}: no column {wanted} -> {keys.argument}: {there}")
+        near = nearest(names) if keys.argument != "--text-key" else None
+        remedy = f"{keys.argument}: {there}" if near is None else f"--format {near.name}"
+        raise DataError(f"{path}: no column {wanted} -> {remedy}")
     return [*found, *(key for key in keys.optional if key in names)]

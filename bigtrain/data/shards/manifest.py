@@ -151,6 +151,12 @@ class OptionsRecord(Record):
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     parse_special_tokens: bool = False
     chat: bool = Field(default=False, description="documents are conversations, under text_keys")
+    chat_format: Literal["messages", "sharegpt", "alpaca", "prompt-completion"] = Field(
+        default="messages", description="what text_keys hold of conversations"
+    )
+    learned: Literal["all", "last"] = Field(
+        default="all", description="which answers of a conversation"
+    )
     dataset_config: str | None = None
     dataset_split: str = "train"
 

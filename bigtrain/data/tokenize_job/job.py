@@ -110,6 +110,9 @@ class _Build:
         identity = [tokenizer.hash, options.held_out, options.parse_special_tokens]
         if self.template is not None:
             identity.append(self.template.hash)
+            chosen = (options.chat_format, options.learned)
+            if chosen != ("messages", "all"):
+                identity.append(chosen)
         self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None

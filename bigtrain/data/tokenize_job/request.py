@@ -34,5 +34,7 @@ class BuildRequest:
             self.options.text_keys,
             self.options.max_document_bytes,
             self.options.chat,
+            self.options.chat_format,
+            self.options.learned == "last",
             scratch=self.output / WORK_DIRECTORY,
         )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.division import Division, divide
 from bigtrain.engine.checkpoint.fragments import Fragment
+from bigtrain.engine.checkpoint.gather import gather_on_main
 from bigtrain.engine.checkpoint.layout import Layout, merge
 from bigtrain.engine.checkpoint.lazy import (
     BUFFER,
@@ -35,7 +36,6 @@ from bigtrain.engine.checkpoint.tensor_files import (
     in_file_order,
     write_parts,
 )
-from bigtrain.engine.gather import gather_on_main
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.system.direct_file import ALIGNMENT

@@ -16,24 +16,30 @@ import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.fragments import (
     MASTER,
+    Fragment,
     ensure_optimizer_states,
     optimizer_step_count,
     owned_fragments,
     set_optimizer_step_count,
+    small_state_fragments,
 )
 from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, read_tensors
 from bigtrain.engine.checkpoint.tensor_files import Listing
 from bigtrain.engine.deepspeed_patches.optimizers import (
+    inner_optimizer,
     refresh_parameters,
     restore_scaler,
     scaler_state,
 )
+from bigtrain.engine.optimizers.update_rule import state_bytes_by_name
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import ModelError
+from bigtrain.models.layers.adapters import base_name, has_adapters
 from bigtrain.models.parallel.sharding import full_shape
+from bigtrain.models.weights.adapted import with_magnitudes
 from bigtrain.models.weights.import_hf import Weights
 
-_TRAINED_BYTES = 12
+_MASTER_BYTES, _ADAM_BYTES = 4, 8
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,12 @@ class EngineSnapshot:
 
 
 def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> EngineSnapshot:
-    """Masters, optimizer states and buffers, or what `staging` takes of them. Collective."""
+    """Masters, optimizer states and buffers, or what `staging` takes of them. Collective.
+
+    Where adapters are trained, nothing of the weights beside them, which no step changes.
+    """
     ensure_optimizer_states(engine.engine)
-    tensors = TensorSnapshot(
-        owned_fragments(engine.engine, engine.module), _buffers(engine), engine.mesh, staging
-    )
+    tensors = TensorSnapshot(_all_fragments(engine), _buffers(engine), engine.mesh, staging)
     scalars = {
         "optimizer_steps": optimizer_step_count(engine.engine),
         "loss_scaler": scaler_state(engine.engine.optimizer),
@@ -60,12 +67,22 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
 def checkpoint_bytes(engine: TrainEngine) -> int:
     """Of the tensors that a checkpoint holds of this rank's pipeline stage, all ranks together.
 
-    Masters and AdamW's two states in float32, frozen parameters and buffers as they are.
+    Masters in float32 and the optimizer's states, frozen parameters and buffers as they are; no
+    frozen parameters beside adapters. Added states are float32 too.
     """
+    left_out = has_adapters(engine.module)
+    state_bytes = state_bytes_by_name(inner_optimizer(engine.engine))
+    # The same kinds for every parameter, of which this rank may have no part.
+    num_added = max(map(len, engine.added_states.values()), default=0)
     parameters = sum(
         math.prod(full_shape(parameter))
-        * (_TRAINED_BYTES if parameter.requires_grad else parameter.element_size())
-        for parameter in engine.module.parameters()
+        * (
+            _MASTER_BYTES * (1 + num_added) + state_bytes.get(name, _ADAM_BYTES)
+            if parameter.requires_grad
+            else parameter.element_size()
+        )
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad or not left_out
     )
     return parameters + sum(b.numel() * b.itemsize for b in _buffers(engine).values())
 
@@ -93,8 +110,7 @@ def restore_engine(
     cannot be read; another checkpoint may be restored then.
     """
     ensure_optimizer_states(engine.engine)
-    fragments = owned_fragments(engine.engine, engine.module)
-    read_tensors(directory, fragments, _buffers(engine), listing)
+    read_tensors(directory, _all_fragments(engine), _buffers(engine), listing)
     set_optimizer_step_count(engine.engine, int(scalars["optimizer_steps"]))
     restore_scaler(engine.engine.optimizer, scalars.get("loss_scaler", {}))
     refresh_parameters(engine.engine)
@@ -116,16 +132,22 @@ def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | Non
 def read_weights(engine: TrainEngine, weights: Weights) -> None:
     """Fill masters and buffers from the files of a Hugging Face model. Collective.
 
-    Each rank reads the parts that it owns, and masters are what the files hold, rounded nowhere.
+    Those of adapters, which no file has, stay as they are but for what begins as a function of the
+    files' (`with_magnitudes`). Each rank reads the parts that it owns,
+    and masters are what the files hold, rounded nowhere.
     Raises ModelError on every rank where one of them cannot read its parts.
     """
     failure: str | None = None
+    weights = with_magnitudes(weights, engine.module)
     try:
         for fragment in owned_fragments(engine.engine, engine.module):
+            name = base_name(fragment.name)
+            if name not in weights.tensors and has_adapters(engine.module):
+                continue  # an adapter, which has its values
             for offsets, view in fragment.parts(MASTER):
-                weights.fill(fragment.name, offsets, view)
+                weights.fill(name, offsets, view)
         for name, buffer in _buffers(engine).items():
-            if name in weights.tensors:
+            if (name := base_name(name)) in weights.tensors:
                 weights.fill(name, (0,) * buffer.ndim, buffer)
     except ModelError as error:
         failure = str(error)
@@ -135,6 +157,25 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
     if first is not None:
         raise ModelError(first)
     refresh_parameters(engine.engine)
+
+
+def _all_fragments(engine: TrainEngine) -> list[Fragment]:
+    tensor_rank = engine.mesh.coordinates.tensor_rank
+    owned = [
+        replace(fragment, tensors=fragment.tensors | engine.added_states.get(fragment.name, {}))
+        for fragment in owned_fragments(engine.engine, engine.module)
+    ]
+    if has_adapters(engine.module):
+        # The rest is read from the files of the base again.
+        owned = [fragment for fragment in owned if _is_trained(engine, fragment.name)]
+    return [
+        *owned,
+        *small_state_fragments(engine.engine, engine.module, tensor_rank),
+    ]
+
+
+def _is_trained(engine: TrainEngine, name: str) -> bool:
+    return engine.module.get_parameter(name).requires_grad
 
 
 def _buffers(engine: TrainEngine) -> dict[str, torch.Tensor]:

@@ -23,7 +23,9 @@ from bigtrain.engine.deepspeed_patches.experts import (
 from bigtrain.engine.deepspeed_patches.marks import mark_replicated
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.layer_options import speed_up
-from bigtrain.engine.partitioning import copy_of, cutting, is_cut, parameter_groups
+from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker
+from bigtrain.engine.optimizers.parameter_groups import parameter_groups
+from bigtrain.engine.partitioning import copy_of, cutting, is_cut
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
 from bigtrain.engine.startup.mesh import Mesh
@@ -60,11 +62,16 @@ def build_pipeline_engine(
 
     partitioning = replace(tensor, prepare=prepare)
     build_model(
-        config.model, hf_config, seed=config.seed, partitioning=partitioning, weights="left"
+        config.model,
+        hf_config,
+        seed=config.seed,
+        partitioning=partitioning,
+        weights="left",
+        adapters=config.adapters,
     )
     model_plan.isolation.install(stage.model)
     computes_loss = stage.is_last and model_plan.loss.install(stage.model) is not None
-    speed_up(stage.model, config, engine_config, device)
+    compiled = speed_up(stage.model, config, engine_config, device)
     module = StageModule(stage, device, model_plan.isolation, computes_loss=computes_loss)
     topology = mesh.topology
     axes = {
@@ -83,13 +90,18 @@ def build_pipeline_engine(
     with redirect_stdout(io.StringIO()), told:
         engine, *_ = deepspeed.initialize(
             model=pipeline,
+            optimizer=optimizer_maker(config.optimizer, stage.model, mesh, device),
             model_parameters=[group for group in decay_groups if group["params"]],
             config=copy_of(engine_config.deepspeed),
         )
     if has_experts:
         count_absent_experts(engine.optimizer, name_of_experts(topology.expert_size))
     undo_trial_update(engine)
-    return PipelineTrainEngine(engine, plan, device, mesh, module, _replica_groups(stage, mesh))
+    attach_optimizer(engine, stage.model)
+    groups = _replica_groups(stage, mesh)
+    return PipelineTrainEngine(
+        engine, plan, device, mesh, module, groups, is_compiled=compiled, moe=config.moe
+    )
 
 
 def _mark_copies(stage: Stage) -> None:

@@ -23,6 +23,7 @@ from bigtrain.engine.deepspeed_patches.pipeline import (
     replace_loss,
     run_optimizer_step,
 )
+from bigtrain.engine.optimizers.parameter_groups import set_learning_rate
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.pipeline.stage_module import StageModule
 from bigtrain.engine.pipeline.stage_payload import P2PLayout
@@ -37,6 +38,7 @@ from bigtrain.engine.train_engine import (
 )
 from bigtrain.models.parallel.stages import Payload
 from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import MoeSection
 
 _TRIAL_TOKENS = 8
 
@@ -52,9 +54,14 @@ class PipelineTrainEngine(TrainEngine):
         mesh: Mesh,
         stage: StageModule,
         replicas: dict[str, dist.ProcessGroup],
+        *,
+        is_compiled: bool = False,
+        moe: MoeSection | None = None,
     ) -> None:
         self._stage = stage
-        super().__init__(engine, plan, device, mesh, stage.isolation)
+        super().__init__(
+            engine, plan, device, mesh, stage.isolation, is_compiled=is_compiled, moe=moe
+        )
         time_reductions(engine, self.host_time)
         self._replicas = replicas
         self._scale: torch.Tensor | float = 1.0
@@ -76,15 +83,19 @@ class PipelineTrainEngine(TrainEngine):
         return model
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], lr: float, skip_policy: SkipPolicy | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        lr: float,
+        skip_policy: SkipPolicy | None = None,
+        *,
+        observe: bool = False,
     ) -> StepResult:
         """As `TrainEngine.train_step`; the micro-batches are in the pipeline together.
 
         All stages of a pipeline bring the same `micro_batches`.
         """
         assert len(micro_batches) == self.plan.accumulation
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.engine.optimizer, lr)
         self.mark(COUNTING_TARGETS)
         num_targets = self._count_targets(micro_batches)
         self.mark(BOTH_PASSES)
@@ -93,10 +104,12 @@ class PipelineTrainEngine(TrainEngine):
         self._scale = factor / num_targets.clamp(min=1)
         self._loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         # Of which DeepSpeed takes the mean over micro-batches.
-        self._stage.feed(micro_batches, self._scale / self.plan.accumulation)
-        self._skip_policy, self._num_targets = skip_policy, num_targets
+        factor_of_loss = self._scale / self.plan.accumulation
+        self._stage.feed(micro_batches, factor_of_loss, self._router_losses.of)
+        self._skip_policy, self._num_targets = self._noting(skip_policy), num_targets
+        self._begin_experts(observe)
         self.engine.train_batch(data_iter=((b.input_ids, b.labels) for b in micro_batches))
-        return StepResult(self._loss_sum, num_targets, self._gate.close())
+        return StepResult(self._loss_sum, num_targets, self._end_step())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
@@ -162,13 +175,13 @@ class PipelineTrainEngine(TrainEngine):
     def _loss(
         self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
     ) -> torch.Tensor:
-        answer, *auxiliary = (outputs,) if torch.is_tensor(outputs) else outputs
+        answer, *added = (outputs,) if torch.is_tensor(outputs) else outputs
         computed = self._stage.computes_loss
         cross_entropy = answer if computed else summed_cross_entropy(answer, labels)
         self._loss_sum += cross_entropy.detach()
         loss = cross_entropy * self._scale
         # DeepSpeed makes it the mean over micro-batches.
-        return loss + self._aux_coefficient * auxiliary[0] if auxiliary else loss
+        return loss + added[0] if added else loss
 
     @property
     def _reports_loss(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import nn
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.pipeline.stage_payload import P2PLayout, touch
 from bigtrain.models.layers.isolation import Isolation
-from bigtrain.models.layers.router_logits import auxiliary_loss
 from bigtrain.models.parallel.stages import Payload, Stage
 
 
@@ -39,15 +38,23 @@ class StageModule(nn.Module):
         self._device = device
         self._batches: Iterator[MicroBatch] = iter(())
         self._factor: torch.Tensor | None = None
+        self._added: Callable[[Any], torch.Tensor | None] = _nothing
 
-    def feed(self, batches: Iterable[MicroBatch], factor: torch.Tensor | None = None) -> None:
+    def feed(
+        self,
+        batches: Iterable[MicroBatch],
+        factor: torch.Tensor | None = None,
+        added: Callable[[Any], torch.Tensor | None] | None = None,
+    ) -> None:
         """The micro-batches of the forward passes to come, in order; `factor` as for a
-        `ChunkedLoss`."""
+        `ChunkedLoss`; `added`: what routers add to the loss, of what the last stage's model
+        returned."""
         self._batches, self._factor = iter(batches), factor
+        self._added = added or _nothing
 
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
-        """On the last stage logits or the summed loss, and the router's auxiliary loss if there is
-        one; else what to send."""
+        """On the last stage logits or the summed loss, and what routers add to it if anything;
+        else what to send."""
         batch = next(self._batches)
         if self.incoming is None:
             assert torch.is_tensor(received)
@@ -75,7 +82,7 @@ class StageModule(nn.Module):
         **loss: torch.Tensor,
     ) -> Any:
         """A Payload, or the last stage's logits (with what a `ChunkedLoss` wants its summed loss)
-        and auxiliary loss. `positions` are on the host."""
+        and what routers add to it. `positions` are on the host."""
         if self.stage.needs_tokens:
             input_ids = input_ids.to(self._device, non_blocking=True).contiguous()
         moved = None if positions is None else positions.to(self._device, non_blocking=True)
@@ -84,8 +91,8 @@ class StageModule(nn.Module):
         if not self.stage.is_last:
             return _with_gradient(outputs) if torch.is_grad_enabled() else outputs
         answer = outputs.loss if loss else outputs.logits
-        auxiliary = auxiliary_loss(outputs)
-        return (answer,) if auxiliary is None else (answer, auxiliary)
+        added = self._added(outputs)
+        return (answer,) if added is None else (answer, added)
 
 
 class StagesModule(PipelineModule):  # type: ignore[misc]
@@ -96,6 +103,10 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         layers: list[nn.Module] = [nn.Identity() for _ in range(num_stages)]
         layers[stage.stage.index] = stage
         super().__init__(layers=layers, topology=topology, partition_method="uniform")
+
+
+def _nothing(_outputs: Any) -> None:
+    """What routers add to a loss that nothing is trained by."""
 
 
 def _with_gradient(payload: Payload) -> Payload:

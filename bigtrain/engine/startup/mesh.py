@@ -83,6 +83,17 @@ def open_mesh(
     return Mesh(topology, rank, **found)
 
 
+def open_holders(mesh: Mesh) -> dict[bool, dist.ProcessGroup]:
+    """The groups of ranks that hold all of the same parameters together, and (True) all of the same
+    experts. Collective over the whole world; for those who need them, so not part of every mesh."""
+    topology = mesh.topology
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+    dense = _new_group(topology.holder_groups(), mesh.rank, timeout)
+    if topology.expert_size == 1:
+        return {False: dense, True: dense}
+    return {False: dense, True: _new_group(topology.expert_holder_groups(), mesh.rank, timeout)}
+
+
 def warm_up(mesh: Mesh, device: torch.device) -> None:
     """Use every group of `mesh` that has several ranks once. Collective over the whole world.
 

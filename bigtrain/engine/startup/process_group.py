@@ -17,8 +17,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.long_work import LongWork
 from bigtrain.engine.startup.device import device_kind
+from bigtrain.engine.startup.long_work import LongWork
 from bigtrain.engine.startup.operators import operators_without_locks
 from bigtrain.engine.startup.rendezvous import all_arrived
 from bigtrain.errors import LaunchError

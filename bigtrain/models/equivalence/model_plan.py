@@ -9,13 +9,16 @@ from transformers import PreTrainedConfig
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.document_isolation import plan_isolation
+from bigtrain.models.equivalence.expert_balance import check_expert_balance
 from bigtrain.models.equivalence.expert_parallel import check_expert_parallel
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
+from bigtrain.models.layers.adapters import check_adapters
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.layers.loss_plan import LossPlan
-from bigtrain.models.layers.parameters import check_frozen
+from bigtrain.models.layers.parameters import check_frozen, freeze
+from bigtrain.models.parallel.hidden_matrices import check_matrices
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
@@ -71,6 +74,13 @@ def try_model(
     problems: list[Problem] = []
     if config.model.frozen:
         problems += check_frozen(empty_model(hf_config), config.model.frozen)
+    if config.adapters is not None:
+        problems += check_adapters(empty_model(hf_config), config.adapters)
+    if config.optimizer.type == "muon" and not problems:
+        model = empty_model(hf_config)
+        freeze(model, config.model.frozen)
+        problems += check_matrices(model, config.optimizer.muon)
+    problems += check_expert_balance(config, hf_config)
     isolation, not_isolated = plan_isolation(config, hf_config)
     problems += not_isolated
     if parallel.sequence > 1 and not problems:
@@ -88,5 +98,9 @@ def try_model(
         )
     stages = None
     if parallel.pipeline > 1 and not problems:
-        stages, problems = plan_stages(hf_config, attention, parallel.pipeline, length)
+        moe = config.moe
+        router_losses = moe.auxiliary_loss == "global_batch" or moe.z_loss_coefficient > 0
+        stages, problems = plan_stages(
+            hf_config, attention, parallel.pipeline, length, router_losses=router_losses
+        )
     return problems, stages, isolation

@@ -44,6 +44,9 @@ def choose_once(
         config.model.model_dump(mode="json", exclude={"path", "config", "overrides"}),
         config.parallel.model_dump(mode="json"),
         config.precision.model_dump(mode="json"),
+        config.optimizer.model_dump(mode="json", include={"type", "muon"}),
+        config.moe.model_dump(mode="json"),
+        config.adapters and config.adapters.model_dump(mode="json"),
         [config.data.isolates, config.data.packing, config.batch.sequence_length],
         vars(plan),
     )

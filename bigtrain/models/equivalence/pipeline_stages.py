@@ -24,7 +24,12 @@ from bigtrain.models.equivalence.proxy_model import (
     with_heads,
 )
 from bigtrain.models.equivalence.thresholds import TOKENS
-from bigtrain.models.layers.router_logits import auxiliary_loss
+from bigtrain.models.experts.router_logits import (
+    ask_for_router_logits,
+    auxiliary_loss,
+    router_logits_of,
+    z_loss,
+)
 from bigtrain.models.parallel.stage_layout import StageLayout, StagePlan, find_layout
 from bigtrain.models.parallel.stages import Payload, Stage
 from bigtrain.planner.stage_balance import StageCosts, balanced_cuts
@@ -48,10 +53,15 @@ class Difference:
 
 
 def plan_stages(
-    hf_config: PreTrainedConfig, attention: str, num_stages: int, sequence_length: int
+    hf_config: PreTrainedConfig,
+    attention: str,
+    num_stages: int,
+    sequence_length: int,
+    *,
+    router_losses: bool = False,
 ) -> tuple[StagePlan | None, list[Problem]]:
     """How to cut a model of `hf_config` into `num_stages` for samples of `sequence_length`, or why
-    it cannot be.
+    it cannot be. router_losses: whether losses are to be computed from its router logits.
 
     Builds a proxy model with all of its layers on the CPU; takes seconds. Not collective: all
     ranks come to the same plan.
@@ -70,13 +80,15 @@ def plan_stages(
             all_layers=True,
             sequence_length=sequence_length,
         )
+        if router_losses:
+            ask_for_router_logits(model)
         ids = _tokens(model)
         layout = find_layout(model, ids)
         facts = Facts(pipeline_size=num_stages, num_layers=layout.num_layers)
         if problems := check_model(facts):
             return None, problems
         cuts = balanced_cuts(stage_costs(hf_config, layout), num_stages)
-        plan, reason = prove(model, layout, cuts, ids)
+        plan, reason = prove(model, layout, cuts, ids, router_losses=router_losses)
     except (ModelError, *MODEL_FAILURES) as error:
         plan, reason = None, " ".join(str(error).split())[:300] or type(error).__name__
     if plan is None:
@@ -86,7 +98,12 @@ def plan_stages(
 
 
 def prove(
-    model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int], input_ids: torch.Tensor
+    model: PreTrainedModel,
+    layout: StageLayout,
+    cuts: Sequence[int],
+    input_ids: torch.Tensor,
+    *,
+    router_losses: bool = False,
 ) -> tuple[StagePlan | None, str]:
     """The plan that makes `model` compute the same in stages, or the reason why none does.
 
@@ -97,7 +114,7 @@ def prove(
     for everywhere in sorted({layout.tokens_everywhere, True}):
         tried = replace(layout, tokens_everywhere=everywhere)
         try:
-            found = difference(model, tried, cuts, input_ids)
+            found = difference(model, tried, cuts, input_ids, router_losses=router_losses)
         except MODEL_FAILURES as error:
             reason = reason or f"a stage of it fails ({' '.join(str(error).split())[:200]})"
             continue
@@ -117,9 +134,11 @@ def difference(
     cuts: Sequence[int],
     input_ids: torch.Tensor,
     position_ids: torch.Tensor | None = None,
+    *,
+    router_losses: bool = False,
 ) -> Difference:
     """Of `model` cut at `cuts` from itself whole, for a random gradient of the logits and, if it
-    has one, the router's auxiliary loss."""
+    has one, the router's auxiliary loss; with `router_losses` of every router logit, too."""
     model.zero_grad(set_to_none=True)
     whole = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     expected: torch.Tensor = whole.logits.detach()
@@ -127,9 +146,12 @@ def difference(
 
     def objective(outputs: Any) -> torch.Tensor:
         total: torch.Tensor = (outputs.logits * direction).sum()
-        auxiliary = auxiliary_loss(outputs)
         # About as large as the rest of it.
-        return total if auxiliary is None else total + expected.numel() ** 0.5 * auxiliary
+        weight = expected.numel() ** 0.5
+        if router_losses:
+            total = total + weight * z_loss(router_logits_of(outputs))
+        auxiliary = auxiliary_loss(outputs)
+        return total if auxiliary is None else total + weight * auxiliary
 
     objective(whole).backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}

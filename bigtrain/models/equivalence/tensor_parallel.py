@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem
+from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
@@ -27,11 +28,19 @@ from bigtrain.models.equivalence.proxy_model import (
     set_heads,
 )
 from bigtrain.models.equivalence.thresholds import TOKENS
+from bigtrain.models.layers.adapters import add_adapters, find_targets
 from bigtrain.models.parallel.collectives import Group
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import cut_parameter, full_shape, shard_of
-from bigtrain.models.parallel.tensor import Plan, check_shards, shard_model, tensor_plan
+from bigtrain.models.parallel.tensor import (
+    ADAPTED,
+    Plan,
+    check_shards,
+    shard_model,
+    tensor_plan,
+)
 from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.sections.adapters import AdaptersSection
 
 # Of the largest gradient of the parameter, and of the model: rounding of float32 is far below
 # both, a part of a gradient or a wrong factor far above.
@@ -47,11 +56,13 @@ def check_tensor_plan(
     sequence_length: int,
     group: Group,
     device: torch.device,
+    adapters: AdaptersSection | None = None,
 ) -> None:
     """Raise ModelError, on every rank, unless a proxy model computes cut what it does whole.
 
-    `sequence_length`: tokens of the run's samples. The message names the parameter whose gradient
-    is wrong. Collective over `group`; takes a second or two.
+    `sequence_length`: tokens of the run's samples. `adapters`: of the run; the proxy model has them
+    beside the layers of the same kinds, and all of it is trained. The message names the parameter
+    whose gradient is wrong. Collective over `group`; takes a second or two.
     """
     size = dist.get_world_size(group)
     kind = hf_config.model_type
@@ -90,6 +101,8 @@ def check_tensor_plan(
             f"parallel.tensor: a proxy model of {kind} could not be tried: {reason} -> "
             "parallel.tensor=1"
         ) from error
+    if adapters is not None:
+        _adapt(whole, hf_config, adapters)
     found = compare_with_whole(whole, group)
     if found is not None:
         verdict = "cannot be carried out" if found.startswith(_FAILS) else "is wrong"
@@ -98,6 +111,21 @@ def check_tensor_plan(
             f"model_type {kind} {verdict}: tried on a proxy model, {found} -> parallel.tensor=1, "
             "and ZeRO 3 for models too large for one device"
         )
+
+
+@torch.no_grad()
+def _adapt(proxy: PreTrainedModel, hf_config: PreTrainedConfig, section: AdaptersSection) -> None:
+    """Random adapters beside the layers of `proxy` that are of the kinds that the run adapts."""
+    names, _ = find_targets(empty_model(hf_config), section)
+    kinds = tuple(sorted({name.rpartition(".")[2] for name in names}))
+    changes = {"rank": 4, "targets": kinds, "dropout": 0.0}
+    generator = torch.Generator().manual_seed(2)
+    add_adapters(proxy, section.model_copy(update=changes), lambda _: 0)
+    for name, parameter in proxy.named_parameters():
+        parameter.requires_grad_()
+        if ".lora_B." in name:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.1 * noise)
 
 
 def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
@@ -192,7 +220,9 @@ def randomize(model: PreTrainedModel) -> None:
         parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
 
 
-def check_tensor_size(hf_config: PreTrainedConfig, tensor_size: int) -> list[Problem]:
+def check_tensor_size(
+    hf_config: PreTrainedConfig, tensor_size: int, adapters: AdaptersSection | None = None
+) -> list[Problem]:
     """Problems with `parallel.tensor`; empty where the model's plan can be carried out.
 
     Builds the model without memory (`meta`). Raises ModelError for an architecture without a plan,
@@ -207,9 +237,28 @@ def check_tensor_size(hf_config: PreTrainedConfig, tensor_size: int) -> list[Pro
         raise ModelError(f"model.config: {error}") from error
     plan = tensor_plan(model)
     problems = _check_heads(text_config(hf_config), plan, tensor_size)
+    if adapters is not None:
+        problems += _check_adapted(model, plan, adapters)
     if not problems:
         check_shards(model, plan, tensor_size)
     return problems
+
+
+def _check_adapted(model: PreTrainedModel, plan: Plan, section: AdaptersSection) -> list[Problem]:
+    """Layers that are to have adapters and are cut in a way that no adapter is known for."""
+    names, _ = find_targets(model, section)
+    styles = {name: plan.get(name, "replicate") for name in names}
+    return [
+        Problem(
+            "adapters.targets",
+            name,
+            f"in the model's tensor-parallel plan it has the style {style!r}, beside which no "
+            "adapter is known",
+            "leave it out of the targets, or parallel.tensor=1",
+        )
+        for name, style in styles.items()
+        if style not in ADAPTED
+    ]
 
 
 def _check_heads(config: Any, plan: Plan, size: int) -> list[Problem]:

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from bigtrain.errors import ModelError
+from bigtrain.models.layers.adapters import trained_copy
 from bigtrain.models.torch_patches import shadow, shadowed, unshadow
 
 IGNORED_LABEL = -100
@@ -43,6 +44,7 @@ class SummedLoss(ModelOutput):  # type: ignore[misc]
 
     loss: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
 
 
 class ChunkedLoss:
@@ -64,7 +66,7 @@ class ChunkedLoss:
         self._chunk_tokens = chunk_tokens
         self._fused = fused
         self._head_name, self._base_name = _head_and_base(model)
-        self._head: Any = model.get_submodule(self._head_name)
+        self._head: Any = trained_copy(model.get_submodule(self._head_name))
         self._base: Any = model.get_submodule(self._base_name)
         self._plain_forward: Callable[..., Any] = model.forward
         self._plain_head: Callable[..., Any] = self._head.forward
@@ -105,7 +107,11 @@ class ChunkedLoss:
                 outputs = self._plain_forward(*args, **inputs)
             if self._loss is None:
                 raise ModelError(f"the forward method does not call {self._head_name}")
-            return SummedLoss(loss=self._loss, aux_loss=getattr(outputs, "aux_loss", None))
+            return SummedLoss(
+                loss=self._loss,
+                aux_loss=getattr(outputs, "aux_loss", None),
+                router_logits=getattr(outputs, "router_logits", None),
+            )
         finally:
             self._inputs, self._labels, self._factor = {}, None, None
             self._base_outputs = self._loss = None

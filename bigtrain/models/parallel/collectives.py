@@ -7,11 +7,13 @@ every rank has the same values and *partial* if the processes' values are to be 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from bigtrain.models.parallel.traffic import Traffic
 from bigtrain.models.torch_patches import version_of
 
 Group = dist.ProcessGroup
@@ -33,17 +35,20 @@ class RowExchange(Protocol):
 
 
 class GroupRows:
-    """Rows exchanged over a process group."""
+    """Rows exchanged over a process group. traffic: what this rank sends, where it is measured."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self.traffic = Traffic()
 
     def rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """See `RowExchange`."""
         result = x.new_empty((sum(received), *x.shape[1:]))
-        dist.all_to_all_single(result, x, received, sent, group=self.group)
+        others = sum(sent) - sent[self.rank]
+        with self.traffic.exchange(others * x.itemsize * math.prod(x.shape[1:]), x.device):
+            dist.all_to_all_single(result, x, received, sent, group=self.group)
         return result
 
 

@@ -30,6 +30,7 @@ from bigtrain.models.torch_patches import shadow, shadowed
 from bigtrain.models.transformers_patches import expanded_plan
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"
+_EXCHANGE = "bigtrain_row_exchange"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,14 @@ def shard_experts(
             if tensor is not None and parameter.requires_grad:
                 parameter.register_hook(partial(summed, group=tensor))
         dispatch = _Dispatch(module, experts.num_experts, exchange)
+        shadow(module, _EXCHANGE, exchange)
         shadow(module, "forward", dispatch if tensor is None else _Sliced(dispatch, tensor))
+
+
+def exchange_of(module: Any) -> RowExchange | None:
+    """How the ranks exchange that divide this `module` of experts; None for a whole one."""
+    exchange: RowExchange | None = vars(module).get(_EXCHANGE)
+    return exchange
 
 
 def check_divides(experts: Experts, size: int) -> None:

@@ -1,23 +1,42 @@
-"""Mixtures of experts whose widths torch's grouped matrix products cannot take."""
+"""Mixtures of experts whose widths torch's grouped matrix products cannot take.
+
+They want every row of their factors, and of the gradients of what they give, to begin at a multiple
+of 16 bytes. Zeros fill such rows up here, which changes no product; transformers' own loop over the
+experts, the other way, starts as many kernels as there are experts, and asks the device which of
+them have tokens.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.models.parallel.sharding import local_shape
-from bigtrain.models.transformers_patches import modules_of_experts
+from bigtrain.models.transformers_patches import (
+    Product,
+    grouped_experts,
+    modules_of_experts,
+    takes_any_width,
+)
 
 GROUPED_UNIT = 8
 """Elements: torch's grouped matrix products want rows of whole 16 bytes, in 16 bit too."""
+PADDED = "bigtrain_padded_grouped_mm"
+"""The name in transformers' registry of experts' implementations."""
 
 
 def fit_experts(model: PreTrainedModel) -> None:
-    """Let experts be computed one after the other where no grouped product takes their widths.
+    """Let experts be computed by padded grouped products where no grouped product takes their
+    widths.
 
     transformers takes grouped products wherever a class knows them, also for widths at which they
-    fail: odd ones of a configuration, or what tensor parallelism leaves of others. Its loop over
-    experts is the same function. Parameters are to have the shapes that they will be used with.
+    fail: odd ones of a configuration, or what tensor parallelism leaves of others. Where padded
+    ones fail as well, which is tried, it is to loop over the experts. All are the same function.
+    Parameters are to have the shapes that they will be used with.
     """
     if model.get_experts_implementation()[""] != "grouped_mm":
         return
@@ -27,10 +46,44 @@ def fit_experts(model: PreTrainedModel) -> None:
         for parameter in module.parameters(recurse=False)
     )
     if any(is_odd(parameter) for parameter in stacked):
-        model.set_experts_implementation("eager")
+        model.set_experts_implementation(PADDED if _padded_works() else "eager")
 
 
 def is_odd(parameter: nn.Parameter) -> bool:
     """Whether grouped products cannot take a stack of matrices [experts, rows, columns]."""
     shape = local_shape(parameter)
     return len(shape) == 3 and any(size % GROUPED_UNIT for size in shape[1:])
+
+
+@cache
+def _padded_works() -> bool:
+    """Whether this torch computes padded products and their gradients; registers them if so."""
+    rows = torch.ones(3, 5, requires_grad=True)
+    stacks = torch.ones(2, 7, 5, requires_grad=True)
+    ends = torch.tensor([1, 3], dtype=torch.int32)
+    try:
+        _padded(F.grouped_mm)(rows, stacks.transpose(-2, -1), ends).sum().backward()
+    except (AttributeError, RuntimeError):  # of an older torch, or another device
+        return False
+    grouped_experts(PADDED, _padded)
+    return True
+
+
+def _padded(product: Product) -> Product:
+    """`product` of factors of any width, by filling them up with zeros."""
+
+    def padded(rows: torch.Tensor, stacks: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        """rows [n, in], stacks [experts, in, out], offs [experts]: [n, out]."""
+        if takes_any_width(rows, stacks, offs):
+            return product(rows, stacks, offs=offs)
+        inner, outer = stacks.shape[-2:]
+        more_inner, more_outer = -inner % GROUPED_UNIT, -outer % GROUPED_UNIT
+        if stacks.stride(-1) == 1:
+            filled = F.pad(stacks, (0, more_outer, 0, more_inner))
+        else:  # the parameter itself, of which this is a view, is contiguous
+            filled = F.pad(stacks.transpose(-2, -1), (0, more_inner, 0, more_outer))
+            filled = filled.transpose(-2, -1)
+        result = product(F.pad(rows, (0, more_inner)), filled, offs=offs)
+        return result[..., :outer]
+
+    return padded

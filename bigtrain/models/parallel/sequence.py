@@ -29,7 +29,7 @@ from transformers.masking_utils import (
 )
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers import router_logits
+from bigtrain.models.experts import router_logits
 from bigtrain.models.layers.document_attention import IMPLEMENTATIONS, attention_of
 from bigtrain.models.layers.document_masks import document_numbers
 from bigtrain.models.layers.rotary import choose_by_document, document_lengths

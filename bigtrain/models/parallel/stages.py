@@ -19,8 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
+from bigtrain.models.experts.router_logits import recorded
+from bigtrain.models.layers.adapters import weight_of
 from bigtrain.models.layers.parameters import names_of
-from bigtrain.models.layers.router_logits import recorded
 from bigtrain.models.parallel.stage_layout import Handover, StageLayout, map_tensors
 from bigtrain.models.transformers_patches import mark_initialized
 
@@ -191,9 +192,10 @@ def stages_of_parameters(
         stages = {_stage_of(layer, cuts) for layer in layers}
         if len(stages) > 1:
             raise ModelError(f"layers of different stages share the parameter {names[0]}")
-        if names[0] in layout.prologue:
+        weight = weight_of(names[0])  # the layout is of the model without adapters
+        if weight in layout.prologue:
             stages |= set(range(last + 1)) if layout.tokens_everywhere else {0}
-        if names[0] in layout.epilogue:
+        if weight in layout.epilogue:
             stages.add(last)
         if not parameter.requires_grad and not stages:
             stages = set(range(last + 1))  # no gradient told where it is needed

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
+from bigtrain.models.layers.adapters import base_name
+from bigtrain.models.parallel.adapters import adapted_names, cut_adapter, draw_whole_masks
 from bigtrain.models.parallel.collectives import (
     Group,
     gather_last,
@@ -57,6 +59,8 @@ _WHOLE = {
     "replicate",
 }
 _KEY_VALUE = ("k_proj", "v_proj")
+ADAPTED = _COLWISE | _ROWWISE | {"mla_kv_a_proj", "replicate"}
+"""Styles of layers that can have adapters beside them."""
 
 
 def tensor_plan(model: PreTrainedModel) -> Plan:
@@ -67,6 +71,9 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
     """
     plan = expanded_plan(model, dict(model.tp_plan or {}))
     plan = _with_tied(model, plan)
+    for name in adapted_names(model):
+        if name in plan:  # which has its weight inside of it
+            plan = {f"{name}.weight": plan[name], f"{name}.bias": plan[name], **plan}
     heads = {name for name in _names_of(model, model.get_output_embeddings())}
     inputs = {name for name in _names_of(model, model.get_input_embeddings())}
     if not {name.rpartition(".")[0] for name in plan} - heads - inputs - {""}:
@@ -110,6 +117,7 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     modules = dict(model.named_modules(remove_duplicate=False))
+    adapted = set(adapted_names(model))
     for name, style, parameter in _styled_parameters(model, plan):
         if is_expert(parameter):
             continue
@@ -125,7 +133,11 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
         if parameter.requires_grad and _is_shared_key_value(model, name, style, size):
             parameter.register_hook(_sum_of_holders(shard, group))
     for name, style in plan.items():
-        if name in modules and not getattr(modules[name], "is_placeholder", False):
+        if name not in modules or getattr(modules[name], "is_placeholder", False):
+            continue
+        if name in adapted:
+            _cut_adapted(model, name, modules[name], style, group)
+        else:
             _wrap(model, name, modules[name], style, group)
     if _key_value_heads(model, size):
         _shrink_groups(modules, plan, model, size)
@@ -140,7 +152,8 @@ def check_shards(model: PreTrainedModel, plan: Plan, size: int) -> None:
 def _styled_parameters(
     model: PreTrainedModel, plan: Plan
 ) -> Iterator[tuple[str, str, nn.Parameter]]:
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for full_name, parameter in model.named_parameters(remove_duplicate=False):
+        name = base_name(full_name)
         yield name, plan.get(name, "replicate"), parameter
 
 
@@ -187,6 +200,8 @@ def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
     """
     block_name = name.rpartition(".")[0].rpartition(".")[0]
     for prefix, module in model.get_submodule(block_name).named_modules(prefix=block_name):
+        if ".lora_dropout." in prefix:
+            continue  # draws for whole inputs
         if isinstance(module, nn.Dropout) and module.p > 0 and "att" not in prefix:
             return f"{prefix}.p = {module.p}"
         for key, value in vars(module).items():
@@ -274,6 +289,26 @@ def _wrap(model: Any, name: str, module: Any, style: str, group: Group) -> None:
     wrapped = _wrapped(model, name, module, style, group)
     if wrapped is not None:
         shadow(module, "forward", wrapped)
+
+
+def _cut_adapted(model: Any, name: str, layer: Any, style: str, group: Group) -> None:
+    """Wrap a layer that has an adapter, whose own weight is tagged, and cut the adapter with it."""
+    if style not in ADAPTED:
+        raise ModelError(
+            f"adapters.targets: {name}: adapters are not known beside a layer of style {style!r} "
+            "in the model's tensor-parallel plan -> leave it out, or parallel.tensor=1"
+        )
+    if style in _WHOLE:
+        _wrap(model, name, layer, style, group)
+        return
+    _wrap(model, name, layer.base_layer, style, group)
+    is_first = dist.get_rank(group) == 0
+    cut = cut_adapter(layer, "outputs" if style in _COLWISE else "inputs", is_first)
+    if _is_shared_key_value(model, f"{name}.weight", style, dist.get_world_size(group)):
+        cut.weight.register_hook(_sum_of_holders(_shard(cut.weight), group))
+    if style in _ROWWISE - _SPLIT_INPUT:
+        draw_whole_masks(layer)
+    _wrap(model, name, cut, style, group)
 
 
 def _wrapped(model: Any, name: str, module: Any, style: str, group: Group) -> Any:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from bigtrain.engine.checkpoint.lazy import open_weights
+from bigtrain.errors import ModelError
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
-from bigtrain.models.verified_export import Probe, export_model
+from bigtrain.models.export.adapters import export_adapter, merged_weights
+from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
+from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.base_fingerprint import base_sums, refuse_other_base
+from bigtrain.run.checkpointing.model_card import model_card
 from bigtrain.run.run_directory import MODEL_CONFIG
 from bigtrain.settings.run_config import ModelSection, RunConfig
 
@@ -21,28 +30,63 @@ def export_run(
     dtype: str | None = None,
     replace: bool = False,
     max_shard_size: str = MAX_SHARD_SIZE,
+    merge: bool = False,
 ) -> int:
     """Export the checkpoint of `step` (default: the newest valid one); returns its step.
 
     One process, no process group, one file's weights in memory. The weights are the fp32 masters
     rounded to `dtype` (default: the dtype the run computed in), checked against logits that the
-    training engine itself stored.
+    training engine itself stored. Of a run with adapters, those, in peft's form (default dtype:
+    float32, for they are small), or with `merge` its base with them added.
     Raises CheckpointError or ModelError; on either, `output` stays as it was.
     """
     directory = checkpoints.find(run_directory, step)
     state = checkpoints.read_state(directory)
     config = RunConfig.model_validate(state["config"])
     model_config = run_directory / MODEL_CONFIG
+    # Not from config.model: a directory or hub name may be gone or changed by now.
+    hf_config = load_hf_config(ModelSection(config=str(model_config)))
+    weights: Mapping[str, torch.Tensor] = open_weights(
+        directory / checkpoints.TENSORS, checkpoints.list_tensors(directory)
+    )
+    tokenizer = run_directory / "tokenizer"
+    probe = Probe.load(directory / checkpoints.PROBE, config.precision.dtype)
+    if config.adapters is None and merge:
+        raise ModelError(f"{run_directory}: has no adapters to merge -> leave out --merge")
+    if config.adapters is not None:
+        base = _base_of(config, hf_config, state, directory)
+        if not merge:
+            export_adapter(
+                weights,
+                config.adapters,
+                str(config.model.path),
+                hf_config,
+                tokenizer,
+                output,
+                dtype=dtype or "float32",
+                probe=probe,
+                replace=replace,
+            )
+            return int(state["step"])
+        weights = merged_weights(weights, config.adapters, base, hf_config)
     export_model(
-        open_weights(directory / checkpoints.TENSORS, checkpoints.list_tensors(directory)),
-        # Not from config.model: a directory or hub name may be gone or changed by now.
-        load_hf_config(ModelSection(config=str(model_config))),
-        run_directory / "tokenizer",
+        weights,
+        hf_config,
+        tokenizer,
         output,
         dtype=dtype or config.precision.dtype,
-        probe=Probe.load(directory / checkpoints.PROBE, config.precision.dtype),
+        probe=probe,
         generation_config=model_config / GENERATION_CONFIG,
+        card=model_card(config, int(state["step"]), run_directory / "metrics.jsonl"),
         replace=replace,
         max_shard_size=max_shard_size,
     )
     return int(state["step"])
+
+
+def _base_of(config: RunConfig, hf_config: Any, state: dict[str, Any], directory: Path) -> Weights:
+    """The weights that the adapters of a checkpoint are beside. Reads all of their files."""
+    assert config.model.path is not None
+    base = find_weights(config.model.path, hf_config)
+    refuse_other_base(state, base_sums(base.files), directory)
+    return base

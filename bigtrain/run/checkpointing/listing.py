@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,12 @@ def describe_checkpoints(run_directory: Path) -> list[str]:
                 kept if damage is None else damage,
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    return table(rows)
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with columns as wide as they must be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows

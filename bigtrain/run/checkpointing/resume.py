@@ -12,6 +12,7 @@ from bigtrain.engine.checkpoint.snapshot import restore_engine
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.base_fingerprint import refuse_other_base
 from bigtrain.run.health import fencing
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
@@ -37,10 +38,14 @@ _FREE = {
     "data.tokenizer",
     "data.verify",
     "data.workers",
+    "sites.address",
+    "sites.timeout_seconds",
 }
 # Settings younger than some checkpoints, with what such a run did.
 _BEFORE: dict[str, Any] = {
     "model.frozen": [],
+    "adapters": None,
+    "sites": None,
     "precision.tf32": False,
     "data.document_boundaries": "ignore",
     "data.packing": "concatenate",
@@ -70,6 +75,9 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
     while (directory := _next(session, usable)) is not None:
         document = checkpoints.read_state(directory)
         phases = resumed_phases(document, session.run.config, session.inputs, directory)
+        if session.run.config.adapters is not None:
+            assert session.base_model is not None
+            refuse_other_base(document, session.base_model, directory)
         listing = checkpoints.list_tensors(directory)
         tensors = directory / checkpoints.TENSORS
         try:
@@ -84,6 +92,7 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
             document["tokens"],
             phases,
             GuardState.from_json(document.get("guard")),
+            document.get("outer_steps", 0),
         )
         session.say(f"resumed at step {state.step} from {directory}")
         if len(phases) > 1 and phases[-1].first_sample == state.samples:
@@ -157,8 +166,8 @@ def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -
 
 
 def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    before = _BEFORE | _mathematics(there)
-    now = _mathematics(config.model_dump(mode="json"))
+    before = _BEFORE | _flat(there)
+    now = mathematics(config)
     return [
         (key, f"{before.get(key)!r} there, {now.get(key)!r} now")
         for key in sorted(before.keys() | now.keys())
@@ -193,8 +202,12 @@ def _refuse(
         )
 
 
-def _mathematics(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings that change the mathematics, flat; the batch in samples however it was given."""
+def mathematics(config: RunConfig) -> dict[str, Any]:
+    """Settings that change the mathematics by their names; the batch in samples."""
+    return _flat(config.model_dump(mode="json"))
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, value in config.items():
         if section in _FREE_SECTIONS:

@@ -23,6 +23,13 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
     after ``guard.max_rollbacks`` to the same one.
     """
     section = session.run.config.guard
+    if session.run.config.sites is not None:
+        raise TrainingError(
+            f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and a run of "
+            "several sites does not go back on its own: the others would not -> look at the data "
+            "and the learning rate of this site; started again, it goes on from its newest "
+            "checkpoint"
+        )
     good = _good_checkpoints(session, state)
     while (found := _from_main(session, good)) is not None:
         directory, document = Path(found[0]), found[1]

@@ -19,12 +19,13 @@ import torch.distributed as dist
 from bigtrain.engine.checkpoint.io import Staging, Written
 from bigtrain.engine.checkpoint.snapshot import EngineSnapshot, checkpoint_bytes, snapshot_engine
 from bigtrain.engine.checkpoint.tensor_files import Identity
-from bigtrain.engine.long_work import on_main_rank
+from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, LostRunTokenError
-from bigtrain.models.verified_export import Probe
+from bigtrain.models.export.verified import Probe
 from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.base_fingerprint import BASE, fingerprint
 from bigtrain.run.checkpointing.retention import retain
 from bigtrain.run.run_directory import describe_environment
 from bigtrain.run.session import Session
@@ -102,6 +103,9 @@ class Saver:
                 session.run, session.inputs, session.hosts, session.device
             ),
         }
+        if session.run.config.adapters is not None:
+            assert session.base_model is not None
+            self._run_document[BASE] = fingerprint(session.base_model)
         checkpoints.clear_garbage(session.directory)
         return identity
 

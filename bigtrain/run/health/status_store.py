@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from bigtrain.engine.long_work import on_main_rank
+from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.run.health.hang_report import Position
 from bigtrain.system.world import World
 

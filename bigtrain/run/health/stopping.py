@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.long_work import on_main_rank
+from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.errors import BigtrainError
 from bigtrain.run.state import TrainState
 from bigtrain.system.stop_signals import StopSignals, ask_for_restart

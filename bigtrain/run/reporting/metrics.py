@@ -1,13 +1,16 @@
 """The figures of a run: metrics.jsonl, the trackers, and what people see.
 
-``metrics.jsonl`` holds one JSON object per line, of three kinds. Every logged step::
+``metrics.jsonl`` holds one JSON object per line, of four kinds. Every logged step::
 
     {"step", "loss", "lr", "grad_norm", "tokens", "samples", "tokens_per_second", "step_seconds",
-     "model_flops_utilization", "memory_gib", "breakdown", "peak_memory_gib_by_phase"}
+     "model_flops_utilization", "memory_gib", "breakdown", "peak_memory_gib_by_phase",
+     "expert_imbalance", "expert_exchange"}
 
 where "breakdown" holds what `bigtrain.run.reporting.breakdown.Breakdown` describes, and a run on a
-CPU has no "peak_memory_gib_by_phase". Trackers get them as ``breakdown/NAME`` and
-``peak_memory_gib/PHASE``. Every evaluation::
+CPU has no "peak_memory_gib_by_phase", a model without experts not the last two, and one whose
+experts are not divided no "expert_exchange". Trackers get them as ``breakdown/NAME``,
+``peak_memory_gib/PHASE``, ``expert_imbalance/MODULE`` and ``expert_exchange/NAME``. Every
+evaluation::
 
     {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens"}
 
@@ -15,7 +18,15 @@ with "held_out_sources" besides where there are several: by name of the source i
 "perplexity" and "tokens"; "held_out_loss" is then their mean by the weights of the mixture.
 Trackers get them as ``held_out_loss/NAME``.
 
-and every event, with the samples of the run that it concerns::
+Every outer step of a run with several sites::
+
+    {"step", "outer_step", "sites", "sent_bytes", "seconds", "waited_seconds", "change", "distance"}
+
+with the sites that took part, "sent_bytes" of this one, all ranks together, the root mean square
+"change" that it made to the global weights since the last outer step, and the "distance" of its
+weights to the mean of all sites. Trackers get them as ``outer_step/NAME``.
+
+And every event, with the samples of the run that it concerns::
 
     {"step", "event": "skipped", "first_sample", "num_samples", "reason", "loss", "grad_norm",
      "consecutive"}
@@ -38,7 +49,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from bigtrain.errors import OutputError
 from bigtrain.run.reporting.breakdown import Breakdown, MeanBreakdown
@@ -58,6 +69,8 @@ from bigtrain.system.files import writing
 __all__ = ["HeldOutLoss", "MetricsWriter", "StepMetrics", "check_trackers", "memory_gib"]
 
 GIB = 2**30
+# Fields of `StepMetrics` that are objects of their own, and left out where they are not known.
+_OBJECTS = ("breakdown", "peak_memory_gib_by_phase", "expert_imbalance", "expert_exchange")
 
 
 @dataclass(frozen=True)
@@ -68,13 +81,20 @@ class StepMetrics:
     last logged one, or since the run went on from a checkpoint, without steps that were left out;
     `lr`: used in this step; `grad_norm`: before clipping; `tokens`: trained on since the
     beginning of the run, padding included; `samples`: trained on since the beginning of the run;
-    `tokens_per_second`: of the whole run, padding included, mean since the last logged step, as is
-    `step_seconds`; `model_flops_utilization`: between 0 and 1, None where the device's peak is not
+    `tokens_per_second`: of the whole run (of this site, where there are several), padding included,
+    mean since the last logged step, as is `step_seconds`; `model_flops_utilization`: between 0 and
+    1, None where the device's peak is not
     known; `memory_gib`: see `memory_gib`; `breakdown`: which part of the step took how long on the
     main rank; `peak_memory_gib_by_phase`: GiB allocated on the main rank's CUDA device at most so
     far in forward, backward (compute for both in a pipeline), optimizer, save and evaluation; seen
     in the first two steps of a start, in those that are logged, and in all saves and evaluations;
-    None on a CPU, where what one phase has left is not told from what the next one uses.
+    None on a CPU, where what one phase has left is not told from what the next one uses;
+    `expert_imbalance`: by name of a layer's experts, tokens of the global batch that chose its
+    busiest expert over the mean of its experts, of the logged step alone: 1 where all have as
+    many; None without experts and where layers are compiled; `expert_exchange`: where ranks divide
+    the experts, "sent_bytes" that a rank has sent to others in the exchanges of tokens and of
+    gradients, and the "seconds" that these took, waiting for the others included; of the logged
+    step alone, means over all ranks.
     """
 
     step: int
@@ -89,6 +109,8 @@ class StepMetrics:
     memory_gib: float
     breakdown: Breakdown | None = None
     peak_memory_gib_by_phase: Mapping[str, float] | None = None
+    expert_imbalance: Mapping[str, float] | None = None
+    expert_exchange: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,7 +188,7 @@ class MetricsWriter:
     def log_step(self, metrics: StepMetrics) -> None:
         """Write one step's figures everywhere. The line is on its way to disk on return."""
         figures = asdict(metrics)
-        details = {name: figures.pop(name) for name in ("breakdown", "peak_memory_gib_by_phase")}
+        details = {name: figures.pop(name) for name in _OBJECTS}
         known = {name: value for name, value in details.items() if value is not None}
         self._write({**figures, **known})
         self._tally.add(metrics)
@@ -212,6 +234,17 @@ class MetricsWriter:
         self.info(text)
         by_source = {f"held_out_loss/{name}": one.loss for name, one in sources.items()}
         self._trackers.log({**figures, **by_source}, step)
+
+    def log_outer_step(self, step: int, **figures: Any) -> None:
+        """Write an outer step after optimizer step `step`, as the top of this file lists it."""
+        self._write({"step": step, **figures})
+        self.info(
+            f"step {step}/{self._total_steps} outer step {figures['outer_step']} with "
+            f"{len(figures['sites'])} sites in {figures['seconds']:.2f} s, "
+            f"{figures['sent_bytes']:,} bytes sent, distance {figures['distance']:.3g}"
+        )
+        names = ("sent_bytes", "seconds", "waited_seconds", "change", "distance")
+        self._trackers.log({f"outer_step/{name}": figures[name] for name in names}, step)
 
     def log_event(self, event: str, *, step: int, **details: object) -> None:
         """Write what happened in `step`, as the top of this file lists it; not to trackers."""

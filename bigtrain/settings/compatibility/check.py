@@ -9,11 +9,17 @@ that it would crash on: a setting that does nothing is a mistake of whoever wrot
 from __future__ import annotations
 
 from bigtrain.errors import Problem
+from bigtrain.settings.compatibility.adapter_rules import ADAPTER_RULES
 from bigtrain.settings.compatibility.deepspeed_rules import ENGINE_RULES
-from bigtrain.settings.compatibility.expert_rules import EXPERT_MODEL_RULES, EXPERT_RULES
+from bigtrain.settings.compatibility.expert_rules import (
+    EXPERT_MODEL_RULES,
+    EXPERT_RULES,
+)
 from bigtrain.settings.compatibility.facts import Device, Facts, Rule
+from bigtrain.settings.compatibility.optimizer_rules import OPTIMIZER_RULES
 from bigtrain.settings.compatibility.parallel_rules import MODEL_RULES, PARALLEL_RULES
 from bigtrain.settings.compatibility.performance_rules import SPEED_RULES, may_compile
+from bigtrain.settings.compatibility.site_rules import SITE_RULES
 
 __all__ = ["RULES", "Device", "Facts", "Rule", "check_compatibility", "check_model", "may_compile"]
 
@@ -23,7 +29,10 @@ RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *EXPERT_MODEL_RULES,
     *ENGINE_RULES,
+    *OPTIMIZER_RULES,
+    *ADAPTER_RULES,
     *SPEED_RULES,
+    *SITE_RULES,
 )
 
 

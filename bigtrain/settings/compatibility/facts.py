@@ -21,7 +21,13 @@ class Facts:
     where it leaves the choice to the engine. ``pipeline_settings`` are the keys of its pipeline
     block that say more than the defaults. ``source`` names the DeepSpeed JSON in problems.
     ``attention``, ``loss``, ``kernels``, ``compiles`` (its compile) and ``activation_offload`` are
-    keys of the run's model section; ``isolates``: whether documents are kept apart.
+    keys of the run's model section; ``isolates``: whether documents are kept apart;
+    ``auxiliary_loss``, ``z_loss`` (its coefficient) and ``bias_updates`` (whether there are any) of
+    its moe section; ``optimizer`` and ``state_dtype`` of its optimizer section; ``adapters``: of
+    which type, None without, whether they are DoRA's (``dora``), and whether modules are copied
+    beside them (``saved_modules``) or stacked weights of experts have some (``adapted_stacks``);
+    ``num_sites``: how many train together, 0 without a section sites. ``accelerate``: whether the
+    engine is configured by answers to accelerate, without a JSON.
 
     Of the model, known once its configuration was read: ``attention_heads``; ``cut_heads`` and
     ``cut_key_heads``, the heads that its tensor-parallel plan divides among processes;
@@ -44,6 +50,8 @@ class Facts:
     offload_param_nvme_path: str | None = None
     super_offload: bool = False
     torch_adam: bool = True
+    optimizer: str = "adamw"
+    state_dtype: str = "float32"
     partition_size: int = 1
     quantized_weights: bool = False
     quantized_gradients: bool = False
@@ -63,6 +71,15 @@ class Facts:
     kernels: str = "none"
     compiles: str = "off"
     activation_offload: bool = False
+    auxiliary_loss: str = "micro_batch"
+    z_loss: float = 0.0
+    bias_updates: bool = False
+    adapters: str | None = None
+    dora: bool = False
+    saved_modules: bool = False
+    adapted_stacks: bool = False
+    num_sites: int = 0
+    accelerate: bool = False
     device: Device | None = None
     async_io: bool | None = None
     attention_heads: int | None = None

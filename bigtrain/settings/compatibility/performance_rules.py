@@ -17,6 +17,7 @@ def may_compile(facts: Facts) -> bool:
         facts.zero_stage < 3
         and facts.tensor_size == facts.sequence_size == facts.expert_size == 1
         and not facts.activation_offload
+        and not facts.bias_updates
     )
 
 
@@ -92,8 +93,8 @@ SPEED_RULES = (
         "compiled layers whose forward exchanges",
         lambda f: f.compiles == "on" and not may_compile(f),
         ("model.compile", lambda f: f.compiles),
-        "ZeRO 3, parallel.tensor, parallel.sequence, parallel.expert and model.activation_offload "
-        "act inside the layers, where graphs would break at every exchange",
+        "ZeRO 3, parallel.tensor, parallel.sequence, parallel.expert, moe.bias_update_rate and "
+        "model.activation_offload act inside the layers, where graphs would break",
         "model.compile=off, or ZeRO 2 at most without them",
         lambda f: replace(f, compiles="off"),
         Facts(zero_stage=3, compiles="on"),

@@ -251,9 +251,12 @@ def _assemble(
         "gradient_accumulation_steps": plan.accumulation,
         # Always written: DeepSpeed's default is 1.0, not off.
         "gradient_clipping": config.optimizer.clip_norm,
-        "optimizer": _render_optimizer(config, optimizer, tree, zero),
         "zero_optimization": zero,
     }
+    if config.optimizer.is_own:
+        rendered["zero_allow_untested_optimizer"] = True
+    else:
+        rendered["optimizer"] = _render_optimizer(config, optimizer, tree, zero)
     if config.precision.dtype == "bfloat16":
         rendered["bf16"] = {**bf16, "enabled": True}
     if config.precision.dtype == "float16":
@@ -267,7 +270,8 @@ def _assemble(
     if data_types:
         rendered["data_types"] = {k: v for k, v in data_types.items() if v != AUTO}
     offload = zero.get("offload_optimizer") or {}
-    if offload.get("device", "none") != "none" and optimizer_is_torch(optimizer, tree, zero):
+    is_torch = config.optimizer.is_own or optimizer_is_torch(optimizer, tree, zero)
+    if offload.get("device", "none") != "none" and is_torch:
         rendered["zero_force_ds_cpu_optimizer"] = False
     return rendered
 

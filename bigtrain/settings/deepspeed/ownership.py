@@ -55,6 +55,10 @@ REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
         "bigtrain writes its own checkpoints",
         "take it out and set checkpoint.* in the run",
     ),
+    "data_types.buffer_dtype": (
+        "would round what has to stay as it is: rotary frequencies, the biases of routers",
+        "take it out; buffers keep the dtype that the model gives them",
+    ),
     "data_efficiency": ("the run owns the data and its order", "take it out"),
     "dataloader_drop_last": ("the run owns the data and its order", "take it out"),
     "managed_gradient_accumulation": (
@@ -163,9 +167,13 @@ def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
         return []
     size = "batch.global_tokens" if config.batch.global_tokens else "batch.global_batch_size"
     in_samples = config.batch.global_tokens or plan.global_batch_size
-    steps = f"{plan.global_batch_size} / ({plan.micro_batch_size} x {plan.data_size})"
+    divisors = f"{plan.micro_batch_size} x {plan.data_size}"
+    if plan.num_sites > 1:  # DeepSpeed knows of its own site alone
+        size = f"{size} / sites.count"
+        in_samples //= plan.num_sites
+    steps = f"{plan.site_batch_size} / ({divisors})"
     return [
-        Owned("train_batch_size", size, in_samples, plan.global_batch_size),
+        Owned("train_batch_size", size, in_samples, plan.site_batch_size),
         Owned(
             "train_micro_batch_size_per_gpu",
             "batch.micro_batch_size",
@@ -188,6 +196,7 @@ def _owned_optimizer(config: RunConfig) -> list[Owned]:
     masters = "precision (masters and optimizer states)"
     return [
         Owned("gradient_clipping", "optimizer.clip_norm", optimizer.clip_norm, optimizer.clip_norm),
+        # Of the file for Hugging Face's Trainer; the run's own optimizers take its place.
         Owned("optimizer.type", "optimizer.type", optimizer.type, "AdamW"),
         Owned("optimizer.params.lr", "optimizer.lr", optimizer.lr, optimizer.lr),
         Owned("optimizer.params.betas", "optimizer.betas", betas, betas),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bigtrain.settings.sections.base import PositiveInt, Section
+from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section
 
 
 class ModelSection(Section):
@@ -91,6 +91,29 @@ class ModelSection(Section):
         if isinstance(self.config, dict) and "model_type" not in self.config:
             raise ValueError("model.config must name a model_type, for example model_type: llama")
         return self
+
+
+class MoeSection(Section):
+    """How the experts of a mixture are kept busy alike; nothing for other models."""
+
+    auxiliary_loss: Literal["micro_batch", "global_batch"] = Field(
+        default="micro_batch",
+        description="what the model's own load-balancing loss (output_router_logits and "
+        "router_aux_loss_coef of its configuration) is computed over; micro_batch: a micro-batch "
+        "of one rank, as transformers does; global_batch: its fractions of tokens are those of all "
+        "ranks, in this micro-batch and those before it in the step",
+    )
+    z_loss_coefficient: NonNegativeFloat = Field(
+        default=0.0,
+        description="of the mean square of the router logits' log-sum-exp, added to the loss "
+        "(ST-MoE, arXiv 2202.08906); 0: none",
+    )
+    bias_update_rate: NonNegativeFloat = Field(
+        default=0.0,
+        description="by how much each update raises or lowers the bias by which tokens choose an "
+        "expert, where fewer or more tokens of the global batch than the mean have chosen it "
+        "(DeepSeek-V3: 0.001); 0: biases stay as they are",
+    )
 
 
 class PrecisionSection(Section):

@@ -185,6 +185,22 @@ def test_what_is_exchanged_is_what_the_formulas_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_divided_experts_send_what_the_planner_says(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    words = ("--size", "tiny", "--steps", "1", "--rounds", "1", "--output", str(output))
+    finished = run_script("experts.py", *words)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = {row["layout"]: row for row in json.loads(output.read_text())}
+    assert rows.keys() == {"ZeRO 1", "EP 2", "TP 2"}
+    assert all(row["step_seconds"] > 0 for row in rows.values())
+    # The router does not choose evenly, and sends as many to the other rank as it likes.
+    assert 0.8 <= rows["EP 2"]["sent_of_formula"] <= 1.2
+    assert rows["ZeRO 1"]["sent_bytes"] is rows["TP 2"]["sent_bytes"] is None
+
+
+@pytest.mark.slow
 def test_a_report_is_compared_with_parsing() -> None:
     finished = run_script("report.py", "--steps", "200", "--rounds", "1")
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -287,7 +287,7 @@ def test_template_without_conversations(
     source: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["tokenize", "--input", str(source), "--tokenizer", str(tokenizer)]
-    options = ["--output", str(tmp_path / "d"), "--chat-template", "x.jinja"]
+    options = ["--output", str(tmp_path / "d"), "--format", "text", "--chat-template", "x.jinja"]
     assert main([*command, *options]) == 2
     assert "--chat-template is for conversations -> name their key" in capsys.readouterr().err
 

@@ -26,9 +26,9 @@ from bigtrain.models.configuration import (
     text_config,
     vocabulary_size,
 )
-from bigtrain.models.generation import generate
+from bigtrain.models.export.verified import Probe, export_model, relative_difference
+from bigtrain.models.generation import Sampling, generate
 from bigtrain.models.layers.parameters import check_frozen
-from bigtrain.models.verified_export import Probe, export_model, relative_difference
 from bigtrain.settings.run_config import ModelSection
 
 VOCAB_SIZE = 270
@@ -477,7 +477,9 @@ def test_export_is_the_trained_model(name: str, run_export: Callable[..., Path])
         assert torch.equal(parameter, again[key]), key
     assert json.loads((output / "config.json").read_text())["model_type"] == name
     # transformers caches keys and values again when it generates from it.
-    text = generate(str(output), "the th", max_new_tokens=3, temperature=0, top_p=1.0, seed=0)
+    text = generate(
+        str(output), "the th", max_new_tokens=3, sampling=Sampling(temperature=0, top_p=1.0, seed=0)
+    )
     assert text.startswith("the th")
 
 

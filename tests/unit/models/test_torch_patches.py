@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bigtrain.models import torch_patches
 from tests.support.contracts import Contract, has, public_functions, takes, title
@@ -110,6 +112,11 @@ def dumps_trace() -> bool:
     return trace is None or isinstance(trace, bytes)
 
 
+def makes_a_group_of_one() -> bool:
+    group = torch_patches.gloo_group(dist.HashStore(), 0, 1, timedelta(seconds=9), "127.0.0.1")
+    return (group.rank(), group.size()) == (0, 1)
+
+
 def waits_by_wait() -> bool:
     """Of a collective of one rank; nothing is observed of another thread, or afterwards."""
     store = dist.HashStore()
@@ -129,7 +136,25 @@ def waits_by_wait() -> bool:
     return (waited, len(seconds)) == (1, 2) and min(seconds) >= 0
 
 
+def knows_backward() -> bool:
+    """Also where a checkpointed layer is computed again."""
+    seen = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_patches.is_in_backward())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    return seen == [False, True] and not torch_patches.is_in_backward()
+
+
 CONTRACTS = [
+    Contract(
+        torch_patches.is_in_backward,
+        "torch._C._current_graph_task_id does not say any more that a backward pass is under way",
+        knows_backward,
+    ),
     Contract(
         torch_patches.shadow,
         "nn.Module does not call the forward in a module's own dict inside of its hooks any more",
@@ -187,6 +212,11 @@ CONTRACTS = [
     ),
     has(torch_patches.default_store, lambda: dist.distributed_c10d, "_get_default_store"),
     takes(torch_patches.default_store, lambda: dist.distributed_c10d._get_default_store),
+    Contract(
+        torch_patches.gloo_group,
+        "torch.distributed.ProcessGroupGloo takes no _Options with _timeout and _devices any more",
+        makes_a_group_of_one,
+    ),
     Contract(
         torch_patches.flight_recorder_trace,
         "torch._C._distributed_c10d has no _dump_fr_trace or gives no bytes any more",

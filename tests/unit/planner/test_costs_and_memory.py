@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bigtrain.planner.layout import Layout
+from bigtrain.planner.layout import Layout, OptimizerCosts
 from bigtrain.planner.memory import MemoryUse, peak_memory
 from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form, dense_shape
 from bigtrain.planner.step_time import stage_layers
@@ -146,3 +146,28 @@ def test_terms_add_up() -> None:
     use = use_of(closed_form(LLAMA), zero_stage=3, tensor_size=2, pipeline_size=1)
     assert sum(use.terms().values()) == pytest.approx(use.total)
     assert use.total == pytest.approx(use.allocated + use.context)
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    # Of one element of a hidden matrix and of one of everything else, beside 2 + 4 bytes.
+    [
+        (OptimizerCosts("adamw"), (8, 8)),
+        (OptimizerCosts("adamw", state_bytes=2), (4, 4)),
+        (OptimizerCosts("muon"), (4, 8)),
+        (OptimizerCosts("muon", state_bytes=2), (2, 4)),
+        (OptimizerCosts("lion"), (4, 4)),
+        (OptimizerCosts("adafactor"), (0, 0)),
+    ],
+)
+def test_moments_of_each_optimizer(costs: OptimizerCosts, expected: tuple[int, int]) -> None:
+    model = closed_form(LLAMA)
+    hidden, kv, inner = 4096, 1024, 14336
+    matrices = 32 * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
+    others = model.num_parameters - matrices
+    use = use_of(model, zero_stage=0, optimizer=costs)
+    moments = use.states - 6 * model.num_parameters
+    assert moments == pytest.approx(expected[0] * matrices + expected[1] * others, rel=1e-6)
+    assert use.host_checkpoint == pytest.approx(
+        4 * model.num_parameters / 8 + moments / 8, rel=1e-6
+    )

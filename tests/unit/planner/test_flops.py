@@ -29,6 +29,7 @@ def test_formula_reproduces_the_utilization_published_for_palm_540b() -> None:
 def test_terms_of_the_formula() -> None:
     shape = ModelShape(num_matmul_parameters=1000, num_layers=2, num_heads=4, head_size=8)
     assert flops_per_token(shape, 16) == 6 * 1000 + 12 * 2 * 4 * 8 * 16
+    assert flops_per_token(shape, 16, frozen=True) == 4 * 1000 + 12 * 2 * 4 * 8 * 16
 
 
 def test_input_embedding_counts_only_where_it_is_also_the_head() -> None:

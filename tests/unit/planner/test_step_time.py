@@ -9,7 +9,7 @@ import pytest
 
 from bigtrain.planner.communication import Group, place
 from bigtrain.planner.kernels import attention_seconds, matmul_seconds
-from bigtrain.planner.layout import Layout
+from bigtrain.planner.layout import Layout, OptimizerCosts
 from bigtrain.planner.model_costs import Attention, DenseShape, Matmul, ModelCosts, closed_form
 from bigtrain.planner.step_time import StepTime, stage_layers, step_time
 from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts, engine_named
@@ -155,3 +155,20 @@ def test_a_measured_engine_takes_the_place_of_formulas() -> None:
     slow = ENGINE.with_measured(MeasuredEngine(1e-3, 0.0, costs))
     launched = 3 * sum(MODEL.kinds[kind].num_kernels for kind in MODEL.layers) * 1e-3
     assert step_time(MODEL, layout, A100, slow).host == pytest.approx(5 * launched)
+
+
+def test_muon_is_iterated_on_by_those_who_hold_a_stage() -> None:
+    """Work falls with the ranks; what is sent is 2 x 2 bytes an element of a rank's part."""
+
+    def more(**changes: Any) -> float:
+        plain = time_of(zero_stage=2, **changes).optimizer
+        costs = OptimizerCosts("muon")
+        return time_of(zero_stage=2, optimizer=costs, **changes).optimizer - plain
+
+    one, eight = more(data_size=1), more(data_size=8)
+    shapes = [(4096, 4096)] * 2 + [(4096, 1024)] * 2 + [(4096, 14336)] * 3
+    flops = sum(4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3 for s in shapes) * 5 * 8
+    assert 1.0 <= one / (flops / A100.peak_flops) < 1.3  # the last wave is not full
+    sent = 2 * 2 * 8 * sum(rows * columns for rows, columns in shapes) / 8
+    network = Group(8, 8).all_to_all(A100, sent / 2) * 2
+    assert eight == pytest.approx(one / 8 + network, rel=1e-6)

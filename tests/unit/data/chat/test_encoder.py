@@ -338,7 +338,7 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
             "message 1 has no role .* keys here: from, value",
         ),
         ([{"role": 1}], None, "message 1 has no role that is text"),
-        (turns("a", "b"), "tools", "its tools are not a list of objects"),
+        (turns("a", "b"), 7, "its tools are not a list of objects"),
         (turns("\ud800", "b"), None, "it cannot be written as JSON"),
     ],
 )

@@ -47,9 +47,12 @@ def copy(masked: Path, tmp_path: Path) -> Path:
 
 
 def flip(path: Path, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
+    """In place: a file that is written whole is short for a moment, and another thread may read."""
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
 
 
 def run_of(path: Path, mode: str) -> RunConfig:

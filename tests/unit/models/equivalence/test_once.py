@@ -14,6 +14,7 @@ from bigtrain.models.equivalence.model_plan import choose
 from bigtrain.models.equivalence.once import choose_once, trial_key
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.adapters import AdaptersSection
 
 LLAMA = {
     "model_type": "llama",
@@ -103,6 +104,14 @@ def test_every_setting_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(once, "_own_source", lambda: b"another bigtrain")
     choose_once(*run_of(LLAMA, 1))
     assert keys[-1] not in keys[:-1]
+
+
+def test_adapters_are_another_trial() -> None:
+    config, hf_config, plan = run_of(LLAMA, 1)
+    assert choose_once(config, hf_config, plan)[1] == []
+    adapters = AdaptersSection(targets=("no_such_layer",))
+    changed = config.model_copy(update={"adapters": adapters})
+    assert choose_once(changed, hf_config, plan)[1] != []
 
 
 def test_a_model_of_foreign_code_is_tried_every_time() -> None:

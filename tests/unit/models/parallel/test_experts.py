@@ -17,7 +17,7 @@ from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
 
 
-@pytest.mark.parametrize("width", [16, 20], ids=["grouped products", "one after the other"])
+@pytest.mark.parametrize("width", [16, 20], ids=["grouped products", "padded ones"])
 def test_idle_experts_get_gradients_of_zeros(width: int) -> None:
     config = CONFIG_MAPPING["gpt_oss"](
         vocab_size=64,

@@ -18,10 +18,11 @@ from bigtrain.errors import ModelError
 from bigtrain.models.build import WHOLE, build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.pipeline_stages import difference, plan_stages, prove, stage_costs
+from bigtrain.models.layers.adapters import add_adapters, weight_of
 from bigtrain.models.parallel.stage_layout import StageLayout, find_layout
 from bigtrain.models.parallel.stages import LayerPlaceholder, Payload, Stage, stages_of_parameters
 from bigtrain.planner.stage_balance import StageCosts, balanced_cuts
-from bigtrain.settings.run_config import ModelSection
+from bigtrain.settings.run_config import AdaptersSection, ModelSection
 
 VOCABULARY = 64
 LLAMA: dict[str, Any] = {
@@ -165,6 +166,17 @@ def test_every_parameter_has_its_stages(tied: bool) -> None:
         stage = Stage(copy.deepcopy(model), layout, (0, 1, 4), index)
         held = dict(stage.model.named_parameters())
         assert held.keys() == {name for name, found in stages.items() if index in found}
+
+
+def test_adapters_are_on_the_stage_of_their_layer() -> None:
+    """Also those outside of the decoder layers."""
+    model = small("opt", word_embed_proj_dim=16, ffn_dim=48, do_layer_norm_before=False)
+    layout = find_layout(model, tokens())
+    plain = stages_of_parameters(model, layout, (0, 1, 4))
+    assert plain["model.decoder.project_out.weight"] == (1,)
+    add_adapters(model, AdaptersSection(rank=2), lambda _: 0)
+    for name, stages in stages_of_parameters(model, layout, (0, 1, 4)).items():
+        assert stages == plain[weight_of(name)], name
 
 
 def test_absent_layers_answer_for_their_class() -> None:

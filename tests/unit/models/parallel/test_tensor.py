@@ -21,9 +21,10 @@ from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.parallel.collectives import sum_gradient
+from bigtrain.models.parallel.grouped_experts import PADDED
 from bigtrain.models.parallel.sharding import Shard, even_ranges, padded_range
 from bigtrain.models.parallel.tensor import _shard_of_style, check_shards, tensor_plan
-from bigtrain.settings.run_config import ModelSection
+from bigtrain.settings.run_config import AdaptersSection, ModelSection
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 97,
@@ -109,6 +110,24 @@ def test_gathered_attention_needs_no_whole_heads() -> None:
     assert check_tensor_size(config("phi3", pad_token_id=0), 3) == []
 
 
+def test_adapters_beside_every_kind_of_cut() -> None:
+    for model_type in ("llama", "phi3", "minicpm3"):
+        assert check_tensor_size(config(model_type, pad_token_id=0), 2, AdaptersSection()) == []
+
+
+def test_adapters_beside_what_is_cut_in_another_way_are_refused() -> None:
+    changed = config()
+    changed.base_model_tp_plan = {
+        **changed.base_model_tp_plan,
+        "layers.*.mlp.up_proj": "all_reduce",
+    }
+    assert check_tensor_size(changed, 2) == []
+    one, two = check_tensor_size(changed, 2, AdaptersSection(targets=("up_proj", "q_proj")))
+    assert (one.key, one.value) == ("adapters.targets", "model.layers.0.mlp.up_proj")
+    assert "'all_reduce'" in one.rule
+    assert two.value == "model.layers.1.mlp.up_proj"
+
+
 def test_architecture_without_a_plan_is_refused() -> None:
     gpt2 = CONFIG_MAPPING["gpt2"](n_embd=32, n_head=4, n_layer=2, vocab_size=64)
     with pytest.raises(
@@ -172,8 +191,8 @@ def test_experts_are_cut_in_whole_units_where_there_are_enough(
         assert bias.local_shape == (2, 2 * part)
 
 
-@pytest.mark.parametrize(("width", "kind"), [(24, "grouped_mm"), (20, "eager"), (7, "eager")])
-def test_experts_that_no_grouped_product_takes_run_in_turn(width: int, kind: str) -> None:
+@pytest.mark.parametrize(("width", "kind"), [(24, "grouped_mm"), (20, PADDED), (7, PADDED)])
+def test_experts_that_no_grouped_product_takes_are_padded(width: int, kind: str) -> None:
     section = ModelSection(
         config={
             "model_type": "qwen3_moe",

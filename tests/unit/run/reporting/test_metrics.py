@@ -82,19 +82,25 @@ def test_the_breakdown_of_a_step_is_written_and_summed_up(tmp_path: Path) -> Non
     second = Breakdown(0.4, 0.1, 0.2, None, 0.05, 0.02, 0.15)
     with writer(tmp_path, trackers=("tensorboard",)) as metrics:
         peaks = {"forward": 1.5, "save": 2.0}
-        metrics.log_step(replace(step_metrics(1), breakdown=first, peak_memory_gib_by_phase=peaks))
+        imbalance = {"model.layers.0.mlp.experts": 1.25}
+        exchange = {"sent_bytes": 4096.0, "seconds": 0.5}
+        objects = {"breakdown": first, "peak_memory_gib_by_phase": peaks}
+        experts = {"expert_imbalance": imbalance, "expert_exchange": exchange}
+        metrics.log_step(replace(step_metrics(1), **objects, **experts))
         metrics.log_step(replace(step_metrics(4), breakdown=second))
         metrics.log_step(step_metrics(5))
         summary = metrics.summary()
     lines = lines_of(tmp_path)
     assert [list(line)[len(FIELDS) :] for line in lines] == [
-        ["breakdown", "peak_memory_gib_by_phase"],
+        ["breakdown", "peak_memory_gib_by_phase", "expert_imbalance", "expert_exchange"],
         ["breakdown"],
         [],
     ]
     assert lines[0]["breakdown"] == asdict(first)
     assert lines[0]["breakdown"]["compute_seconds"] is None
     assert lines[0]["peak_memory_gib_by_phase"] == peaks
+    assert lines[0]["expert_imbalance"] == imbalance
+    assert lines[0]["expert_exchange"] == exchange
     assert (
         "step      data 300, forward 100, backward 200, optimizer 50, engine 150 ms, "
         "of them 20 ms waiting for other ranks"
@@ -102,6 +108,8 @@ def test_the_breakdown_of_a_step_is_written_and_summed_up(tmp_path: Path) -> Non
     scalars = read_scalars(tmp_path)
     assert scalars["breakdown/data_seconds"] == [(1, 0.0), (4, pytest.approx(0.4))]
     assert scalars["peak_memory_gib/save"] == [(1, 2.0)]
+    assert scalars["expert_imbalance/model.layers.0.mlp.experts"] == [(1, 1.25)]
+    assert scalars["expert_exchange/sent_bytes"] == [(1, 4096.0)]
     assert "breakdown/compute_seconds" not in scalars
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigtrain.engine.checkpoint.fragments import Rectangle, rectangles
+from bigtrain.engine.optimizers.masters import Rectangle, rectangles
 
 
 @st.composite

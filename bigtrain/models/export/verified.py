@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,12 +19,14 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from bigtrain.errors import ModelError, OutputError
 from bigtrain.models.build import build_model, read_in_turn
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
+from bigtrain.models.export.chat_ending import stop_at_end_of_turn
 from bigtrain.models.weights.checksums import write_checksums
 from bigtrain.models.weights.export_hf import DTYPES, MAX_SHARD_SIZE, write_model, write_tokenizer
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.files import cannot_be_written
 
+_CARD = "README.md"
 # Relative root-mean-square difference of logits that another kernel, thread count or device makes:
 # about 1e-6 was seen in float32 and 5e-3 in bfloat16; a wrong or misplaced weight makes about 1.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
@@ -68,6 +72,7 @@ def export_model(
     dtype: str,
     probe: Probe,
     generation_config: Path | None = None,
+    card: str = "",
     replace: bool = False,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
@@ -75,11 +80,32 @@ def export_model(
 
     Parameters: `weights`, full tensors by Hugging Face name, tied ones once; `dtype`, name of the
     dtype they are stored in; `generation_config`, a file to take over as it is, where it exists
-    (otherwise transformers makes one of `hf_config`); `max_shard_size`, of a file, such as 5GB.
+    (otherwise transformers makes one of `hf_config`), to which the end of an answer is added where
+    the tokenizer has a chat template; `card`, the text of its README.md; `max_shard_size`, of a
+    file, such as 5GB.
     One process. Of `LazyTensor`s it holds one file's at a time, and for the comparison one layer's.
     The directory appears under its name only after it has been reloaded with plain transformers and
     has answered right. Raises ModelError otherwise, or if `output` exists and is not to be
     replaced; OutputError where it cannot be written. What is to be replaced stays until then.
+    """
+    with writing_directory(output, replace=replace) as temporary:
+        hf_config.use_cache = True  # whatever the base's says: it is for those who generate
+        is_sharded = write_model(weights, hf_config, temporary, dtype, max_shard_size)
+        if generation_config is not None and generation_config.is_file():
+            shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
+        write_tokenizer(tokenizer_directory, temporary, output)
+        stop_at_end_of_turn(temporary)
+        if card:
+            (temporary / _CARD).write_text(card, encoding="utf-8")
+        _verify(temporary, probe, output, dtype, in_turn=is_sharded)
+
+
+@contextmanager
+def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
+    """Where to write what becomes `output`, whole and with checksums, once the block has ended.
+
+    Nothing of it stays after an error. Raises ModelError if `output` exists and is not to be
+    replaced, OutputError where it cannot be written.
     """
     if output.exists() and not replace:
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
@@ -87,12 +113,7 @@ def export_model(
     disable_progress_bar()
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        is_sharded = write_model(weights, hf_config, temporary, dtype, max_shard_size)
-        if generation_config is not None and generation_config.is_file():
-            shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
-        write_tokenizer(tokenizer_directory, temporary, output)
-        tolerance = max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype])
-        _verify(temporary, probe, output, tolerance, in_turn=is_sharded)
+        yield temporary
         write_checksums(temporary)
         if replace:
             shutil.rmtree(output, ignore_errors=True)
@@ -106,19 +127,25 @@ def export_model(
 
 
 @torch.no_grad()
-def _verify(
-    directory: Path, probe: Probe, output: Path, tolerance: float, *, in_turn: bool
-) -> None:
+def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn: bool) -> None:
     """Compare what the model in `directory` answers; `in_turn`: a layer of it at a time."""
     if in_turn:
         section = ModelSection(path=str(directory))
         hf_config = load_hf_config(section)
-        dtype = DTYPES[probe.dtype]
-        model = build_model(section, hf_config, seed=0, dtype=dtype, weights="left")
+        model = build_model(section, hf_config, seed=0, dtype=DTYPES[probe.dtype], weights="left")
         read_in_turn(model, find_weights(str(directory), hf_config))
     else:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[probe.dtype])
+    compare_logits(model, probe, output, dtype)
+
+
+@torch.no_grad()
+def compare_logits(model: Any, probe: Probe, output: Path, dtype: str) -> None:
+    """Raises ModelError where `model`, reloaded from files of `dtype`, does not answer `probe`.
+
+    `output`: what the error calls the directory."""
     model.eval()
+    tolerance = max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype])
     logits = model(input_ids=probe.input_ids, use_cache=False).logits.float()
     difference = relative_difference(logits, probe.logits)
     if not difference <= tolerance:

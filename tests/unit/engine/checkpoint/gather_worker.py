@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from bigtrain.engine.gather import gather_on_main
+from bigtrain.engine.checkpoint.gather import gather_on_main
 from bigtrain.engine.startup import process_group as module
 from bigtrain.engine.startup.process_group import cpu_group, process_group
 from bigtrain.system.world import read_world

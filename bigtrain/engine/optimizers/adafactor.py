@@ -1,0 +1,189 @@
+"""Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) as `torch.optim.Adafactor` has it (torch
+2.13, torch/optim/_adafactor.py), of parameters that ZeRO and the parallel degrees have cut.
+
+Its second moment is one number for each row and one for each column of a matrix, and its steps are
+measured by the root mean square of whole parameters. All of these are sums over elements: each rank
+adds up its own, one all-reduce of (rows + columns) numbers brings them together, and another of one
+number a parameter. So every rank has all states, which are small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bigtrain.engine.optimizers.masters import MasterPart, cut_parts
+from bigtrain.engine.optimizers.update_rule import Master, UpdateRule, names_in_update
+from bigtrain.engine.startup.mesh import Mesh, open_holders
+from bigtrain.models.parallel.sharding import full_shape
+from bigtrain.settings.sections.optimizer import AdafactorSection
+
+_EPS = torch.finfo(torch.float32).eps
+_SUMMED = {"row_var": -1, "col_var": -2, "variance": None}
+"""The dimension over which each state is the mean of squared gradients."""
+
+
+@dataclass(frozen=True)
+class _Rectangle:
+    """Of a parameter, with views into its master and its gradient."""
+
+    parameter: str
+    offsets: tuple[int, ...]
+    values: torch.Tensor
+    gradient: torch.Tensor
+
+
+class Adafactor(UpdateRule):
+    """States by parameter, on all ranks: `row_var` [..., rows, 1] and `col_var` [..., 1, columns]
+    of matrices, `variance` of vectors. Collective over the ranks that hold the same stage."""
+
+    def __init__(
+        self, section: AdafactorSection, model: nn.Module, mesh: Mesh, device: torch.device
+    ) -> None:
+        """model: this stage's part. device: one that the backend of its groups takes. Collective
+        over all ranks."""
+        self._section, self._device = section, device
+        self._eps1 = _EPS if section.eps1 is None else section.eps1
+        self._group = open_holders(mesh)[False]
+        self._shapes = {
+            name: full_shape(parameter) or (1,)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        self._parts: list[MasterPart] | None = None
+        self._copies: dict[str, float] = {}
+        self._states: dict[str, dict[str, torch.Tensor]] = {}
+
+    def attach(self, parts: Sequence[MasterPart]) -> None:
+        self._parts = [part for part in parts if part.name in self._shapes]
+        held = dict.fromkeys(self._shapes, 0.0)
+        for part in self._parts:
+            for _, view in cut_parts(part.shard, part.start, part.of(part.master)):
+                held[part.name] += view.numel()
+        total = self._summed(torch.tensor(list(held.values()), dtype=torch.float64))
+        # How many ranks have each element, all elements of a parameter equally many.
+        self._copies = {
+            name: count / math.prod(self._shapes[name])
+            for name, count in zip(held, total.tolist(), strict=True)
+        }
+
+    def small_states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        yield from self._states.items()
+
+    def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
+        """Overwrites the gradients."""
+        for master in masters:
+            master.step_count().add_(1)
+        if self._parts is None or not masters:
+            return
+        names = names_in_update(self._parts, masters, group)
+        for name in names:
+            self._states.setdefault(name, self._new_state(self._shapes[name]))
+        if group["lr"] == 0:
+            return  # a checkpoint has states allocated
+        rectangles = list(self._rectangles(masters))
+        step = float(masters[0].step_count())
+        values = self._follow_moments(names, rectangles, step**self._section.beta2_decay)
+        updates = self._totals(names, lambda box: self._direction(box).square_().sum(), rectangles)
+        lr, decay = group["lr"], group["weight_decay"]
+        rho = min(lr, 1 / math.sqrt(step))
+        for box in rectangles:
+            size = math.sqrt(math.prod(self._shapes[box.parameter]))
+            alpha = rho * max(self._section.eps2, math.sqrt(values[box.parameter]) / size)
+            norm = math.sqrt(updates[box.parameter])
+            denominator = max(1.0, norm / (size * self._section.clip_threshold))
+            box.values.mul_(1 - lr * decay)
+            box.values.add_(box.gradient, alpha=-alpha / denominator)
+
+    def _new_state(self, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        if len(shape) == 1:
+            return {"variance": torch.zeros(shape)}
+        return {
+            "row_var": torch.zeros(*shape[:-1], 1),
+            "col_var": torch.zeros(*shape[:-2], 1, shape[-1]),
+        }
+
+    def _rectangles(self, masters: Sequence[Master]) -> Iterator[_Rectangle]:
+        assert self._parts is not None
+        places = {id(master.values): master for master in masters}
+        for part in self._parts:
+            master = places.get(id(part.master))
+            if master is None:
+                continue
+            both = (part.of(master.values), part.of(master.gradient))
+            cuts = [cut_parts(part.shard, part.start, tensor) for tensor in both]
+            for (offsets, values), (_, gradient) in zip(*cuts, strict=True):
+                yield _Rectangle(part.name, offsets, values, gradient)
+
+    def _follow_moments(
+        self, names: Sequence[str], rectangles: Sequence[_Rectangle], weight: float
+    ) -> dict[str, float]:
+        """Take the squared gradients into the states with `weight`; returns each parameter's sum of
+        squared values."""
+        fresh = {name: self._new_state(self._shapes[name]) for name in names}
+        for box in rectangles:
+            squares = box.gradient.square()
+            for kind, total in fresh[box.parameter].items():
+                where = _place(total, box)
+                dim = _SUMMED[kind]
+                total[where] += (squares if dim is None else squares.sum(dim, keepdim=True)).cpu()
+        flat = [total.view(-1) for state in fresh.values() for total in state.values()]
+        sums = self._summed(torch.cat(flat) if flat else torch.zeros(0))
+        begin = 0
+        for name, state in fresh.items():
+            for kind, total in state.items():
+                found = sums[begin : begin + total.numel()].view(total.shape)
+                begin += total.numel()
+                dim = _SUMMED[kind]
+                count = 1 if dim is None else self._shapes[name][dim]
+                self._states[name][kind].lerp_(found / (count * self._copies[name]), weight)
+        return self._totals(names, lambda box: box.values.square().sum(), rectangles)
+
+    def _direction(self, box: _Rectangle) -> torch.Tensor:
+        """Make the gradient the update, in place; returns a copy to compute with."""
+        state = self._states[box.parameter]
+        if "variance" in state:
+            estimate = state["variance"][_place(state["variance"], box)].to(box.gradient.device)
+        else:
+            rows, columns = state["row_var"], state["col_var"]
+            mean = rows.mean(-2, keepdim=True).clamp_(min=self._eps1)
+            scaled = (rows / mean)[_place(rows, box)].to(box.gradient.device)
+            estimate = scaled * columns[_place(columns, box)].to(box.gradient.device)
+        box.gradient.mul_(estimate.clamp(min=self._eps1 * self._eps1).rsqrt_())
+        return box.gradient.clone()
+
+    def _totals(
+        self,
+        names: Sequence[str],
+        measure: Callable[[_Rectangle], torch.Tensor],
+        rectangles: Sequence[_Rectangle],
+    ) -> dict[str, float]:
+        """What `measure` gives, summed over each parameter."""
+        own = {name: torch.zeros((), dtype=torch.float64) for name in names}
+        for box in rectangles:
+            own[box.parameter] += measure(box).cpu()
+        sums = self._summed(torch.stack(list(own.values())) if own else torch.zeros(0))
+        return {
+            name: total / self._copies[name]
+            for name, total in zip(names, sums.tolist(), strict=True)
+        }
+
+    def _summed(self, own: torch.Tensor) -> torch.Tensor:
+        """Over the ranks that hold the same stage; on the CPU."""
+        total = own.to(self._device)
+        dist.all_reduce(total, group=self._group)
+        return total.cpu()
+
+
+def _place(state: torch.Tensor, box: _Rectangle) -> tuple[slice, ...]:
+    """Where in a state the rectangle's rows, columns or elements are."""
+    return tuple(
+        slice(0, 1) if size == 1 else slice(low, low + length)
+        for size, low, length in zip(state.shape, box.offsets, box.gradient.shape, strict=True)
+    )

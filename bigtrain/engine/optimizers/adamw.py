@@ -1,0 +1,64 @@
+"""AdamW element by element (Loshchilov and Hutter 2019, arXiv 1711.05101), by torch's kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from bigtrain.engine.optimizers.state_dtype import StateDtype, chunks, store
+from bigtrain.engine.optimizers.update_rule import Master, UpdateRule
+
+
+class AdamW(UpdateRule):
+    """Not collective. States: `exp_avg`, `exp_avg_sq`."""
+
+    def __init__(self, betas: tuple[float, float], eps: float, state_dtype: StateDtype) -> None:
+        self._betas, self._eps, self._dtype = betas, eps, state_dtype
+        self.state_bytes = 2 * state_dtype.torch_dtype.itemsize
+
+    def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
+        for master in masters:
+            step = master.step_count()
+            first = master.moment("exp_avg", self._dtype)
+            second = master.moment("exp_avg_sq", self._dtype)
+            if self._dtype is StateDtype.FLOAT32:
+                self._fused(master.values, master.gradient, first, second, step, group)
+                continue
+            for values, gradient, mean, square in chunks(
+                master.values, master.gradient, first, second
+            ):
+                wide = mean.float(), square.float()
+                self._fused(values, gradient, *wide, step.clone(), group)
+                store(mean, wide[0], gradient)
+                store(square, wide[1], gradient)
+            step += 1
+
+    def _fused(
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        step: torch.Tensor,
+        group: Mapping[str, Any],
+    ) -> None:
+        """Counts one in `step`."""
+        adamw(
+            [values],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [step],
+            fused=True,
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=self._eps,
+            maximize=False,
+        )

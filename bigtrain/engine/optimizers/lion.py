@@ -1,0 +1,27 @@
+"""Lion element by element (Chen et al. 2023, arXiv 2302.06675, algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bigtrain.engine.optimizers.state_dtype import StateDtype, chunks, store
+from bigtrain.engine.optimizers.update_rule import Master, UpdateRule
+
+
+class Lion(UpdateRule):
+    """Not collective. State: `exp_avg`."""
+
+    def __init__(self, betas: tuple[float, float], state_dtype: StateDtype) -> None:
+        self._betas, self._dtype = betas, state_dtype
+        self.state_bytes = state_dtype.torch_dtype.itemsize
+
+    def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
+        for master in masters:
+            master.step_count().add_(1)
+            moment = master.moment("exp_avg", self._dtype)
+            for values, gradient, mean in chunks(master.values, master.gradient, moment):
+                wide = mean.float()
+                values.mul_(1 - group["lr"] * group["weight_decay"])
+                values.add_(wide.lerp(gradient, 1 - self._betas[0]).sign_(), alpha=-group["lr"])
+                store(mean, wide.lerp_(gradient, 1 - self._betas[1]), gradient)

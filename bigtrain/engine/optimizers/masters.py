@@ -1,0 +1,183 @@
+"""Where this rank keeps its parts of the fp32 masters, whatever the ZeRO stage.
+
+A parameter is cut twice: tensor or expert parallelism leaves this rank a shard of it
+(`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard. DeepSpeed keeps the ranges
+in another place for every stage; here they all are `MasterPart`s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigtrain.engine.deepspeed_patches.optimizers import (
+    flat_partitions,
+    is_zero3,
+    offloads_to_nvme,
+    zero0_layout,
+    zero12_range,
+)
+from bigtrain.engine.deepspeed_patches.partitions import MasterRange, frozen_range, zero3_range
+from bigtrain.errors import CheckpointError
+from bigtrain.models.parallel.sharding import Shard, local_shape, shard_of
+
+
+@dataclass(frozen=True)
+class MasterPart:
+    """A flat range of one rank's shard of a parameter, and where its master lies.
+
+    name: the parameter's Hugging Face name. shard: of the full parameter. start: of the range, in
+    elements of the shard. master: the tensor that the optimizer updates, of which `count` elements
+    from `offset` on are the range. capacity: as of `MasterRange`. is_replicated: whether all
+    replicas hold the same.
+    """
+
+    name: str
+    shard: Shard
+    start: int
+    master: torch.Tensor
+    offset: int
+    count: int
+    capacity: int | None = None
+    is_replicated: bool = False
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The range of a tensor that is shaped like the master, 1-D."""
+        return tensor.view(-1).narrow(0, self.offset, self.count)
+
+
+def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
+    """All parts that this rank has of the parameters of `model`, which `engine` trains.
+
+    Frozen parameters, which no optimizer knows, are their own masters. Parameters that are
+    replicated appear on every rank that holds them; `shard.primary` is true on those that answer
+    for them. Not collective. Raises CheckpointError where masters cannot be had.
+    """
+    find = _finder(engine.optimizer)
+    for name, parameter in model.named_parameters():
+        found = find(parameter) if parameter.requires_grad else frozen_range(parameter)
+        if found is None:
+            continue
+        whole = isinstance(found, _Whole) or (
+            not parameter.requires_grad and found.capacity is None
+        )
+        yield MasterPart(
+            name,
+            _shard(parameter),
+            found.start,
+            found.flat,
+            found.offset,
+            found.count,
+            found.capacity,
+            whole,
+        )
+
+
+class _Whole(MasterRange):
+    """That of a parameter which every replica holds whole."""
+
+
+def _finder(optimizer: Any) -> Any:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return lambda p: _Whole(p, 0, p.numel(), 0)
+    if is_zero3(optimizer):
+        if offloads_to_nvme(optimizer):
+            raise CheckpointError(
+                "optimizer states on NVMe cannot be saved yet: use offload_optimizer.device = cpu"
+            )
+        return lambda p: zero3_range(p, optimizer)
+    partitions = flat_partitions(optimizer)
+    if partitions is not None:
+        return lambda p: zero12_range(p, partitions)
+    layout = {id(p): (flat, offset) for p, flat, offset in zero0_layout(optimizer)}
+    if layout:
+        return lambda p: _Whole(*layout[id(p)], p.numel(), 0)
+    raise CheckpointError(
+        f"the optimizer {type(optimizer).__name__} keeps its masters in a way that bigtrain does "
+        "not know how to save"
+    )
+
+
+def _shard(parameter: Any) -> Shard:
+    shard = shard_of(parameter)
+    if shard is not None and shard.shape:
+        return shard
+    primary = shard is None or shard.primary
+    return Shard(local_shape(parameter) or (1,), primary)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A rectangle of a tensor, and the range of a fragment (in elements) that fills it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def rectangles(shape: tuple[int, ...], start: int, count: int) -> list[Rectangle]:
+    """Cut the flat range [start, start + count) of a row-major tensor into rectangles.
+
+    At most 2 * ndim - 1 of them: a partial first row, whole rows, a partial last row, and so on
+    inside the partial ones. In order of the flat range.
+    """
+    found: list[Rectangle] = []
+    _cut(shape, (), start, start + count, 0, found)
+    return found
+
+
+def _cut(
+    shape: tuple[int, ...],
+    prefix: tuple[int, ...],
+    begin: int,
+    end: int,
+    filled: int,
+    found: list[Rectangle],
+) -> int:
+    """Cut [begin, end) of the sub-tensor at index `prefix`; returns elements filled so far."""
+    if begin >= end:
+        return filled
+    row = math.prod(shape[1:])
+    if len(shape) <= 1 or (begin % row == 0 and end % row == 0):
+        rows = (begin // row, end // row)
+        ones = (1,) * len(prefix)
+        size = end - begin
+        found.append(
+            Rectangle(
+                (*prefix, rows[0], *(0 for _ in shape[1:])),
+                (*ones, rows[1] - rows[0], *shape[1:]),
+                filled,
+                filled + size,
+            )
+        )
+        return filled + size
+    first, last = begin // row, (end - 1) // row
+    if first == last:
+        base = first * row
+        return _cut(shape[1:], (*prefix, first), begin - base, end - base, filled, found)
+    whole_from = first
+    if begin % row:
+        base = first * row
+        filled = _cut(shape[1:], (*prefix, first), begin - base, row, filled, found)
+        whole_from = first + 1
+    whole_to = end // row
+    filled = _cut(shape, prefix, whole_from * row, whole_to * row, filled, found)
+    base = whole_to * row
+    return _cut(shape[1:], (*prefix, whole_to), 0, end - base, filled, found)
+
+
+def cut_parts(
+    shard: Shard, start: int, flat: torch.Tensor
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """(offsets in the full parameter, view) of every rectangle of the shard that `flat` covers,
+    which is its range from `start` on."""
+    for cut in rectangles(shard.local_shape, start, flat.numel()):
+        view = flat[cut.begin : cut.end].view(cut.sizes)
+        for part in shard.cuts(cut.offsets, cut.sizes):
+            yield part.offsets, view[part.where]

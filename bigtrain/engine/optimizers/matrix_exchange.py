@@ -1,0 +1,238 @@
+"""Whole matrices for an optimizer whose masters ZeRO and tensor parallelism have cut.
+
+Each matrix has one owner among the ranks that hold it, chosen so that all compute equally much.
+Its parts are sent there, computed on once, and parts of the result sent back: two all-to-alls, in
+rounds that bound what is in memory. Each rank sends and receives what it has of the matrices, so
+2 x elements / ranks x bytes each way where ZeRO divides them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.engine.optimizers.matrix_layout import Piece
+
+ROUND_ELEMENTS = 1 << 25
+"""Of matrices that an owner has in memory at a time; a larger matrix is alone in its round."""
+
+
+_Item = TypeVar("_Item", Piece, "_Place")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A piece of this rank. is_sent: to the owner of its matrix, by rank in the group; one of the
+    ranks that have the same sends it."""
+
+    piece: Piece
+    is_sent: Callable[[int], bool]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rectangle that comes from another rank lies in a matrix of this one."""
+
+    matrix: int
+    row: int
+    column: int
+    shape: tuple[int, int]
+
+    def of(self, matrix: torch.Tensor) -> torch.Tensor:
+        rows = matrix[self.row : self.row + self.shape[0]]
+        return rows[:, self.column : self.column + self.shape[1]]
+
+
+@dataclass
+class _Round:
+    """By rank of the group: pieces that go there, rectangles that come from there; then the pieces
+    that are wanted back, and the rectangles to send."""
+
+    size: int
+    sent: list[list[Piece]] = field(default_factory=list)
+    received: list[list[_Place]] = field(default_factory=list)
+    wanted: list[list[Piece]] = field(default_factory=list)
+    returned: list[list[_Place]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for lists in (self.sent, self.received, self.wanted, self.returned):
+            lists.extend([] for _ in range(self.size))
+
+
+class MatrixExchange:
+    """Brings matrices together, has them computed, and takes the results apart."""
+
+    def __init__(
+        self,
+        shapes: Mapping[int, tuple[int, int]],
+        cost: Callable[[tuple[int, int]], int],
+        holdings: Sequence[Holding],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """Collective over `group`, all of whose ranks bring the same matrices: `shapes` by number.
+
+        cost: of computing on a matrix of a shape, in any unit.
+        holdings: of this rank; over the group each element of each matrix is sent by one rank.
+        device: where matrices come together, one that the group's backend takes.
+        """
+        self._shapes = shapes
+        self._group = group
+        self._device = device
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        owners = assign({number: cost(shape) for number, shape in shapes.items()}, size)
+        numbers = _rounds(shapes, owners, size)
+        self._rounds = [_Round(size) for _ in range(max(numbers.values(), default=-1) + 1)]
+        for holding in holdings:
+            number = holding.piece.matrix
+            plan, owner = self._rounds[numbers[number]], owners[number]
+            plan.wanted[owner].append(holding.piece)
+            if holding.is_sent(owner):
+                plan.sent[owner].append(holding.piece)
+        for plan in self._rounds:
+            plan.received = self._tell(plan.sent)
+            plan.returned = self._tell(plan.wanted)
+        self._owned: list[list[int]] = [[] for _ in self._rounds]
+        for number, owner in owners.items():
+            if owner == rank:
+                self._owned[numbers[number]].append(number)
+        self._check_covered()
+
+    def num_elements_sent(self) -> int:
+        """Elements that this rank sends to others in one `run`, there and back."""
+        rank = dist.get_rank(self._group)
+        total = 0
+        for plan in self._rounds:
+            lists: Sequence[Sequence[Sequence[Piece | _Place]]] = (plan.sent, plan.returned)
+            total += sum(_numel(items) for own in lists for n, items in enumerate(own) if n != rank)
+        return total
+
+    def run(
+        self,
+        dtype: torch.dtype,
+        read: Callable[[Piece, torch.Tensor], object],
+        compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        write: Callable[[Piece, torch.Tensor], object],
+    ) -> None:
+        """Compute on every matrix once. Collective over the group.
+
+        Parameters: `dtype`, in which elements travel and matrices are; `read` fills a tensor
+        [rows, columns] with a piece; `compute` gives for each matrix one of the same shape;
+        `write` is given every piece of this rank and its part of the result.
+        """
+        for plan, owned in zip(self._rounds, self._owned, strict=True):
+            out = self._buffer(plan.sent, dtype)
+            for piece, part in _parts(out, plan.sent):
+                read(piece, part)
+            arrived = self._exchange(out, plan.sent, plan.received)
+            whole = {
+                n: torch.empty(self._shapes[n], dtype=dtype, device=self._device) for n in owned
+            }
+            for place, part in _parts(arrived, plan.received):
+                place.of(whole[place.matrix]).copy_(part)
+            results = dict(zip(owned, compute([whole[n] for n in owned]), strict=True))
+            out = self._buffer(plan.returned, dtype)
+            for place, part in _parts(out, plan.returned):
+                part.copy_(place.of(results[place.matrix]))
+            arrived = self._exchange(out, plan.returned, plan.wanted)
+            for piece, part in _parts(arrived, plan.wanted):
+                write(piece, part)
+
+    def _buffer(
+        self, lists: Sequence[Sequence[Piece | _Place]], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return torch.empty(sum(map(_numel, lists)), dtype=dtype, device=self._device)
+
+    def _exchange(
+        self,
+        out: torch.Tensor,
+        sent: Sequence[Sequence[Piece | _Place]],
+        received: Sequence[Sequence[Piece | _Place]],
+    ) -> torch.Tensor:
+        if len(sent) == 1:
+            return out
+        counts = [_numel(items) for items in received]
+        arrived = out.new_empty(sum(counts))
+        dist.all_to_all_single(
+            arrived, out, counts, [_numel(items) for items in sent], group=self._group
+        )
+        return arrived
+
+    def _tell(self, lists: Sequence[Sequence[Piece]]) -> list[list[_Place]]:
+        """What the ranks of the group list for this one. Collective."""
+        rows = torch.tensor(
+            [[p.matrix, p.row, p.column, *p.shape] for p in chain.from_iterable(lists)],
+            dtype=torch.int64,
+            device=self._device,
+        ).view(-1, 5)
+        counts = [len(items) for items in lists]
+        if len(lists) > 1:
+            own = torch.tensor(counts, device=self._device)
+            others = torch.empty_like(own)
+            dist.all_to_all_single(others, own, group=self._group)
+            counts = others.tolist()
+            arrived = rows.new_empty(sum(counts), 5)
+            sizes = [len(items) for items in lists]
+            dist.all_to_all_single(arrived, rows, counts, sizes, group=self._group)
+            rows = arrived
+        places = [_Place(n, row, column, (h, w)) for n, row, column, h, w in rows.tolist()]
+        ends = list(accumulate(counts))
+        return [places[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+    def _check_covered(self) -> None:
+        found: dict[int, int] = defaultdict(int)
+        for plan in self._rounds:
+            for place in chain.from_iterable(plan.received):
+                found[place.matrix] += place.shape[0] * place.shape[1]
+        for number in chain.from_iterable(self._owned):
+            rows, columns = self._shapes[number]
+            assert found[number] == rows * columns, (number, self._shapes[number], found[number])
+
+
+def assign(costs: Mapping[int, int], num_owners: int) -> dict[int, int]:
+    """The owner of each matrix: the dearest first, to whoever has the least to do so far."""
+    loads = [(0, owner) for owner in range(num_owners)]
+    owners = {}
+    for number in sorted(costs, key=lambda n: (-costs[n], n)):
+        load, owner = loads[0]
+        heapq.heapreplace(loads, (load + costs[number], owner))
+        owners[number] = owner
+    return owners
+
+
+def _rounds(
+    shapes: Mapping[int, tuple[int, int]], owners: Mapping[int, int], num_owners: int
+) -> dict[int, int]:
+    """In which round each matrix comes."""
+    rounds, filled = [0] * num_owners, [0] * num_owners
+    numbers = {}
+    for number, (rows, columns) in shapes.items():
+        owner = owners[number]
+        if filled[owner] and filled[owner] + rows * columns > ROUND_ELEMENTS:
+            rounds[owner] += 1
+            filled[owner] = 0
+        filled[owner] += rows * columns
+        numbers[number] = rounds[owner]
+    return numbers
+
+
+def _numel(items: Sequence[Piece | _Place]) -> int:
+    return sum(item.shape[0] * item.shape[1] for item in items)
+
+
+def _parts(
+    buffer: torch.Tensor, lists: Sequence[Sequence[_Item]]
+) -> list[tuple[_Item, torch.Tensor]]:
+    """Each item with its part [rows, columns] of a buffer that has them one after the other."""
+    items = list(chain.from_iterable(lists))
+    sizes = [item.shape[0] * item.shape[1] for item in items]
+    return [
+        (item, part.view(item.shape)) for item, part in zip(items, buffer.split(sizes), strict=True)
+    ]

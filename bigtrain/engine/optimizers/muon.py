@@ -1,0 +1,173 @@
+"""Muon on whole matrices, whatever ZeRO, tensor, expert or pipeline parallelism leave of them.
+
+The mathematics of `torch.optim.Muon` (torch 2.13, torch/optim/_muon.py). Momentum goes element by
+element where the masters are; the update is orthogonalized by the owner of the matrix, in bfloat16
+if nothing else is asked for, which is also how it travels there and back: 2 x 2 bytes an element,
+once a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bigtrain.engine.optimizers.masters import MasterPart
+from bigtrain.engine.optimizers.matrix_exchange import Holding, MatrixExchange
+from bigtrain.engine.optimizers.matrix_layout import Piece, pieces_of
+from bigtrain.engine.optimizers.newton_schulz import cost, orthogonalized
+from bigtrain.engine.optimizers.state_dtype import StateDtype, chunks, store
+from bigtrain.engine.optimizers.update_rule import Master, UpdateRule, names_in_update
+from bigtrain.engine.startup.mesh import Mesh, open_holders
+from bigtrain.models.parallel.hidden_matrices import Matrix, hidden_matrices, matrices_of
+from bigtrain.models.parallel.sharding import is_expert, shard_of
+from bigtrain.settings.sections.optimizer import MuonSection
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Muon(UpdateRule):
+    """State: `momentum_buffer`. Collective over the ranks that hold the same stage."""
+
+    def __init__(
+        self,
+        section: MuonSection,
+        state_dtype: StateDtype,
+        model: nn.Module,
+        mesh: Mesh,
+        device: torch.device,
+    ) -> None:
+        """model: whose hidden matrices are to be updated; of it, this stage. Collective over all
+        ranks. Raises ConfigError for a `split` that does not fit the model."""
+        self._section, self._state_dtype, self._device = section, state_dtype, device
+        self.state_bytes = state_dtype.torch_dtype.itemsize
+        found = hidden_matrices(model)
+        self.parameters = {name: model.get_parameter(name) for name in found}
+        self._matrices: dict[bool, list[Matrix]] = {False: [], True: []}
+        for name, hidden in found.items():
+            parameter = self.parameters[name]
+            matrices = matrices_of([hidden], section.split)
+            self._matrices[is_expert(parameter)] += _of_this_rank(matrices, parameter)
+        self._groups = open_holders(mesh)
+        self._tensor_ranks = set(dist.get_process_group_ranks(mesh.tensor))
+        self._parts: list[MasterPart] | None = None
+        self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
+
+    def attach(self, parts: Sequence[MasterPart]) -> None:
+        self._parts = [part for part in parts if part.name in self.parameters]
+
+    def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
+        """`group`: "moe" where it is of experts that ranks divide, as DeepSpeed has it."""
+        momentum = self._section.momentum
+        for master in masters:
+            master.step_count().add_(1)
+            buffer = master.moment("momentum_buffer", self._state_dtype)
+            for gradient, held in chunks(master.gradient, buffer):
+                store(held, held.float().lerp_(gradient, 1 - momentum), gradient)
+        if self._parts is None or group["lr"] == 0:
+            return  # DeepSpeed, or a checkpoint, has states allocated
+        exchange = self._exchange(masters, group)
+        exchange.run(
+            _DTYPES[self._section.ns_dtype],
+            lambda piece, part: part.copy_(self._direction(piece, masters[piece.master])),
+            self._orthogonalized,
+            lambda piece, part: self._apply(masters[piece.master].values, piece, part, group),
+        )
+
+    def _direction(self, piece: Piece, master: Master) -> torch.Tensor:
+        buffer = piece.of(master.state["momentum_buffer"]).float()
+        if not self._section.nesterov:
+            return buffer
+        gradient: torch.Tensor = piece.of(master.gradient)
+        return gradient.lerp(buffer, self._section.momentum)
+
+    def _orthogonalized(self, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """On a GPU those of one shape together, since small ones leave it idle."""
+        section = self._section
+        options = (section.ns_coefficients, section.ns_steps, section.eps)
+        if self._device.type != "cuda":
+            return [orthogonalized(matrix, *options) for matrix in matrices]
+        alike: dict[torch.Size, list[int]] = {}
+        for number, matrix in enumerate(matrices):
+            alike.setdefault(matrix.shape, []).append(number)
+        found = list(matrices)
+        for numbers in alike.values():
+            results = orthogonalized(torch.stack([matrices[n] for n in numbers]), *options)
+            for number, result in zip(numbers, results, strict=True):
+                found[number] = result
+        return found
+
+    def _apply(
+        self, master: torch.Tensor, piece: Piece, update: torch.Tensor, group: Mapping[str, Any]
+    ) -> None:
+        matrix = self._matrices["moe" in group][piece.matrix]
+        values = piece.of(master)
+        values.mul_(1 - group["lr"] * group["weight_decay"])
+        values.add_(
+            update, alpha=-group["lr"] * update_scale(matrix.shape, self._section.adjust_lr)
+        )
+
+    def _exchange(self, masters: Sequence[Master], group: Mapping[str, Any]) -> MatrixExchange:
+        """That of these masters. Collective when they come for the first time."""
+        places = {id(master.values): number for number, master in enumerate(masters)}
+        key = tuple(places)
+        if key not in self._exchanges:
+            assert self._parts is not None
+            names = set(names_in_update(self._parts, masters, group))
+            self._exchanges[key] = self._new_exchange(places, names, "moe" in group)
+        return self._exchanges[key]
+
+    def _new_exchange(
+        self, places: Mapping[int, int], names: Container[str], is_of_experts: bool
+    ) -> MatrixExchange:
+        assert self._parts is not None
+        numbered: dict[str, list[tuple[int, Matrix]]] = {}
+        matrices = self._matrices[is_of_experts]
+        chosen = [n for n, matrix in enumerate(matrices) if matrix.parameter in names]
+        for number in chosen:
+            numbered.setdefault(matrices[number].parameter, []).append((number, matrices[number]))
+        group = self._groups[is_of_experts]
+        ranks = dist.get_process_group_ranks(group)
+        holdings = [
+            Holding(piece, partial(self._sends, part, ranks))
+            for part in self._parts
+            if part.name in numbered
+            for piece in pieces_of(part, places[id(part.master)], numbered)
+        ]
+        return MatrixExchange(
+            {n: matrices[n].shape for n in chosen},
+            lambda shape: cost(*shape, self._section.ns_steps),
+            holdings,
+            group,
+            self._device,
+        )
+
+    def _sends(self, part: MasterPart, ranks: Sequence[int], owner: int) -> bool:
+        """Whether this rank answers for `part` to the owner: of replicas that have the same, that
+        of the owner's tensor-parallel group."""
+        return part.shard.primary and (not part.is_replicated or ranks[owner] in self._tensor_ranks)
+
+
+def _of_this_rank(matrices: Sequence[Matrix], parameter: nn.Parameter) -> list[Matrix]:
+    """Without those of experts that other ranks have."""
+    shard = shard_of(parameter)
+    if shard is None or shard.over != "expert":
+        return list(matrices)
+    return [
+        matrix
+        for matrix in matrices
+        if any(low <= matrix.boxes[0].offsets[0] < high for low, high in shard.ranges)
+    ]
+
+
+def update_scale(shape: tuple[int, int], adjust_lr: str) -> float:
+    """What the learning rate is multiplied by for a matrix [rows, columns]."""
+    rows, columns = shape
+    if adjust_lr == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))

@@ -1,0 +1,62 @@
+"""Which parameters are updated alike: the groups that a torch optimizer is made with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from bigtrain.engine.deepspeed_patches.experts import as_expert_group, name_of_experts
+from bigtrain.models.build import split_by_decay
+from bigtrain.models.parallel.hidden_matrices import hidden_matrices
+from bigtrain.models.parallel.sharding import is_expert
+from bigtrain.settings.run_config import OptimizerSection
+
+
+def parameter_groups(
+    model: nn.Module, section: OptimizerSection, expert_size: int
+) -> list[dict[str, Any]]:
+    """What decays and what does not, in this order, and under Muon the matrices that it updates;
+    then likewise of experts where `expert_size` ranks divide them. Each may be without parameters.
+    """
+    split = split_by_decay(model, decay_embeddings=section.decay_embeddings)
+    found: list[dict[str, Any]] = [
+        {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
+        {"params": split.no_decay, "weight_decay": 0.0, "name": "no_decay"},
+    ]
+    for group in found if section.is_own else ():
+        group["rule"] = "adamw" if section.type == "muon" else section.type
+    if section.type == "muon":
+        found.append(_take_matrices(model, section, found))
+    for group in found[:] if expert_size > 1 else ():
+        experts = [parameter for parameter in group["params"] if is_expert(parameter)]
+        group["params"] = [p for p in group["params"] if not is_expert(p)]
+        found.append(as_expert_group({**group, "params": experts}, name_of_experts(expert_size)))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in found if section.is_own else ():
+        group["names"] = [names[id(parameter)] for parameter in group["params"]]
+    return found
+
+
+def _take_matrices(
+    model: nn.Module, section: OptimizerSection, groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The group of Muon's parameters, taken from the other `groups`."""
+    chosen = {id(model.get_parameter(name)) for name in hidden_matrices(model)}
+    matrices = [p for group in groups for p in group["params"] if id(p) in chosen]
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) not in chosen]
+    own = section.muon
+    return {
+        "params": matrices,
+        "weight_decay": section.weight_decay if own.weight_decay is None else own.weight_decay,
+        "name": "matrices",
+        "rule": "muon",
+        "lr_ratio": 1.0 if own.lr is None else own.lr / section.lr,
+    }
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Give every group the rate `lr`, of `optimizer.lr`, in its own proportion to that."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_ratio", 1.0)

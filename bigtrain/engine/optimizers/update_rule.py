@@ -1,0 +1,128 @@
+"""What an optimizer is to bigtrain: one rule in one file, which updates masters where they lie.
+
+DeepSpeed gives the torch optimizer inside its wrappers whole parameters (ZeRO 0) or flat ranges of
+many (ZeRO 1 to 3), group by group. A rule sees them as `Master`s. One that goes element by element
+needs no more; one that needs whole matrices finds them by `UpdateRule.attach`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bigtrain.engine.optimizers.masters import MasterPart
+from bigtrain.engine.optimizers.state_dtype import StateDtype
+
+
+@dataclass(frozen=True)
+class Master:
+    """A tensor that the optimizer updates in place, its gradient and its states, all fp32 but for
+    states of another `StateDtype`."""
+
+    values: torch.Tensor
+    gradient: torch.Tensor
+    state: dict[str, Any]
+
+    def moment(self, name: str, dtype: StateDtype) -> torch.Tensor:
+        """The state `name`, shaped like the values; zeros at first."""
+        if name not in self.state:
+            self.state[name] = torch.zeros_like(
+                self.values, dtype=dtype.torch_dtype, memory_format=torch.preserve_format
+            )
+        moment: torch.Tensor = self.state[name]
+        return moment
+
+    def step_count(self) -> torch.Tensor:
+        """How many updates there were before, a float32 scalar where the values are."""
+        if "step" not in self.state:
+            self.state["step"] = torch.zeros((), device=self.values.device)
+        count: torch.Tensor = self.state["step"]
+        return count
+
+
+def names_in_update(
+    parts: Sequence[MasterPart], masters: Sequence[Master], group: Mapping[str, Any]
+) -> list[str]:
+    """Names of the parameters that an update of `masters` is of, the same on all ranks that hold
+    the same stage.
+
+    ZeRO 1 and 2 update a group's parameters together, and give a rank no part of some; ZeRO 3
+    gives every rank a part of all, and updates a few at a time.
+    """
+    here = {id(master.values) for master in masters}
+    others = {part.name for part in parts if id(part.master) not in here}
+    return [name for name in group["names"] if name not in others]
+
+
+class UpdateRule(ABC):
+    """How the masters of a group are updated.
+
+    States that are shaped like their master are saved, loaded and cut anew by checkpoints with no
+    more ado; `step` counts updates. state_bytes: of an element, in such states.
+    """
+
+    state_bytes: int = 0
+
+    def attach(self, parts: Sequence[MasterPart]) -> None:  # noqa: B027
+        """Learn what the masters are of, once DeepSpeed has made them. Collective over the ranks
+        that hold the same stage. Updates before change nothing but states."""
+
+    def small_states(self) -> Iterable[tuple[str, dict[str, torch.Tensor]]]:
+        """States of parameters that are not shaped like masters, by name and kind: whole, on the
+        CPU and alike on every rank of a stage."""
+        return ()
+
+    @abstractmethod
+    def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
+        """One update. Collective as the rule says.
+
+        Parameters: `group`, the torch parameter group, with `lr`, `weight_decay` and the `names`
+        of its parameters.
+        """
+
+
+class RuleOptimizer(torch.optim.Optimizer):
+    """The torch optimizer that DeepSpeed wraps; each parameter group names its rule."""
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], rules: Mapping[str, UpdateRule], lr: float
+    ) -> None:
+        """groups: of torch, each with a `rule` among `rules`."""
+        self.rules = dict(rules)
+        super().__init__(groups, {"lr": lr})
+
+    def attach(self, parts: Sequence[MasterPart]) -> None:
+        """See `UpdateRule.attach`. Collective over the ranks that hold the same stage."""
+        for rule in self.rules.values():
+            rule.attach(parts)
+
+    def small_states(self) -> list[tuple[str, dict[str, torch.Tensor]]]:
+        """See `UpdateRule.small_states`."""
+        return [found for rule in self.rules.values() for found in rule.small_states()]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every group by its rule. Collective as the rules say."""
+        assert closure is None
+        for group in self.param_groups:
+            masters = [
+                Master(values, values.grad.contiguous(), self.state[values])
+                for values in group["params"]
+                if values.grad is not None
+            ]
+            self.rules[group["rule"]].update(masters, group)
+
+
+def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of an element's states, of parameters that a `RuleOptimizer` updates."""
+    if not isinstance(optimizer, RuleOptimizer):
+        return {}
+    return {
+        name: optimizer.rules[group["rule"]].state_bytes
+        for group in optimizer.param_groups
+        for name in group["names"]
+    }

@@ -1,0 +1,249 @@
+"""How ranks of different sites find each other, beside the process group of each site.
+
+The sites meet at a store that site 0's main rank keeps at ``sites.address``. There each tells what
+it is, and ranks of the same place in their sites open a group of their own. What comes from other
+sites is JSON and bytes of tensors: nothing of it is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from bigtrain.errors import BigtrainError, LaunchError
+from bigtrain.models.torch_patches import gloo_group
+from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.system.listening import listen_only_at
+from bigtrain.system.world import World
+
+_CONNECT = timedelta(seconds=10)  # one try
+_PAUSE_SECONDS = 0.2
+_MOST_NAMED = 8
+
+Facts = Mapping[str, Any]
+"""What sites compare: values of JSON by name."""
+
+
+class Meeting:
+    """The other sites, for one rank of this one. Every method is collective over all sites.
+
+    Entered with `join`. Errors of one rank are raised on all ranks of its site.
+    """
+
+    def __init__(self, sites: SitesSection, world: World, store: Any, group: Any) -> None:
+        self.sites = sites
+        self.group = group
+        self._world = world
+        self._store = store
+        self._told: list[str] = []
+
+    @classmethod
+    def join(cls, sites: SitesSection, world: World, facts: Facts) -> Meeting:
+        """Meet the other sites, and compare `facts` with theirs, the same on all ranks of a site.
+
+        Raises LaunchError on every rank of every site that came: for one that did not within
+        ``sites.timeout_seconds``, and for facts that differ, with both values.
+        """
+        if sites.count == 1:
+            return cls(sites, world, None, None)
+        store = in_site(lambda: _open_store(sites, world), world)
+        meeting = cls(sites, world, store, None)
+
+        def enter() -> None:
+            if world.is_main:
+                if store.add(f"starts/{sites.index}", 1) > 1:
+                    raise LaunchError(
+                        f"site {sites.index} was at the meeting at {sites.address} before: the "
+                        "other sites are still in that run, and end at their next outer step -> "
+                        "start all sites again when they have (sites.timeout_seconds)"
+                    )
+                store.set(f"facts/{sites.index}", json.dumps(facts))
+            by_site = meeting._read("facts", "the start")
+            try:
+                refuse_differences(by_site)
+            except LaunchError:
+                # The main ranks, whose texts all ranks of a site raise; sizes may be what differs.
+                if world.is_main:
+                    meeting._leave("refused", sites.count)
+                raise
+
+        in_site(enter, world)
+        meeting.group = in_site(meeting._open_group, world)
+        return meeting
+
+    def _open_group(self) -> Any:
+        store = dist.PrefixStore(f"rank/{self._world.rank}/group", self._store)
+        timeout = timedelta(seconds=self.sites.timeout_seconds)
+        try:
+            return gloo_group(
+                store, self.sites.index, self.sites.count, timeout, _own_address(self.sites)
+            )
+        except RuntimeError as error:
+            raise LaunchError(
+                f"rank {self._world.rank} of site {self.sites.index} cannot connect to its "
+                f"counterparts on the other sites: {error} -> each host needs a connection to the "
+                "hosts of the other sites, on any port"
+            ) from error
+
+    def gather(self, name: str, facts: Facts) -> list[Facts]:
+        """What the ranks of this place said under `name`, by site; once for each name.
+
+        Raises LaunchError where a site says nothing within ``sites.timeout_seconds``; on this rank
+        alone.
+        """
+        if self.sites.count == 1:
+            return [facts]
+        prefix = f"rank/{self._world.rank}/{name}"
+        own = f"{prefix}/{self.sites.index}"
+        try:
+            self._store.set(own, json.dumps(facts))
+        except dist.DistError as error:
+            raise _lost(self.sites, error) from error
+        found = self._read(prefix, name)
+        # All are here, so nobody looks at what was said before.
+        while self._told:
+            self._store.delete_key(self._told.pop())
+        self._told.append(own)
+        return found
+
+    def _read(self, prefix: str, name: str) -> list[Facts]:
+        sites = self.sites
+        keys = [f"{prefix}/{index}" for index in range(sites.count)]
+        end, pause = time.monotonic() + sites.timeout_seconds, 0.005
+        try:
+            # A wait of the store's own would print a warning, and hear no signal.
+            while not self._store.check(keys):
+                if time.monotonic() > end:
+                    raise self._missing(keys, name)
+                time.sleep(pause)
+                pause = min(2 * pause, _PAUSE_SECONDS)
+            texts = [self._store.get(key) for key in keys]
+        except dist.DistError as error:
+            raise _lost(self.sites, error) from error
+        try:
+            return [dict(json.loads(text)) for text in texts]
+        except (ValueError, TypeError) as error:
+            raise LaunchError(
+                f"sites.address = {sites.address}: what was read there is of no site of this "
+                f"version of bigtrain ({error})"
+            ) from error
+
+    def _missing(self, keys: Sequence[str], name: str) -> LaunchError:
+        absent = [index for index, key in enumerate(keys) if not self._store.check([key])]
+        return LaunchError(
+            f"{_named(absent)} did not come to {name} within sites.timeout_seconds = "
+            f"{self.sites.timeout_seconds:g} -> see what its log says; a larger "
+            "sites.timeout_seconds waits longer for a slower one"
+        )
+
+    def close(self) -> None:
+        """Leave when all ranks of all sites do, so that none ends while another still reads."""
+        if self.sites.count > 1:
+            self._leave("left", self.sites.count * self._world.size)
+
+    def _leave(self, key: str, num_ranks: int) -> None:
+        """Have read all there is; the keeper of the store stays until `num_ranks` have."""
+        end = time.monotonic() + self.sites.timeout_seconds
+        try:
+            here = self._store.add(key, 1)
+            while self._keeps and here < num_ranks and time.monotonic() < end:
+                time.sleep(_PAUSE_SECONDS)
+                here = self._store.add(key, 0)
+        except dist.DistError:
+            return  # site 0 has ended, and with it nothing is lost any more
+
+    @property
+    def _keeps(self) -> bool:
+        return self.sites.index == 0 and self._world.is_main
+
+
+def refuse_differences(by_site: Sequence[Facts]) -> None:
+    """Raises LaunchError where a site differs from site 0, with all that does."""
+    lines = []
+    for index, facts in enumerate(by_site):
+        for key in sorted({*by_site[0], *facts}):
+            there, here = by_site[0].get(key), facts.get(key)
+            if there != here:
+                lines.append(f"  {key}: {there!r} at site 0, {here!r} at site {index}")
+    if lines:
+        raise LaunchError(
+            "sites differ in what has to be the same -> give all of them the same settings and "
+            "data:\n" + "\n".join(lines)
+        )
+
+
+def in_site(action: Callable[[], Any], world: World) -> Any:
+    """What `action` returns on each rank of this site; its first error on all of them.
+
+    Collective over the site.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except BigtrainError as error:
+        failure = str(error)
+    everyone: list[str | None] = [failure]
+    if world.size > 1:
+        everyone = [None] * world.size
+        dist.all_gather_object(everyone, failure)
+    first = next((text for text in everyone if text is not None), None)
+    if first is not None:
+        raise LaunchError(first)
+    return result
+
+
+def _open_store(sites: SitesSection, world: World) -> Any:
+    host, port = sites.host, sites.port
+    keeps = sites.index == 0 and world.is_main
+    end = time.monotonic() + sites.timeout_seconds
+    bound = listen_only_at(host, port) if keeps else None
+    while True:
+        try:
+            return dist.TCPStore(
+                host,
+                port,
+                is_master=keeps,
+                timeout=min(_CONNECT, timedelta(seconds=sites.timeout_seconds)),
+                wait_for_workers=False,
+                master_listen_fd=bound.detach() if bound is not None else None,
+            )
+        except dist.DistError as error:
+            if keeps:
+                raise LaunchError(
+                    f"sites.address = {sites.address}: port {port} of {socket.gethostname()} "
+                    f"cannot be used: {error} -> end what holds it, or choose another port on all "
+                    "sites"
+                ) from error
+            if time.monotonic() > end:
+                raise LaunchError(
+                    f"sites.address = {sites.address} cannot be reached from "
+                    f"{socket.gethostname()} within sites.timeout_seconds = "
+                    f"{sites.timeout_seconds:g}: {error} -> it is the host of site 0's main rank; "
+                    "is site 0 started, and is the port open?"
+                ) from error
+
+
+def _own_address(sites: SitesSection) -> str:
+    """The address of this host on the way to the meeting, at which other sites reach it."""
+    family, _, _, _, place = socket.getaddrinfo(sites.host, sites.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _lost(sites: SitesSection, error: Exception) -> LaunchError:
+    return LaunchError(
+        f"the meeting at {sites.address} is gone, and with it site 0, which keeps it: see what it "
+        f"says ({error})"
+    )
+
+
+def _named(absent: Sequence[int]) -> str:
+    shown = ", ".join(map(str, absent[:_MOST_NAMED]))
+    return f"site {shown}" + (", ..." if len(absent) > _MOST_NAMED else "")

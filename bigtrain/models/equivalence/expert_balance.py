@@ -1,0 +1,158 @@
+"""What of a run's `moe` section a model can do: tried on a proxy model of it.
+
+Nothing in a configuration says that a model's auxiliary loss is Switch Transformer's, or what of
+its router it calls logits. So the loss is computed once more from these, and compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from bigtrain.errors import ModelError, Problem
+from bigtrain.models.build import empty_model
+from bigtrain.models.configuration import text_config
+from bigtrain.models.equivalence.proxy_model import (
+    MODEL_FAILURES,
+    VOCABULARY,
+    build_proxy_model,
+    fewer_experts,
+    with_heads,
+)
+from bigtrain.models.equivalence.tensor_parallel import deterministic, randomize
+from bigtrain.models.equivalence.thresholds import TOKENS
+from bigtrain.models.experts.router_logits import (
+    Routing,
+    ask_for_router_logits,
+    auxiliary_loss,
+    balance_loss,
+    router_logits_of,
+)
+from bigtrain.models.experts.selection_biases import selection_biases
+from bigtrain.models.transformers_patches import modules_of_experts
+from bigtrain.settings.run_config import RunConfig
+
+_LOSS = 1e-5
+_AUXILIARY, _Z_LOSS, _BIAS = (
+    "moe.auxiliary_loss",
+    "moe.z_loss_coefficient",
+    "moe.bias_update_rate",
+)
+
+
+def check_expert_balance(config: RunConfig, hf_config: PreTrainedConfig) -> list[Problem]:
+    """Problems with what `config` asks of routers of a model of `hf_config`; or none.
+
+    Takes a second or two where a loss is to be computed of them.
+    """
+    section, problems = config.moe, []
+    kind = hf_config.model_type
+    if section.bias_update_rate and (reason := _without_biases(hf_config)):
+        problems.append(Problem(_BIAS, section.bias_update_rate, reason, "0"))
+    if section.auxiliary_loss == "global_batch":
+        if not _has_auxiliary_loss(hf_config):
+            rule = f"the {kind} has no auxiliary loss, or it is off"
+            remedy = (
+                "micro_batch, or model.overrides={output_router_logits: true, "
+                "router_aux_loss_coef: 0.001} where the architecture has one"
+            )
+            problems.append(Problem(_AUXILIARY, "global_batch", rule, remedy))
+        elif reason := _other_auxiliary_loss(hf_config, config.model.attention):
+            problems.append(Problem(_AUXILIARY, "global_batch", reason, "micro_batch"))
+    if section.z_loss_coefficient and (
+        reason := _without_logits(hf_config, config.model.attention)
+    ):
+        problems.append(Problem(_Z_LOSS, section.z_loss_coefficient, reason, "0"))
+    return problems
+
+
+def _has_auxiliary_loss(hf_config: PreTrainedConfig) -> bool:
+    return bool(
+        getattr(hf_config, "output_router_logits", False)
+        and getattr(hf_config, "router_aux_loss_coef", 0.0)
+    )
+
+
+def _without_biases(hf_config: PreTrainedConfig) -> str | None:
+    model = empty_model(hf_config)
+    experts = sum(1 for _ in modules_of_experts(model))
+    if experts and len(selection_biases(model)) == experts:
+        return None
+    return f"the routers of a {hf_config.model_type} have no bias by which tokens choose experts"
+
+
+def _other_auxiliary_loss(hf_config: PreTrainedConfig, attention: str) -> str | None:
+    """What keeps the auxiliary loss from being computed from router logits; None: nothing."""
+    kind = hf_config.model_type
+    try:
+        outputs, model = _tried(hf_config, attention)
+        own = auxiliary_loss(outputs)
+        if own is None:
+            return f"a {kind} returns no auxiliary loss"
+        expected = float(own.detach())
+        top_k = int(getattr(model.config, "num_experts_per_tok", 0) or 0)
+        routing = Routing.of(router_logits_of(outputs), top_k)
+        found = float(
+            balance_loss(routing.chosen / routing.num_rows, routing.probabilities.detach())
+        )
+    except ModelError as error:
+        return f"a {kind}: {error}"
+    except MODEL_FAILURES as error:
+        return f"a proxy model of {kind} failed: {_first_words(error)}"
+    if not abs(found - expected) <= _LOSS * abs(expected):
+        return (
+            f"a {kind} computes another auxiliary loss ({expected:.6f}) than Switch "
+            f"Transformer's of its router logits ({found:.6f})"
+        )
+    return None
+
+
+def _without_logits(hf_config: PreTrainedConfig, attention: str) -> str | None:
+    """What keeps a loss of router logits from being computed; None: nothing."""
+    kind = hf_config.model_type
+    try:
+        outputs, model = _tried(hf_config, attention)
+        logits = router_logits_of(outputs)
+        num_experts = {int(m.num_experts) for m in modules_of_experts(model)}  # type: ignore[arg-type]
+    except ModelError as error:
+        return f"a {kind}: {error}"
+    except MODEL_FAILURES as error:
+        return f"a proxy model of {kind} failed: {_first_words(error)}"
+    if num_experts != {layer.shape[-1] for layer in logits}:
+        return f"what a {kind} returns as router logits has not one for each expert"
+    if any(_are_probabilities(layer) for layer in logits):
+        return f"what a {kind} returns as router logits are probabilities"
+    if not all(layer.requires_grad for layer in logits):
+        return f"the router logits of a {kind} have no gradients"
+    return None
+
+
+def _are_probabilities(layer: torch.Tensor) -> bool:
+    in_range = bool((layer >= 0).all() and (layer <= 1).all())
+    return in_range or torch.allclose(layer.float().exp().sum(-1), torch.ones(layer.shape[0]))
+
+
+def _tried(hf_config: PreTrainedConfig, attention: str) -> tuple[Any, PreTrainedModel]:
+    """What a proxy model with router logits returns, and it."""
+    narrow = with_heads(2)
+
+    def narrowest(config: Any) -> None:
+        fewer_experts(config)
+        narrow(config)
+
+    if attention not in ("auto", "sdpa", "eager"):
+        attention = "sdpa"  # other kernels have no float32
+    model = build_proxy_model(
+        deterministic(hf_config), attention, [narrowest, fewer_experts, narrow]
+    )
+    ask_for_router_logits(model)
+    randomize(model)
+    vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
+    ids = torch.randint(3, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    return model(input_ids=ids, use_cache=False), model
+
+
+def _first_words(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

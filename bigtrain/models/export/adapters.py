@@ -1,0 +1,177 @@
+"""Trained adapters as a directory of peft's, and merged into the weights that they are beside."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from bigtrain.errors import ModelError
+from bigtrain.models.build import empty_model
+from bigtrain.models.export.verified import Probe, compare_logits, writing_directory
+from bigtrain.models.layers.adapters import (
+    ADAPTER,
+    COPY,
+    MAGNITUDE,
+    add_adapters,
+    find_saved,
+    find_targets,
+    lora_config,
+    parameter_layers,
+    peft_name,
+)
+from bigtrain.models.weights.adapted import magnitude
+from bigtrain.models.weights.export_hf import DTYPES, write_tokenizer
+from bigtrain.models.weights.import_hf import Weights
+from bigtrain.models.weights.lazy_tensors import LazyTensor
+from bigtrain.settings.sections.adapters import AdaptersSection
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def export_adapter(
+    weights: Mapping[str, torch.Tensor],
+    section: AdaptersSection,
+    base: str,
+    hf_config: PreTrainedConfig,
+    tokenizer_directory: Path,
+    output: Path,
+    *,
+    dtype: str,
+    probe: Probe,
+    replace: bool = False,
+) -> None:
+    """Write a directory that peft's `PeftModel.from_pretrained` puts beside `base`.
+
+    Parameters: `weights`, trained ones by the names that the run has for them; `base`, a directory
+    or hub name, written down as it is given; the others and errors as of `export_model`: the
+    directory appears once plain peft has loaded it and `probe` is answered as by the trained model.
+    Holds the base in memory for that. One process.
+    """
+    state = adapter_state(weights, dtype)
+    if not state:
+        raise ModelError(f"{output}: the checkpoint holds no adapters")
+    with writing_directory(output, replace=replace) as directory:
+        directory.mkdir(parents=True)
+        _write_config(directory, section, base, hf_config)
+        save_file(state, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        write_tokenizer(tokenizer_directory, directory, output)
+        with torch.no_grad(), _quiet():
+            model = _load(base, hf_config, directory, DTYPES[probe.dtype])
+            compare_logits(model, probe, output, dtype)
+
+
+def adapter_state(weights: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
+    """The adapters among a run's `weights` by the names of peft's files, in memory."""
+    found = {}
+    for name, tensor in sorted(weights.items()):
+        if f".{ADAPTER}." in name:  # a checkpoint holds the base's buffers as well
+            tensor = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach()
+            found[peft_name(name)] = tensor.to(DTYPES[dtype]).contiguous()
+    return found
+
+
+def merged_weights(
+    weights: Mapping[str, torch.Tensor],
+    section: AdaptersSection,
+    base: Weights,
+    hf_config: PreTrainedConfig,
+) -> dict[str, torch.Tensor]:
+    """The base's weights with the trained adapters added, by Hugging Face name, in float32.
+
+    A merged weight is computed when it is read, and no other is: of lazy tensors nothing is read
+    here. Raises ModelError where an adapter is missing.
+    """
+    model = empty_model(hf_config)
+    merged: dict[str, torch.Tensor] = dict(base.tensors)
+
+    def trained(name: str) -> torch.Tensor:
+        try:
+            return weights[name]
+        except KeyError as error:
+            raise ModelError(f"the checkpoint holds no adapter {name}") from error
+
+    for name in find_targets(model, section)[0]:
+        down = trained(f"{name}.lora_A.{ADAPTER}.weight")
+        up = trained(f"{name}.lora_B.{ADAPTER}.weight")
+        product = (up @ down) * section.scale
+        transposed = isinstance(model.get_submodule(name), Conv1D)
+        if transposed:
+            product = product.T
+        weight = f"{name}.weight"
+        total = base.tensors[weight].to(torch.float32) + product
+        if section.dora:
+            factor = trained(name + MAGNITUDE) / magnitude(total, transposed=transposed)
+            total = total * (factor if transposed else factor.unsqueeze(1))
+        merged[weight] = total
+    merged |= _merged_stacks(trained, section, base, hf_config)
+    for name in find_saved(model, section)[0]:
+        for leaf, _ in model.get_submodule(name).named_parameters():
+            merged[f"{name}.{leaf}"] = trained(f"{name}{COPY}{leaf}")
+    return merged
+
+
+def _merged_stacks(
+    trained: Callable[[str], torch.Tensor],
+    section: AdaptersSection,
+    base: Weights,
+    hf_config: PreTrainedConfig,
+) -> dict[str, torch.Tensor]:
+    """Stacked weights [experts, ...] with an adapter for each expert, as peft lays it out."""
+    if not section.target_parameters:
+        return {}
+    model = empty_model(hf_config)
+    with torch.device("meta"):
+        add_adapters(model, section, lambda _: 0)
+    merged: dict[str, torch.Tensor] = {}
+    for weight, (name, layer) in parameter_layers(model).items():
+        down = trained(f"{name}.lora_A.{ADAPTER}.weight")  # [experts x rank, in]
+        up = trained(f"{name}.lora_B.{ADAPTER}.weight")  # [out, rank x experts]
+        downs = down.reshape(layer.num_experts, -1, down.shape[-1])
+        ups = up.reshape(up.shape[0], -1, layer.num_experts).permute(2, 0, 1)
+        product = torch.bmm(ups, downs) * section.scale
+        if product.shape[1:] != base.tensors[weight].shape[1:]:
+            product = product.transpose(1, 2)
+        merged[weight] = base.tensors[weight].to(torch.float32) + product
+    return merged
+
+
+def _write_config(
+    directory: Path, section: AdaptersSection, base: str, hf_config: PreTrainedConfig
+) -> None:
+    config: Any = lora_config(empty_model(hf_config), section)
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.save_pretrained(directory)
+    path = directory / ADAPTER_CONFIG
+    written = json.loads(path.read_text())
+    for key in ("target_modules", "target_parameters", "modules_to_save"):  # peft's are sets
+        if written.get(key):
+            written[key] = sorted(written[key])
+    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+
+
+def _load(base: str, hf_config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> Any:
+    from peft import PeftModel
+
+    config = copy.deepcopy(hf_config)
+    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype)
+    return PeftModel.from_pretrained(model, str(directory), autocast_adapter_dtype=False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """peft 0.21 asks transformers 5.23 by names that it will drop."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

@@ -1,0 +1,79 @@
+"""An exported directory on the Hugging Face hub, or on a server like it (HF_ENDPOINT).
+
+The token is that of `hf auth login` or HF_TOKEN, as huggingface_hub finds it; it is never printed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    validate_repo_id,
+)
+
+from bigtrain.errors import ConfigError, OutputError, Problem
+
+_OPTION = "--push-to-hub"
+
+
+def refuse_unreachable(repository: str) -> None:
+    """Find out before an export is made whether `repository` could be written to, as far as that
+    can be told without writing: its name, the network, the login.
+
+    Raises ConfigError, with what to do.
+    """
+
+    def refused(rule: str, remedy: str) -> ConfigError:
+        return ConfigError(Problem(_OPTION, repository, rule, remedy))
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise refused("is no name of a repository", "OWNER/NAME, such as me/my-model") from error
+    if constants.HF_HUB_OFFLINE:
+        rule = "HF_HUB_OFFLINE is set, so nothing may be sent"
+        raise refused(rule, f"unset it, or export without, and later: {_by_hand(repository)}")
+    try:
+        HfApi().whoami()
+    except LocalTokenNotFoundError as error:
+        raise refused("there is no login", "hf auth login, or set HF_TOKEN") from error
+    except HfHubHTTPError as error:
+        rule = f"{constants.ENDPOINT} answers {error.response.status_code} to the login"
+        raise refused(rule, "hf auth login, or HF_TOKEN, with a token that may write") from error
+    except Exception as error:  # the client's transport errors differ between its versions
+        rule = f"{constants.ENDPOINT} cannot be reached: {type(error).__name__}"
+        raise refused(rule, f"export without, and later: {_by_hand(repository)}") from error
+
+
+def push_to_hub(directory: Path, repository: str, *, private: bool, message: str) -> str:
+    """Send the files of `directory` as one commit to `repository`, which is made where there is
+    none; returns its address. Files of its own that have other names stay.
+
+    Raises OutputError where the hub does not take them; the directory stays as it is.
+    """
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        address = HfApi().create_repo(repository, private=private, exist_ok=True)
+        HfApi().upload_folder(
+            repo_id=address.repo_id, folder_path=directory, commit_message=message
+        )
+    except Exception as error:  # as above
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise OutputError(
+            f"{directory} is written and verified, and was not pushed to {repository}: {reason} "
+            f"-> {_by_hand(repository, str(directory))}"
+        ) from error
+    finally:
+        if shown:
+            enable_progress_bars()
+    return str(address)
+
+
+def _by_hand(repository: str, directory: str = "DIRECTORY") -> str:
+    return f"hf upload {repository} {directory}"

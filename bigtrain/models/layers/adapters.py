@@ -1,0 +1,224 @@
+"""LoRA adapters beside the layers of a model: peft's own modules, put in place.
+
+peft wraps a layer: its weight `q_proj.weight` becomes `q_proj.base_layer.weight`, and the two
+trained matrices are `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Everything
+else keeps its name. `base_name` leads back to the names of the files. Importing peft takes seconds,
+which only runs with adapters should.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from bigtrain.errors import Problem
+from bigtrain.models.layers.parameters import names_of
+from bigtrain.models.transformers_patches import mark_initialized
+from bigtrain.settings.sections.adapters import AdaptersSection
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+KEY = "adapters.targets"
+SAVED_KEY = "adapters.modules_to_save"
+PARAMETERS_KEY = "adapters.target_parameters"
+ADAPTER = "default"
+"""peft's name of the adapter, of which a run has one."""
+MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"
+"""End of the name of what DoRA trains beside the two matrices."""
+
+COPY = f".modules_to_save.{ADAPTER}."
+_OWN = re.compile(r"(\.base_layer)+\.|\.original_module\.|" + re.escape(COPY))
+_TRAINED = re.compile(rf"\.lora_[^.]+\.{ADAPTER}(\.|$)")
+_LINEAR = (nn.Linear, Conv1D)
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter or buffer has in a model without adapters; copies have it, too."""
+    return _OWN.sub(".", name)
+
+
+def weight_of(name: str) -> str:
+    """The weight of the model itself that parameter `name` is, or that its adapter is beside."""
+    adapter = _TRAINED.search(name)
+    return base_name(name) if adapter is None else f"{name[: adapter.start()]}.weight"
+
+
+def peft_name(name: str) -> str:
+    """The name that peft's files have for a parameter of an adapter."""
+    if name.endswith(MAGNITUDE):
+        name = name.removesuffix(".weight") + "."
+    return f"base_model.model.{name.replace(COPY, '.')}".replace(f".{ADAPTER}.", ".").rstrip(".")
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether adapters are trained in `model`, and its own weights are constants.
+
+    True of every pipeline stage of such a model, also of one whose layers have no adapters.
+    """
+    return hasattr(model, "peft_config")  # where peft puts adapters, it leaves their configuration
+
+
+def find_targets(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[str], list[str]]:
+    """(names of the layers that get adapters, patterns that match none), in the model's order.
+
+    Linear layers alone; the head is none of them, whatever the patterns say.
+    """
+    head = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _LINEAR) and module is not head
+    ]
+    if section.targets == "all-linear":
+        return linear, []
+    patterns = section.targets
+    missing = [p for p in patterns if not any(_matches(name, p) for name in linear)]
+    return [n for n in linear if any(_matches(n, p) for p in patterns)], missing
+
+
+def find_parameters(
+    model: PreTrainedModel, section: AdaptersSection
+) -> tuple[list[str], list[str]]:
+    """(names of the stacked weights that get adapters, patterns that match none)."""
+    stacked = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+    patterns = section.target_parameters
+    missing = [p for p in patterns if not any(_matches(name, p) for name in stacked)]
+    return [name for name in stacked if any(_matches(name, p) for p in patterns)], missing
+
+
+def parameter_layers(model: nn.Module) -> dict[str, Any]:
+    """Of a model with adapters, the layer of peft's for each stacked weight that has some, by its
+    `base_name` and the layer's own name."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return {
+        f"{base_name(f'{name}.')}{module.parameter_name}": (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, ParamWrapper)
+    }
+
+
+def find_saved(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[str], list[str]]:
+    """(names of the modules of which a copy is trained, patterns that match none)."""
+    own = [name for name, m in model.named_modules() if any(True for _ in m.parameters(False))]
+    patterns = section.modules_to_save
+    missing = [p for p in patterns if not any(_matches(name, p) for name in own)]
+    return [name for name in own if any(_matches(name, p) for p in patterns)], missing
+
+
+def trained_copy(module: Any) -> Any:
+    """What computes for `module`: the copy of it that is trained (`modules_to_save`), or itself."""
+    copies = getattr(module, "modules_to_save", None)
+    return copies[ADAPTER] if isinstance(copies, nn.ModuleDict) else module
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
+
+
+def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Problem]:
+    """What is wrong with `section` for this model, which may be on the meta device."""
+    _, unknown = find_parameters(model, section)
+    if unknown:
+        rule = "matches no stacked weight of experts; those alone can have such adapters"
+        known = find_parameters(model, section.model_copy(update={"target_parameters": ("*",)}))[0]
+        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
+        remedy = f"some of: {kinds}" if kinds else "leave it out: the model has none"
+        return [Problem(PARAMETERS_KEY, pattern, rule, remedy) for pattern in unknown]
+    names, missing = find_targets(model, section)
+    if saved := _check_saved(model, section, set(names)):
+        return saved
+    linear, _ = find_targets(model, AdaptersSection())
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    if section.targets == "all-linear" and not names:
+        rule = "the model has no linear layer beside its head"
+        return [Problem(KEY, section.targets, rule, "leave adapters out")]
+    remedy = f"all-linear, or some of: {', '.join(ends)}"
+    rule = "matches no linear layer beside the head; only those can have adapters"
+    return [Problem(KEY, pattern, rule, remedy) for pattern in missing]
+
+
+def _check_saved(
+    model: PreTrainedModel, section: AdaptersSection, targets: set[str]
+) -> list[Problem]:
+    names, missing = find_saved(model, section)
+    remedy = "patterns of modules with weights of their own, such as [lm_head] or [norm]"
+    rule = "matches no module that has weights itself"
+    problems = [Problem(SAVED_KEY, pattern, rule, remedy) for pattern in missing]
+    shared = names_of(model.named_parameters(remove_duplicate=False))
+    for name in names:
+        if name in targets:
+            rule, remedy = f"{name} has an adapter as well", "leave it out of one of the two"
+            problems.append(Problem(SAVED_KEY, list(section.modules_to_save), rule, remedy))
+        for parameter in model.get_submodule(name).parameters():
+            if len(tied := shared[id(parameter)]) > 1:
+                rule = f"{' and '.join(tied)} are tied: a copy that is trained would part them"
+                remedy = "leave it out, or a model whose weights are not tied"
+                problems.append(Problem(SAVED_KEY, list(section.modules_to_save), rule, remedy))
+    return problems
+
+
+def lora_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
+    """What peft calls these adapters of `model`, without the name of the base."""
+    from peft import LoraConfig
+
+    names, _ = find_targets(model, section)
+    return LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        use_rslora=section.rslora,
+        use_dora=section.dora,
+        modules_to_save=find_saved(model, section)[0] or None,
+        target_modules=names,
+        target_parameters=find_parameters(model, section)[0] or None,
+        fan_in_fan_out=bool(names) and isinstance(model.get_submodule(names[0]), Conv1D),
+        task_type="CAUSAL_LM",
+    )
+
+
+@torch.no_grad()
+def add_adapters(
+    model: PreTrainedModel, section: AdaptersSection, seed_of: Callable[[str], int]
+) -> None:
+    """Put adapters beside the layers of `model`, in place, and let nothing else be trained.
+
+    Their initial values are peft's, each layer's from a random stream of its own: `seed_of` the
+    layer's name. So they are the same whatever device and dtype the model has, and whether or not
+    its own parameters are partitioned; those of the adapters are whole. What begins as a function
+    of the model's own weights is for `models.weights.adapted` to fill. Collective where those are
+    partitioned and some are copied (`modules_to_save`).
+    """
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # Of layers that peft knows in other forms as well, and of Conv1D.
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(lora_config(model, section), model)
+        for name, module in model.named_modules():
+            if isinstance(module, LoraLayer):
+                torch.manual_seed(seed_of(name))
+                own = [p for n, p in module.named_parameters() if not n.startswith("base_layer.")]
+                _initialize(module, own)
+
+
+def _initialize(layer: Any, parameters: list[nn.Parameter]) -> None:
+    """Fill a layer's adapter in float32 on the CPU, rounded into place after."""
+    homes = [parameter.data for parameter in parameters]
+    for parameter, home in zip(parameters, homes, strict=True):
+        parameter.data = torch.ones(home.shape, dtype=torch.float32)
+    layer.reset_lora_parameters(ADAPTER, True)
+    for parameter, home in zip(parameters, homes, strict=True):
+        home.copy_(parameter.data)
+        parameter.data = home
+        mark_initialized(parameter)  # where the model's own weights are drawn afterwards

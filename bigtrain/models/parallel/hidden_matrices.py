@@ -1,0 +1,186 @@
+"""The matrices of hidden layers: what Muon is for, told by the kind of module that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.parallel.sharding import full_shape
+from bigtrain.models.transformers_patches import modules_of_experts
+from bigtrain.settings.sections.optimizer import MuonSection, SplitSection
+
+KEY = "optimizer.muon.split"
+
+
+@dataclass(frozen=True)
+class HiddenMatrix:
+    """A trained parameter that is a matrix of a hidden layer, or a stack of them.
+
+    name: in the model. shape: of the full parameter, [experts, ...] of a stack. output_dim: the
+    dimension of it along which outputs lie.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    output_dim: int
+
+
+def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
+    """By name, in model order: weights of linear layers inside decoder layers, and experts.
+
+    Everything else is none: embeddings and heads, also tied ones; norms and biases; routers;
+    parameters that belong to a module of another kind; matrices with one row or column.
+    Parameters may be partitioned or cut. Not collective.
+    """
+    outside = {
+        id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
+    }
+    found: dict[str, HiddenMatrix] = {}
+    for layer_name, layer in decoder_layers(model):
+        stacks = {id(module) for module in modules_of_experts(layer)}
+        routed = {_num_experts(module) for module in modules_of_experts(layer)}
+        for module_name, module in layer.named_modules(prefix=layer_name):
+            for name, parameter, output_dim in _weights(module, id(module) in stacks):
+                shape = full_shape(parameter)
+                is_router = id(module) not in stacks and shape[output_dim] in routed
+                if id(parameter) in outside or is_router or min(shape[-2:]) == 1:
+                    continue
+                if parameter.requires_grad:
+                    full_name = f"{module_name}.{name}"
+                    found[full_name] = HiddenMatrix(full_name, shape, output_dim)
+    return found
+
+
+def _weights(module: Any, is_stack: bool) -> Iterator[tuple[str, nn.Parameter, int]]:
+    if is_stack:
+        for name, parameter in module.named_parameters(recurse=False):
+            if len(full_shape(parameter)) == 3:
+                yield name, parameter, 2 if getattr(module, "is_transposed", False) else 1
+    elif isinstance(module, (nn.Linear, Conv1D)):
+        weight: Any = module.weight
+        yield "weight", weight, 0 if isinstance(module, nn.Linear) else 1
+
+
+def _num_experts(module: Any) -> int:
+    return next(
+        (full_shape(p)[0] for p in module.parameters(recurse=False) if len(full_shape(p)) == 3), 0
+    )
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a full parameter that is a part of one matrix.
+
+    place: where it begins along the matrix' output dimension.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: int
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that is to be orthogonalized as one: rows and columns of a parameter.
+
+    boxes: whose union it is, one after the other along dimension `output_dim` (-2 or -1).
+    """
+
+    parameter: str
+    boxes: tuple[Box, ...]
+    output_dim: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.boxes[0].sizes[-2:]
+        length = sum(box.sizes[self.output_dim] for box in self.boxes)
+        return (length, columns) if self.output_dim == -2 else (rows, length)
+
+
+def matrices_of(found: Iterable[HiddenMatrix], splits: Mapping[str, SplitSection]) -> list[Matrix]:
+    """Every matrix of these parameters: one each, of a stack one for each expert, and the parts of
+    what `splits` has a pattern for. Raises ConfigError for widths that do not add up."""
+    matrices = []
+    for hidden in found:
+        pattern = next((p for p in splits if fnmatchcase(hidden.name, p)), None)
+        output_dim = hidden.output_dim - len(hidden.shape)
+        width = hidden.shape[output_dim]
+        spans = [[(0, width)]]
+        if pattern is not None:
+            spans = _spans(hidden.name, width, pattern, splits[pattern])
+        for index in range(hidden.shape[0]) if len(hidden.shape) == 3 else (None,):
+            matrices += [
+                Matrix(hidden.name, _boxes(hidden.shape, output_dim, index, ranges), output_dim)
+                for ranges in spans
+            ]
+    return matrices
+
+
+def _spans(name: str, width: int, pattern: str, split: SplitSection) -> list[list[tuple[int, int]]]:
+    """For each part its ranges along the output dimension."""
+    num_groups = split.interleaved
+    group = width // num_groups
+    parts = split.parts
+    widths = [group // parts] * parts if isinstance(parts, int) else list(parts)
+    if sum(widths) * num_groups != width:
+        shown = f"{parts} parts" if isinstance(parts, int) else f"parts {list(parts)}"
+        raise ConfigError(
+            Problem(
+                f"{KEY}.{pattern}",
+                shown + (f", interleaved {num_groups} times" if num_groups > 1 else ""),
+                f"do not add up to the {width} output features of {name}",
+                f"widths whose sum is {group}" if width % num_groups == 0 else "another number",
+            )
+        )
+    starts = [sum(widths[:number]) for number in range(len(widths))]
+    return [
+        [(g * group + start, g * group + start + size) for g in range(num_groups)]
+        for start, size in zip(starts, widths, strict=True)
+    ]
+
+
+def _boxes(
+    shape: tuple[int, ...],
+    output_dim: int,
+    index: int | None,
+    ranges: Sequence[tuple[int, int]],
+) -> tuple[Box, ...]:
+    lead = () if index is None else (index,)
+    boxes, place = [], 0
+    for start, stop in ranges:
+        offsets, sizes = [0, 0], list(shape[-2:])
+        offsets[output_dim], sizes[output_dim] = start, stop - start
+        boxes.append(Box((*lead, *offsets), (*(1 for _ in lead), *sizes), place))
+        place += stop - start
+    return tuple(boxes)
+
+
+def check_matrices(model: nn.Module, section: MuonSection) -> list[Problem]:
+    """Why Muon cannot update `model`, which may be on the meta device: it has no hidden matrix, or
+    `split` does not fit it."""
+    found = hidden_matrices(model)
+    problems = [
+        Problem(
+            f"{KEY}.{pattern}",
+            split.parts,
+            "matches the name of no matrix of a hidden layer",
+            f"a shell pattern of whole names, such as {next(iter(found), 'none')}",
+        )
+        for pattern, split in section.split.items()
+        if not any(fnmatchcase(name, pattern) for name in found)
+    ]
+    if not found:
+        rule = "is for matrices of hidden layers, and nothing of this model that is trained is one"
+        return [Problem("optimizer.type", "muon", rule, "adamw")]
+    try:
+        matrices_of(found.values(), section.split)
+    except ConfigError as error:
+        problems += error.problems
+    return problems

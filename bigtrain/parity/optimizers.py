@@ -1,0 +1,188 @@
+"""The run's optimizer as torch has it, of whole masters in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from bigtrain.models.parallel.hidden_matrices import Box, Matrix, hidden_matrices, matrices_of
+from bigtrain.settings.run_config import OptimizerSection
+
+
+class PlainOptimizer(Protocol):
+    """What a training loop of plain PyTorch asks of an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+    def step(self) -> object:
+        """Update once, by the gradients."""
+
+
+def plain_optimizer(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    masters: Mapping[str, torch.Tensor],
+    section: OptimizerSection,
+) -> PlainOptimizer:
+    """What updates `masters`, of `parameters` by name. Give its groups the run's learning rate.
+
+    Matrices decay, and embeddings where the run says so; vectors and single numbers do not.
+    """
+    chosen = hidden_matrices(model) if section.type == "muon" else {}
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    decay, no_decay = [], []
+    for name, parameter in parameters.items():
+        if name in chosen:
+            continue
+        if parameter.ndim >= 2 and (section.decay_embeddings or id(parameter) not in embeddings):
+            decay.append(masters[name])
+        else:
+            no_decay.append(masters[name])
+    groups = [
+        {"params": decay, "weight_decay": section.weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
+    ]
+    if section.type == "lion":
+        return _Lion(groups, section.betas)
+    if section.type == "adafactor":
+        own = section.adafactor
+        eps = (own.eps1, own.eps2)
+        return torch.optim.Adafactor(
+            groups, beta2_decay=own.beta2_decay, eps=eps, d=own.clip_threshold
+        )
+    adamw = torch.optim.AdamW(groups, betas=section.betas, eps=section.eps)
+    if section.type == "adamw":
+        return adamw
+    ratio = 1.0 if section.muon.lr is None else section.muon.lr / section.lr
+    matrices = matrices_of(chosen.values(), section.muon.split)
+    return _Together([(_MuonOfParts(matrices, masters, section), ratio), (adamw, 1.0)])
+
+
+class _Together:
+    """Optimizers that step together, each at a rate in proportion to the one that is set."""
+
+    def __init__(self, parts: Sequence[tuple[PlainOptimizer, float]]) -> None:
+        self._parts = parts
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
+
+    def step(self) -> None:
+        for optimizer, ratio in self._parts:
+            for group in optimizer.param_groups:
+                group["lr"] = self.param_groups[0]["lr"] * ratio
+            optimizer.step()
+
+
+class _MuonOfParts:
+    """Muon of matrices that are cut out of masters."""
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        masters: Mapping[str, torch.Tensor],
+        section: OptimizerSection,
+    ) -> None:
+        self._matrices = matrices
+        self._masters = [masters[matrix.parameter] for matrix in matrices]
+        self._copies = [_taken(*pair) for pair in zip(self._masters, matrices, strict=True)]
+        self._optimizer = _muon(self._copies, section)
+        self.param_groups = self._optimizer.param_groups
+
+    def step(self) -> None:
+        held = list(zip(self._copies, self._masters, self._matrices, strict=True))
+        for copy, master, matrix in held:
+            assert master.grad is not None
+            copy.copy_(_taken(master, matrix))
+            copy.grad = _taken(master.grad, matrix)
+        self._optimizer.step()
+        for copy, master, matrix in held:
+            sizes = [box.sizes[matrix.output_dim] for box in matrix.boxes]
+            for box, part in zip(matrix.boxes, copy.split(sizes, matrix.output_dim), strict=True):
+                master[_where(box)] = part.view(box.sizes)
+
+
+def _taken(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    parts = [tensor[_where(box)].reshape(box.sizes[-2:]) for box in matrix.boxes]
+    return torch.cat(parts, matrix.output_dim)
+
+
+def _where(box: Box) -> tuple[slice, ...]:
+    pairs = zip(box.offsets, box.sizes, strict=True)
+    return tuple(slice(low, low + size) for low, size in pairs)
+
+
+def _muon(matrices: Sequence[torch.Tensor], section: OptimizerSection) -> PlainOptimizer:
+    own = section.muon
+    decay = section.weight_decay if own.weight_decay is None else own.weight_decay
+    if own.ns_dtype == "float32":
+        return _WideMuon(matrices, section, decay)
+    return torch.optim.Muon(
+        matrices,
+        momentum=own.momentum,
+        nesterov=own.nesterov,
+        ns_steps=own.ns_steps,
+        ns_coefficients=own.ns_coefficients,
+        eps=own.eps,
+        weight_decay=decay,
+        adjust_lr_fn=own.adjust_lr,
+    )
+
+
+class _WideMuon:
+    """`torch.optim.Muon` with its iteration in float32; torch's is in bfloat16 always."""
+
+    def __init__(
+        self, matrices: Sequence[torch.Tensor], section: OptimizerSection, decay: float
+    ) -> None:
+        self._matrices, self._own, self._decay = matrices, section.muon, decay
+        self._moments = [torch.zeros_like(matrix) for matrix in matrices]
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
+
+    def step(self) -> None:
+        lr, own = self.param_groups[0]["lr"], self._own
+        for matrix, moment in zip(self._matrices, self._moments, strict=True):
+            gradient = matrix.grad
+            assert gradient is not None
+            moment.lerp_(gradient, 1 - own.momentum)
+            update = gradient.lerp(moment, own.momentum) if own.nesterov else moment
+            rows, columns = matrix.shape
+            scale = 0.2 * math.sqrt(max(rows, columns))
+            if own.adjust_lr == "original":
+                scale = math.sqrt(max(1.0, rows / columns))
+            matrix.mul_(1 - lr * self._decay)
+            matrix.add_(self._newton_schulz(update), alpha=-lr * scale)
+
+    def _newton_schulz(self, update: torch.Tensor) -> torch.Tensor:
+        a, b, c = self._own.ns_coefficients
+        is_tall = update.shape[0] > update.shape[1]
+        x: torch.Tensor = update.T if is_tall else update
+        x = x / x.norm().clamp(min=self._own.eps)
+        for _ in range(self._own.ns_steps):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x.T if is_tall else x
+
+
+class _Lion:
+    """Chen et al. 2023 (arXiv 2302.06675), algorithm 2; torch has none."""
+
+    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float]) -> None:
+        self.param_groups = groups
+        self._betas = betas
+        self._moments = {
+            id(master): torch.zeros_like(master) for group in groups for master in group["params"]
+        }
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            for master in group["params"]:
+                moment, gradient = self._moments[id(master)], master.grad
+                direction = self._betas[0] * moment + (1 - self._betas[0]) * gradient
+                master.mul_(1 - group["lr"] * group["weight_decay"])
+                master.add_(direction.sign(), alpha=-group["lr"])
+                moment.mul_(self._betas[1]).add_(gradient, alpha=1 - self._betas[1])

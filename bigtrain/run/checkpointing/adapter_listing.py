@@ -1,0 +1,100 @@
+"""Which runs below a directory have trained adapters, on which base. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from bigtrain.errors import CheckpointError
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.listing import table
+from bigtrain.settings.sections.adapters import AdaptersSection
+
+_COLUMNS = ("base", "run", "step", "held-out loss", "adapters")
+
+
+@dataclass(frozen=True)
+class _Adapters:
+    """Of a run: what `state.json` of its newest complete checkpoint says. base: the checksums."""
+
+    run: Path
+    base: dict[str, Any]
+    base_path: str
+    step: int
+    loss: object
+    section: AdaptersSection
+
+    def kind(self) -> str:
+        """In a few words."""
+        words = ["DoRA" if self.section.dora else "LoRA", f"rank {self.section.rank}"]
+        words.append(f"alpha {self.section.alpha:g}")
+        targets = self.section.targets
+        words.append(targets if isinstance(targets, str) else " ".join(targets))
+        return ", ".join([*words, *self.section.target_parameters, *self.section.modules_to_save])
+
+
+def describe_adapters(directory: Path) -> list[str]:
+    """A table of the runs in `directory`, or one or two folders below, that hold adapters in a
+    complete checkpoint.
+
+    Those whose bases have the same files, by their checksums, stand together under one letter,
+    wherever the files were. Raises CheckpointError where there is none.
+    """
+    found = [run for path in _runs(directory) if (run := _read(path)) is not None]
+    if not found:
+        raise CheckpointError(f"{directory}: below it no run holds adapters in a checkpoint")
+    letters: dict[str, str] = {}
+    for run in found:
+        letters.setdefault(_key(run), _letter(len(letters)))
+    found.sort(key=lambda run: (letters[_key(run)], str(run.run)))
+    rows = [_COLUMNS]
+    for run in found:
+        loss = f"{run.loss:.4f}" if isinstance(run.loss, float) else "-"
+        name = str(run.run.relative_to(directory))
+        rows.append((letters[_key(run)], name, str(run.step), loss, run.kind()))
+    lines = table(rows)
+    for letter in letters.values():
+        paths = sorted({run.base_path for run in found if letters[_key(run)] == letter})
+        lines.append(f"base {letter}: {', '.join(paths)}")
+    return lines
+
+
+def _runs(directory: Path) -> list[Path]:
+    found = (path for depth in ("", "*/", "*/*/") for path in directory.glob(f"{depth}checkpoints"))
+    return sorted(path.parent for path in found if (path.parent / "config.json").is_file())
+
+
+def _read(run: Path) -> _Adapters | None:
+    """None where `run` has no adapters, or no complete checkpoint of any."""
+    try:
+        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        section = config.get("adapters")
+        if section is None:
+            return None
+        for step in reversed(checkpoints.steps(run)):
+            path = checkpoints.checkpoint_path(run, step)
+            if checkpoints.damage(path) is None:
+                state = checkpoints.read_state(path)
+                return _Adapters(
+                    run,
+                    state.get("base", {}),
+                    str(config["model"]["path"]),
+                    step,
+                    state.get("held_out_loss"),
+                    AdaptersSection.model_validate(section),
+                )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ValidationError):
+        return None
+    return None
+
+
+def _key(run: _Adapters) -> str:
+    return json.dumps(run.base, sort_keys=True)
+
+
+def _letter(number: int) -> str:
+    return chr(ord("A") + number) if number < 26 else str(number)

@@ -1,0 +1,88 @@
+"""A run's part in the training of several sites: meeting them, and the outer steps of its loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from bigtrain.engine.sites.meeting import Meeting
+from bigtrain.engine.sites.outer_step import OuterStep
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.run.checkpointing.resume import mathematics
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.session import Session
+from bigtrain.run.state import TrainState
+
+_OWN_SETTING = "sites.index"
+
+
+def meet_sites(session: Session, inputs: Inputs) -> Meeting | None:
+    """The meeting with the other sites, where the run has some. Collective over all sites.
+
+    Raises LaunchError on every rank where they do not come, or do not train the same.
+    """
+    sites = session.run.config.sites
+    if sites is None:
+        return None
+    session.heartbeat.at("meeting the other sites", slow=True)
+    meeting = Meeting.join(sites, session.world, _facts(session, inputs))
+    if sites.count > 1:
+        session.say(f"site {sites.index} of {sites.count}, which met at {sites.address}")
+    return meeting
+
+
+def _facts(session: Session, inputs: Inputs) -> dict[str, Any]:
+    """What has to be the same on all sites: the mathematics, the data, and who holds what."""
+    run = session.run
+    settings = mathematics(run.config)
+    del settings[_OWN_SETTING]
+    return {
+        **settings,
+        "data": inputs.data_hash,
+        "processes": run.topology.describe() or "1 process",
+        "ZeRO stage": run.engine.deepspeed["zero_optimization"]["stage"],
+    }
+
+
+class OuterSteps:
+    """The outer steps of a run; without sites there are none. Collective over all sites."""
+
+    def __init__(self, session: Session, engine: TrainEngine, meeting: Meeting | None) -> None:
+        """Before anything is restored: a checkpoint has the global weights, too."""
+        self._session = session
+        self._step = None if meeting is None else OuterStep(engine, meeting, session.world)
+
+    def begin(self, state: TrainState) -> None:
+        """The engine holds what the run goes on with from `state`. Raises LaunchError on every rank
+        where other sites stand elsewhere."""
+        if self._step is not None:
+            self._step.begin(state.outer_steps, is_new=state.step == 0)
+
+    def is_due(self, state: TrainState) -> bool:
+        """Whether an outer step comes before the next step of the run."""
+        config = self._session.run.config
+        return config.sites is not None and config.sites.is_due(state.step, config.train.steps)
+
+    def make(self, state: TrainState) -> TrainState:
+        """The state after an outer step. Raises LaunchError on every rank without the others."""
+        assert self._step is not None
+        session, sites = self._session, self._step.sites
+        figures = self._step.step()
+        if session.metrics is not None:
+            session.metrics.log_outer_step(
+                state.step,
+                outer_step=figures.number,
+                sites=list(range(sites.count)),
+                sent_bytes=figures.sent_bytes,
+                seconds=figures.seconds,
+                waited_seconds=figures.waited_seconds,
+                change=figures.change,
+                distance=figures.distance,
+            )
+        return replace(state, outer_steps=figures.number)
+
+    def close(self) -> None:
+        """After the last step: leave with the other sites, whose last outer step it was as well."""
+        if self._step is not None:
+            self._session.heartbeat.at("leaving the other sites", slow=True)
+            self._step.close()

@@ -1,0 +1,47 @@
+"""Rules about optimizers other than DeepSpeed's AdamW, which bigtrain makes itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bigtrain.settings.compatibility.facts import Facts, Rule, rule
+
+_OFFLOAD = "ds:zero_optimization.offload_optimizer"
+
+
+def _own(facts: Facts) -> str:
+    """What makes the optimizer bigtrain's own, as the run says it."""
+    if facts.optimizer == "adamw":
+        return f"optimizer.state_dtype = {facts.state_dtype}"
+    return f"optimizer.type = {facts.optimizer}"
+
+
+def _is_own(facts: Facts) -> bool:
+    return facts.optimizer != "adamw" or facts.state_dtype != "float32"
+
+
+OPTIMIZER_RULES: tuple[Rule, ...] = (
+    rule(
+        "DeepSpeed's Adam under another optimizer",
+        lambda f: _is_own(f) and not f.torch_adam,
+        ("ds:optimizer.params.torch_adam", lambda f: False),
+        lambda f: f"{_own(f)} is not an optimizer that DeepSpeed compiles",
+        "torch_adam true, or leave it out",
+        lambda f: replace(f, torch_adam=True, super_offload=False),
+        Facts(zero_stage=2, optimizer="muon", torch_adam=False),
+    ),
+    rule(  # runtime/swap_tensor/partitioned_optimizer_swapper.py knows exp_avg and exp_avg_sq
+        "another optimizer on NVMe",
+        lambda f: _is_own(f) and f.offload_optimizer == "nvme",
+        (f"{_OFFLOAD}.device", lambda f: f.offload_optimizer),
+        lambda f: f"DeepSpeed swaps the states of Adam in float32, and the run has {_own(f)}",
+        'device "cpu" (ds_configs/zero3_offload.json)',
+        lambda f: replace(f, offload_optimizer="cpu"),
+        Facts(
+            zero_stage=3,
+            optimizer="lion",
+            offload_optimizer="nvme",
+            offload_optimizer_nvme_path="/local-disk",
+        ),
+    ),
+)

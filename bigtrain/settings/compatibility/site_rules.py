@@ -1,0 +1,117 @@
+"""Rules about sites: what has been compared with a plain loop may run inside one, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from bigtrain.settings.compatibility.facts import Facts, Rule, rule
+
+_UNPROVEN = "the outer step of sites has not been compared with a plain loop"
+
+
+def _refused(
+    name: str,
+    holds: Callable[[Facts], bool],
+    blamed: tuple[str, Callable[[Facts], object]],
+    reason: str,
+    remedy: str,
+    changes: dict[str, Any],
+    example: Facts,
+) -> Rule:
+    """A rule about runs of sites; `changes`: of the facts, to the nearest ones."""
+    return rule(
+        name,
+        lambda f: f.num_sites > 0 and holds(f),
+        blamed,
+        reason,
+        remedy,
+        lambda f: replace(f, **changes),
+        replace(example, num_sites=2),
+    )
+
+
+SITE_RULES: tuple[Rule, ...] = (
+    _refused(
+        "sites with adapters",
+        lambda f: f.adapters is not None,
+        ("sites.count", lambda f: f.num_sites),
+        f"{_UNPROVEN} where adapters alone are trained",
+        "leave out sites: adapters are small enough to be averaged at every step",
+        {"num_sites": 0},
+        Facts(adapters="lora"),
+    ),
+    _refused(
+        "sites with expert parallelism",
+        lambda f: f.expert_size > 1,
+        ("parallel.expert", lambda f: f.expert_size),
+        f"{_UNPROVEN} where ranks divide the experts",
+        "parallel.expert=1",
+        {"expert_size": 1},
+        Facts(zero_stage=1, world_size=2, expert_size=2),
+    ),
+    _refused(
+        "sites with biases of experts",
+        lambda f: f.bias_updates,
+        ("moe.bias_update_rate", lambda f: "set"),
+        "the biases of experts are no weights: each site would move its own, and they would differ",
+        "moe.bias_update_rate=0",
+        {"bias_updates": False},
+        Facts(bias_updates=True),
+    ),
+    _refused(
+        "sites in float16",
+        lambda f: f.dtype == "float16",
+        ("precision.dtype", lambda f: f.dtype),
+        f"{_UNPROVEN} with a loss scale",
+        "precision.dtype=bfloat16",
+        {"dtype": "bfloat16"},
+        Facts(dtype="float16"),
+    ),
+    _refused(
+        "sites with an optimizer on NVMe",
+        lambda f: f.offload_optimizer == "nvme",
+        ("ds:zero_optimization.offload_optimizer.device", lambda f: f.offload_optimizer),
+        "the fp32 masters lie in files, where the outer step cannot read them",
+        'device "cpu" (ds_configs/zero3_offload.json)',
+        {"offload_optimizer": "cpu"},
+        Facts(zero_stage=3, offload_optimizer="nvme", offload_optimizer_nvme_path="/local-disk"),
+    ),
+    _refused(
+        "sites with parameters on NVMe",
+        lambda f: f.offload_param == "nvme",
+        ("ds:zero_optimization.offload_param.device", lambda f: f.offload_param),
+        f"{_UNPROVEN} where parameters lie in files",
+        'device "cpu" (ds_configs/zero3_offload.json)',
+        {"offload_param": "cpu"},
+        Facts(zero_stage=3, offload_param="nvme", offload_param_nvme_path="/local-disk"),
+    ),
+    _refused(
+        "sites with SuperOffload",
+        lambda f: f.super_offload,
+        ("ds:zero_optimization.offload_optimizer.super_offload", lambda f: True),
+        f"{_UNPROVEN} under SuperOffload",
+        "leave super_offload out",
+        {"super_offload": False, "torch_adam": True},
+        Facts(zero_stage=3, offload_optimizer="cpu", super_offload=True, torch_adam=False),
+    ),
+    _refused(
+        "sites over quantized or secondary partitions",
+        lambda f: f.quantized_weights or f.quantized_gradients or f.partition_size > 1,
+        ("ds:zero_optimization.zero_hpz_partition_size", lambda f: f.partition_size),
+        f"{_UNPROVEN} under ZeRO++",
+        "ds_configs/zero3.json",
+        {"quantized_weights": False, "quantized_gradients": False, "partition_size": 1},
+        Facts(zero_stage=3, partition_size=2, world_size=4),
+    ),
+    _refused(
+        "sites under accelerate's own settings",
+        lambda f: f.accelerate,
+        ("sites.count", lambda f: f.num_sites),
+        "a run of sites has not been tried with an engine that answers to accelerate configure",
+        "name a DeepSpeed JSON (engine.deepspeed_config), or start it by another launcher",
+        {"accelerate": False},
+        Facts(accelerate=True),
+    ),
+)

@@ -1,0 +1,82 @@
+"""The section on adapters: what is trained instead of the model's own weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from bigtrain.settings.sections.base import PositiveInt, Section
+
+_QUANTIZED = {"load_in_4bit", "quantization"}
+"""What peft and other trainers call it, where users may look for it."""
+
+
+class AdaptersSection(Section):
+    """LoRA (Hu et al. 2021, arXiv 2106.09685) as peft has it: beside each chosen linear layer a
+    product of two narrow matrices is trained, and the model's own weights (model.path) stay as
+    they are."""
+
+    type: Literal["lora"] = "lora"
+    rank: PositiveInt = Field(default=16, description="inner size of the two matrices")
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        default=32.0, description="their product counts alpha / rank times; see rslora"
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="share of a layer's inputs that the matrices are not shown"
+    )
+    target_parameters: tuple[str, ...] = Field(
+        default=(),
+        description="stacked weights of experts that get an adapter for each expert: shell "
+        "patterns of parameter names or of their last parts, such as [gate_up_proj, down_proj]",
+    )
+    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+        default="all-linear",
+        description="layers that get adapters: all-linear (every linear layer but the head), or "
+        "shell patterns of module names or of their last parts, such as [q_proj, v_proj] or "
+        "[model.layers.?.self_attn.*]",
+    )
+    rslora: bool = Field(
+        default=False,
+        description="let the product count alpha / sqrt(rank) times (Kalajdzievski 2023, "
+        "arXiv 2312.03732)",
+    )
+    dora: bool = Field(
+        default=False,
+        description="train the length of each output's weights apart from their direction (DoRA, "
+        "Liu et al. 2024, arXiv 2402.09353)",
+    )
+    modules_to_save: tuple[str, ...] = Field(
+        default=(),
+        description="modules of which a copy is trained as a whole beside the adapters, and saved "
+        "with them: shell patterns as targets has them, such as [lm_head] or [norm]",
+    )
+
+    @property
+    def scale(self) -> float:
+        """What the product of the two matrices counts for."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _base_is_not_quantized(cls, values: object) -> object:
+        asked = _QUANTIZED & values.keys() if isinstance(values, dict) else set()
+        if asked:
+            raise ValueError(
+                f"adapters.{min(asked)}: adapters beside a base in 4 bits (QLoRA) have not been "
+                "compared with plain peft's -> leave it out, and take ZeRO 3 or a GPU that holds "
+                "the base in 16 bits"
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> Self:
+        if not self.targets and not self.target_parameters:
+            raise ValueError("adapters.targets names no layer -> all-linear, or leave adapters out")
+        if self.target_parameters and (self.dora or self.dropout):
+            name, off = ("dora", "false") if self.dora else ("dropout", "0")
+            raise ValueError(
+                f"adapters.target_parameters: peft has no {name} for stacked weights -> "
+                f"adapters.{name}={off}"
+            )
+        return self

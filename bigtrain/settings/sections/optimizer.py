@@ -1,0 +1,135 @@
+"""The section on the optimizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from bigtrain.settings.sections.base import PositiveInt, Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0)]
+
+_LION_BETAS = (0.9, 0.99)
+
+
+class SplitSection(Section):
+    """How a projection that computes several matrices at once is taken apart for Muon."""
+
+    parts: tuple[PositiveInt, ...] | PositiveInt = Field(
+        description="output features of each matrix, in their order; or the number of equally "
+        "large ones"
+    )
+    interleaved: PositiveInt = Field(
+        default=1,
+        description="how many times the matrices alternate along the output, such as the number "
+        "of heads where each head has its query, key and value together (GPT-NeoX)",
+    )
+
+
+class MuonSection(Section):
+    """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) as `torch.optim.Muon` has it,
+    for the matrices of hidden layers."""
+
+    lr: Rate | None = Field(
+        default=None,
+        description="peak learning rate of the matrices; default: optimizer.lr, which fits AdamW's "
+        "where adjust_lr is match_rms_adamw",
+    )
+    weight_decay: Decay | None = Field(
+        default=None, description="decoupled decay of the matrices; default: optimizer.weight_decay"
+    )
+    momentum: Beta = 0.95
+    nesterov: bool = True
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = Field(
+        default=5, description="Newton-Schulz iterations"
+    )
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    ns_dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16",
+        description="in which matrices travel and are iterated on; bfloat16 as torch.optim.Muon, "
+        "which makes of differences in a gradient's last bits some in a weight's fifth digit",
+    )
+    eps: Rate = Field(default=1e-7, description="least norm that a matrix is divided by")
+    adjust_lr: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description="scale of an update of a matrix [rows, columns]: 0.2 sqrt(max(rows, columns)) "
+        "(Liu et al. 2025, arXiv 2502.16982, equation 4), or Jordan's "
+        "sqrt(max(1, rows / columns))",
+    )
+    split: dict[str, SplitSection] = Field(
+        default_factory=dict,
+        description="fused projections by patterns of parameter names, such as "
+        '"*.qkv_proj.weight": {parts: [4096, 1024, 1024]}; others are one matrix each',
+    )
+
+
+class AdafactorSection(Section):
+    """What Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) has beside rate and decay, as
+    `torch.optim.Adafactor`."""
+
+    beta2_decay: Annotated[float, Field(lt=0)] = Field(
+        default=-0.8, description="the second moment's decay at step t is 1 - t ** beta2_decay"
+    )
+    eps1: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="least squared gradient; default: float32's epsilon"
+    )
+    eps2: Rate = Field(default=1e-3, description="least root mean square of a parameter")
+    clip_threshold: Annotated[float, Field(ge=1)] = Field(
+        default=1.0, description="largest root mean square of an update"
+    )
+
+
+class OptimizerSection(Section):
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with decay and no-decay groups, or
+    another optimizer with the same groups. Lion: Chen et al. 2023, arXiv 2302.06675."""
+
+    type: Literal["adamw", "muon", "lion", "adafactor"] = Field(
+        default="adamw",
+        description="muon is for matrices of hidden layers; embeddings, head, norms, biases, "
+        "routers and all else have adamw beside it",
+    )
+    lr: Rate = Field(description="peak learning rate")
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.95), description="of adamw; of lion, whose default is [0.9, 0.99]"
+    )
+    eps: Rate = 1e-8
+    weight_decay: Decay = Field(default=0.1, description="decoupled decay of the decay group")
+    decay_embeddings: bool = Field(
+        default=True,
+        description="whether embeddings are in the decay group; biases, norms and every other "
+        "parameter of fewer than two dimensions never are",
+    )
+    clip_norm: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="global gradient norm to clip to; 0 turns clipping off"
+    )
+    state_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="of moments and momentum; bfloat16 halves them and is rounded stochastically",
+    )
+    muon: MuonSection = MuonSection()
+    adafactor: AdafactorSection = AdafactorSection()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether bigtrain makes the optimizer; else DeepSpeed does, by its JSON."""
+        return self.type != "adamw" or self.state_dtype != "float32"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _betas_of_lion(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("type") == "lion" and "betas" not in values:
+            return {**values, "betas": _LION_BETAS}
+        return values
+
+    @model_validator(mode="after")
+    def _only_its_own_settings(self) -> Self:
+        for name in ("muon", "adafactor"):
+            if self.type != name and getattr(self, name) != type(getattr(self, name))():
+                raise ValueError(
+                    f"optimizer.{name} is set, and optimizer.type = {self.type} does not read it "
+                    f"-> type: {name}, or take it out"
+                )
+        return self

@@ -1,0 +1,70 @@
+"""What the page on sites says to type is typed here, and its figures are those of the code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bigtrain.engine.sites.codecs import sent_bytes
+from bigtrain.settings.compatibility.site_rules import SITE_RULES
+from bigtrain.settings.run_config import SitesSection
+from tests.support.worlds import ROOT
+
+PAGE = (ROOT / "docs/howto/sites.md").read_text(encoding="utf-8")
+TEXT = " ".join(PAGE.split())
+LINES = [line for line in PAGE.splitlines() if line.startswith("bigtrain ")]
+PARAMETERS = 1_000_000_000
+
+
+def test_the_section_is_read_and_its_defaults_are_those_of_the_page() -> None:
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.M | re.S)
+    sites = SitesSection(**yaml.safe_load(block)["sites"])
+    assert sites.outer.type == "nesterov"
+    assert f"momentum {sites.outer.decay} and a rate of {sites.outer_lr} for up to 4" in TEXT
+    rates = [SitesSection(count=n, inner_steps=1, address="a:1").outer_lr for n in (4, 5)]
+    assert f"{rates[0]} for up to 4 sites and {rates[1]} beyond" in TEXT
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_commands_as_they_stand(line: str, tmp_path: Path) -> None:
+    words = shlex.split(line)
+    command = Path(sys.executable).parent / words[0]
+    done = subprocess.run([command, *words[1:]], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "x 2 sites" in done.stdout
+
+
+def test_bytes_of_the_table() -> None:
+    rows = dict(re.findall(r"^\| (.*?) \| ([\d.]+) \|", PAGE, flags=re.M))
+    weights = 2 * PARAMETERS / 1e9
+    assert float(rows["ZeRO 3 over both sites"]) == 3 * weights
+    assert float(rows["ZeRO++ over both sites (`zeropp`)"]) == 0.75 * weights
+    assert float(rows["data parallelism between them, gradients in bfloat16"]) == weights
+    for codec, steps in (("float32", 100), ("bfloat16", 100), ("bfloat16", 500)):
+        found = sent_bytes(PARAMETERS, 2, codec) / steps / 1e9
+        assert float(rows[f"sites, {codec}, {steps} inner steps"]) == found
+    assert f"takes {sent_bytes(PARAMETERS, 2, 'bfloat16') / 500 * 8 / 1e9:.2f} s of every" in TEXT
+    assert f"ZeRO++ {0.75 * weights * 8:.0f} s" in TEXT
+
+
+def test_all_that_is_refused_is_named() -> None:
+    words = {
+        "sites with adapters": "Adapters",
+        "sites with expert parallelism": "expert parallelism",
+        "sites with biases of experts": "biases of experts",
+        "sites in float16": "float16",
+        "sites with an optimizer on NVMe": "NVMe",
+        "sites with parameters on NVMe": "NVMe",
+        "sites with SuperOffload": "SuperOffload",
+        "sites over quantized or secondary partitions": "ZeRO++",
+        "sites under accelerate's own settings": "accelerate without",
+    }
+    assert words.keys() == {rule.name for rule in SITE_RULES}
+    refused = TEXT.partition("## What is refused")[2]
+    assert all(word in refused for word in words.values())

@@ -1,0 +1,179 @@
+"""Two sites that train by train.py: what they write, a resume in a window, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bigtrain.run.checkpointing import checkpoints
+from tests.launch.conftest import STEPS, Inputs, metrics
+from tests.support import site_world
+from tests.support.lives import shared_server
+from tests.support.worlds import free_port
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+INNER_STEPS = 5
+MIDDLE = 8
+"""A step with a checkpoint that is none of an outer step."""
+
+
+def train_sites(
+    inputs: Inputs,
+    directory: Path,
+    own: Sequence[Sequence[str]] = ((), ()),
+    *settings: str,
+    die: tuple[int, int] | None = None,
+) -> tuple[list[int], str]:
+    """Two sites of one rank each; exit codes by site and all that they printed. `own`: settings of
+    each site."""
+    common = [
+        "engine.deepspeed_config=zero1",
+        "sites.count=2",
+        f"sites.inner_steps={INNER_STEPS}",
+        f"sites.address=127.0.0.1:{free_port()}",
+        "sites.timeout_seconds=60",
+        *settings,
+    ]
+    common = ["--config", str(inputs.run_yaml), *common]
+    places = [
+        [f"sites.index={index}", f"output.directory={directory / str(index)}"]
+        for index in range(len(own))
+    ]
+    arguments = [[*common, *place, *of_site] for place, of_site in zip(places, own, strict=True)]
+    request = directory / "request.json"
+    request.write_text(json.dumps({"ports": [free_port(), free_port()], "arguments": arguments}))
+    script = [site_world.__file__, str(request)]
+    return shared_server().live([], script=script, world_size=2, grace_seconds=30.0, die=die)
+
+
+def outer_lines(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "outer_step" in line]
+
+
+@pytest.fixture(scope="module")
+def trained(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sites")
+    codes, output = train_sites(inputs, directory)
+    assert codes == [0, 0], output
+    return directory
+
+
+def test_outer_steps_are_written_down_and_bytes_are_those_of_the_formula(trained: Path) -> None:
+    weights = load_file(trained / "0" / "hf" / "model.safetensors")
+    num_elements = sum(weight.numel() for weight in weights.values())
+    for site in ("0", "1"):
+        lines = outer_lines(trained / site)
+        assert [line["step"] for line in lines] == [5, 10, STEPS]
+        assert [line["outer_step"] for line in lines] == [1, 2, 3]
+        for line in lines:
+            assert line["sites"] == [0, 1]
+            assert line["sent_bytes"] == 2 * -(-num_elements // 2) * 4
+            assert line["seconds"] >= line["waited_seconds"] >= 0
+            assert line["change"] > line["distance"] > 0
+    state = checkpoints.read_state(checkpoints.checkpoint_path(trained / "0", STEPS))
+    assert state["outer_steps"] == 3
+    assert state["samples"] == STEPS * 8  # of both
+
+
+def test_sites_read_other_samples_and_end_with_the_same_weights(trained: Path) -> None:
+    assert metrics(trained / "0", "loss") != metrics(trained / "1", "loss")
+    first, second = (load_file(trained / site / "hf" / "model.safetensors") for site in "01")
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
+
+
+def test_goes_on_in_the_middle_of_a_window(trained: Path, inputs: Inputs, tmp_path: Path) -> None:
+    for site in ("0", "1"):
+        shutil.copytree(trained / site, tmp_path / site)
+        checkpoints.remove(checkpoints.checkpoint_path(tmp_path / site, STEPS))
+        shutil.rmtree(tmp_path / site / "hf")
+    codes, output = train_sites(inputs, tmp_path)
+    assert codes == [0, 0], output
+    assert output.count(f"resumed at step {MIDDLE} ") == 2
+    for site in ("0", "1"):
+        for key in (
+            "loss",
+            "outer_step",
+            "grad_norm",
+            "held_out_loss",
+            "change",
+            "distance",
+            "sent_bytes",
+        ):
+            assert metrics(tmp_path / site, key) == metrics(trained / site, key), key
+        found = load_file(tmp_path / site / "hf" / "model.safetensors")
+        for name, weight in load_file(trained / site / "hf" / "model.safetensors").items():
+            assert torch.equal(found[name], weight), name
+
+
+def test_a_site_that_is_killed_is_named_and_all_go_on_after_a_new_start(
+    trained: Path, inputs: Inputs, tmp_path: Path
+) -> None:
+    # It dies in the save of step 4.
+    settings = "sites.timeout_seconds=3", "checkpoint.asynchronous=false"
+    codes, output = train_sites(inputs, tmp_path, ((), ()), *settings, die=(1, 12))
+    assert codes == [2, -signal.SIGKILL], output
+    assert output.count("resumed") == 0
+    assert "site 1 did not come to outer step 1 within sites.timeout_seconds = 3 " in output
+    # One goes on from step 4, the other begins anew: in the same window.
+    codes, output = train_sites(inputs, tmp_path)
+    assert codes == [0, 0], output
+    assert output.count("resumed at step") == 1
+    for site in ("0", "1"):
+        assert metrics(tmp_path / site) == metrics(trained / site)
+        found = load_file(tmp_path / site / "hf" / "model.safetensors")
+        for name, weight in load_file(trained / site / "hf" / "model.safetensors").items():
+            assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize("engine", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_what_16_bit_engines_compute_with_is_the_global_weights(
+    engine: str, inputs: Inputs, tmp_path: Path
+) -> None:
+    """The export of the last step, an outer one, gives the trained engine's logits."""
+    settings = ["precision.dtype=bfloat16", f"engine.deepspeed_config={engine}"]
+    settings += ["sites.outer.lr=1.4", "train.steps=5"]
+    codes, output = train_sites(inputs, tmp_path, ((), ()), *settings)
+    assert codes == [0, 0], output
+    assert output.count("same logits") == 2
+
+
+def test_sites_that_stand_in_other_windows_are_refused(
+    trained: Path, inputs: Inputs, tmp_path: Path
+) -> None:
+    for site, last in (("0", MIDDLE), ("1", None)):
+        shutil.copytree(trained / site, tmp_path / site)
+        for step in checkpoints.steps(tmp_path / site):
+            if step != last:
+                checkpoints.remove(checkpoints.checkpoint_path(tmp_path / site, step))
+    codes, output = train_sites(inputs, tmp_path)
+    assert codes == [2, 2]
+    assert output.count("the number of outer steps: 1 at site 0, 0 at site 1") == 2
+
+
+def test_sites_with_other_settings_are_refused_with_both_values(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    own = [["engine.deepspeed_config=zero1"], ["optimizer.lr=1e-3", "sites.codec=bfloat16"]]
+    codes, output = train_sites(inputs, tmp_path, own)
+    assert codes == [2, 2]
+    assert output.count("optimizer.lr: 0.005 at site 0, 0.001 at site 1") == 2
+    assert output.count("sites.codec: 'float32' at site 0, 'bfloat16' at site 1") == 2
+    assert not (tmp_path / "0").exists()
+
+
+def test_a_site_that_does_not_come_is_named(inputs: Inputs, tmp_path: Path) -> None:
+    codes, output = train_sites(inputs, tmp_path, [["sites.timeout_seconds=1"], ["sites.index=9"]])
+    assert codes == [2, 2]
+    assert "site 1 did not come to the start within sites.timeout_seconds = 1 " in output
+    assert "sites.index = 9 is none of sites.count = 2 sites, counted from 0 -> 0 to 1" in output

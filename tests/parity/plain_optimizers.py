@@ -1,0 +1,133 @@
+"""Optimizers of plain PyTorch, for `tests.parity.plain.train`: each of whole masters by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.plain import adamw
+
+HIDDEN = r".*layers\.\d+\..*(proj|dense|dense_h_to_4h|dense_4h_to_h|key_value)(\.weight)?"
+"""Names of the hidden matrices of the models that are tested; nothing else has such names."""
+
+
+def zeropower(grad: torch.Tensor, coefficients: Any, num_steps: int, eps: float) -> torch.Tensor:
+    """torch's Newton-Schulz (optim/_muon.py) in float32; torch itself has it in bfloat16."""
+    a, b, c = coefficients
+    x = grad.T if grad.size(0) > grad.size(1) else grad
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if grad.size(0) > grad.size(1) else x
+
+
+class Together:
+    """Several optimizers that step together, one of them at a rate in proportion."""
+
+    def __init__(self, parts: Sequence[tuple[Any, float]]) -> None:
+        self._parts = parts
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
+
+    def step(self) -> None:
+        for optimizer, ratio in self._parts:
+            for group in optimizer.param_groups:
+                group["lr"] = self.param_groups[0]["lr"] * ratio
+            optimizer.step()
+
+
+class SlicedMuon:
+    """torch's Muon of matrices that are slices of masters: [master, slice] pairs."""
+
+    def __init__(
+        self, slices: Sequence[tuple[torch.Tensor, Any]], is_wide: bool, **options: Any
+    ) -> None:
+        self._is_wide = is_wide
+        self._slices = slices
+        self._own = [master[where].clone() for master, where in slices]
+        self._optimizer = torch.optim.Muon(self._own, **options)
+        self.param_groups = self._optimizer.param_groups
+
+    def step(self) -> None:
+        for own, (master, where) in zip(self._own, self._slices, strict=True):
+            own.copy_(master[where])
+            assert master.grad is not None
+            own.grad = master.grad[where].clone()
+        with pytest.MonkeyPatch.context() as patch:
+            if self._is_wide:
+                patch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", zeropower)
+            self._optimizer.step()
+        for own, (master, where) in zip(self._own, self._slices, strict=True):
+            master[where] = own
+
+
+def muon(masters: dict[str, torch.Tensor], section: dict[str, Any], splits: Any = None) -> Together:
+    """torch's Muon of hidden matrices, of stacked experts one by one, and AdamW of the rest.
+
+    splits: from the name of a fused projection to the slices of its matrices.
+    """
+    own = section.get("muon", {})
+    hidden = [name for name in masters if re.fullmatch(HIDDEN, name) and masters[name].ndim > 1]
+    slices: list[tuple[torch.Tensor, Any]] = []
+    for name in hidden:
+        master = masters[name]
+        wheres = (splits or {}).get(name.rpartition("layers.")[2].partition(".")[2])
+        if wheres is None:
+            wheres = list(range(len(master))) if master.ndim == 3 else [slice(None)]
+        slices += [(master, where) for where in wheres]
+    rest = [tensor for name, tensor in masters.items() if name not in hidden]
+    options = {
+        "momentum": own.get("momentum", 0.95),
+        "nesterov": own.get("nesterov", True),
+        "ns_steps": own.get("ns_steps", 5),
+        "adjust_lr_fn": own.get("adjust_lr", "match_rms_adamw"),
+        "weight_decay": own.get("weight_decay", section.get("weight_decay", 0.1)),
+    }
+    return Together(
+        [
+            (
+                SlicedMuon(slices, own.get("ns_dtype") == "float32", lr=1.0, **options),
+                own.get("lr", section["lr"]) / section["lr"],
+            ),
+            (adamw(rest, section), 1.0),
+        ]
+    )
+
+
+class _Lion:
+    """Algorithm 2 of Chen et al. 2023, word by word."""
+
+    def __init__(self, masters: list[torch.Tensor], section: dict[str, Any]) -> None:
+        self._masters = masters
+        self._betas = section.get("betas", (0.9, 0.99))
+        self._decay = section.get("weight_decay", 0.1)
+        self._moments = [torch.zeros_like(master) for master in masters]
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
+
+    def step(self) -> None:
+        lr = self.param_groups[0]["lr"]
+        for master, m in zip(self._masters, self._moments, strict=True):
+            decay = self._decay if master.ndim >= 2 else 0.0
+            g = master.grad
+            c = self._betas[0] * m + (1 - self._betas[0]) * g
+            master -= lr * (torch.sign(c) + decay * master)
+            m.copy_(self._betas[1] * m + (1 - self._betas[1]) * g)
+
+
+def lion(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
+    return _Lion(list(masters.values()), section)
+
+
+def adafactor(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
+    """torch's Adafactor; matrices decay, vectors do not."""
+    decay = section.get("weight_decay", 0.1)
+    return torch.optim.Adafactor(
+        [
+            {"params": [p for p in masters.values() if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in masters.values() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+    )

@@ -1,0 +1,557 @@
+"""LoRA adapters at every topology, against plain peft and torch.optim.AdamW in one process."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field, replace
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save
+from transformers import AutoModelForCausalLM
+
+from bigtrain.engine.checkpoint.io import read_full
+from bigtrain.engine.checkpoint.lazy import open_weights
+from bigtrain.models.build import build_model
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.export.adapters import adapter_state, merged_weights
+from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.models.weights.lazy_tensors import LazyTensor
+from bigtrain.run.session import step_seed
+from bigtrain.settings.run_config import AdaptersSection, ModelSection
+from bigtrain.settings.topology import Coordinates
+from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_cases
+from tests.parity.plain import Spread, Training, orders, plain_training, root_mean_square
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(1200),
+    # peft 0.21 asks transformers 5.23 by an old name.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+]
+
+LOSS = 1e-5
+NORM = 1e-4
+WEIGHTS = 1e-5
+SPREADS = 3.0
+"""bfloat16: how many times as far from the mean of the plain runs as the farthest of them."""
+LORA: dict[str, dict[str, Any]] = {
+    "llama": {"rank": 4, "alpha": 16, "targets": "all-linear"},
+    "gpt2": {"rank": 3, "alpha": 6, "targets": ["c_attn", "transformer.h.?.mlp.*"], "rslora": True},
+    "odd": {"rank": 4, "alpha": 16, "targets": "all-linear"},
+    "phi3": {"rank": 4, "alpha": 16, "targets": "all-linear"},
+    "first": {"rank": 4, "alpha": 16, "targets": ["model.layers.0.*"]},
+    "qwen3_moe": {
+        "rank": 2,
+        "alpha": 8,
+        "targets": ["*_proj"],
+        "target_parameters": ["gate_up_proj", "down_proj"],
+    },
+    "dense_of_moe": {"rank": 4, "alpha": 16, "targets": "all-linear"},
+}
+PEFT: dict[str, LoraConfig] = {
+    "llama": LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+    "gpt2": LoraConfig(
+        r=3,
+        lora_alpha=6,
+        target_modules=["c_attn", "mlp.c_fc", "mlp.c_proj"],
+        fan_in_fan_out=True,
+        use_rslora=True,
+        task_type="CAUSAL_LM",
+    ),
+}
+PEFT["qwen3_moe"] = LoraConfig(
+    r=2,
+    lora_alpha=8,
+    target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+    target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    task_type="CAUSAL_LM",
+)
+PEFT["dense_of_moe"] = replace(PEFT["qwen3_moe"], r=4, lora_alpha=16, target_parameters=None)
+PEFT |= {"odd": PEFT["llama"], "phi3": PEFT["llama"]}
+PEFT["first"] = replace(PEFT["llama"], target_modules=r"model\.layers\.0\..*_proj")
+MODELS: dict[str, dict[str, Any]] = {
+    # Nothing divides: uneven widths, biases, key-value heads that ranks share.
+    "odd": llama(intermediate_size=63, attention_bias=True, tie_word_embeddings=False),
+    # Queries, keys and values in one layer, and both halves of the MLP.
+    "phi3": llama(model_type="phi3", pad_token_id=0, tie_word_embeddings=False),
+    # One pipeline stage has nothing to train.
+    "first": llama(),
+    "dense_of_moe": ARCHITECTURES["qwen3_moe"],
+}
+"""Beside those of `hf_directories`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    world_size: int
+    engine: str
+    model: str = "llama"
+    accumulation: int = 2
+    degrees: dict[str, int] = field(default_factory=dict)
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        degrees = "-".join(f"{axis}{size}" for axis, size in self.degrees.items())
+        changes = "-".join(f"{k}={v}" for s in self.sections.values() for k, v in s.items())
+        return (
+            f"{self.model}-{self.engine}-of-{self.world_size}-{degrees or 'data'}"
+            f"-accumulation{self.accumulation}{changes and '-' + changes}"
+        )
+
+    @property
+    def micro_batch_size(self) -> int:
+        inner = 1
+        for size in self.degrees.values():
+            inner *= size
+        return 8 // (self.accumulation * (self.world_size // inner))
+
+
+RECOMPUTE: dict[str, dict[str, Any]] = {"model": {"gradient_checkpointing": "full"}}
+CHUNKS: dict[str, dict[str, Any]] = {"model": {"loss": "chunked", "loss_chunk_tokens": 7}}
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "data": {"document_boundaries": "isolate", "mask_end_of_document": False}
+}
+# With the usual eps of 1e-8, AdamW makes large updates from rounding errors where gradients are
+# nearly zero: plain runs that add up in other orders part by 8e-6 in a single weight then.
+LARGER_EPS: dict[str, dict[str, Any]] = {"optimizer": {"eps": 1e-6}}
+BFLOAT16: dict[str, dict[str, Any]] = {"precision": {"dtype": "bfloat16"}}
+
+DROPOUT: dict[str, dict[str, Any]] = {"adapters": {"dropout": 0.3}}
+
+DORA: dict[str, dict[str, Any]] = {"adapters": {"dora": True}}
+SAVED: dict[str, dict[str, Any]] = {"adapters": {"modules_to_save": ["lm_head", "model.norm"]}}
+
+CASES = [
+    Case(1, "zero3", accumulation=1, sections=DROPOUT | RECOMPUTE),
+    Case(1, "zero0"),
+    Case(1, "zero2", accumulation=4, sections=RECOMPUTE),
+    Case(2, "zero1", "gpt2", accumulation=1),
+    Case(2, "zero3"),
+    Case(2, "zero3", "gpt2", accumulation=4, sections=RECOMPUTE),
+    Case(2, "zero0", degrees={"sequence": 2}),
+    Case(2, "zero1", degrees={"pipeline": 2}),
+    Case(2, "zero1", "first", degrees={"pipeline": 2}),
+    Case(2, "zero1", "odd", degrees={"tensor": 2}),
+    Case(2, "zero3", "phi3", degrees={"tensor": 2}),
+    Case(2, "zero0", accumulation=1, degrees={"tensor": 2}, sections=DROPOUT | RECOMPUTE),
+    Case(2, "zero2", "qwen3_moe"),
+    *(
+        Case(size, engine, "qwen3_moe", accumulation, degrees, sections, slow=True)
+        for engine in ("zero0", "zero1", "zero2", "zero2_offload")
+        for size, accumulation, degrees, sections in (
+            (1, 1, {}, RECOMPUTE),
+            (2, 4, {}, CHUNKS),
+            (2, 1, {"sequence": 2}, {}),
+        )
+    ),
+    *(
+        Case(2, engine, model, 2, degrees, CHUNKS, slow=True)
+        for engine, degrees, model in (
+            ("zero1", {"pipeline": 2}, "qwen3_moe"),
+            ("zero1", {"pipeline": 2}, "dense_of_moe"),
+            ("zero1", {"tensor": 2}, "dense_of_moe"),
+            ("zero3", {}, "dense_of_moe"),
+            ("zero3", {"tensor": 2}, "dense_of_moe"),
+        )
+    ),
+    Case(2, "zero2", "odd", sections=DORA),
+    Case(2, "zero3", "odd", sections=SAVED | CHUNKS),
+    *(
+        Case(size, engine, model, accumulation, degrees, kind | sections, slow=True)
+        for engine in ("zero0", "zero1", "zero2", "zero2_offload")
+        for kind, model in ((DORA, "gpt2"), (DORA, "odd"), (SAVED, "odd"))
+        for size, accumulation, degrees, sections in (
+            (1, 1, {}, RECOMPUTE),
+            (2, 4, {}, CHUNKS),
+            (2, 2, {"sequence": 2}, {}),
+        )
+    ),
+    *(
+        Case(2, engine, "odd", 2, degrees, kind | CHUNKS, slow=True)
+        for engine, degrees, kind in (
+            ("zero1", {"pipeline": 2}, DORA),
+            ("zero1", {"pipeline": 2}, SAVED),
+            ("zero3_offload", {}, SAVED),
+            ("zero3", {"sequence": 2}, SAVED),
+        )
+    ),
+    *(
+        Case(size, engine, model, accumulation, {"pipeline": 2}, sections, slow=True)
+        for engine in ("zero0", "zero1")
+        for size, model, accumulation, sections in (
+            (2, "gpt2", 4, {}),
+            (2, "first", 1, CHUNKS),
+            (2, "llama", 4, RECOMPUTE),
+            (2, "llama", 2, DOCUMENTS),
+            (4, "odd", 2, {}),
+        )
+    ),
+    *(
+        Case(size, engine, model, accumulation, {"tensor": tensor}, sections, slow=True)
+        for engine in ("zero0", "zero1", "zero2", "zero3")
+        for size, tensor, model, accumulation, sections in (
+            (2, 2, "llama", 1, CHUNKS),
+            (2, 2, "odd", 1, DROPOUT),
+            (2, 2, "phi3", 1, DROPOUT),
+            (2, 2, "llama", 2, DOCUMENTS | LARGER_EPS),
+            (4, 4, "odd", 4, RECOMPUTE),
+            (4, 2, "phi3", 2, {}),
+        )
+    ),
+    *(
+        Case(4, engine, "odd", 2, degrees, RECOMPUTE, slow=True)
+        for engine, degrees in (
+            ("zero0", {"tensor": 2, "pipeline": 2}),
+            ("zero1", {"tensor": 2, "pipeline": 2}),
+            ("zero3", {"tensor": 2, "sequence": 2}),
+            ("zero2_offload", {"tensor": 2}),
+        )
+    ),
+    *(
+        Case(size, f"zero{stage}", model, accumulation, slow=True)
+        for stage in range(4)
+        for size, accumulation in ((1, 1), (1, 4), (2, 1), (2, 4))
+        for model in ("llama", "gpt2")
+    ),
+    *(
+        Case(2, engine, "llama", 2, degrees, sections, slow=True)
+        for engine in ("zero0", "zero3", "zero2_offload", "zero3_offload")
+        for degrees, sections in (
+            ({}, CHUNKS),
+            ({}, DOCUMENTS),
+            ({"sequence": 2}, DOCUMENTS),
+            ({"sequence": 2}, RECOMPUTE),
+        )
+    ),
+]
+
+
+def config_of(case: Case, data: Path, base: Path, **sections: Any) -> dict[str, Any]:
+    config: dict[str, Any] = run_config(
+        data,
+        {"path": str(base)},
+        micro_batch_size=case.micro_batch_size,
+        adapters=LORA[case.model],
+        optimizer={"lr": 1e-2, "clip_norm": 0.2},
+    )
+    if case.degrees:
+        config["parallel"] = case.degrees
+    for name, section in (case.sections | sections).items():
+        config[name] = config.get(name, {}) | section
+    return config
+
+
+def seed_of(name: str) -> int:
+    """Of a layer's initial values, as docs/howto/adapters.md gives it."""
+    digest = hashlib.sha256(f"{SEED}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def adapted(model: Any, case: Case) -> Any:
+    """Plain peft's model, with each layer's initial values from a stream of its own; with dropout,
+    each pass is a step and has its stream."""
+    asked = case.sections.get("adapters", {})
+    dropout = asked.get("dropout", 0.0)
+    config = replace(
+        PEFT[case.model],
+        lora_dropout=dropout,
+        use_dora=asked.get("dora", False),
+        modules_to_save=asked.get("modules_to_save"),
+    )
+    made = get_peft_model(model, config, autocast_adapter_dtype=False)
+    if dropout:
+        steps = count()
+        place = Coordinates(0, 0, 0, 0)
+
+        def seed_step(*_: object) -> None:
+            torch.manual_seed(step_seed(SEED, next(steps), place))
+
+        made.register_forward_pre_hook(seed_step)
+    for layer, module in made.base_model.model.named_modules():
+        if isinstance(module, LoraLayer):
+            torch.manual_seed(seed_of(layer))
+            module.float().reset_lora_parameters("default", True)
+    return made.to(next(model.parameters()).dtype)
+
+
+def plain_run(case: Case, data: Path, base: Path, **options: Any) -> Training:
+    found = plain_training(
+        data,
+        base,
+        config_of(case, data, base),
+        adapt=lambda model: adapted(model, case),
+        frozen=r"(?!.*\.(lora_|modules_to_save\.))",
+        **options,
+    )
+    weights = {n.removeprefix("base_model.model."): w for n, w in found.weights.items()}
+    return Training(found.losses, found.norms, weights)
+
+
+def run_cases(
+    cases: list[Case], data: Path, bases: dict[str, Path], root: Path
+) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for world_size in sorted({case.world_size for case in cases}):
+        place = root / str(world_size)
+        place.mkdir()
+        asked = {
+            case.name: {
+                "config": config_of(case, data, bases[case.model]),
+                "deepspeed_config": case.engine,
+                "weights": {
+                    str(step): str(place / f"{case.name}-{step}.pt") for step in (0, STEPS)
+                },
+            }
+            for case in cases
+            if case.world_size == world_size
+        }
+        for name, result in train_cases(world_size, asked, place).items():
+            weights = [torch.load(asked[name]["weights"][str(step)]) for step in (0, STEPS)]
+            found[name] = result | {"begun": weights[0], "trained": weights[1]}
+    return found
+
+
+@pytest.fixture(scope="module")
+def bases(
+    hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    found = dict(hf_directories)
+    for name, config in MODELS.items():
+        section = ModelSection(config=config)
+        found[name] = tmp_path_factory.mktemp("bases") / name
+        build_model(section, load_hf_config(section), seed=SEED).save_pretrained(found[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(
+    dataset: Path, bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    cases = [case for case in CASES if not case.slow]
+    return run_cases(cases, dataset, bases, tmp_path_factory.mktemp("few"))
+
+
+@pytest.fixture(scope="module")
+def slow_results(
+    dataset: Path, bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    cases = [case for case in CASES if case.slow]
+    return run_cases(cases, dataset, bases, tmp_path_factory.mktemp("slow"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
+        for case in CASES
+    ],
+)
+def test_equals_plain_peft(
+    case: Case,
+    dataset: Path,
+    bases: dict[str, Path],
+    request: pytest.FixtureRequest,
+) -> None:
+    result = request.getfixturevalue("slow_results" if case.slow else "results")[case.name]
+    base = bases[case.model]
+    expected = plain_run(case, dataset, base)
+    initial = plain_run(case, dataset, base, num_steps=0)
+    assert result["accumulation"] == case.accumulation
+    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS)
+    assert result["norms"] == pytest.approx(expected.norms, rel=NORM)
+    files = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict()
+    for name, weight in result["begun"].items():
+        if name in initial.weights:
+            assert torch.equal(weight, initial.weights[name]), name
+    for name, weight in result["trained"].items():
+        if name in expected.weights:
+            assert torch.allclose(weight, expected.weights[name], rtol=0, atol=WEIGHTS), name
+        else:
+            own = re.sub(r"(\.base_layer)+\.|\.original_module\.", ".", name)
+            assert torch.equal(weight, files[own]), name
+    assert expected.weights.keys() <= result["trained"].keys()
+
+
+POINTS = [
+    Case(1, "zero0"),
+    Case(2, "zero3"),
+    Case(2, "zero1", degrees={"tensor": 2}),
+    Case(2, "zero1", degrees={"pipeline": 2}),
+]
+LARGE = [
+    Case(4, "zero3", degrees={"tensor": 2}),
+    Case(4, "zero1", degrees={"tensor": 2, "pipeline": 2}),
+    Case(4, "zero2"),
+]
+
+
+def resumed(wrote: list[Case], read: list[Case], data: Path, base: Path, root: Path) -> None:
+    """Below `root` the checkpoint of each of `wrote` after three steps, and what each of `read`
+    saves as soon as it has restored that."""
+
+    def train(asked: dict[str, tuple[Case, dict[str, Any]]]) -> None:
+        for size in sorted({case.world_size for case, _ in asked.values()}):
+            cases = {
+                name: {
+                    "config": config_of(case, data, base),
+                    "deepspeed_config": case.engine,
+                    "last_step": 3,
+                    **steps,
+                }
+                for name, (case, steps) in asked.items()
+                if case.world_size == size
+            }
+            train_cases(size, cases, root)
+
+    train({w.name: (w, {"save_at": 3, "save_to": str(root / w.name)}) for w in wrote})
+    train(
+        {
+            f"{w.name}-{r.name}": (
+                r,
+                {
+                    "first_step": 3,
+                    "restore_from": str(root / w.name),
+                    "save_again_to": str(root / f"{w.name}-{r.name}"),
+                },
+            )
+            for w in wrote
+            for r in read
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    dataset: Path, hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    resumed(POINTS, POINTS, dataset, hf_directories["llama"], root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def large_checkpoints(
+    dataset: Path, hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    root = tmp_path_factory.mktemp("large")
+    resumed(POINTS, LARGE, dataset, hf_directories["llama"], root)
+    resumed(LARGE, POINTS, dataset, hf_directories["llama"], root)
+    return root
+
+
+def merged(place: Path, base: Path) -> bytes:
+    """A file of the base's weights with the adapters of a checkpoint added."""
+    config = load_hf_config(ModelSection(path=str(base)))
+    found = merged_weights(
+        open_weights(place / "tensors"),
+        AdaptersSection.model_validate(LORA["llama"]),
+        find_weights(str(base), config),
+        config,
+    )
+    assert len(found) > 3 * 7
+    return save({n: t.read() if isinstance(t, LazyTensor) else t for n, t in found.items()})
+
+
+def compare_checkpoints(places: list[Path], base: Path) -> None:
+    """Bit-identical states; files of peft's, and merged ones, with the same bytes."""
+    first, again = (read_full(place / "tensors") for place in places)
+    assert first.keys() == again.keys()
+    assert {key.partition("/")[0] for key in first} == {"master", "exp_avg", "exp_avg_sq"}
+    assert all(".lora_" in key for key in first)
+    for key, tensor in first.items():
+        assert tensor.any(), key
+        assert torch.equal(again[key], tensor), key
+    files = [save(adapter_state(open_weights(p / "tensors"), "float32")) for p in places]
+    assert files[0] == files[1]
+    assert merged(places[0], base) == merged(places[1], base)
+
+
+@pytest.mark.parametrize("read", POINTS, ids=lambda case: case.name)
+@pytest.mark.parametrize("wrote", POINTS, ids=lambda case: case.name)
+def test_goes_on_bit_for_bit(
+    wrote: Case, read: Case, checkpoints: Path, hf_directories: dict[str, Path]
+) -> None:
+    places = [checkpoints / wrote.name, checkpoints / f"{wrote.name}-{read.name}"]
+    compare_checkpoints(places, hf_directories["llama"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrote", "read"),
+    [*product(POINTS, LARGE), *product(LARGE, POINTS)],
+    ids=lambda case: case.name,
+)
+def test_goes_on_bit_for_bit_in_larger_worlds(
+    wrote: Case, read: Case, large_checkpoints: Path, hf_directories: dict[str, Path]
+) -> None:
+    places = [large_checkpoints / wrote.name, large_checkpoints / f"{wrote.name}-{read.name}"]
+    compare_checkpoints(places, hf_directories["llama"])
+
+
+IN_16_BIT = [
+    Case(size, engine, sections=BFLOAT16)
+    for engine, size in (("zero0", 1), ("zero1", 2), ("zero2", 2), ("zero3", 2))
+]
+IN_16_BIT += [
+    Case(2, engine, degrees=degrees, sections=BFLOAT16)
+    for engine, degrees in (
+        ("zero1", {"pipeline": 2}),
+        ("zero1", {"tensor": 2}),
+        ("zero3", {"tensor": 2}),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def in_16_bit(
+    dataset: Path, hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    return run_cases(IN_16_BIT, dataset, hf_directories, tmp_path_factory.mktemp("16-bit"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IN_16_BIT, ids=lambda case: case.name)
+def test_16_bit_is_among_plain_runs(
+    case: Case,
+    dataset: Path,
+    hf_directories: dict[str, Path],
+    in_16_bit: dict[str, dict[str, Any]],
+) -> None:
+    result = in_16_bit[case.name]
+    sum_dtype = torch.bfloat16 if case.engine == "zero0" else torch.float32
+    runs = [
+        plain_run(
+            case,
+            dataset,
+            hf_directories["llama"],
+            chunks=chunks,
+            dtype=torch.bfloat16,
+            sum_dtype=sum_dtype,
+            halves=case.degrees.get("tensor") == 2,
+        )
+        for chunks in orders()
+    ]
+    spread = Spread.of(runs)
+    losses = [abs(a - b) for a, b in zip(result["losses"], spread.losses, strict=True)]
+    norms = [abs(a - b) / b for a, b in zip(result["norms"], spread.norms, strict=True)]
+    assert max(losses) <= SPREADS * spread.loss
+    assert max(norms) <= SPREADS * spread.norm < 0.1
+    assert root_mean_square(result["trained"], spread.weights) <= SPREADS * spread.weight
+
+
+def test_reference_learns_and_clips(dataset: Path, hf_directories: dict[str, Path]) -> None:
+    for case in (Case(1, "zero0"), Case(1, "zero0", "gpt2")):
+        found = plain_run(case, dataset, hf_directories[case.model])
+        assert found.losses[-1] < found.losses[0] - 0.03
+        assert max(found.norms) > 0.2
+        moved = [w.abs().max() for n, w in found.weights.items() if ".lora_B." in n]
+        assert min(moved) > 1e-3

@@ -1,0 +1,378 @@
+"""What keeps experts busy alike, against plain transformers and torch in one process.
+
+The reference computes every term anew, from what transformers returns: counts by one-hot vectors of
+its router logits, or of what its experts are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from bigtrain.data.tokenizers.training import train_tokenizer
+from bigtrain.engine.checkpoint.io import read_full_masters
+from bigtrain.models.build import build_model
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.transformers_patches import modules_of_experts
+from bigtrain.settings.run_config import ModelSection
+from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_cases
+from tests.parity.plain import Training, divided, plain_training
+from tests.parity.test_expert_parallel import MODELS as EXPERT_MODELS
+from tests.parity.test_zero_stages import LOSS, NORM
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+
+WEIGHTS = 1e-5
+AUXILIARY, Z_LOSS, RATE = 0.5, 0.05, 0.02  # so that they show
+SKIPPED = 2
+OPTIMIZER = {"lr": 3e-3, "clip_norm": 0.5, "eps": 1e-6}  # see test_pipeline.optimizer_of
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    | {"output_router_logits": True, "router_aux_loss_coef": AUXILIARY},
+    # Whose configuration asks for no router logits.
+    "qwen3_moe": ARCHITECTURES["qwen3_moe"],
+    "deepseek_v3": EXPERT_MODELS["deepseek_v3"],
+    "glm4_moe": EXPERT_MODELS["glm4_moe"],
+    # Which does not itself say that its biases are to stay in float32.
+    "minimax_m2": llama(
+        model_type="minimax_m2",
+        head_dim=8,
+        intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+}
+GLOBAL = {"auxiliary_loss": "global_batch"}
+Z_ALONE = {"z_loss_coefficient": Z_LOSS}
+BIAS = {"bias_update_rate": RATE}
+
+
+STOP = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point: so many ranks, of which `expert` divide the experts."""
+
+    model: str
+    moe: tuple[str, ...]
+    world_size: int = 2
+    expert: int = 1
+    engine: str = "zero1"
+    axis: str = "data"
+    accumulation: int = 2
+    checkpointing: str = "none"
+    loss: str = "plain"
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = (self.model, *self.moe, f"ep{self.expert}-of-{self.world_size}", self.engine)
+        return "-".join([*parts, self.axis, str(self.accumulation), self.checkpointing, self.loss])
+
+    @property
+    def inner(self) -> int:
+        """Ranks that train on the same samples."""
+        return 1 if self.axis == "data" else 2
+
+    @property
+    def micro_batch_size(self) -> int:
+        return 8 // (self.accumulation * (self.world_size // self.inner))
+
+    @property
+    def section(self) -> dict[str, Any]:
+        parts = {"global": GLOBAL, "z": Z_ALONE, "bias": BIAS}
+        return {key: value for name in self.moe for key, value in parts[name].items()}
+
+
+CASES = [
+    Case("mixtral", ("global",), accumulation=1),
+    Case("mixtral", ("global", "z"), expert=2, engine="zero3", checkpointing="full"),
+    Case("qwen3_moe", ("z",), expert=2, loss="chunked"),
+    Case("deepseek_v3", ("bias",), engine="zero3", checkpointing="full", slow=True),
+    Case("deepseek_v3", ("bias",), expert=2),
+    Case("deepseek_v3", ("bias",), engine="pipeline_zero1", axis="pipeline", accumulation=4),
+    Case("mixtral", ("global", "z"), engine="pipeline_zero1", axis="pipeline", accumulation=4),
+    Case("mixtral", ("global", "z"), world_size=1, accumulation=4, slow=True),
+    Case("mixtral", ("global", "z"), 4, 1, "pipeline_zero1", "pipeline", 4, slow=True),
+    Case("mixtral", ("global",), 4, 2, "pipeline_zero1", "pipeline", 2, slow=True),
+    Case("qwen3_moe", ("z",), engine="pipeline_zero1", axis="pipeline", loss="chunked", slow=True),
+    Case("mixtral", ("global", "z"), expert=2, axis="sequence", slow=True),
+    Case("mixtral", ("global", "z"), axis="tensor", engine="zero2", slow=True),
+    Case("mixtral", ("global",), 4, 2, axis="tensor", slow=True),
+    Case("mixtral", ("global", "z"), 4, 4, "zero2", loss="chunked", slow=True),
+    Case("glm4_moe", ("bias",), expert=2, engine="zero2", slow=True),
+    Case("glm4_moe", ("bias",), axis="tensor", slow=True),
+    Case("deepseek_v3", ("bias",), 4, 2, "pipeline_zero1", axis="pipeline", slow=True),
+    Case("deepseek_v3", ("bias",), 4, 2, "zero1", axis="tensor", slow=True),
+    Case("deepseek_v3", ("bias",), 4, 4, "zero3", axis="sequence", slow=True),
+]
+
+
+RESUMED = Case("deepseek_v3", ("bias",), engine="zero3")
+
+
+def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str, Any]:
+    config: dict[str, Any] = run_config(
+        data,
+        {
+            "path": str(directories[case.model]),
+            "gradient_checkpointing": case.checkpointing,
+            "loss": case.loss,
+            "loss_chunk_tokens": 5,
+        },
+        micro_batch_size=case.micro_batch_size,
+        parallel={"expert": case.expert} | ({} if case.axis == "data" else {case.axis: 2}),
+        optimizer=OPTIMIZER,
+        moe=case.section,
+    )
+    return config
+
+
+def train(
+    dataset: Path, directories: dict[str, Path], directory: Path, *, slow: bool
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for world_size in sorted({case.world_size for case in CASES if case.slow == slow}):
+        place = directory / f"world{world_size}"
+        place.mkdir()
+        jobs = {
+            case.name: {
+                "config": config_of(case, dataset, directories),
+                "deepspeed_config": case.engine,
+                "save_at": STEPS,
+                "save_to": str(directory / case.name),
+                "skipped": [SKIPPED],
+                "observe": True,
+            }
+            for case in CASES
+            if case.slow == slow and case.world_size == world_size
+        }
+        if world_size == 2 and not slow:
+            jobs |= more_jobs(dataset, directories, directory)
+        found |= train_cases(world_size, jobs, place)
+    return {"results": found, "directory": directory}
+
+
+def more_jobs(data: Path, directories: dict[str, Path], directory: Path) -> dict[str, Any]:
+    """Of `RESUMED` in two parts with other degrees, and in 16 bit."""
+    end, begin = RESUMED, replace(RESUMED, expert=2, engine="zero1")
+    in_16_bit = config_of(replace(begin, model="minimax_m2"), data, directories)
+    in_16_bit["precision"] = {"dtype": "bfloat16"}
+    return {
+        "begin": {
+            "config": config_of(begin, data, directories),
+            "deepspeed_config": begin.engine,
+            "last_step": STOP,
+            "save_at": STOP,
+            "save_to": str(directory / "begin"),
+            "skipped": [SKIPPED],
+        },
+        "end": {
+            "config": config_of(end, data, directories),
+            "deepspeed_config": end.engine,
+            "first_step": STOP,
+            "restore_from": str(directory / "begin"),
+            "save_at": STEPS,
+            "save_to": str(directory / "end"),
+        },
+        "16 bit": {
+            "config": in_16_bit,
+            "deepspeed_config": begin.engine,
+            # After an even number of updates up and down they may all be zero.
+            "last_step": 3,
+            "save_at": 3,
+            "save_to": str(directory / "16 bit"),
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(
+    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return train(dataset, directories, tmp_path_factory.mktemp("balance"), slow=False)
+
+
+@pytest.fixture(scope="module")
+def slow_trained(
+    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return train(dataset, directories, tmp_path_factory.mktemp("balance_slow"), slow=True)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, values in MODELS.items():
+        section = ModelSection(config=values)
+        found[name] = tmp_path_factory.mktemp("hf") / name
+        build_model(section, load_hf_config(section), seed=SEED).save_pretrained(found[name])
+    return found
+
+
+class Reference:
+    """The terms and biases of a plain model under training."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.imbalance: list[dict[str, float]] = []
+        self.biases: dict[str, torch.Tensor] = {}
+        self._counts: dict[str, torch.Tensor] = {}
+        self._chosen: list[torch.Tensor] = []
+        self._num_parts = 0
+
+    def watch(self, model: Any) -> None:
+        model.config.output_router_logits = "bias" not in self.case.moe
+        names = {module: name for name, module in model.named_modules()}
+        for module in modules_of_experts(model):
+            self._count(module, names[module])
+
+    def _count(self, module: Any, name: str) -> None:
+        def note(_module: Any, inputs: Any) -> None:
+            chosen = F.one_hot(inputs[1].flatten(), module.num_experts).sum(0)
+            self._counts[name] = self._counts.get(name, 0) + chosen
+
+        module.register_forward_pre_hook(note)
+
+    def added(self, part: int, outputs: Any) -> torch.Tensor:
+        """To the loss of all ranks' micro-batches of this number."""
+        total = torch.zeros(())
+        if part == 0:
+            self._chosen.clear()
+        if "bias" in self.case.moe:
+            return total
+        logits = torch.cat(outputs.router_logits)
+        if "global" in self.case.moe:
+            chosen = logits.topk(2, -1).indices
+            self._chosen.append(F.one_hot(chosen, logits.shape[-1]).sum(1).float())
+            fractions, means = torch.cat(self._chosen).mean(0), logits.softmax(-1).mean(0)
+            total = total + AUXILIARY * logits.shape[-1] * (fractions * means).sum()
+        if "z" in self.case.moe:
+            total = total + Z_LOSS * logits.exp().sum(-1).log().pow(2).mean()
+        return total
+
+    def after_update(self, model: Any) -> None:
+        modules = dict(model.named_modules())
+        for name, counts in self._counts.items() if "bias" in self.case.moe else ():
+            block = name.rpartition(".")[0]
+            bias = modules[f"{block}.gate"].e_score_correction_bias
+            bias += RATE * (counts.float().mean() - counts).sign()
+            self.biases[f"{block}.gate.e_score_correction_bias"] = bias
+
+    def end_step(self) -> None:
+        self.imbalance.append(
+            {name: float(c.max() / c.float().mean()) for name, c in self._counts.items()}
+        )
+        self._counts.clear()
+
+
+def reference_of(
+    case: Case, dataset: Path, directories: dict[str, Path]
+) -> tuple[Training, Reference]:
+    config = run_config(dataset, {}, micro_batch_size=8, optimizer=OPTIMIZER)
+    reference = Reference(case)
+    replicas = case.world_size // case.inner
+    trained = plain_training(
+        dataset,
+        directories[case.model],
+        config,
+        chunks=divided(case.micro_batch_size * replicas),
+        watch=reference.watch,
+        added=reference.added,
+        skipped=[SKIPPED],
+        after_update=reference.after_update,
+        after_step=reference.end_step,
+    )
+    return trained, reference
+
+
+def compare(
+    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+) -> None:
+    expected, reference = reference_of(case, dataset, directories)
+    result = trained["results"][case.name]
+    assert result["accumulation"] == case.accumulation
+    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS["float32"])
+    assert result["norms"] == pytest.approx(expected.norms, rel=NORM["float32"])
+    for load, imbalance in zip(result["loads"], reference.imbalance, strict=True):
+        assert load["imbalance"] == pytest.approx(imbalance, rel=1e-12)
+        assert (load["sent_bytes"] is None) == (case.expert == 1)
+        assert case.expert == 1 or (load["sent_bytes"] > 0 and load["seconds"] > 0)
+    weights = read_full_masters(trained["directory"] / case.name / "tensors")
+    assert weights.keys() == {*expected.weights, *reference.biases}
+    for name, tensor in expected.weights.items():
+        assert float((tensor - weights[name]).abs().max()) <= WEIGHTS, name
+    for name, bias in reference.biases.items():
+        assert float((bias - weights[name]).abs().max()) <= 1e-6, name
+    assert bool(reference.biases) == ("bias" in case.moe)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda case: case.name)
+def test_equals_plain_training(
+    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+) -> None:
+    compare(case, dataset, directories, trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in CASES if c.slow], ids=lambda case: case.name)
+def test_more_equal_plain_training(
+    case: Case, dataset: Path, directories: dict[str, Path], slow_trained: dict[str, Any]
+) -> None:
+    compare(case, dataset, directories, slow_trained)
+
+
+def test_biases_go_on_at_another_degree(
+    dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+) -> None:
+    expected, reference = reference_of(RESUMED, dataset, directories)
+    assert trained["results"]["end"]["losses"] == pytest.approx(
+        expected.losses[STOP:], abs=LOSS["float32"]
+    )
+    weights = read_full_masters(trained["directory"] / "end" / "tensors")
+    assert reference.biases
+    for name, bias in reference.biases.items():
+        assert float((bias - weights[name]).abs().max()) <= 1e-6, name
+
+
+def biases_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: w for name, w in weights.items() if name.endswith("e_score_correction_bias")}
+
+
+def test_biases_are_float32_in_a_run_in_16_bit(trained: dict[str, Any]) -> None:
+    biases = biases_of(read_full_masters(trained["directory"] / "16 bit" / "tensors"))
+    assert len(biases) == 3
+    for bias in biases.values():
+        updates = bias / RATE
+        assert bias.dtype == torch.float32
+        assert updates.any()
+        assert float((updates - updates.round()).abs().max()) < 1e-4
+
+
+def test_biases_are_exported_in_float32(
+    directories: dict[str, Path], trained: dict[str, Any], tmp_path: Path
+) -> None:
+    weights = read_full_masters(trained["directory"] / "end" / "tensors")
+    biases = biases_of(weights)
+    hf_config = load_hf_config(ModelSection(path=str(directories["deepseek_v3"])))
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    model.load_state_dict(weights, strict=False)
+    ids = Probe.make_input(97, 16)
+    with torch.no_grad():
+        probe = Probe(ids, model.eval()(input_ids=ids).logits, "float32")
+    tokenizer, output = tmp_path / "tokenizer", tmp_path / "hf"
+    train_tokenizer(iter([["the theme of the thesis"]]), 260).save(tokenizer)
+    export_model(weights, hf_config, tokenizer, output, dtype="bfloat16", probe=probe)
+    exported = load_file(output / "model.safetensors")
+    assert len(biases) == 2
+    for name in biases:
+        assert torch.equal(exported[name], weights[name]), name

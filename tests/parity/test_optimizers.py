@@ -1,0 +1,313 @@
+"""Muon and Lion at every topology, against torch's own in one process.
+
+Muon is of whole matrices: what a shard, or a part that ZeRO left, would give on its own is far
+beyond the tolerance (`test_a_part_on_its_own_would_show`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bigtrain.engine.checkpoint.io import read_full_masters
+from bigtrain.models.build import build_model
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.settings.run_config import ModelSection
+from tests.parity import plain_optimizers
+from tests.parity.conftest import (
+    ARCHITECTURES,
+    SEED,
+    STEPS,
+    VOCAB_SIZE,
+    llama,
+    run_config,
+    train_cases,
+)
+from tests.parity.plain import (
+    Spread,
+    divided,
+    orders,
+    plain_training,
+    root_mean_square,
+)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+
+LOSS = 1e-5
+NORM = 1e-4
+WEIGHTS = 1e-5
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": llama(),
+    "qwen3_moe": ARCHITECTURES["qwen3_moe"],
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    },
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "muon": {"type": "muon", "muon": {"ns_dtype": "float32"}},
+    "muon bf16": {"type": "muon"},
+    "muon original": {
+        "type": "muon",
+        "muon": {
+            "adjust_lr": "original",
+            "lr": 2e-2,
+            "weight_decay": 0.01,
+            "nesterov": False,
+            "ns_dtype": "float32",
+        },
+    },
+    # Rounds of one matrix, and parts of heads: 4 heads x (query, key, value) x 8.
+    "muon split": {
+        "type": "muon",
+        "muon": {
+            "split": {"*.query_key_value.weight": {"parts": 3, "interleaved": 4}},
+            "ns_dtype": "float32",
+        },
+    },
+    "lion": {"type": "lion", "lr": 3e-4},
+    "adafactor": {"type": "adafactor", "lr": 1e-2},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    world_size: int
+    engine: str
+    optimizer: str = "muon"
+    model: str = "llama"
+    accumulation: int = 2
+    degrees: dict[str, int] = field(default_factory=dict)
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        degrees = "-".join(f"{axis}{size}" for axis, size in self.degrees.items())
+        return (
+            f"{self.optimizer}-{self.model}-{self.engine}-of-{self.world_size}-{degrees or 'data'}"
+            f"-accumulation{self.accumulation}"
+        )
+
+    @property
+    def micro_batch_size(self) -> int:
+        inner = 1
+        for axis, size in self.degrees.items():
+            inner *= 1 if axis == "expert" else size
+        return 8 // (self.accumulation * (self.world_size // inner))
+
+
+CASES = [
+    Case(1, "zero0", slow=True),
+    Case(2, "zero0", accumulation=1),
+    Case(2, "zero1", "muon original"),
+    Case(2, "zero2", accumulation=4, slow=True),
+    Case(2, "zero3"),
+    Case(2, "zero3_offload", "muon split", "gpt_neox"),
+    Case(2, "zero0", degrees={"tensor": 2}),
+    Case(2, "pipeline_zero1", degrees={"pipeline": 2}),
+    Case(2, "zero2", "lion"),
+    Case(1, "zero0", "adafactor", slow=True),
+    Case(2, "zero2", "adafactor", slow=True),
+    Case(2, "zero3", "adafactor", "qwen3_moe", degrees={"expert": 2}),
+    Case(2, "zero0", "adafactor", degrees={"tensor": 2}, slow=True),
+    Case(2, "pipeline_zero1", "adafactor", degrees={"pipeline": 2}, slow=True),
+    Case(4, "zero3", "muon original", degrees={"tensor": 2}, slow=True),
+    Case(4, "zero2", model="qwen3_moe", degrees={"tensor": 2, "expert": 2}),
+    *(
+        Case(size, f"zero{zero}", "muon", model, accumulation, degrees, slow=True)
+        for zero in range(4)
+        for size, model, accumulation, degrees in (
+            (1, "llama", 4, {}),
+            (2, "llama", 1, {}),
+            (2, "gpt_neox", 4, {}),
+            (2, "llama", 4, {"sequence": 2}),
+            (2, "qwen3_moe", 1, {"tensor": 2}),
+            (2, "qwen3_moe", 2, {"expert": 2}),
+            (4, "llama", 4, {"tensor": 2}),
+            (4, "llama", 1, {"sequence": 2, "tensor": 2}),
+            (4, "qwen3_moe", 2, {"expert": 4}),
+        )
+    ),
+    *(
+        Case(4, engine, "muon original", model, 4, {"pipeline": 2, **degrees}, slow=True)
+        for engine in ("zero0", "pipeline_zero1")
+        for model, degrees in (
+            ("llama", {}),
+            ("llama", {"tensor": 2}),
+            ("qwen3_moe", {"expert": 2}),
+        )
+    ),
+    *(
+        Case(2, engine, optimizer, accumulation=4, degrees=degrees, slow=True)
+        for optimizer in ("lion", "adafactor", "muon")
+        for engine in ("zero2_offload", "zero3_offload", "zero1")
+        for degrees in ({}, {"tensor": 2}, {"sequence": 2})
+    ),
+]
+
+
+BFLOAT16 = Case(2, "zero2", "muon bf16", accumulation=4)
+
+
+def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str, Any]:
+    config: dict[str, Any] = run_config(
+        data,
+        {"path": str(directories[case.model])},
+        micro_batch_size=case.micro_batch_size,
+        parallel=case.degrees,
+        optimizer={"lr": 3e-3, "clip_norm": 0.5, "eps": 1e-6} | OPTIMIZERS[case.optimizer],
+    )
+    return config
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, values in MODELS.items():
+        section = ModelSection(config=values)
+        found[name] = tmp_path_factory.mktemp("hf") / name
+        model: Any = build_model(section, load_hf_config(section), seed=SEED)
+        model.save_pretrained(found[name])
+    return found
+
+
+def train(
+    dataset: Path, directories: dict[str, Path], directory: Path, *, slow: bool
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    cases = [case for case in CASES if case.slow == slow] + ([] if slow else [BFLOAT16])
+    for world_size in sorted({case.world_size for case in cases}):
+        place = directory / f"world{world_size}"
+        place.mkdir()
+        jobs = {
+            case.name: {
+                "config": config_of(case, dataset, directories),
+                "deepspeed_config": case.engine,
+                "save_at": STEPS,
+                "save_to": str(directory / case.name),
+            }
+            for case in cases
+            if case.world_size == world_size
+        }
+        found |= train_cases(world_size, jobs, place)
+    return {"results": found, "directory": directory}
+
+
+@pytest.fixture(scope="module")
+def trained(
+    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return train(dataset, directories, tmp_path_factory.mktemp("optimizers"), slow=False)
+
+
+def expected_of(case: Case, dataset: Path, directories: dict[str, Path], **options: Any) -> Any:
+    config = config_of(case, dataset, directories)
+    make: Any = getattr(plain_optimizers, case.optimizer.partition(" ")[0])
+    if make is plain_optimizers.muon:
+        heads = torch.arange(96).view(4, 3, 8)
+        splits = {"attention.query_key_value.weight": [heads[:, n].flatten() for n in range(3)]}
+        make = partial(plain_optimizers.muon, splits=splits if "split" in case.optimizer else None)
+    return plain_training(
+        dataset,
+        directories[case.model],
+        config,
+        chunks=divided(case.micro_batch_size),
+        optimizer_of=make,
+        **options,
+    )
+
+
+def compare(
+    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+) -> None:
+    expected = expected_of(case, dataset, directories)
+    result = trained["results"][case.name]
+    assert result["accumulation"] == case.accumulation
+    weights = read_full_masters(trained["directory"] / case.name / "tensors")
+    assert weights.keys() == expected.weights.keys()
+    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS)
+    assert result["norms"] == pytest.approx(expected.norms, rel=NORM)
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(weights[name], tensor, atol=WEIGHTS, rtol=WEIGHTS, msg=name)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda case: case.name)
+def test_equals_plain_training(
+    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+) -> None:
+    compare(case, dataset, directories, trained)
+
+
+@pytest.fixture(scope="module")
+def slow_trained(
+    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return train(dataset, directories, tmp_path_factory.mktemp("optimizers_slow"), slow=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in CASES if c.slow], ids=lambda case: case.name)
+def test_equals_plain_training_everywhere(
+    case: Case, dataset: Path, directories: dict[str, Path], slow_trained: dict[str, Any]
+) -> None:
+    compare(case, dataset, directories, slow_trained)
+
+
+def test_a_part_on_its_own_would_show(dataset: Path, directories: dict[str, Path]) -> None:
+    """Half of the rows of a matrix, orthogonalized without the others, is another update: far
+    beyond what the comparison allows, in the losses as in the weights."""
+    case = Case(2, "zero2")
+    whole = expected_of(case, dataset, directories)
+    config = config_of(case, dataset, directories)
+    halves = {
+        name.partition("layers.0.")[2]: [slice(0, len(tensor) // 2), slice(len(tensor) // 2, None)]
+        for name, tensor in whole.weights.items()
+        if "layers.0." in name and tensor.ndim == 2
+    }
+    parts = plain_training(
+        dataset,
+        directories[case.model],
+        config,
+        chunks=divided(case.micro_batch_size),
+        optimizer_of=partial(plain_optimizers.muon, splits=halves),
+    )
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert float((whole.weights[name] - parts.weights[name]).abs().max()) > 100 * WEIGHTS
+    assert max(abs(a - b) for a, b in zip(whole.losses, parts.losses, strict=True)) > 100 * LOSS
+
+
+def test_bfloat16_is_as_far_as_torch_is_from_itself(
+    dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+) -> None:
+    """torch's iteration in bfloat16 makes of a gradient's last bits the third digit of an update:
+    torch's own runs that add up in other orders are as far apart as ours is from them."""
+    case = BFLOAT16
+    config = config_of(case, dataset, directories)
+    runs = [
+        plain_training(
+            dataset,
+            directories[case.model],
+            config,
+            chunks=chunks,
+            optimizer_of=plain_optimizers.muon,
+        )
+        for chunks in orders()
+    ]
+    spread = Spread.of(runs)
+    result = trained["results"][case.name]
+    weights = read_full_masters(trained["directory"] / case.name / "tensors")
+    assert max(abs(a - b) for a, b in zip(result["losses"], spread.losses, strict=True)) <= (
+        2 * spread.loss
+    )
+    assert root_mean_square(weights, spread.weights) <= 2 * spread.weight
+    assert spread.loss < 100 * LOSS

@@ -1,0 +1,482 @@
+"""Sites: worlds side by side with a rare outer step, against plain copies in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from math import prod
+from pathlib import Path
+from threading import Barrier, Lock
+from typing import Any
+
+import pytest
+import torch
+
+from bigtrain.engine.checkpoint.io import read_full
+from tests.parity.conftest import llama, run_config, train_cases
+from tests.parity.plain import Step, adamw, read_steps, root_mean_square, train
+from tests.support.lives import run_script
+from tests.support.worlds import free_port
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+
+WORKER = Path(__file__).with_name("sites_worker.py")
+SAMPLES = 8
+INNER_STEPS = 2
+OUTER_STEPS = 10
+WEIGHTS = 1e-6
+LOSS = 1e-5
+NESTEROV: dict[str, Any] = {"type": "nesterov", "lr": 0.6, "momentum": 0.9}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of a site, their degrees and DeepSpeed JSON; `sections` of the run beside."""
+
+    ranks: int
+    engine: str
+    degrees: dict[str, int] = field(default_factory=dict)
+    sections: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def data_size(self) -> int:
+        return self.ranks // prod(self.degrees.values())
+
+
+LAYOUTS = {
+    "zero0": Layout(2, "zero0"),
+    "zero1": Layout(2, "zero1"),
+    "zero2": Layout(2, "zero2"),
+    "zero3": Layout(2, "zero3"),
+    "tensor 2": Layout(2, "zero1", {"tensor": 2}),
+    "pipeline 2": Layout(2, "pipeline_zero1", {"pipeline": 2}),
+    "sequence 2": Layout(2, "zero2", {"sequence": 2}),
+    "zero2 offload": Layout(2, "zero2_offload"),
+    "zero3 offload": Layout(2, "zero3_offload"),
+}
+
+
+def config_of(
+    data: Path, layout: Layout, sites: dict[str, Any] | None, *, steps: int, **sections: Any
+) -> dict[str, Any]:
+    """A run of `steps` steps of `SAMPLES` samples of all sites, or as many as they divide."""
+    num_sites = 1 if sites is None else sites["count"]
+    samples = SAMPLES if SAMPLES % num_sites == 0 else 3 * num_sites
+    micro = max(1, samples // (num_sites * layout.data_size * 2))
+    return run_config(
+        data,
+        {"config": llama()},
+        **{
+            "micro_batch_size": micro,
+            "batch": {
+                "sequence_length": 16,
+                "global_batch_size": samples,
+                "micro_batch_size": micro,
+            },
+            "train": {"steps": steps},
+            "parallel": layout.degrees,
+            **({} if sites is None else {"sites": sites}),
+            **layout.sections,
+            **sections,
+        },
+    )
+
+
+def by_site(case: dict[str, Any], directory: Path, name: str) -> list[dict[str, Any]]:
+    """A case for each site; it keeps its weights, and what it names of a checkpoint, apart."""
+    sites = case["config"]["sites"]
+    address = f"127.0.0.1:{free_port()}"
+    found = []
+    for index in range(sites["count"]):
+        section = sites | {"index": index, "address": address, "timeout_seconds": 60.0}
+        own: dict[str, Any] = {"config": case["config"] | {"sites": section}}
+        for key in ("save_to", "save_again_to", "restore_from"):
+            if key in case:
+                own[key] = f"{case[key]}-site-{index}"
+        weights = {str(n): f"{directory}/{name}-{n}-{index}.pt" for n in case.get("keep", ())}
+        found.append({**case, **own, "weights": weights})
+    return found
+
+
+def train_sites(
+    ranks: int, cases: dict[str, dict[str, Any]], directory: Path, count: int = 2
+) -> dict[str, list[dict[str, Any]]]:
+    """Results of each case by site, with the weights that it keeps."""
+    request = {
+        "ports": [free_port() for _ in range(count)],
+        "cases": {name: by_site(case, directory, name) for name, case in cases.items()},
+    }
+    (directory / "request.json").write_text(json.dumps(request))
+    outputs = [directory / f"results-{index}.json" for index in range(count)]
+    run_script(count * ranks, WORKER, directory / "request.json", *outputs)
+    found = [json.loads(output.read_text()) for output in outputs]
+    for name, of_sites in request["cases"].items():
+        for results, case in zip(found, of_sites, strict=True):
+            if "error" not in results[name]:
+                files = case["weights"].items()
+                results[name]["weights"] = {int(n): torch.load(file) for n, file in files}
+    return {name: [results[name] for results in found] for name in cases}
+
+
+def samples_of_site(step: Step, config: dict[str, Any], site: int, layout: Layout) -> Step:
+    """What one site reads of a step: as a data-parallel world of all sites' ranks divides it."""
+    micro, sites = config["batch"]["micro_batch_size"], config["sites"]["count"]
+    rows = (
+        torch.arange(len(step.inputs)).view(-1, sites, layout.data_size, micro)[:, site].reshape(-1)
+    )
+    return replace(step, inputs=step.inputs[rows], labels=step.labels[rows])
+
+
+class PlainSites:
+    """So many plain trainings, each in a thread, and `torch.optim.SGD` on what they have changed.
+
+    Of bigtrain there is nothing but which sample comes when.
+    """
+
+    def __init__(self, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+        self.count = config["sites"]["count"]
+        self.inner_steps = config["sites"]["inner_steps"]
+        self.num_steps = config["train"]["steps"]
+        self.weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
+        outer = config["sites"]["outer"]
+        is_average = outer["type"] == "average"
+        self.optimizer = torch.optim.SGD(
+            self.weights.values(),
+            lr=outer.get("lr", 1.0),
+            momentum=0.0 if is_average else outer["momentum"],
+            nesterov=outer["type"] == "nesterov",
+        )
+        self.dtype = torch.bfloat16 if config["sites"].get("codec") == "bfloat16" else None
+        self.masters: list[dict[str, torch.Tensor]] = [{} for _ in range(self.count)]
+        self.models: list[Any] = [None] * self.count
+        self.barrier = Barrier(self.count, self.step_is_done, timeout=120)
+        self.num_done = 0
+        self.loading = Lock()  # transformers can load one model at a time
+
+    def change(self, weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """What a site has changed, as it travels."""
+        return weight - local if self.dtype is None else (weight - local).to(self.dtype).float()
+
+    @torch.no_grad()
+    def step_is_done(self) -> None:
+        """Of all sites: every so many steps an outer one."""
+        self.num_done += 1
+        if self.num_done % self.inner_steps and self.num_done != self.num_steps:
+            return
+        for name, weight in self.weights.items():
+            changes = [self.change(weight, masters[name]) for masters in self.masters]
+            mean = torch.stack(changes).mean(0)
+            weight.grad = mean if self.dtype is None else mean.to(self.dtype).float()
+        self.optimizer.step()
+        for masters, model in zip(self.masters, self.models, strict=True):
+            for name, parameter in model.named_parameters():
+                masters[name].copy_(self.weights[name])
+                parameter.copy_(self.weights[name])
+
+    def watch(self, site: int, model: Any) -> None:
+        self.models[site] = model
+        self.loading.release()
+
+    def optimizer_of(self, site: int, masters: dict[str, torch.Tensor], section: Any) -> Any:
+        self.masters[site] = masters
+        return adamw(list(masters.values()), section)
+
+    def wait(self) -> None:
+        self.barrier.wait()
+
+
+def plain_sites(
+    data: Path, hf_directory: Path, config: dict[str, Any], layout: Layout
+) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """Losses by site and step, and the global weights at the end."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=torch.float32)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    sites = PlainSites(config, start)
+    steps = read_steps(data, config)
+    dtype = getattr(torch, config["precision"]["dtype"])
+
+    def of_site(site: int) -> list[float]:
+        own = [samples_of_site(step, config, site, layout) for step in steps]
+        sites.loading.acquire()
+        return train(
+            hf_directory,
+            own,
+            config,
+            dtype=dtype,
+            watch=partial(sites.watch, site),
+            optimizer_of=partial(sites.optimizer_of, site),
+            after_step=sites.wait,
+        ).losses
+
+    with ThreadPoolExecutor(sites.count) as threads:
+        losses = list(threads.map(of_site, range(sites.count)))
+    return losses, {name: weight.detach() for name, weight in sites.weights.items()}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Cases that were trained by sites, and what plain copies came to; `unrounded`: their weights
+    where a codec rounds, and they do not."""
+
+    found: dict[str, list[dict[str, Any]]]
+    plain: dict[str, tuple[list[list[float]], dict[str, torch.Tensor]]]
+    unrounded: dict[str, dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared with plain copies."""
+
+    layout: Layout
+    count: int = 2
+    outer: dict[str, Any] = field(default_factory=lambda: NESTEROV)
+    codec: str = "float32"
+    inner_steps: int = INNER_STEPS
+
+
+STEPS = INNER_STEPS * OUTER_STEPS
+ONE_RANK = Layout(1, "zero1")
+CASES = {
+    **{name: Case(layout) for name, layout in LAYOUTS.items()},
+    "momentum": Case(ONE_RANK, outer={"type": "momentum", "lr": 0.5, "momentum": 0.8}),
+    "average": Case(ONE_RANK, outer={"type": "average"}),
+    "part of the average": Case(ONE_RANK, outer={"type": "average", "lr": 0.4}),
+    "short last window": Case(ONE_RANK, inner_steps=6),
+    "bfloat16": Case(ONE_RANK, codec="bfloat16"),
+    "bfloat16 zero3": Case(LAYOUTS["zero3"], codec="bfloat16"),
+    "three sites": Case(ONE_RANK, count=3),
+    "one site": Case(ONE_RANK, count=1),
+}
+NORMAL = ["zero3", "pipeline 2"]
+SLOW = [name for name in CASES if name not in NORMAL]
+
+
+def compare(names: Sequence[str], data: Path, hf_directory: Path, directory: Path) -> Compared:
+    found: dict[str, list[dict[str, Any]]] = {}
+    plain, unrounded = {}, {}
+    worlds: dict[tuple[int, int], dict[str, Any]] = {}
+    references: dict[str, Any] = {}
+    for name in names:
+        case = CASES[name]
+        sites = {
+            "count": case.count,
+            "inner_steps": case.inner_steps,
+            "outer": case.outer,
+            "codec": case.codec,
+        }
+        config = config_of(data, case.layout, sites, steps=STEPS)
+        config["model"] = {"path": str(hf_directory)}
+        world = worlds.setdefault((case.count, case.layout.ranks), {})
+        world[name] = {"config": config, "deepspeed_config": case.layout.engine, "keep": [STEPS]}
+        # Samples of a site do not depend on how its ranks divide them but for their order.
+        key = repr((sites, config["batch"], case.layout.data_size))
+        if key not in references:
+            references[key] = plain_sites(data, hf_directory, config, case.layout)
+        plain[name] = references[key]
+        if case.codec != "float32":
+            exact = config | {"sites": sites | {"codec": "float32"}}
+            unrounded[name] = plain_sites(data, hf_directory, exact, case.layout)[1]
+    for (count, ranks), cases in worlds.items():
+        place = directory / f"{count} sites of {ranks}"
+        place.mkdir()
+        found |= train_sites(ranks, cases, place, count)
+    return Compared(found, plain, unrounded)
+
+
+Inputs = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def inputs(dataset: Path, hf_directories: dict[str, Path]) -> Inputs:
+    return dataset, hf_directories["llama"]
+
+
+@pytest.fixture(scope="module")
+def normal(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    return compare(NORMAL, *inputs, tmp_path_factory.mktemp("normal"))
+
+
+@pytest.fixture(scope="module")
+def slow(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    return compare(SLOW, *inputs, tmp_path_factory.mktemp("slow"))
+
+
+def assert_as_plain(name: str, compared: Compared) -> None:
+    found, (losses, weights) = compared.found[name], compared.plain[name]
+    num_outer = -(-STEPS // CASES[name].inner_steps)
+    first = found[0]["weights"][STEPS]
+    for site, expected in zip(found, losses, strict=True):
+        assert site["losses"] == pytest.approx(expected, abs=LOSS)
+        assert [step["number"] for step in site["outer_steps"]] == list(range(1, num_outer + 1))
+        for key, weight in site["weights"][STEPS].items():
+            assert torch.equal(weight, first[key]), key
+    difference = root_mean_square(first, weights)
+    print(f"{name}: root mean square {difference:.2e}")
+    if name in compared.unrounded:
+        # A last bit that differs before may round to another code.
+        rounding = root_mean_square(weights, compared.unrounded[name])
+        print(f"{name}: rounding alone {rounding:.2e}")
+        assert difference <= rounding / 4
+    else:
+        assert difference <= WEIGHTS
+
+
+@pytest.mark.parametrize("name", NORMAL)
+def test_outer_steps_are_those_of_plain_copies(name: str, normal: Compared) -> None:
+    assert_as_plain(name, normal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_others_are_those_of_plain_copies(name: str, slow: Compared) -> None:
+    assert_as_plain(name, slow)
+
+
+def test_bytes_are_those_of_the_formula(normal: Compared) -> None:
+    """Each rank sends half of what it holds, and the mean of the other half."""
+    first = normal.found["zero3"][0]
+    full = sum(weight.numel() for weight in first["weights"][STEPS].values())
+    for step in first["outer_steps"]:
+        # Of an odd number of elements one more.
+        assert step["sent_bytes"] == pytest.approx(4 * full, abs=2 * 2 * 4)
+
+
+IDENTITIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero0": ("zero0", {}),
+    "zero1": ("zero1", {}),
+    "zero2": ("zero2", {}),
+    "zero3": ("zero3", {}),
+    "zero0 bfloat16": ("zero0", {"precision": {"dtype": "bfloat16"}}),
+    "zero1 bfloat16": ("zero1", {"precision": {"dtype": "bfloat16"}}),
+    "zero2 bfloat16": ("zero2", {"precision": {"dtype": "bfloat16"}}),
+    "zero3 bfloat16": ("zero3", {"precision": {"dtype": "bfloat16"}}),
+    "zero3 offload bfloat16": ("zero3_offload", {"precision": {"dtype": "bfloat16"}}),
+    "pipeline bfloat16": (
+        "pipeline_zero1",
+        {"precision": {"dtype": "bfloat16"}, "parallel": {"pipeline": 2}},
+    ),
+    "muon": ("zero2", {"optimizer": {"type": "muon", "lr": 3e-3}}),
+    "lion": ("zero1", {"optimizer": {"type": "lion", "lr": 3e-4}}),
+    "adafactor": ("zero3", {"optimizer": {"type": "adafactor", "lr": 3e-3}}),
+    "bfloat16 states": ("zero2", {"optimizer": {"lr": 3e-3, "state_dtype": "bfloat16"}}),
+}
+FEW_IDENTITIES = ["zero1 bfloat16", "zero3 bfloat16"]
+FEW_STEPS = 5
+
+
+def assert_identity(names: Sequence[str], data: Path, directory: Path) -> None:
+    """One site, an outer step after each one, and a rate of 1."""
+    sites = {"count": 1, "inner_steps": 1, "outer": {"type": "average"}}
+    cases = {}
+    for name in names:
+        engine, sections = IDENTITIES[name]
+        for kind, section in (("ordinary", None), ("site", sites)):
+            config = config_of(data, Layout(2, engine), section, steps=FEW_STEPS, **sections)
+            config["batch"]["micro_batch_size"] = 2
+            file = str(directory / f"{name}-{kind}.pt")
+            cases[f"{name}-{kind}"] = {
+                "config": config,
+                "deepspeed_config": engine,
+                "weights": {str(FEW_STEPS): file},
+            }
+    found = train_cases(2, cases, directory)
+    for name in names:
+        ordinary, site = found[f"{name}-ordinary"], found[f"{name}-site"]
+        assert len(site["outer_steps"]) == FEW_STEPS
+        assert site["losses"] == ordinary["losses"], name
+        assert site["norms"] == ordinary["norms"], name
+        expected = torch.load(directory / f"{name}-ordinary.pt")
+        for key, weight in torch.load(directory / f"{name}-site.pt").items():
+            assert torch.equal(weight, expected[key]), (name, key)
+
+
+def test_one_site_that_averages_at_each_step_is_ordinary_training(
+    dataset: Path, tmp_path: Path
+) -> None:
+    assert_identity(FEW_IDENTITIES, dataset, tmp_path)
+
+
+@pytest.mark.slow
+def test_one_site_is_ordinary_training_with_all_engines_and_optimizers(
+    dataset: Path, tmp_path: Path
+) -> None:
+    assert_identity([n for n in IDENTITIES if n not in FEW_IDENTITIES], dataset, tmp_path)
+
+
+@pytest.mark.slow
+def test_sites_that_average_each_step_of_sgd_are_data_parallel(
+    dataset: Path, tmp_path: Path
+) -> None:
+    """No run has SGD inside: this one is DeepSpeed's, put there by the test."""
+    sgd = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+    sites = {"count": 2, "inner_steps": 1, "outer": {"type": "average"}}
+    file = tmp_path / "ordinary.pt"
+
+    def case(layout: Layout, section: dict[str, Any] | None) -> dict[str, Any]:
+        optimizer = {"lr": 0.1, "clip_norm": 0.0}
+        config = config_of(dataset, layout, section, steps=FEW_STEPS, optimizer=optimizer)
+        # Every token is a target, so that sites weigh the same.
+        config["data"] = {"path": str(dataset)}
+        return {"config": config, "deepspeed_config": "zero1", "optimizer": sgd}
+
+    by_sites = train_sites(1, {"sgd": {**case(ONE_RANK, sites), "keep": [FEW_STEPS]}}, tmp_path)
+    ordinary_case = {**case(Layout(2, "zero1"), None), "weights": {str(FEW_STEPS): str(file)}}
+    ordinary = train_cases(2, {"sgd": ordinary_case}, tmp_path)["sgd"]
+    losses = [site["losses"] for site in by_sites["sgd"]]
+    assert [sum(step) / 2 for step in zip(*losses, strict=True)] == pytest.approx(
+        ordinary["losses"], abs=LOSS
+    )
+    expected = torch.load(file)
+    assert root_mean_square(by_sites["sgd"][0]["weights"][FEW_STEPS], expected) <= WEIGHTS
+
+
+STOP = 5
+"""In the middle of a window."""
+READERS = {"zero1": ["zero1", "zero3", "tensor 2"], "zero3": ["zero3", "pipeline 2"]}
+
+
+@pytest.mark.slow
+def test_goes_on_in_a_window_on_any_layout(dataset: Path, tmp_path: Path) -> None:
+    """Bit by bit on the same one; on others with what the checkpoint holds."""
+    sites = {"count": 2, "inner_steps": INNER_STEPS, "outer": NESTEROV}
+
+    def case(name: str, **more: Any) -> dict[str, Any]:
+        layout = LAYOUTS[name]
+        config = config_of(dataset, layout, sites, steps=2 * STOP)
+        return {"config": config, "deepspeed_config": layout.engine, "keep": [2 * STOP], **more}
+
+    (tmp_path / "write").mkdir()
+    (tmp_path / "read").mkdir()
+    writers = {n: case(n, save_at=STOP, save_to=str(tmp_path / f"saved-{n}")) for n in READERS}
+    wrote = train_sites(2, writers, tmp_path / "write")
+    readers = {
+        f"{writer} to {name}": case(
+            name,
+            first_step=STOP,
+            restore_from=str(tmp_path / f"saved-{writer}"),
+            save_again_to=str(tmp_path / f"again-{writer}-{name}"),
+        )
+        for writer, names in READERS.items()
+        for name in names
+    }
+    read = train_sites(2, readers, tmp_path / "read")
+    for writer, names in READERS.items():
+        for name, site in product(names, range(2)):
+            saved = read_full(tmp_path / f"saved-{writer}-site-{site}" / "tensors")
+            again = read_full(tmp_path / f"again-{writer}-{name}-site-{site}" / "tensors")
+            assert saved.keys() == again.keys()
+            assert {key.partition("/")[0] for key in saved} >= {"outer_global", "outer_momentum"}
+            for key, tensor in saved.items():
+                assert torch.equal(tensor, again[key]), key
+            if name == writer:
+                found = read[f"{writer} to {name}"][site]
+                expected = wrote[writer][site]
+                assert found["losses"] == expected["losses"][STOP:]
+                for key, weight in expected["weights"][2 * STOP].items():
+                    assert torch.equal(weight, found["weights"][2 * STOP][key]), key

@@ -1,0 +1,69 @@
+"""`bigtrain check --inputs` refuses what the run itself refuses of its data and its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bigtrain.cli import main
+from bigtrain.errors import ConfigError
+from bigtrain.run.preflight import inspect_inputs
+from bigtrain.settings.resolve import resolve_run_files
+from tests.support.datasets import write_dataset
+
+
+def run_yaml(place: Path, shards: Path, model: dict[str, Any], **sections: Any) -> str:
+    path = place / "run.yaml"
+    tree = {
+        "model": {"config": {"vocab_size": 50, **model}},
+        "data": {"path": str(shards)},
+        "batch": {"sequence_length": 8, "global_batch_size": 4},
+        "train": {"steps": 2},
+        "optimizer": {"lr": 1e-3},
+        "output": {"directory": str(place / "run")},
+        **sections,
+    }
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+REFUSED = {
+    "no data": ({"model_type": "llama"}, {"data": {"path": "nowhere"}}),
+    "no such bias": ({"model_type": "llama"}, {"moe": {"bias_update_rate": 1e-3}}),
+    "another vocabulary": ({"model_type": "llama", "vocab_size": 40}, {}),
+    "no such auxiliary loss": (
+        {"model_type": "llama"},
+        {"moe": {"auxiliary_loss": "global_batch"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_refuses_what_the_run_refuses(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_dataset(tmp_path / "shards", vocab_size=50)
+    model, sections = REFUSED[name]
+    path = run_yaml(tmp_path, data, model, **sections)
+    assert main(["check", "--config", path]) == 0
+    capsys.readouterr()
+    assert main(["check", "--config", path, "--inputs"]) == 2
+    said = capsys.readouterr()
+    with pytest.raises(ConfigError) as caught:
+        inspect_inputs(resolve_run_files(path, [], 1))
+    for problem in caught.value.problems:
+        assert str(problem) in said.err
+    assert said.out == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_it_says_what_the_run_would_choose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_dataset(tmp_path / "shards", vocab_size=50)
+    path = run_yaml(tmp_path, data, {"model_type": "llama"})
+    assert main(["check", "--config", path, "--inputs"]) == 0
+    assert "# data: 1 opened, model: llama" in capsys.readouterr().out

@@ -1,0 +1,111 @@
+"""`bigtrain generate --chat` with a model that knows one answer, and stops by itself."""
+
+from __future__ import annotations
+
+import io
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from bigtrain.cli import main
+from bigtrain.models.export.chat_ending import end_of_turn_ids, stop_at_end_of_turn
+from tests.support.chats import CHATML, LLAMA3, save_chat_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Says "Hi" after a prompt, and then its end of turn: each token has one successor."""
+    directory = save_chat_tokenizer(tmp_path_factory.mktemp("chat") / "model", CHATML)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    size = len(tokenizer)
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=size + size % 2,
+        intermediate_size=2,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    network = LlamaForCausalLM(config)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "x"}], add_generation_prompt=True, return_dict=True
+    ).input_ids
+    answer = tokenizer("Hi", add_special_tokens=False).input_ids
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    chain = [prompt[-1], *answer, end, answer[0]]
+    with torch.no_grad():
+        network.model.embed_tokens.weight.copy_(torch.eye(size, config.hidden_size))
+        network.model.layers[0].self_attn.o_proj.weight.zero_()
+        network.model.layers[0].mlp.down_proj.weight.zero_()
+        network.lm_head.weight.zero_()
+        for token, successor in pairwise(chain):
+            network.lm_head.weight[successor, token] = 1.0
+    network.save_pretrained(directory)
+    return directory
+
+
+def talk(model: Path, *options: str) -> int:
+    words = ["generate", "--model", str(model), "--chat", "--temperature", "0"]
+    return main([*words, *options])
+
+
+def test_an_answer_ends_by_itself(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert talk(model, "--prompt", "x") == 0
+    assert capsys.readouterr().out == "Hi\n"
+
+
+def test_lines_of_standard_input_are_a_conversation(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
+    assert talk(model) == 0
+    assert capsys.readouterr().out == "Hi\nHi\n"
+
+
+def test_messages_of_a_file(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps([{"role": "user", "content": "x"}]))
+    assert talk(model, "--messages", str(file)) == 0
+    assert capsys.readouterr().out == "Hi\n"
+    file.write_text("{}")
+    assert talk(model, "--messages", str(file)) == 2
+    assert "not a JSON list of messages" in capsys.readouterr().err
+
+
+def test_what_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", str(model)]) == 2
+    assert "--prompt is missing" in capsys.readouterr().err
+    assert main(["generate", "--model", str(model), "--messages", "x"]) == 2
+    assert "--chat beside it" in capsys.readouterr().err
+    plain = save_chat_tokenizer(tmp_path / "plain", None)
+    assert talk(plain, "--prompt", "x") == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("template", "name"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>")])
+def test_the_end_of_a_turn_is_among_the_ends(template: str, name: str, tmp_path: Path) -> None:
+    directory = save_chat_tokenizer(tmp_path / "t", template)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    (ending,) = end_of_turn_ids(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(ending) == name
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "top_k": 7}))
+    for _ in range(2):
+        stop_at_end_of_turn(directory)
+        settings = json.loads((directory / "generation_config.json").read_text())
+        assert settings == {"eos_token_id": [0, ending], "top_k": 7}
+
+
+def test_no_template_no_end(tmp_path: Path) -> None:
+    directory = save_chat_tokenizer(tmp_path / "t", None)
+    assert end_of_turn_ids(AutoTokenizer.from_pretrained(directory)) == []
+    stop_at_end_of_turn(directory)
+    assert not (directory / "generation_config.json").exists()

@@ -1,0 +1,139 @@
+"""`bigtrain tokenize` of the same conversations in every format: the same tokens and masks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from bigtrain.cli import main
+from tests.support.chats import save_chat_tokenizer
+
+PAIRS = [("Who are you?", "A model."), ("Add them.\n1 2", "3")]
+MESSAGES = [
+    {"role": role, "content": text}
+    for pair in PAIRS
+    for role, text in zip(("user", "assistant"), pair, strict=True)
+]
+ROWS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": MESSAGES},
+    "sharegpt": {
+        "conversations": [
+            {"from": speaker, "value": text}
+            for pair in PAIRS
+            for speaker, text in zip(("human", "gpt"), pair, strict=True)
+        ]
+    },
+    "alpaca": {
+        "instruction": "Add them.",
+        "input": "1 2",
+        "output": "3",
+        "history": [list(PAIRS[0])],
+    },
+    "prompt-completion": {"prompt": MESSAGES[:3], "completion": MESSAGES[3:]},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def tokenized(row: Any, kind: str, tokenizer: Path, place: Path, *options: str) -> tuple[Any, Any]:
+    place.mkdir()
+    file = place / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text(json.dumps(row) + "\n")
+    else:
+        parquet.write_table(pa.Table.from_pylist([row]), file)
+    words = ["tokenize", "--input", str(file), "--tokenizer", str(tokenizer)]
+    assert main([*words, "--output", str(place / "out"), *options]) == 0
+    tokens = np.fromfile(place / "out/train-00000.bin", np.uint16)
+    mask = np.fromfile(place / "out/train-00000.mask", np.uint8)
+    return tokens, np.unpackbits(mask, bitorder="little", count=len(tokens))
+
+
+def test_a_named_pipe_is_read_once(tokenizer: Path, tmp_path: Path) -> None:
+    """Its first row cannot be looked at: what was read of it would be lost."""
+    rows = {
+        "text": ([{"text": f"a document of number {number} " * 9} for number in range(600)], ()),
+        "sharegpt": ([ROWS["sharegpt"]] * 300, ("--format", "sharegpt")),
+    }
+    for name, (documents, options) in rows.items():
+        content = "".join(json.dumps(row) + "\n" for row in documents)
+        tokens = []
+        for place in (tmp_path / f"{name} file", tmp_path / f"{name} pipe"):
+            place.mkdir()
+            file = place / "in.jsonl"
+            if place.name.endswith("pipe"):
+                os.mkfifo(file)
+                Thread(target=file.write_text, args=[content], daemon=True).start()
+            else:
+                file.write_text(content)
+            words = ["tokenize", "--input", str(file), "--tokenizer", str(tokenizer)]
+            words += ["--output", str(place / "out"), "--workers", "1", *options]
+            assert main(words) == 0
+            tokens.append((place / "out/train-00000.bin").read_bytes())
+        assert tokens[0] == tokens[1], name
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_every_format_gives_the_same(
+    kind: str, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted, mask = tokenized(ROWS["messages"], kind, tokenizer, tmp_path / "0", "--workers", "1")
+    for number, (name, row) in enumerate(ROWS.items(), 1):
+        found = tokenized(row, kind, tokenizer, tmp_path / str(number), "--workers", "1")
+        assert f"those of --format {name}" in capsys.readouterr().err
+        assert np.array_equal(found[0], wanted), name
+        if name == "prompt-completion":
+            last = tokenized(
+                ROWS["messages"], kind, tokenizer, tmp_path / "last", "--learn", "last"
+            )
+            assert np.array_equal(found[1], last[1])
+            assert 0 < last[1].sum() < mask.sum()
+        else:
+            assert np.array_equal(found[1], mask), name
+
+
+def test_other_names_of_keys(tokenizer: Path, tmp_path: Path) -> None:
+    wanted, _ = tokenized(ROWS["alpaca"], "jsonl", tokenizer, tmp_path / "0")
+    names = {"instruction": "question", "output": "answer"}
+    row = {names.get(key, key): value for key, value in ROWS["alpaca"].items()}
+    mapping = [word for name, key in names.items() for word in ("--key", f"{name}={key}")]
+    found, _ = tokenized(row, "jsonl", tokenizer, tmp_path / "1", "--format", "alpaca", *mapping)
+    assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "words"),
+    [
+        (ROWS["sharegpt"], ("--format", "messages"), "rows.jsonl:1: .*-> --format sharegpt"),
+        (ROWS["messages"], ("--key", "messages"), "not NAME=KEY"),
+        (ROWS["messages"], ("--key", "text=a"), "has no such key -> messages, tools"),
+        ({"text": "a"}, ("--key", "messages=a"), "--text-key for text"),
+        ({"text": "a"}, ("--learn", "last"), "--learn last is for conversations"),
+        (ROWS["alpaca"], ("--format", "alpaca", "--chat-key", "x"), "--format is alpaca -> --key"),
+    ],
+)
+def test_what_is_refused(
+    row: Any,
+    options: tuple[str, ...],
+    words: str,
+    tokenizer: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    base = ["tokenize", "--input", str(file), "--tokenizer", str(tokenizer)]
+    assert main([*base, "--output", str(tmp_path / "out"), *options]) != 0
+    assert re.search(words, capsys.readouterr().err)

@@ -1,0 +1,60 @@
+"""Moments in bfloat16: unbiased, the same again, and moving where rounding to the nearest stops."""
+
+from __future__ import annotations
+
+import torch
+
+from bigtrain.engine.optimizers.state_dtype import chunks, store
+
+
+def test_rounding_is_right_on_average() -> None:
+    generator = torch.Generator().manual_seed(1)
+    value = torch.full((1 << 20,), 1.001)  # between 1 and 1 + 2 ** -7
+    moment = torch.zeros(1 << 20, dtype=torch.bfloat16)
+    store(moment, value, torch.randn(1 << 20, generator=generator))
+    assert set(moment.unique().tolist()) == {1.0, 1.0078125}
+    assert abs(float(moment.double().mean()) - 1.001) < 3e-5
+
+
+def test_a_slow_moment_arrives() -> None:
+    """By 1/1000 of the distance a step: less than half of a bfloat16's last digit."""
+    generator = torch.Generator().manual_seed(2)
+    moment = torch.ones(4096, dtype=torch.bfloat16)
+    nearest = moment.clone()
+    for _ in range(3000):
+        gradient = torch.randn(4096, generator=generator)
+        store(moment, moment.float().lerp_(torch.full((4096,), 2.0), 1e-3), gradient)
+        nearest.copy_(nearest.float().lerp_(torch.full((4096,), 2.0), 1e-3))
+    assert nearest.eq(1.0).all()
+    assert abs(float(moment.double().mean()) - 1.95) < 0.01
+
+
+def test_the_same_gradient_rounds_the_same() -> None:
+    generator = torch.Generator().manual_seed(3)
+    value, gradient = torch.randn(2, 1000, generator=generator)
+    first, second = (torch.zeros(1000, dtype=torch.bfloat16) for _ in range(2))
+    store(first, value, gradient)
+    store(second, value.clone(), gradient.clone())
+    assert torch.equal(first, second)
+    assert not torch.equal(first, value.bfloat16())
+
+
+def test_negative_values_and_what_bfloat16_holds() -> None:
+    value = torch.tensor([-1.5, 0.0, 2.0, -3e-30])
+    value[3] = float(torch.tensor(-3e-30).bfloat16())
+    moment = torch.zeros(4, dtype=torch.bfloat16)
+    store(moment, value, torch.randn(4, generator=torch.Generator().manual_seed(4)))
+    assert torch.equal(moment.float(), value)
+
+
+def test_float32_is_written_as_it_is() -> None:
+    moment = torch.zeros(3)
+    store(moment, torch.tensor([1.001, 2.0, 3.0]), torch.ones(3))
+    assert moment.tolist() == torch.tensor([1.001, 2.0, 3.0]).tolist()
+
+
+def test_chunks_are_views() -> None:
+    tensor = torch.zeros(2, 3)
+    for (part,) in chunks(tensor):
+        part += 1
+    assert tensor.eq(1).all()

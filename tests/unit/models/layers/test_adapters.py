@@ -1,0 +1,193 @@
+"""Which layers get adapters, what they are called, and what they begin with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model_state_dict
+
+from bigtrain.models.build import build_model, empty_model
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.export.adapters import merged_weights
+from bigtrain.models.layers.adapters import (
+    base_name,
+    check_adapters,
+    find_parameters,
+    find_targets,
+    has_adapters,
+    peft_name,
+)
+from bigtrain.models.weights.import_hf import Weights
+from bigtrain.settings.run_config import AdaptersSection, ModelSection
+from tests.parity.conftest import ARCHITECTURES, llama
+
+LLAMA = load_hf_config(ModelSection(config=llama(tie_word_embeddings=False)))
+
+
+def built(section: AdaptersSection, seed: int = 7, **options: Any) -> Any:
+    return build_model(
+        ModelSection(config=llama(tie_word_embeddings=False)),
+        LLAMA,
+        seed=seed,
+        adapters=section,
+        **options,
+    )
+
+
+def test_names() -> None:
+    assert base_name("model.layers.0.q_proj.base_layer.weight") == "model.layers.0.q_proj.weight"
+    assert base_name("model.norm.weight") == "model.norm.weight"
+    trained = "model.layers.0.q_proj.lora_A.default.weight"
+    assert peft_name(trained) == "base_model.model.model.layers.0.q_proj.lora_A.weight"
+
+
+def test_names_of_files_are_those_of_peft() -> None:
+    model = built(AdaptersSection(rank=2, dora=True, modules_to_save=("lm_head", "norm")))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    expected = get_peft_model_state_dict(model)
+    assert {peft_name(name) for name in trained} == {f"base_model.model.{n}" for n in expected}
+    assert "lm_head.weight" in expected
+    assert "model.layers.0.mlp.up_proj.lora_magnitude_vector" in expected
+    assert {base_name(n) for n in dict(model.named_parameters()) if ".lora_" not in n} == {
+        name for name, _ in empty_model(LLAMA).named_parameters()
+    }
+
+
+def test_targets() -> None:
+    model = empty_model(LLAMA)
+    everything, _ = find_targets(model, AdaptersSection())
+    assert len(everything) == 3 * 7
+    assert "lm_head" not in everything
+    patterns = ("v_proj", "model.layers.[01].mlp.*", "lm_head", "embed_tokens")
+    names, missing = find_targets(model, AdaptersSection(targets=patterns))
+    assert len(names) == 3 + 2 * 3
+    assert missing == ["lm_head", "embed_tokens"]
+
+
+def test_targets_that_are_no_linear_layers_are_refused() -> None:
+    section = AdaptersSection(targets=("q_proj", "lm_head"))
+    (problem,) = check_adapters(empty_model(LLAMA), section)
+    assert (problem.key, problem.value) == ("adapters.targets", "lm_head")
+    assert "q_proj" in problem.remedy
+
+
+@pytest.mark.parametrize("key", ["load_in_4bit", "quantization"])
+def test_a_quantized_base_is_refused_by_name(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"adapters\.{key}: adapters beside a base in 4 bits"):
+        AdaptersSection.model_validate({key: True})
+
+
+@pytest.mark.parametrize("kind", [{"dropout": 0.1}, {"dora": True}])
+def test_what_peft_has_not_for_stacked_weights_is_refused(kind: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"peft has no {next(iter(kind))} for stacked weights"):
+        AdaptersSection(target_parameters=("down_proj",), **kind)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rule"),
+    [
+        ("head", "matches no module that has weights"),
+        ("up_proj", "model.layers.0.mlp.up_proj has an adapter as well"),
+    ],
+)
+def test_modules_that_cannot_be_copied_are_refused(pattern: str, rule: str) -> None:
+    section = AdaptersSection(modules_to_save=(pattern,))
+    problem, *_ = check_adapters(empty_model(LLAMA), section)
+    assert problem.key == "adapters.modules_to_save"
+    assert rule in problem.rule
+
+
+def test_copies_of_tied_weights_are_refused() -> None:
+    tied = empty_model(load_hf_config(ModelSection(config=llama())))
+    (problem,) = check_adapters(tied, AdaptersSection(modules_to_save=("lm_head",)))
+    assert "model.embed_tokens.weight and lm_head.weight are tied" in problem.rule
+
+
+MOE = ARCHITECTURES["qwen3_moe"]
+STACKS = AdaptersSection(rank=2, target_parameters=("gate_up_proj", "*.down_proj"))
+
+
+def test_stacked_weights_are_targets_of_their_own() -> None:
+    model = empty_model(load_hf_config(ModelSection(config=MOE)))
+    names, missing = find_parameters(model, STACKS)
+    assert len(names) == 2 * 2
+    assert not missing
+    assert check_adapters(model, STACKS) == []
+    (problem,) = check_adapters(model, AdaptersSection(target_parameters=("q_proj",)))
+    assert (problem.key, problem.value) == ("adapters.target_parameters", "q_proj")
+    assert problem.remedy == "some of: down_proj, gate_up_proj"
+    (problem,) = check_adapters(empty_model(LLAMA), STACKS.model_copy(update={"targets": ()}))[:1]
+    assert problem.remedy == "leave it out: the model has none"
+
+
+@torch.no_grad()
+def test_merged_stacks_compute_what_adapters_do() -> None:
+    section, config = ModelSection(config=MOE), load_hf_config(ModelSection(config=MOE))
+    model = build_model(section, config, seed=7, adapters=STACKS).eval()
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    expected_names = {f"base_model.model.{n}" for n in get_peft_model_state_dict(model)}
+    assert {peft_name(name) for name in trained} == expected_names
+    for name in trained:
+        model.get_parameter(name).normal_(std=0.1)
+    state = dict(model.state_dict())
+    base = {base_name(name): tensor for name, tensor in state.items() if ".lora_" not in name}
+    plain = build_model(section, config, seed=0).eval()
+    plain.load_state_dict(base)
+    ids = torch.arange(16)[None]
+    expected = model(input_ids=ids).logits
+    assert float((plain(input_ids=ids).logits - expected).abs().max()) > 1e-2
+    weights: Any = Weights("model.path", base, ())  # type: ignore[arg-type]
+    plain.load_state_dict(merged_weights(state, STACKS, weights, config))
+    torch.testing.assert_close(plain(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_initial_values_do_not_depend_on_the_generator_or_the_dtype() -> None:
+    torch.manual_seed(1)
+    one = dict(built(AdaptersSection(rank=4)).named_parameters())
+    torch.manual_seed(2)
+    other = dict(built(AdaptersSection(rank=4), dtype=torch.bfloat16).named_parameters())
+    trained = [name for name, parameter in one.items() if parameter.requires_grad]
+    assert len(trained) == 2 * 3 * 7
+    for name in trained:
+        assert torch.equal(one[name].bfloat16(), other[name]), name
+        assert one[name].any() == (".lora_A." in name)
+    again = dict(built(AdaptersSection(rank=4), seed=8).named_parameters())
+    first = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert not torch.equal(one[first], again[first])
+    # Each layer has its own.
+    assert not torch.equal(one[first], one[first.replace("layers.0", "layers.1")])
+
+
+def test_a_model_without_adapters_has_none() -> None:
+    assert has_adapters(built(AdaptersSection(rank=4)))
+    assert not has_adapters(empty_model(LLAMA))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"rslora": True}, {"dora": True}, {"modules_to_save": ("lm_head", "norm")}],
+    ids=lambda kind: "-".join(kind),
+)
+@torch.no_grad()
+def test_merged_weights_compute_what_adapters_do(kind: dict[str, Any]) -> None:
+    section = AdaptersSection(rank=4, alpha=8, **kind)
+    model = built(section).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".lora_A." not in name:
+            parameter.normal_(std=0.1)
+    state = dict(model.state_dict())
+    base = {
+        base_name(name): tensor
+        for name, tensor in state.items()
+        if ".lora_" not in name and ".modules_to_save." not in name
+    }
+    plain = build_model(ModelSection(config=llama(tie_word_embeddings=False)), LLAMA, seed=0).eval()
+    ids = torch.arange(16)[None]
+    plain.load_state_dict(base)
+    expected = model(input_ids=ids).logits
+    assert float((plain(input_ids=ids).logits - expected).abs().max()) > 1e-2
+    weights: Any = Weights("model.path", base, ())  # type: ignore[arg-type]
+    plain.load_state_dict(merged_weights(state, section, weights, LLAMA))
+    torch.testing.assert_close(plain(input_ids=ids).logits, expected, rtol=0, atol=1e-5)

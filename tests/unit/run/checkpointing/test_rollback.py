@@ -1,0 +1,25 @@
+"""What a run does not go back from on its own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bigtrain.errors import TrainingError
+from bigtrain.run.checkpointing.rollback import roll_back
+from bigtrain.run.state import GuardState, TrainState
+from bigtrain.settings.run_config import GuardSection, SitesSection
+
+
+def test_a_site_does_not_go_back_alone() -> None:
+    config = SimpleNamespace(
+        guard=GuardSection(), sites=SitesSection(count=2, inner_steps=5, address="10.0.0.1:29600")
+    )
+    session: Any = SimpleNamespace(run=SimpleNamespace(config=config))
+    state = TrainState(step=7, guard=GuardState(streak=10))
+    with pytest.raises(
+        TrainingError, match=r"10 bad steps in a row .* does not go back on its own"
+    ):
+        roll_back(session, None, state)  # type: ignore[arg-type]

@@ -1,0 +1,136 @@
+"""The section sites: defaults, what it refuses, and the samples that each site reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from bigtrain.errors import ConfigError
+from bigtrain.settings.batch_plan import plan_batch
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import BatchSection, RunConfig, SitesSection
+
+ADDRESS = "10.0.0.1:29600"
+
+
+def section(**values: Any) -> SitesSection:
+    return SitesSection.model_validate(
+        {"count": 2, "inner_steps": 100, "address": ADDRESS} | values
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "outer", "expected"),
+    [
+        (1, {}, 0.6),
+        (4, {}, 0.6),
+        (8, {}, 0.8),
+        (2, {"type": "average"}, 1.0),
+        (8, {"type": "momentum"}, 0.8),
+        (8, {"lr": 0.3}, 0.3),
+    ],
+)
+def test_rates_by_the_number_of_sites(count: int, outer: dict[str, Any], expected: float) -> None:
+    sites = section(count=count, outer=outer)
+    assert sites.outer_lr == expected
+    assert sites.outer.decay == 0.9
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (
+            {"index": 2},
+            "sites.index = 2 is none of sites.count = 2 sites, counted from 0 -> 0 to 1",
+        ),
+        ({"address": None}, "sites.address is missing, and sites.count = 2 sites have to meet"),
+        ({"address": "10.0.0.1"}, "sites.address = '10.0.0.1' is not host:port"),
+        ({"address": ":29600"}, "sites.address = ':29600' is not host:port"),
+        ({"address": "host:70000"}, "sites.address = 'host:70000' is not host:port"),
+        ({"inner_steps": 0}, "greater than or equal to 1"),
+        ({"outer": {"type": "average", "momentum": 0.5}}, "sites.outer.type = average has none"),
+        ({"codec": "int3"}, "'float32' or 'bfloat16'"),
+    ],
+)
+def test_refusals(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text.replace("(", r"\(")):
+        section(**values)
+
+
+def test_addresses_are_taken_apart() -> None:
+    assert (section().host, section().port) == ("10.0.0.1", 29600)
+    six = section(address="[fd00::1]:29600")
+    assert (six.host, six.port) == ("fd00::1", 29600)
+
+
+def test_the_last_window_may_be_short() -> None:
+    sites = section(inner_steps=4)
+    assert [step for step in range(1, 11) if sites.is_due(step, 10)] == [4, 8, 10]
+
+
+def run(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"config": {"model_type": "llama", "num_hidden_layers": 2}},
+            "data": {"path": "unused"},
+            "batch": {"sequence_length": 16, "global_batch_size": 8, "micro_batch_size": 2},
+            "train": {"steps": 10},
+            "optimizer": {"lr": 1e-3},
+            "output": {"directory": "unused"},
+            "sites": {"count": 2, "inner_steps": 5, "address": ADDRESS},
+            **sections,
+        }
+    )
+
+
+def test_the_global_batch_is_of_all_sites() -> None:
+    resolved = resolve_run(run(), 2, "zero1")
+    plan = resolved.plan
+    assert (plan.global_batch_size, plan.site_batch_size, plan.accumulation) == (8, 4, 1)
+    assert plan.tokens_per_step == 2 * plan.site_tokens_per_step == 8 * 16
+    assert resolved.engine.deepspeed["gradient_accumulation_steps"] == 1
+    assert "x 2 sites; 128 tokens" in plan.equation()
+
+
+def test_a_batch_that_sites_do_not_divide_is_refused() -> None:
+    plan, (problem,) = plan_batch(
+        BatchSection(sequence_length=16, global_batch_size=8, micro_batch_size=2), 2, 3
+    )
+    assert plan is None
+    assert str(problem) == (
+        "batch.global_batch_size = 8: must be a multiple of batch.micro_batch_size x data-parallel "
+        "size x sites = 2 x 2 x 3 = 12 -> nearest: 12"
+    )
+
+
+def test_what_is_not_proven_is_refused_with_a_reason() -> None:
+    with pytest.raises(ConfigError, match="sites has not been compared with a plain loop"):
+        resolve_run(run(precision={"dtype": "float16"}), 1, "zero1")
+
+
+def test_the_watchdog_waits_longer() -> None:
+    with pytest.raises(ValidationError, match=r"is not less than watchdog\.slow_timeout_seconds"):
+        run(watchdog={"slow_timeout_seconds": 600})
+    run(watchdog={"slow_timeout_seconds": 600, "timeout_seconds": None})
+
+
+def test_sites_together_read_as_one_world_of_all_their_ranks() -> None:
+    import torch
+
+    order = torch.arange(64)
+    whole, _ = plan_batch(
+        BatchSection(sequence_length=16, global_batch_size=16, micro_batch_size=2), 4
+    )
+    assert whole is not None
+    for site in range(2):
+        plan, _ = plan_batch(
+            BatchSection(sequence_length=16, global_batch_size=16, micro_batch_size=2), 2, 2, site
+        )
+        assert plan is not None
+        assert plan.accumulation == whole.accumulation
+        for rank in range(2):
+            own = order.view(-1, plan.num_readers, 2)[:, plan.reader(rank)]
+            expected = order.view(-1, whole.num_readers, 2)[:, whole.reader(2 * site + rank)]
+            assert torch.equal(own, expected)
