@@ -222,7 +222,14 @@ def open_session(
         session = Session(
             run, world, joined.device, directory, inputs, heard, joined.hosts, joined.long_work
         )
-        with Watchdog(run.config.watchdog, world, directory, session.heartbeat, session.superseded):
+        with Watchdog(
+            run.config.watchdog,
+            world,
+            directory,
+            session.heartbeat,
+            session.superseded,
+            session.hosts,
+        ):
             try:
                 for line in settings:
                     session.say(line)
