@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
-from typing import Literal
+from typing import Any, Literal
 
 from bigtrain.errors import Problem
 
@@ -128,6 +128,36 @@ def rule(
     """A `Rule`; texts may be functions of the facts."""
     key, value = blamed
     return Rule(name, violated, key, value, _text(reason), _text(remedy), nearest, example)
+
+
+def rules_of(applies: Callable[[Facts], bool], example: dict[str, Any]) -> Callable[..., Rule]:
+    """A maker of rules that hold only where a method is used.
+
+    Args:
+        applies: whether a run uses the method.
+        example: what a rule's `example` needs beside its own facts to use it.
+    """
+
+    def make(
+        name: str,
+        holds: Callable[[Facts], bool],
+        blamed: tuple[str, Callable[[Facts], object]],
+        reason: str,
+        remedy: str,
+        changes: dict[str, Any],
+        facts: Facts,
+    ) -> Rule:
+        return rule(
+            name,
+            lambda f: applies(f) and holds(f),
+            blamed,
+            reason,
+            remedy,
+            lambda f: replace(f, **changes),
+            replace(facts, **example),
+        )
+
+    return make
 
 
 def _text(text: str | Callable[[Facts], str]) -> Callable[[Facts], str]:

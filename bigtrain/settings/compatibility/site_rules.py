@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
-from bigtrain.settings.compatibility.facts import Facts, Rule, rule
+from bigtrain.settings.compatibility.facts import Facts, Rule, rules_of
 
 _UNPROVEN = "the outer step of sites has not been compared with a plain loop"
 
 
-def _refused(
-    name: str,
-    holds: Callable[[Facts], bool],
-    blamed: tuple[str, Callable[[Facts], object]],
-    reason: str,
-    remedy: str,
-    changes: dict[str, Any],
-    example: Facts,
-) -> Rule:
-    """A rule about runs of sites; `changes`: of the facts, to the nearest ones."""
-    return rule(
-        name,
-        lambda f: f.num_sites > 0 and holds(f),
-        blamed,
-        reason,
-        remedy,
-        lambda f: replace(f, **changes),
-        replace(example, num_sites=2),
-    )
-
+_refused = rules_of(lambda f: f.num_sites > 0, {"num_sites": 2})
 
 SITE_RULES: tuple[Rule, ...] = (
     _refused(
