@@ -50,7 +50,7 @@ class OuterSteps:
     def __init__(self, session: Session, engine: TrainEngine, meeting: Meeting | None) -> None:
         """Before anything is restored: a checkpoint has the global weights, too."""
         self._session = session
-        self._step = None if meeting is None else OuterStep(engine, meeting, session.world)
+        self._step = None if meeting is None else OuterStep(engine, meeting)
 
     def begin(self, state: TrainState) -> None:
         """The engine holds what the run goes on with from `state`. Raises LaunchError on every rank

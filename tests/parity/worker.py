@@ -66,7 +66,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, model_plan)
     outer = None
     if config.sites is not None:
-        outer = OuterStep(engine, Meeting.join(config.sites, world, case.get("facts", {})), world)
+        outer = OuterStep(engine, Meeting.join(config.sites, world, case.get("facts", {})))
     if config.model.path is not None:
         read_weights(engine, find_weights(config.model.path, hf_config))
     place = mesh.coordinates

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from bigtrain.engine.checkpoint.tensor_files import (
     in_file_order,
     write_parts,
 )
+from bigtrain.engine.startup.long_work import together
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.system.direct_file import ALIGNMENT
@@ -220,20 +220,24 @@ def _together(action: Callable[[], None], group: dist.ProcessGroup | None) -> No
     """Let every rank do `action`. Collective over `group`.
 
     Raises on all of them if one has failed: CorruptCheckpointError if that is all that is wrong,
-    or else CheckpointError, since another model's checkpoint is no damage.
+    or else CheckpointError, since another model's checkpoint is not corrupt.
     """
-    failure: tuple[bool, str] | None = None
-    try:
-        action()
-    except Exception as error:
-        is_damage = isinstance(error, CorruptCheckpointError)
-        failure = (is_damage, str(error) or type(error).__name__)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, failure, group=group)
-    failures = {found for found in everyone if found is not None}
-    if failures:
-        kind = CorruptCheckpointError if all(d for d, _ in failures) else CheckpointError
-        raise kind("; ".join(sorted({text for _, text in failures})))
+
+    def attempt() -> None:
+        try:
+            action()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(str(error) or type(error).__name__) from error
+
+    together(attempt, group, _joined)
+
+
+def _joined(errors: Sequence[BaseException]) -> BaseException:
+    is_corrupt = all(isinstance(error, CorruptCheckpointError) for error in errors)
+    kind = CorruptCheckpointError if is_corrupt else CheckpointError
+    return kind("; ".join(sorted({str(error) for error in errors})))
 
 
 def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:

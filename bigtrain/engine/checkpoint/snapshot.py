@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.fragments import (
     MASTER,
@@ -32,8 +31,8 @@ from bigtrain.engine.deepspeed_patches.optimizers import (
     scaler_state,
 )
 from bigtrain.engine.optimizers.update_rule import state_bytes_by_name
+from bigtrain.engine.startup.long_work import together
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import ModelError
 from bigtrain.models.layers.adapters import base_name, has_adapters
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.models.weights.adapted import with_magnitudes
@@ -137,9 +136,9 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
     and masters are what the files hold, rounded nowhere.
     Raises ModelError on every rank where one of them cannot read its parts.
     """
-    failure: str | None = None
     weights = with_magnitudes(weights, engine.module)
-    try:
+
+    def read() -> None:
         for fragment in owned_fragments(engine.engine, engine.module):
             name = base_name(fragment.name)
             if name not in weights.tensors and has_adapters(engine.module):
@@ -149,13 +148,8 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
         for name, buffer in _buffers(engine).items():
             if (name := base_name(name)) in weights.tensors:
                 weights.fill(name, (0,) * buffer.ndim, buffer)
-    except ModelError as error:
-        failure = str(error)
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, failure)
-    first = next((text for text in everyone if text is not None), None)
-    if first is not None:
-        raise ModelError(first)
+
+    together(read)
     refresh_parameters(engine.engine)
 
 

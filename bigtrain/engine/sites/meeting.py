@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from bigtrain.errors import BigtrainError, LaunchError
+from bigtrain.engine.startup.long_work import together
+from bigtrain.errors import LaunchError
 from bigtrain.models.torch_patches import gloo_group
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.system.listening import listen_only_at
@@ -28,6 +29,10 @@ _MOST_NAMED = 8
 
 Facts = Mapping[str, Any]
 """What sites compare: values of JSON by name."""
+
+
+class _DifferenceError(LaunchError):
+    """Which every site has found."""
 
 
 class Meeting:
@@ -52,7 +57,7 @@ class Meeting:
         """
         if sites.count == 1:
             return cls(sites, world, None, None)
-        store = in_site(lambda: _open_store(sites, world), world)
+        store = together(lambda: _open_store(sites, world))
         meeting = cls(sites, world, store, None)
 
         def enter() -> None:
@@ -67,14 +72,14 @@ class Meeting:
             by_site = meeting._read("facts", "the start")
             try:
                 refuse_differences(by_site)
-            except LaunchError:
+            except _DifferenceError:
                 # The main ranks, whose texts all ranks of a site raise; sizes may be what differs.
                 if world.is_main:
                     meeting._leave("refused", sites.count)
                 raise
 
-        in_site(enter, world)
-        meeting.group = in_site(meeting._open_group, world)
+        together(enter)
+        meeting.group = together(meeting._open_group)
         return meeting
 
     def _open_group(self) -> Any:
@@ -91,11 +96,22 @@ class Meeting:
                 "hosts of the other sites, on any port"
             ) from error
 
+    def compare(self, name: str, facts: Facts) -> None:
+        """See that the ranks of this place say the same `facts` under `name`, once for each name.
+
+        Raises LaunchError on every rank of every site where any two differ, and on every rank of
+        this site where another says nothing within ``sites.timeout_seconds``.
+        """
+        try:
+            together(lambda: refuse_differences(self.gather(name, facts)))
+        except _DifferenceError:
+            self._leave(f"refused/{name}", self.sites.count * self._world.size)
+            raise
+
     def gather(self, name: str, facts: Facts) -> list[Facts]:
         """What the ranks of this place said under `name`, by site; once for each name.
 
-        Raises LaunchError where a site says nothing within ``sites.timeout_seconds``; on this rank
-        alone.
+        Raises LaunchError where a site says nothing in time; on this rank alone.
         """
         if self.sites.count == 1:
             return [facts]
@@ -172,30 +188,10 @@ def refuse_differences(by_site: Sequence[Facts]) -> None:
             if there != here:
                 lines.append(f"  {key}: {there!r} at site 0, {here!r} at site {index}")
     if lines:
-        raise LaunchError(
+        raise _DifferenceError(
             "sites differ in what has to be the same -> give all of them the same settings and "
             "data:\n" + "\n".join(lines)
         )
-
-
-def in_site(action: Callable[[], Any], world: World) -> Any:
-    """What `action` returns on each rank of this site; its first error on all of them.
-
-    Collective over the site.
-    """
-    result, failure = None, None
-    try:
-        result = action()
-    except BigtrainError as error:
-        failure = str(error)
-    everyone: list[str | None] = [failure]
-    if world.size > 1:
-        everyone = [None] * world.size
-        dist.all_gather_object(everyone, failure)
-    first = next((text for text in everyone if text is not None), None)
-    if first is not None:
-        raise LaunchError(first)
-    return result
 
 
 def _open_store(sites: SitesSection, world: World) -> Any:

@@ -16,12 +16,12 @@ from bigtrain.engine.deepspeed_patches.optimizers import refresh_parameters
 from bigtrain.engine.optimizers.masters import MasterPart, master_parts
 from bigtrain.engine.sites.codecs import sent_bytes
 from bigtrain.engine.sites.exchange import Exchange
-from bigtrain.engine.sites.meeting import Meeting, in_site, refuse_differences
+from bigtrain.engine.sites.meeting import Meeting
 from bigtrain.engine.sites.outer_update import outer_update
+from bigtrain.engine.startup.long_work import together
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.settings.sections.sites import SitesSection
-from bigtrain.system.world import World
 
 GLOBAL, MOMENTUM = "outer_global", "outer_momentum"
 """Kinds of tensors of a checkpoint: the global weights, and the momentum of their optimizer."""
@@ -54,10 +54,9 @@ class OuterStep:
     averaging), and part of the engine's checkpoints. Methods are collective over all sites.
     """
 
-    def __init__(self, engine: TrainEngine, meeting: Meeting, world: World) -> None:
+    def __init__(self, engine: TrainEngine, meeting: Meeting) -> None:
         self._engine = engine
         self._meeting = meeting
-        self._world = world
         self._exchange = Exchange(meeting.group, self.sites.count, self.sites.codec)
         self.number = 0
         parts = self._parts()
@@ -88,23 +87,20 @@ class OuterStep:
         if is_new:
             for window, weights in self._windows():
                 weights.copy_(self._gathered(window))
-
-        def compare() -> None:
-            facts = {
-                "the number of outer steps": number,
-                "the parts of parameters of a rank": _digest_of_text(repr(self._layout)),
-                "the global weights": _digest(self.weights),
-            }
-            refuse_differences(self._meeting.gather("the beginning", facts))
-
-        in_site(compare, self._world)
+        facts = {
+            "the number of outer steps": number,
+            "the parts of parameters of a rank": _digest_of_text(repr(self._layout)),
+            "the global weights": _digest(self.weights),
+        }
+        self._meeting.compare("the beginning", facts)
 
     def step(self) -> OuterFigures:
         """Make one outer step. Raises LaunchError on all ranks of a site where one of them cannot:
         a site does not come, is lost, or holds other global weights."""
         begun = time.perf_counter()
         self.number += 1
-        in_site(self._meet, self._world)
+        facts = {"outer step": self.number, "the global weights": _digest(self.weights)}
+        self._meeting.compare(f"outer step {self.number}", facts)
         waited = time.perf_counter() - begun
         sent_before = self._exchange.num_bytes
         squares = torch.zeros(3, dtype=torch.float64)
@@ -121,7 +117,7 @@ class OuterStep:
                     "their newest checkpoints"
                 ) from error
 
-        in_site(update, self._world)
+        together(update)
         refresh_parameters(self._engine.engine)
         sent = self._exchange.num_bytes - sent_before
         assert sent == sent_bytes(len(self.weights), self.sites.count, self.sites.codec)
@@ -130,11 +126,6 @@ class OuterStep:
     def close(self) -> None:
         """After the last step: leave when all ranks of all sites do."""
         self._meeting.close()
-
-    def _meet(self) -> None:
-        """Wait for all sites, and see that they are where this one is."""
-        facts = {"outer step": self.number, "the global weights": _digest(self.weights)}
-        refuse_differences(self._meeting.gather(f"outer step {self.number}", facts))
 
     def _update(self, window: list[_Piece], weights: torch.Tensor) -> torch.Tensor:
         """Take a window of masters to the new global weights; sums for the figures."""

@@ -1,16 +1,16 @@
-"""Work for which other ranks wait however long it takes, unlike in a collective.
+"""Work whose errors reach every rank, and work for which ranks wait however long it takes.
 
-A collective ends every rank that waits longer in it than the process group's timeout. Here they
-look at the launcher's store until the work is done, and meet in a collective only then. Whoever
-works may die: the launcher ends the others, or the store is gone with the main rank, or the
-watchdog sees that nothing moves.
+A collective ends every rank that waits longer in it than the process group's timeout. In
+`LongWork` they look at the launcher's store until the work is done, and meet in a collective only
+then. Whoever works may die: the launcher ends the others, or the store is gone with the main rank,
+or the watchdog sees that nothing moves.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -84,6 +84,26 @@ def on_main_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = N
     return result
 
 
+def together(
+    work: Callable[[], Result],
+    group: dist.ProcessGroup | None = None,
+    joined: Callable[[Sequence[BaseException]], BaseException] = lambda errors: errors[0],
+) -> Result:
+    """What `work` returned on this rank; every rank raises what `joined` makes of all errors.
+
+    Collective over `group`. `joined` gets the errors in the order of the ranks, at least one.
+    """
+    result, error = _attempt(work)
+    everyone: list[BaseException | None] = [error]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, _sendable(error), group=group)
+        everyone[dist.get_rank(group)] = error
+    if errors := [found for found in everyone if found is not None]:
+        raise joined(errors)
+    return cast(Result, result)
+
+
 def _told(outcome: _Outcome | None, group: dist.ProcessGroup | None) -> Any:
     box = [_sent(outcome)]
     dist.broadcast_object_list(box, src=0, group=group)
@@ -103,10 +123,14 @@ def _attempt(work: Callable[[], Any]) -> _Outcome:
 
 
 def _sent(outcome: _Outcome | None) -> _Outcome | None:
+    return outcome and (outcome[0], _sendable(outcome[1]))
+
+
+def _sendable(error: BaseException | None) -> BaseException | None:
     """What other ranks get: of errors that are bugs the text, for they may hold anything."""
-    if outcome is None or outcome[1] is None or isinstance(outcome[1], BigtrainError):
-        return outcome
-    return None, LaunchError(f"another rank failed: {outcome[1]!r}")
+    if error is None or isinstance(error, BigtrainError):
+        return error
+    return LaunchError(f"another rank failed: {error!r}")
 
 
 def _opened(outcomes: list[_Outcome]) -> list[Any]:
