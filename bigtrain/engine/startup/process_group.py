@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bigtrain.engine.startup.device import device_kind
 from bigtrain.engine.startup.long_work import LongWork
 from bigtrain.engine.startup.operators import operators_without_locks
-from bigtrain.engine.startup.rendezvous import all_arrived
+from bigtrain.engine.startup.rendezvous import all_ranks_joined
 from bigtrain.errors import LaunchError
 from bigtrain.launchers.doctor.verdicts import judge_versions
 from bigtrain.settings.sections.failures import (
@@ -68,7 +68,7 @@ def process_group(
     if kind == "cuda":
         torch.cuda.set_device(device)
     with operators_without_locks():
-        with all_arrived(world, rendezvous_timeout_seconds):
+        with all_ranks_joined(world, rendezvous_timeout_seconds):
             deepspeed.init_distributed(
                 dist_backend="nccl" if kind == "cuda" else "gloo",
                 auto_mpi_discovery=False,

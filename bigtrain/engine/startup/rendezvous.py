@@ -29,7 +29,7 @@ _NUM_TOLD = "bigtrain/num_told"
 
 
 @contextmanager
-def all_arrived(world: World, patience_seconds: float) -> Iterator[None]:
+def all_ranks_joined(world: World, patience_seconds: float) -> Iterator[None]:
     """Wait until every rank of `world` has come to MASTER_ADDR:MASTER_PORT. Collective.
 
     torch's own wait for them only counts who came. Inside the context the main rank keeps the

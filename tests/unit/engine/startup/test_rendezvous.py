@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import psutil
 import pytest
 
-from bigtrain.engine.startup.rendezvous import all_arrived
+from bigtrain.engine.startup.rendezvous import all_ranks_joined
 from bigtrain.errors import LaunchError
 from bigtrain.system.listening import listen_only_at
 from bigtrain.system.world import World
@@ -35,7 +35,7 @@ def meet(ranks: Iterable[int], size: int, patience_seconds: float) -> dict[int, 
 
     def come(rank: int) -> None:
         try:
-            with all_arrived(World(rank, size, rank), patience_seconds):
+            with all_ranks_joined(World(rank, size, rank), patience_seconds):
                 everyone_is_in.wait(timeout=30)
                 said[rank] = ""
         except LaunchError as error:
@@ -78,7 +78,7 @@ def test_the_store_listens_at_the_address_alone_that_all_know(size: int) -> None
     barrier = threading.Barrier(size)
 
     def come(rank: int) -> None:
-        with all_arrived(World(rank, size, rank), 60):
+        with all_ranks_joined(World(rank, size, rank), 60):
             barrier.wait(timeout=30)
             sockets = psutil.Process().net_connections(kind="inet")
             places = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
@@ -107,12 +107,12 @@ def test_where_others_may_know_another_address_every_one_is_listened_at(address:
 WORLD = """
 import os, psutil
 from bigtrain.engine.startup.process_group import process_group
-from bigtrain.run.health.status_store import open_board
+from bigtrain.run.health.status_store import open_status_store
 from bigtrain.system.world import read_world
 
 world = read_world(os.environ)
 with process_group(world):
-    assert open_board(world) is not None
+    assert open_status_store(world) is not None
     sockets = psutil.Process().net_connections(kind="inet")
     print("LISTENING", *(s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN))
 """

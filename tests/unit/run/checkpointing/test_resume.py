@@ -167,7 +167,7 @@ def test_packed_documents_go_on_as_they_were_packed(there: str) -> None:
     allowed = {"checkpoint": {"allow_changes": ["data", "batch"]}}
     now = {**tree(path="shards", packing="best_fit", long_documents="truncate"), **allowed}
     now["batch"] = {"sequence_length": 4, "global_batch_size": 4}
-    with pytest.raises(CheckpointError, match="documents are packed anew") as caught:
+    with pytest.raises(CheckpointError, match="pack the documents differently") as caught:
         resume(with_phases(before), now)
     lines = ["batch.sequence_length: 8 there, 4 now"]
     lines.append("data.long_documents: 'cut' there, 'truncate' now")
