@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bigtrain.engine.sites.meeting import Meeting
 from bigtrain.engine.sites.outer_step import OuterStep
+from bigtrain.engine.sites.site_rendezvous import SiteRendezvous
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.run.checkpointing.resume import mathematics
 from bigtrain.run.preflight import Inputs
@@ -17,7 +17,7 @@ from bigtrain.run.state import TrainState
 _OWN_SETTING = "sites.index"
 
 
-def meet_sites(session: Session, inputs: Inputs) -> Meeting | None:
+def join_sites(session: Session, inputs: Inputs) -> SiteRendezvous | None:
     """Join the other sites, if the run has any; None without. Collective over all sites.
 
     Raises LaunchError on every rank if a site does not join, or trains with other settings or data.
@@ -25,11 +25,11 @@ def meet_sites(session: Session, inputs: Inputs) -> Meeting | None:
     sites = session.run.config.sites
     if sites is None:
         return None
-    session.heartbeat.at("meeting the other sites", slow=True)
-    meeting = Meeting.join(sites, session.world, _facts(session, inputs))
+    session.heartbeat.at("joining the other sites", slow=True)
+    rendezvous = SiteRendezvous.join(sites, session.world, _facts(session, inputs))
     if sites.count > 1:
-        session.say(f"site {sites.index} of {sites.count}, which met at {sites.address}")
-    return meeting
+        session.say(f"site {sites.index} of {sites.count}, which joined at {sites.address}")
+    return rendezvous
 
 
 def _facts(session: Session, inputs: Inputs) -> dict[str, Any]:
@@ -48,10 +48,12 @@ def _facts(session: Session, inputs: Inputs) -> dict[str, Any]:
 class OuterSteps:
     """The outer steps of a run; without sites there are none. Collective over all sites."""
 
-    def __init__(self, session: Session, engine: TrainEngine, meeting: Meeting | None) -> None:
+    def __init__(
+        self, session: Session, engine: TrainEngine, rendezvous: SiteRendezvous | None
+    ) -> None:
         """Construct before anything is restored: checkpoints hold the global weights, too."""
         self._session = session
-        self._step = None if meeting is None else OuterStep(engine, meeting, session.world)
+        self._step = None if rendezvous is None else OuterStep(engine, rendezvous, session.world)
 
     def begin(self, state: TrainState) -> None:
         """Begin at `state`, which the engine holds. Raises LaunchError on every rank if other sites

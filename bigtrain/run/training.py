@@ -23,7 +23,7 @@ from bigtrain.run.diagnostics.prediction import predict
 from bigtrain.run.evaluation.held_out import Evaluator
 from bigtrain.run.finish import finish, is_complete, stop_early
 from bigtrain.run.loop import train
-from bigtrain.run.outer_steps import OuterSteps, meet_sites
+from bigtrain.run.outer_steps import OuterSteps, join_sites
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.session import Session, open_session
 from bigtrain.run.state import TrainState
@@ -41,7 +41,7 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
     source = weights_source(run.config)
     weights = source.find(run.config, inputs.hf_config)
     with open_session(run, inputs, world, signals) as session:
-        meeting = meet_sites(session, inputs)
+        rendezvous = join_sites(session, inputs)
         if run.config.data.verify == "contents":
             verify_data(session)
         limit = run.config.watchdog.collective_timeout_seconds
@@ -51,7 +51,7 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
         warm_up(mesh, session.device)
         session.heartbeat.at("building the model", slow=True)
         engine = _build(session, inputs, source, mesh)
-        outer = OuterSteps(session, engine, meeting)
+        outer = OuterSteps(session, engine, rendezvous)
         _say_plan(session, inputs)
         begun = _begin(session, engine, inputs, mesh, source, weights)
         if begun is None:

@@ -28,14 +28,14 @@ def address(monkeypatch: pytest.MonkeyPatch) -> str:
     return f"127.0.0.1:{port}"
 
 
-def meet(ranks: Iterable[int], size: int, patience_seconds: float) -> dict[int, str]:
+def meet(ranks: Iterable[int], size: int, timeout_seconds: float) -> dict[int, str]:
     """What each of `ranks` ended with: "" inside the context, or the error."""
     said = {}
     everyone_is_in = threading.Barrier(len(list(ranks)))
 
     def come(rank: int) -> None:
         try:
-            with all_ranks_joined(World(rank, size, rank), patience_seconds):
+            with all_ranks_joined(World(rank, size, rank), timeout_seconds):
                 everyone_is_in.wait(timeout=30)
                 said[rank] = ""
         except LaunchError as error:
@@ -49,26 +49,26 @@ def meet(ranks: Iterable[int], size: int, patience_seconds: float) -> dict[int, 
     return said
 
 
-def test_all_come() -> None:
-    assert meet(range(3), 3, patience_seconds=60) == {0: "", 1: "", 2: ""}
+def test_all_join() -> None:
+    assert meet(range(3), 3, timeout_seconds=60) == {0: "", 1: "", 2: ""}
 
 
-def test_one_does_not_come() -> None:
-    said = meet((0, 2), 4, patience_seconds=0.5)
-    came = f"here are {HOST} (rank 0, 2)"
-    assert said[0].startswith(f"2 of 4 ranks have not connected: rank 1, 3; {came} -> ")
+def test_one_does_not_join() -> None:
+    said = meet((0, 2), 4, timeout_seconds=0.5)
+    joined = f"joined: {HOST} (rank 0, 2)"
+    assert said[0].startswith(f"2 of 4 ranks have not joined: rank 1, 3; {joined} -> ")
     assert said[2] == said[0]
 
 
-def test_the_main_process_does_not_come(address: str) -> None:
-    said = meet((1,), 2, patience_seconds=0.5)
+def test_the_main_rank_does_not_join(address: str) -> None:
+    said = meet((1,), 2, timeout_seconds=0.5)
     assert said[1].startswith(f"the main rank, {address} (MASTER_ADDR, MASTER_PORT), cannot be")
     assert HOST in said[1]
 
 
 def test_nobody_is_waited_for_under_torchruns_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert meet((1,), 2, patience_seconds=0.5) == {1: ""}
+    assert meet((1,), 2, timeout_seconds=0.5) == {1: ""}
 
 
 @pytest.mark.parametrize("size", [1, 2])
