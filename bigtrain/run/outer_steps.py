@@ -40,7 +40,7 @@ def _facts(session: Session, inputs: Inputs) -> dict[str, Any]:
     return {
         **settings,
         "data": inputs.data_hash,
-        "processes": run.topology.describe() or "1 process",
+        "ranks": run.topology.describe() or "1 rank",
         "ZeRO stage": run.engine.deepspeed["zero_optimization"]["stage"],
     }
 

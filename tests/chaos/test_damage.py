@@ -166,7 +166,7 @@ def test_a_run_with_nothing_whole_is_refused(server: Server, run_yaml: Path, run
     codes, text = server.live(arguments(run_yaml, run))
     assert 2 in codes, text
     assert "Traceback" not in text
-    assert f"{run}: every checkpoint is corrupt, so the run cannot go on" in text
+    assert f"{run}: every checkpoint is corrupt, so the run cannot resume" in text
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
     assert (
         "step-00000022/tensors/rank-00000.safetensors: contents do not match their checksum" in text

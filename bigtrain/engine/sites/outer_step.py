@@ -117,7 +117,7 @@ class OuterStep:
                 raise LaunchError(
                     f"outer step {self.number}: another site was lost, or took longer than "
                     f"sites.timeout_seconds = {self.sites.timeout_seconds:g} for a transfer: "
-                    f"{error} -> see what the other sites say; started again, all go on from "
+                    f"{error} -> see what the other sites say; started again, all resume from "
                     "their newest checkpoints"
                 ) from error
 

@@ -236,8 +236,8 @@ def _verify_identity(directory: Path, identity: Identity) -> None:
     if own not in (None, identity.run):
         raise CorruptCheckpointError(
             f"{directory / MANIFEST}: is of run {identity.run}, and {run_directory / RUN_ID} says "
-            f"{own}: it was copied here from another run -> remove it, or, if it is to be gone on "
-            f"with, {run_directory / RUN_ID}"
+            f"{own}: it was copied here from another run -> remove it, or, to resume from "
+            f"it, {run_directory / RUN_ID}"
         )
 
 

@@ -132,7 +132,7 @@ def weights_source(config: RunConfig) -> WeightsSource:
             Problem(
                 KEY,
                 source,
-                "is this run's own output.directory, which a run goes on from by itself",
+                "is this run's own output.directory, from which a run resumes by itself",
                 "leave it out, or set another output.directory",
             )
         )

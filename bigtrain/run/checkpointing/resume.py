@@ -113,7 +113,7 @@ def _usable(session: Session) -> Iterator[str]:
         yield str(directory)
     if checkpoints.steps(session.directory):
         raise CheckpointError(
-            f"{session.directory}: every checkpoint is corrupt, so the run cannot go on; fix one, "
+            f"{session.directory}: every checkpoint is corrupt, so the run cannot resume; fix one, "
             "or remove them all to begin anew"
         )
 
@@ -192,9 +192,9 @@ def _refuse(
         keys = ",".join(sorted({key for key, _ in refused}))
         remedy = (
             "or restore the settings (with these train.steps nothing would be left to do; with "
-            f"more it could go on by checkpoint.allow_changes=[{keys}])"
+            f"more it could resume by checkpoint.allow_changes=[{keys}])"
             if is_over
-            else f"restore the settings, or go on with these by checkpoint.allow_changes=[{keys}]"
+            else f"restore the settings, or resume with these by checkpoint.allow_changes=[{keys}]"
         )
         raise CheckpointError(
             f"{directory} belongs to a run with other settings; use another output.directory, "

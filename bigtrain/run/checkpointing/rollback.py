@@ -27,7 +27,7 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
         raise TrainingError(
             f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and a run of "
             "several sites does not roll back on its own: the others would not -> look at the data "
-            "and the learning rate of this site; started again, it goes on from its newest "
+            "and the learning rate of this site; started again, it resumes from its newest "
             "checkpoint"
         )
     good = _good_checkpoints(session, state)
@@ -52,7 +52,7 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
             raise TrainingError(
                 f"steps went bad again after the run rolled back to step {document['step']} "
                 f"{section.max_rollbacks} times (guard.max_rollbacks); look at the events in "
-                f"{session.directory}/metrics.jsonl, then go on with another optimizer.lr or data"
+                f"{session.directory}/metrics.jsonl, then resume with another optimizer.lr or data"
             )
         if session.metrics is not None:
             session.metrics.roll_back(document["step"], state.samples)

@@ -178,7 +178,7 @@ class Saver:
             raise CheckpointError(
                 f"{self._num_failures} checkpoint{'s' if self._num_failures > 1 else ''} in a row "
                 f"could not be written, the last one of step {write.step}: {write.error}; started "
-                "again, the run goes on from the newest complete one"
+                "again, the run resumes from the newest complete one"
             )
 
     def __enter__(self) -> Self:

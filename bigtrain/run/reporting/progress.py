@@ -17,7 +17,7 @@ from bigtrain.errors import OutputError
 from bigtrain.system.files import cannot_be_written
 
 OUTPUT_REMEDY = (
-    "make room, or choose another output.directory; started again, the run goes on from its newest "
+    "make room, or choose another output.directory; started again, the run resumes from its newest "
     "checkpoint"
 )
 

@@ -93,7 +93,7 @@ def test_changes_are_refused_with_what_differs_and_followed_where_they_are_allow
         resume(document, changed, now)
     assert str(caught.value).splitlines() == [
         "checkpoint belongs to a run with other settings; use another output.directory, restore "
-        "the settings, or go on with these by checkpoint.allow_changes="
+        "the settings, or resume with these by checkpoint.allow_changes="
         "[batch.global_batch_size,batch.sequence_length,data.sources,optimizer.lr]:",
         "  batch.global_batch_size: 4 there, 8 now",
         "  batch.sequence_length: 8 there, 4 now",
@@ -122,8 +122,8 @@ def test_fewer_steps_than_are_done_are_not_advised() -> None:
         resume(document, {**tree(), "train": {"steps": 20}})
     assert str(caught.value).splitlines() == [
         "checkpoint belongs to a run with other settings; use another output.directory, or restore "
-        "the settings (with these train.steps nothing would be left to do; with more it could go "
-        "on by checkpoint.allow_changes=[train.steps]):",
+        "the settings (with these train.steps nothing would be left to do; with more it could resume "
+        "by checkpoint.allow_changes=[train.steps]):",
         "  train.steps: 500 there, 20 now",
     ]
 
