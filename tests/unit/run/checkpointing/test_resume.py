@@ -122,8 +122,8 @@ def test_fewer_steps_than_are_done_are_not_advised() -> None:
         resume(document, {**tree(), "train": {"steps": 20}})
     assert str(caught.value).splitlines() == [
         "checkpoint belongs to a run with other settings; use another output.directory, or restore "
-        "the settings (with these train.steps nothing would be left to do; with more it could resume "
-        "by checkpoint.allow_changes=[train.steps]):",
+        "the settings (with these train.steps nothing would be left to do; with more it could "
+        "resume by checkpoint.allow_changes=[train.steps]):",
         "  train.steps: 500 there, 20 now",
     ]
 
