@@ -13,7 +13,7 @@
     ├── LaunchError      this machine or launcher cannot run what was asked for
     └── LostRunTokenError    this start does not hold the run directory any more
         ├── RunRemovedError   it is gone
-        └── SupersededError   a later start of the run holds it (exit code 77)
+        └── StaleLaunchError   a later start of the run holds it (exit code 77)
 
 ``assert`` is kept for states that only a bug in bigtrain can reach.
 """
@@ -29,7 +29,7 @@ EXIT_STOPPED = 75
 """Stopped by a signal, saved, and not at its end: EX_TEMPFAIL of sysexits.h, try again later."""
 EXIT_HANG = 76
 """Nothing moved, so the watchdog ended the run, which goes on from its newest checkpoint."""
-EXIT_SUPERSEDED = 77
+EXIT_STALE_LAUNCH = 77
 """A later start of the run holds its directory. Must not be started again."""
 
 
@@ -110,10 +110,10 @@ class RunRemovedError(LostRunTokenError):
     """The run's directory was removed while it ran."""
 
 
-class SupersededError(LostRunTokenError):
+class StaleLaunchError(LostRunTokenError):
     """A later start of the run holds its directory."""
 
-    exit_code = EXIT_SUPERSEDED
+    exit_code = EXIT_STALE_LAUNCH
 
 
 def _shorten(value: object, limit: int = 120) -> str:

@@ -12,9 +12,9 @@ _NAMED = 10
 
 
 def verify_data(session: Session) -> None:
-    """Compare every file of the run's datasets with its checksum, each rank a part. Collective.
+    """Compare the run's dataset files with their checksums; each rank reads a part. Collective.
 
-    Raises DataError on every rank, with all files that are corrupt.
+    Raises DataError on every rank, listing all corrupt files.
     """
     begun = time.perf_counter()
     shards = ListedShards(session.run.config.data)

@@ -31,8 +31,8 @@ from bigtrain.engine.checkpoint.fragments import MASTER, ensure_optimizer_states
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_engine, save_engine
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
 from bigtrain.engine.optimizers.skip_step import StepStats
-from bigtrain.engine.sites.meeting import Meeting
 from bigtrain.engine.sites.outer_step import OuterStep
+from bigtrain.engine.sites.site_rendezvous import SiteRendezvous
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.train_engine import TrainEngine
@@ -66,7 +66,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, model_plan)
     outer = None
     if config.sites is not None:
-        outer = OuterStep(engine, Meeting.join(config.sites, world, case.get("facts", {})))
+        outer = OuterStep(engine, SiteRendezvous.join(config.sites, world, case.get("facts", {})))
     if config.model.path is not None:
         read_weights(engine, find_weights(config.model.path, hf_config))
     place = mesh.coordinates

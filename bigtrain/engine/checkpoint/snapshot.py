@@ -1,7 +1,7 @@
-"""Saving and restoring a whole training engine, in a form that does not know the topology.
+"""Saving and restoring a training engine, in a form that does not depend on the topology.
 
-Both functions are collective. What a checkpoint directory is, and when it exists, is the business
-of `bigtrain.run.checkpointing.checkpoints`.
+All functions are collective unless they say otherwise. Checkpoint directories and commits are
+`bigtrain.run.checkpointing.checkpoints`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bigtrain.engine.deepspeed_patches.optimizers import (
     scaler_state,
 )
 from bigtrain.engine.optimizers.update_rule import state_bytes_by_name
-from bigtrain.engine.startup.long_work import together
+from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.layers.adapters import base_name, has_adapters
 from bigtrain.models.parallel.sharding import full_shape
@@ -50,9 +50,9 @@ class EngineSnapshot:
 
 
 def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> EngineSnapshot:
-    """Masters, optimizer states and buffers, or what `staging` takes of them. Collective.
+    """Masters, optimizer states and buffers, or copies of them in `staging`. Collective.
 
-    Where adapters are trained, nothing of the weights beside them, which no step changes.
+    A run with adapters saves only what is trained, not the frozen base weights.
     """
     ensure_optimizer_states(engine.engine)
     tensors = TensorSnapshot(_all_fragments(engine), _buffers(engine), engine.mesh, staging)
@@ -64,12 +64,12 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
 
 
 def checkpoint_bytes(engine: TrainEngine) -> int:
-    """Of the tensors that a checkpoint holds of this rank's pipeline stage, all ranks together.
+    """Bytes of a checkpoint's tensors for this rank's pipeline stage, all ranks together.
 
-    Masters in float32 and the optimizer's states, frozen parameters and buffers as they are; no
-    frozen parameters beside adapters. Added states are float32 too.
+    Masters, optimizer states and added states in float32; frozen parameters and buffers in their
+    own dtype; no frozen parameters in a run with adapters.
     """
-    left_out = has_adapters(engine.module)
+    skips_frozen = has_adapters(engine.module)
     state_bytes = state_bytes_by_name(inner_optimizer(engine.engine))
     # The same kinds for every parameter, of which this rank may have no part.
     num_added = max(map(len, engine.added_states.values()), default=0)
@@ -81,7 +81,7 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
             else parameter.element_size()
         )
         for name, parameter in engine.module.named_parameters()
-        if parameter.requires_grad or not left_out
+        if parameter.requires_grad or not skips_frozen
     )
     return parameters + sum(b.numel() * b.itemsize for b in _buffers(engine).values())
 
@@ -131,10 +131,9 @@ def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | Non
 def read_weights(engine: TrainEngine, weights: Weights) -> None:
     """Fill masters and buffers from the files of a Hugging Face model. Collective.
 
-    Those of adapters, which no file has, stay as they are but for what begins as a function of the
-    files' (`with_magnitudes`). Each rank reads the parts that it owns,
-    and masters are what the files hold, rounded nowhere.
-    Raises ModelError on every rank where one of them cannot read its parts.
+    Adapters, which are in no file, keep their initial values, except for those that are a function
+    of the base weights (`with_magnitudes`). Each rank reads the parts that it owns; masters are
+    exactly what the files hold. Raises ModelError on every rank if one cannot read its parts.
     """
     weights = with_magnitudes(weights, engine.module)
 
@@ -149,7 +148,7 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
             if (name := base_name(name)) in weights.tensors:
                 weights.fill(name, (0,) * buffer.ndim, buffer)
 
-    together(read)
+    on_all_ranks(read)
     refresh_parameters(engine.engine)
 
 
@@ -160,7 +159,7 @@ def _all_fragments(engine: TrainEngine) -> list[Fragment]:
         for fragment in owned_fragments(engine.engine, engine.module)
     ]
     if has_adapters(engine.module):
-        # The rest is read from the files of the base again.
+        # Frozen weights are read from the files of the base model again.
         owned = [fragment for fragment in owned if _is_trained(engine, fragment.name)]
     return [
         *owned,

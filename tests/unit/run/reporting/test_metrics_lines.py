@@ -30,7 +30,7 @@ def expected(lines: list[dict[str, Any]], last_step: int, samples: int) -> list[
 
 @st.composite
 def written(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
-    """The lines of a run with bad steps that it goes back from, and where it could resume."""
+    """The lines of a run that rolls back after bad steps, and where it could resume."""
     lines: list[dict[str, Any]] = []
     places = []
     step = samples = 0
