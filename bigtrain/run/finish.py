@@ -65,7 +65,7 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
     """Export the last checkpoint to ``RUN/hf`` if asked, and sum up. Collective.
 
     Raises ModelError on every rank if the exported model does not answer as the trained one,
-    SupersededError if a later start of the run holds its directory.
+    StaleLaunchError if a later start of the run holds its directory.
     """
 
     def export() -> list[str]:
@@ -85,7 +85,7 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
         return summary
 
     # All is saved, and the export appears whole or not at all: whoever wants this to end, may.
-    session.signals.leave_by(lambda received: _leave_unexported(session, state, received))
+    session.signals.exit_after(lambda received: _leave_unexported(session, state, received))
     engine.close()
     try:
         summary = session.long_work.on_main_rank(export)

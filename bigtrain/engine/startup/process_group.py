@@ -24,8 +24,8 @@ from bigtrain.engine.startup.rendezvous import all_arrived
 from bigtrain.errors import LaunchError
 from bigtrain.launchers.doctor.verdicts import judge_versions
 from bigtrain.settings.sections.failures import (
-    ARRIVAL_TIMEOUT_SECONDS,
     COLLECTIVE_TIMEOUT_SECONDS,
+    RENDEZVOUS_TIMEOUT_SECONDS,
 )
 from bigtrain.system.listening import is_loopback
 from bigtrain.system.versions import library_versions
@@ -50,7 +50,7 @@ class Joined:
 @contextmanager
 def process_group(
     world: World,
-    rendezvous_timeout_seconds: float = ARRIVAL_TIMEOUT_SECONDS,
+    rendezvous_timeout_seconds: float = RENDEZVOUS_TIMEOUT_SECONDS,
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> Iterator[Joined]:
     """Join the world's process group (nccl on GPUs, gloo on CPUs).

@@ -227,7 +227,7 @@ def acquire_run_directory(session: Session, state: TrainState) -> bool:
 
     Comes after everything that can refuse the run: a refused run takes it from nobody. False: an
     earlier start has saved until then, since `state` was read; read it again, and call this again.
-    Raises SupersededError on every rank (`bigtrain.run.health.fencing.acquire`), OutputError
+    Raises StaleLaunchError on every rank (`bigtrain.run.health.fencing.acquire`), OutputError
     where the directory cannot be written.
     """
 

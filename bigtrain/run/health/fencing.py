@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bigtrain.errors import RunRemovedError, SupersededError
+from bigtrain.errors import RunRemovedError, StaleLaunchError
 from bigtrain.system.files import create_whole
 
 DIRECTORY = "generations"
@@ -74,8 +74,8 @@ class RunToken:
         return self.holder.attempt
 
     def check(self) -> None:
-        """Raises SupersededError where a later start has taken the directory, RunRemovedError where
-        it is gone."""
+        """Raises StaleLaunchError where a newer launch has acquired the directory, RunRemovedError
+        where it is gone."""
         if self._is_removed():
             raise RunRemovedError(
                 f"{self.run_directory} was removed while the run wrote to it, with its checkpoints "
@@ -83,7 +83,7 @@ class RunToken:
             )
         later = self.superseded_by()
         if later is not None:
-            raise SupersededError(
+            raise StaleLaunchError(
                 f"{self.run_directory} is held by {later}; this is generation "
                 f"{self.holder.generation}, which has been superseded and writes no more"
             )
@@ -121,7 +121,7 @@ class RunToken:
 def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
     """Hold `run_directory` from now on, in place of whoever holds it; it is made if need be.
 
-    Raises SupersededError where an elastic launcher starts a run again that another launch has
+    Raises StaleLaunchError where an elastic launcher starts a run again that another launch has
     taken over meanwhile: the two would take it from each other for ever.
     """
     directory = run_directory / DIRECTORY
@@ -178,7 +178,7 @@ def _refuse_return(run_directory: Path, launch: str, environment: Mapping[str, s
     for path in (run_directory / DIRECTORY).glob(f"*{_SUPERSEDED}"):
         before = _read(path)
         if before is not None and before.launch == launch:
-            raise SupersededError(
+            raise StaleLaunchError(
                 f"{run_directory} is held by {holder}, which took it from this launch "
                 f"({launch}); it is not started again -> end this launch"
             )

@@ -1,4 +1,4 @@
-"""Rules about adapters: what has been compared with plain peft may run, and nothing else."""
+"""Rules about adapters: only combinations that have been compared with plain peft may run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _refused(
     changes: dict[str, Any],
     example: Facts,
 ) -> Rule:
-    """A rule about runs with adapters; `changes`: of the facts, to the nearest ones."""
+    """A rule about runs with adapters; `changes`: the facts to change for a legal run."""
     return rule(
         name,
         lambda f: f.adapters is not None and holds(f),
