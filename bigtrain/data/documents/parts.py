@@ -1,4 +1,4 @@
-"""What is read: a source or a part of one, and how documents are taken out of it. Pure."""
+"""Input splits: a source or a part of one, and how documents are extracted from it. Pure."""
 
 from __future__ import annotations
 

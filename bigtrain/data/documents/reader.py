@@ -1,4 +1,4 @@
-"""What readers of all kinds of sources have in common: documents once, and what was read of them.
+"""Base of the readers of all kinds of sources: documents, checksums, progress.
 
 `bigtrain.data.documents.line_readers` and `bigtrain.data.documents.table_readers` have the kinds.
 """

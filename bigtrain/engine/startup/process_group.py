@@ -22,7 +22,7 @@ from bigtrain.engine.startup.long_work import LongWork
 from bigtrain.engine.startup.operators import operators_without_locks
 from bigtrain.engine.startup.rendezvous import all_arrived
 from bigtrain.errors import LaunchError
-from bigtrain.launchers.doctor.verdicts import judge_versions
+from bigtrain.launchers.doctor.verdicts import check_versions
 from bigtrain.settings.sections.failures import (
     COLLECTIVE_TIMEOUT_SECONDS,
     RENDEZVOUS_TIMEOUT_SECONDS,
@@ -111,7 +111,7 @@ def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
     facts: list[Any] = [None] * world.size
     dist.all_gather_object(facts, (socket.gethostname(), library_versions(), secrets.token_hex(8)))
     by_host = {host: {"versions": versions} for host, versions, _ in facts}
-    different = [finding for finding in judge_versions(by_host) if finding.failed]
+    different = [finding for finding in check_versions(by_host) if finding.failed]
     if different:
         lines = [f"  {finding.host}: {finding.text}" for finding in different]
         rule = f"hosts have other versions than the rest -> {different[0].remedy}"
