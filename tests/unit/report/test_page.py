@@ -323,7 +323,7 @@ OBJECTS = st.dictionaries(st.sampled_from(KEYS) | TEXTS, JSON, max_size=5)
     files=st.fixed_dictionaries({name: OBJECTS | JSON for name in FILES}),
     starts=st.lists(OBJECTS, max_size=3),
 )
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_whatever_files_hold_there_is_a_page(
     lines: list[Any],
     files: dict[str, Any],

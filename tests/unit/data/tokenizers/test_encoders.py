@@ -73,7 +73,7 @@ def test_equal_on_the_hard_sample(
 
 
 @pytest.mark.parametrize("name", FAST)
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=50), max_size=4))
 def test_equal_on_anything(
     name: str, encoders: tuple[dict[str, Encoder], dict[str, Encoder]], texts: list[str]

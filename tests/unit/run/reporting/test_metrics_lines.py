@@ -54,7 +54,6 @@ def written(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[tuple[int, int]
 
 @settings(
     max_examples=examples(300),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(run=written(), data=st.data(), block=st.integers(1, 90), rest=st.binary(max_size=20))
