@@ -22,7 +22,7 @@ from bigtrain.parity.proxy import RATES, micro_batches
 from bigtrain.parity.reference import layer_outputs
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.processes import leave
+from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
 
 
@@ -79,7 +79,7 @@ def main() -> None:
             except Exception as error:
                 _write_reason(error, Path(case["directory"]) / f"error{world.rank}")
                 traceback.print_exc()
-                leave(1)  # without unloading, for which the other ranks would wait
+                exit_process(1)  # the others would wait for this process while it unloads
 
 
 def _write_reason(error: Exception, file: Path) -> None:
@@ -89,4 +89,4 @@ def _write_reason(error: Exception, file: Path) -> None:
 
 if __name__ == "__main__":
     main()
-    leave(0)
+    exit_process(0)

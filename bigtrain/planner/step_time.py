@@ -1,9 +1,9 @@
-"""How long an optimizer step takes, and what it spends its time on. Pure.
+"""How long an optimizer step takes, by term. Pure.
 
-The slowest pipeline stage sets the pace: ``m`` micro-batches go through it one after the other, the
-others' time for one is the bubble (1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2, with
+The slowest pipeline stage determines the time of ``m`` micro-batches; the other stages' time for
+one micro-batch is the bubble (1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with
 ``v`` virtual stages a ``v``-th of it). Within a layer, collectives of tensor, sequence and expert
-parallelism wait for what they exchange; those of ZeRO run beside the computation.
+parallelism are exposed; those of ZeRO overlap with computation.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from bigtrain.planner.tables.hardware import Device
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step by what they are spent on; they add up to `total`.
+    """Seconds of an optimizer step by term; they add up to `total`.
 
-    `communication`: what the device waits for, by kind of parallelism.
+    `communication`: exposed communication by kind of parallelism.
     """
 
     matmul: float
@@ -44,13 +44,13 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the whole step."""
+        """Seconds of the step."""
         exposed = sum(self.communication.values())
         parts = (self.matmul, self.memory_bound, self.bubble, self.optimizer, self.offload)
         return sum(parts) + self.host + exposed
 
     def terms(self) -> dict[str, float]:
-        """By name, communication by its kind; only what is not zero."""
+        """Seconds by term, communication by kind, without terms that are zero."""
         named = {
             "matmul": self.matmul,
             "memory-bound": self.memory_bound,
@@ -89,8 +89,8 @@ class _Work:
 
 
 def stage_layers(model: ModelCosts, num_stages: int, *, balanced: bool) -> list[range]:
-    """Layers of each stage: balanced by parameters, the head's with them, as bigtrain cuts them, or
-    as many layers on each, as Megatron does."""
+    """Layers of each stage: `balanced` by cost, the head included, as bigtrain divides them, or
+    equally many layers each, as Megatron does."""
     if balanced:
         return list(_cut(model, num_stages))
     base, more = divmod(len(model.layers), num_stages)
@@ -121,7 +121,8 @@ def _cut(model: ModelCosts, num_stages: int) -> tuple[range, ...]:
 def step_time(
     model: ModelCosts, layout: Layout, device: Device, engine: Engine, *, gain: float = 1.0
 ) -> StepTime:
-    """Seconds of an optimizer step of `model`; `gain`: of products in a faster number format."""
+    """Seconds of an optimizer step of `model`; `gain`: speed-up of products in a faster number
+    format."""
     groups = groups_of(layout, device.devices_per_node)
     kinds = [_layer(layer, model, layout, device, engine, groups, gain) for layer in model.kinds]
     head = _head(model, layout, device, engine, groups, gain)
@@ -193,7 +194,7 @@ def _layer(
     groups: Groups,
     gain: float,
 ) -> _Work:
-    """A micro-batch forward and backward through one layer."""
+    """Forward and backward pass of a micro-batch through one layer."""
     tokens, size = layout.tokens_per_micro_batch, model.element_bytes
     forward, backward = _Work(), _Work()
     again = 0.0
@@ -202,7 +203,7 @@ def _layer(
             device, matmul, tokens, layout.tensor_size, layout.expert_size, size, gain
         )
         forward.matmul += there
-        # Of what is frozen there is the gradient of the inputs alone.
+        # Frozen weights need the gradient of the inputs only.
         backward.matmul += back / 2 if model.is_frozen else back
     for matmul in layer.adapters:
         there, back = weight_seconds(
@@ -265,8 +266,9 @@ def _exchange(
     groups: Groups,
     forward: _Work,
 ) -> None:
-    """What layers send in a forward pass: two sums of the hidden states under tensor parallelism,
-    queries, keys, values and outputs under sequence parallelism, tokens to their experts."""
+    """Communication of a layer's forward pass: two all-reduces of the hidden states under tensor
+    parallelism; all-to-alls of queries, keys, values and outputs under sequence parallelism, and of
+    tokens under expert parallelism."""
     hidden = layout.tokens_per_micro_batch * model.hidden_size * model.element_bytes
     if layout.tensor_size > 1:
         forward.tensor = 2 * groups.tensor.all_reduce(device, hidden)
@@ -278,7 +280,7 @@ def _exchange(
         forward.sequence += 3 * groups.sequence.latency(device)
     if layout.expert_size > 1:
         share = max((m.share for m in layer.matmuls if m.num_groups > 1), default=0.0)
-        if share:  # tokens, what becomes of them, and before them how many there are
+        if share:  # dispatch and combine, and before them the counts
             sent = hidden * share / layout.tensor_size  # a slice of the tokens from each
             forward.expert = 2 * groups.expert.all_to_all(device, sent)
             forward.expert += groups.expert.latency(device)
@@ -294,7 +296,8 @@ def _partitioned(
     forward: _Work,
     backward: _Work,
 ) -> None:
-    """ZeRO 3: parameters gathered before both passes, gradients scattered after the second."""
+    """ZeRO 3: all-gather of parameters before both passes, reduce-scatter of gradients after the
+    backward pass."""
     dense = layer.num_parameters_whole + layer.num_parameters_cut / layout.tensor_size
     expert = layer.num_parameters_expert / layout.expert_parts
     gather = _collective(dense, expert, layout.parameter_bytes, device, groups)
@@ -306,7 +309,7 @@ def _partitioned(
         beside = engine.overlap * (work.device + work.host)
         work.zero = max(0.0, sent - beside) + engine.slowdown * min(sent, beside)
     if layout.offload_parameters:
-        # Each rank's part comes up from main memory before it is gathered.
+        # Each rank copies its part from main memory before it is gathered.
         own = dense / groups.partition.size + expert / groups.expert_replicas.size
         up = own * layout.parameter_bytes / device.host_bandwidth
         forward.zero += up
@@ -316,8 +319,8 @@ def _partitioned(
 def _collective(
     dense: float, expert: float, element_bytes: int, device: Device, groups: Groups
 ) -> float:
-    """Seconds to gather `dense` elements from all replicas, and `expert` from those that hold the
-    same experts; of scattering their gradients the same."""
+    """Seconds to all-gather `dense` elements over all replicas, and `expert` elements over those
+    that hold the same experts; a reduce-scatter takes the same."""
     if groups.expert_replicas.size == groups.partition.size:  # one collective for both
         return groups.partition.all_gather(device, (dense + expert) * element_bytes)
     seconds = groups.partition.all_gather(device, dense * element_bytes)
@@ -339,7 +342,7 @@ def _head(
     work.host = engine.step_seconds
     if layout.tensor_size > 1:
         work.tensor = groups.tensor.all_reduce(device, tokens * hidden * size)
-        if engine.is_deepspeed:  # each rank gathers the columns of all, and has the loss of them
+        if engine.is_deepspeed:  # each rank gathers all columns and computes the full loss
             columns = model.vocabulary_size
             work.tensor += groups.tensor.all_gather(device, tokens * columns * size)
         else:
@@ -349,7 +352,7 @@ def _head(
 
 
 def _excess(device: float, host: float, exponent: float) -> float:
-    """What the host adds to a device that it runs ahead of."""
+    """Seconds that launching on the host adds to the device's time."""
     if device <= 0 or host <= 0:
         return host
     larger, smaller = max(device, host), min(device, host)
@@ -374,15 +377,15 @@ def stage_parameters(layers: range, model: ModelCosts, layout: Layout) -> tuple[
 
 
 def trained_of_stage(layers: range, model: ModelCosts, layout: Layout) -> tuple[float, float]:
-    """As `stage_parameters`, of those that are trained; adapters are no experts' parts."""
+    """As `stage_parameters`, of the trained parameters; adapters do not count as experts'."""
     held, expert = stage_parameters(layers, model, layout)
     trained = trained_parameters(layers, model, held, layout.tensor_size)
     return trained, 0.0 if model.is_frozen else expert
 
 
 def matrix_share(layers: range, model: ModelCosts) -> float:
-    """Share of matrices of hidden layers in the parameters of a stage. Routers are among them, and
-    are small."""
+    """Share of a stage's parameters in matrices of hidden layers (routers, which are small,
+    included)."""
     whole, _ = stage_parameters(layers, model, Layout(data_size=1))
     matrices = sum(
         product.in_size * product.out_size * product.num_groups * product.count
@@ -395,8 +398,8 @@ def matrix_share(layers: range, model: ModelCosts) -> float:
 def _orthogonalizing(
     layers: range, model: ModelCosts, layout: Layout, device: Device, groups: Groups
 ) -> float:
-    """Seconds of what Muon does beside a pass over its parameters: matrices go to their owners
-    among the ranks that hold the stage, are iterated on, and come back."""
+    """Seconds that Muon takes besides a pass over its parameters: matrices are sent to the ranks
+    that own them, orthogonalized, and sent back."""
     own = layout.optimizer
     if own.type != "muon":
         return 0.0
@@ -429,7 +432,7 @@ def _gradients(
     groups: Groups,
     pace: _Work,
 ) -> float:
-    """What the gradients' sum and the new parameters' gathering add to a step, ZeRO 0 to 2."""
+    """Exposed seconds of reducing gradients and gathering updated parameters, ZeRO 0 to 2."""
     if layout.partition_size == 1 or layout.zero_stage == 3:
         return 0.0
     dense, expert = trained_of_stage(layers, model, layout)
@@ -446,7 +449,7 @@ def _gradients(
 def _optimizer(
     layers: range, model: ModelCosts, layout: Layout, device: Device, engine: Engine
 ) -> tuple[float, float]:
-    """Seconds of the update, and of what it moves to main memory and back."""
+    """Seconds of the update, and of its transfers to main memory and back."""
     held, expert = trained_of_stage(layers, model, layout)
     own = held
     if layout.zero_stage:

@@ -20,7 +20,7 @@ def verify_data(session: Session) -> None:
     shards = ListedShards(session.run.config.data)
     share = share_of(shards.num_bytes.tolist(), session.world.rank, session.world.size)
     found = session.long_work.on_every_rank(
-        lambda: [text for number in share for text in shards[number].damage()]
+        lambda: [text for number in share for text in shards[number].problems()]
     )
     corrupt = sorted(text for texts in found for text in texts)
     if corrupt:

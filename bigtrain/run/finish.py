@@ -85,7 +85,7 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
         return summary
 
     # All is saved, and the export appears complete or not at all: a signal may end this at once.
-    session.signals.leave_by(lambda received: _leave_unexported(session, state, received))
+    session.signals.exit_after(lambda received: _leave_unexported(session, state, received))
     engine.close()
     try:
         summary = session.long_work.on_main_rank(export)

@@ -122,7 +122,7 @@ def test_run_directory_is_whole(
     assert "auto" not in (run / "deepspeed.json").read_text()
     log = (run / "log.txt").read_text()
     assert f"step {STEPS}/{STEPS} loss" in log
-    assert ("2 processes = 2 data-parallel; rank = data" in log) == (world_size == 2)
+    assert ("2 ranks = 2 data-parallel; rank = data" in log) == (world_size == 2)
     assert f"checkpoint of step {STEPS}" in log
     assert "same logits" in log
 

@@ -33,7 +33,7 @@ from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.processes import leave
+from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
 
 _TOKENS = 8
@@ -156,4 +156,4 @@ def _step(values: dict[str, Any], zero: int, accumulation: int, world: World) ->
 
 if __name__ == "__main__":
     _measure(Path(sys.argv[1]))
-    leave(0)
+    exit_process(0)

@@ -22,10 +22,10 @@ from bigtrain.engine.startup.long_work import LongWork
 from bigtrain.engine.startup.operators import operators_without_locks
 from bigtrain.engine.startup.rendezvous import all_ranks_joined
 from bigtrain.errors import LaunchError
-from bigtrain.launchers.doctor.verdicts import judge_versions
+from bigtrain.launchers.doctor.verdicts import check_versions
 from bigtrain.settings.sections.failures import (
-    ARRIVAL_TIMEOUT_SECONDS,
     COLLECTIVE_TIMEOUT_SECONDS,
+    RENDEZVOUS_TIMEOUT_SECONDS,
 )
 from bigtrain.system.listening import is_loopback
 from bigtrain.system.versions import library_versions
@@ -50,7 +50,7 @@ class Joined:
 @contextmanager
 def process_group(
     world: World,
-    rendezvous_timeout_seconds: float = ARRIVAL_TIMEOUT_SECONDS,
+    rendezvous_timeout_seconds: float = RENDEZVOUS_TIMEOUT_SECONDS,
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> Iterator[Joined]:
     """Join the world's process group (nccl on GPUs, gloo on CPUs).
@@ -111,7 +111,7 @@ def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
     facts: list[Any] = [None] * world.size
     dist.all_gather_object(facts, (socket.gethostname(), library_versions(), secrets.token_hex(8)))
     by_host = {host: {"versions": versions} for host, versions, _ in facts}
-    different = [finding for finding in judge_versions(by_host) if finding.failed]
+    different = [finding for finding in check_versions(by_host) if finding.failed]
     if different:
         lines = [f"  {finding.host}: {finding.text}" for finding in different]
         rule = f"hosts have other versions than the rest -> {different[0].remedy}"

@@ -15,7 +15,7 @@ import torch
 from bigtrain.engine.startup.device import device_kind
 from bigtrain.models.torch_patches import set_allocator
 from bigtrain.settings.resolve import ResolvedRun
-from bigtrain.system.cpu_share import CpuShare, cpu_share, processes_here
+from bigtrain.system.cpu_share import CpuShare, cpu_share, local_world_size
 from bigtrain.system.gpu_environment import allocator_settings, nccl_defaults
 from bigtrain.system.machine import this_machine
 from bigtrain.system.world import World
@@ -80,7 +80,7 @@ def _cpu_share(run: ResolvedRun, world: World, environment: MutableMapping[str, 
     engine = run.config.engine
     if device_kind() == "cpu":
         # CPU ranks are for trials: torch's own number of threads, divided, and no binding.
-        own = max(1, torch.get_num_threads() // processes_here(environment))
+        own = max(1, torch.get_num_threads() // local_world_size(environment))
         unsaid = "OMP_NUM_THREADS" not in environment
         return CpuShare(engine.cpu_threads or (own if unsaid else None))
     # For the whole host: with an environment it would be divided by LOCAL_WORLD_SIZE.
@@ -116,5 +116,5 @@ def _describe_share(share: CpuShare, environment: MutableMapping[str, str]) -> l
     if share.cores is None and (share.num_threads is None or device_kind() == "cpu"):
         return []
     cores = f", bound to {len(share.cores)} cores" if share.cores is not None else ""
-    of = f" of {processes_here(environment)} processes here" if cores else ""
+    of = f" of {local_world_size(environment)} processes here" if cores else ""
     return [f"each{of} has {torch.get_num_threads()} CPU threads{cores}"]

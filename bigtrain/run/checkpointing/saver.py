@@ -31,7 +31,7 @@ from bigtrain.run.run_directory import describe_environment
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.cpu_share import processes_here
+from bigtrain.system.cpu_share import local_world_size
 from bigtrain.system.machine import this_machine
 
 # How long an error that ends the run waits for a save that is under way. If another rank is gone,
@@ -82,7 +82,7 @@ class Saver:
         # A group of its own: the thread's collectives must not mix with those of training.
         self._group = cpu_group(session.run.config.watchdog.collective_timeout_seconds)
         # Half of what is free: the rest is the operating system's, the data's and the export's.
-        limit = this_machine({}).memory_bytes // (2 * processes_here(os.environ))
+        limit = this_machine({}).memory_bytes // (2 * local_world_size(os.environ))
         self._staging = Staging(copies=self._section.asynchronous, pinned_limit_bytes=limit)
         self._pending: _Write | None = None
         self._num_failures = 0

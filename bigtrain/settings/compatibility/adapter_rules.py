@@ -1,4 +1,4 @@
-"""Rules about adapters: what has been compared with plain peft may run, and nothing else."""
+"""Rules about adapters: only combinations that have been compared with plain peft may run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about sites: what has been compared with a plain loop may run inside one, nothing else."""
+"""Rules about sites: only combinations that have been compared with a plain loop may run."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ SITE_RULES: tuple[Rule, ...] = (
         "sites under accelerate's own settings",
         lambda f: f.accelerate,
         ("sites.count", lambda f: f.num_sites),
-        "a run of sites has not been tried with an engine that answers to accelerate configure",
+        "a run of sites has not been tried with an engine that accelerate's answers configure",
         "name a DeepSpeed JSON (engine.deepspeed_config), or start it by another launcher",
         {"accelerate": False},
         Facts(accelerate=True),

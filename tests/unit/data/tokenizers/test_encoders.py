@@ -160,7 +160,7 @@ class WrongOnCombiningMarks(GigatokenEncoder):
 
 
 class WrongOnOneWord(GigatokenEncoder):
-    """Right on the hard sample, wrong on this input."""
+    """Right on the edge cases, wrong on this input."""
 
     def encode_utf8(self, contents: Sequence[bytes]) -> Encoded:
         return super().encode_utf8([content.replace(b"zebra", b"horse") for content in contents])
