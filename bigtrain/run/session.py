@@ -221,7 +221,14 @@ def open_session(
         session = Session(
             run, world, joined.device, directory, inputs, heard, joined.hosts, joined.long_work
         )
-        with Watchdog(run.config.watchdog, world, directory, session.heartbeat, session.is_stale):
+        with Watchdog(
+            run.config.watchdog,
+            world,
+            directory,
+            session.heartbeat,
+            session.is_stale,
+            session.hosts,
+        ):
             try:
                 for line in settings:
                     session.say(line)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.division import Division, divide
 from bigtrain.engine.checkpoint.fragments import Fragment
-from bigtrain.engine.checkpoint.gather import gather_on_main
 from bigtrain.engine.checkpoint.layout import Layout, merge
 from bigtrain.engine.checkpoint.lazy import (
     BUFFER,
@@ -37,6 +36,7 @@ from bigtrain.engine.checkpoint.tensor_files import (
 )
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.engine.startup.trees import gather_on_main
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.system.direct_file import ALIGNMENT
 

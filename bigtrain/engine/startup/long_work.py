@@ -8,8 +8,9 @@ or the watchdog sees that nothing moves.
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -18,7 +19,10 @@ from bigtrain.errors import BigtrainError, LaunchError
 from bigtrain.models.torch_patches import default_store
 from bigtrain.system.world import World
 
-_LONGEST_PAUSE_SECONDS = 0.5
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.5
+# Of all ranks together, at first and in the long run: the store is one thread, in the main rank or
+# in torchrun's agent, that takes some 7 us for each.
+_FIRST_LOOKS_PER_SECOND, _LOOKS_PER_SECOND = 1 << 16, 1 << 12
 
 Result = TypeVar("Result")
 
@@ -62,16 +66,25 @@ class LongWork:
         key = f"bigtrain/{self._token}/{self._num_done}"
         try:
             here = store.add(key, int(takes_part))
-            pause = 0.001
+            pauses = _pauses(self._world.size)
             while here < num_ranks:
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                time.sleep(next(pauses))
                 here = store.add(key, 0)
         except dist.DistError as error:
             raise LaunchError(
                 f"the main rank ended while rank {self._world.rank} waited for it: see what it "
                 f"says ({error})"
             ) from error
+
+
+def _pauses(num_ranks: int) -> Iterator[float]:
+    """Seconds between the looks of one of `num_ranks`, not the same as another rank's."""
+    pause = max(_FIRST_PAUSE_SECONDS, num_ranks / _FIRST_LOOKS_PER_SECOND)
+    longest = max(_LONGEST_PAUSE_SECONDS, num_ranks / _LOOKS_PER_SECOND)
+    jitter = random.Random()  # the run's own generators are not touched
+    while True:
+        yield pause * jitter.uniform(0.75, 1.25)
+        pause = min(2 * pause, longest)
 
 
 def on_main_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:

@@ -15,18 +15,18 @@ nor anything slow outside of both measurements.
 from __future__ import annotations
 
 import math
-import socket
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from bigtrain.engine.startup.trees import gather_on_main
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.layers.decoder_layers import decoder_layers
 from bigtrain.models.parallel.sharding import local_shape
@@ -129,17 +129,28 @@ def find_stragglers(
     Parameters: `work_seconds` of a step by rank; `peers`, by rank: ranks with equal numbers are
     compared (the stages of a pipeline have different work).
     """
+    kinds: dict[int, list[float]] = {}
+    for seconds, kind in zip(work_seconds, peers, strict=True):
+        kinds.setdefault(kind, []).append(seconds)
+    for alike in kinds.values():
+        alike.sort()
     found = []
     for rank, seconds in enumerate(work_seconds):
-        others = [
-            other
-            for number, other in enumerate(work_seconds)
-            if number != rank and peers[number] == peers[rank]
-        ]
-        usual = max(median(others), 1e-9) if others else seconds
+        alike = kinds[peers[rank]]
+        usual = max(_median_of_others(alike, seconds), 1e-9) if len(alike) > 1 else seconds
         if seconds > factor * usual and seconds - usual > 0.1 * step_seconds:
             found.append(Straggler(rank, seconds, usual))
     return found
+
+
+def _median_of_others(alike: Sequence[float], seconds: float) -> float:
+    """Of the sorted `alike` without one that is `seconds`."""
+    left_out, others = bisect_right(alike, seconds) - 1, len(alike) - 1
+    low, high = (
+        alike[place if place < left_out else place + 1]
+        for place in ((others - 1) // 2, others // 2)
+    )
+    return low if low == high else (low + high) / 2
 
 
 class StragglerWatch:
@@ -152,15 +163,12 @@ class StragglerWatch:
         group: dist.ProcessGroup | None,
         state: TrainState,
     ) -> None:
-        """Collective over all ranks. `group`: all ranks, on the CPU; None for one rank."""
+        """`group`: all ranks, on the CPU; None for one rank."""
         self._session = session
         self.meter = WorkMeter(engine.module, engine.device, is_compiled=engine.is_compiled)
         self._group = group
         self._section = session.run.config.watchdog
         size = session.world.size
-        self._hosts: list[Any] = [None] * size
-        if group is not None:
-            dist.all_gather_object(self._hosts, socket.gethostname(), group=group)
         topology = session.run.topology
         self._peers = [topology.coordinates(rank).pipeline_rank for rank in range(size)]
         self._work = torch.zeros(size, dtype=torch.float64)
@@ -168,14 +176,13 @@ class StragglerWatch:
 
     def gather(self, state: TrainState, num_steps: int, step_seconds: float) -> None:
         """After a step that is logged: what the last `num_steps` took. Collective."""
-        own = torch.tensor([self.meter.read()], dtype=torch.float64)
+        own = self.meter.read()
         if self._group is None:
             return
-        found = torch.zeros(self._session.world.size, dtype=torch.float64)
-        dist.all_gather(list(found.split(1)), own, group=self._group)
+        found = gather_on_main(own, self._group)
         if self._session.metrics is None:
             return
-        self._work += found
+        self._work += torch.tensor(found, dtype=torch.float64)
         self._num_steps += num_steps
         self._seconds += num_steps * step_seconds
         if self._seconds >= self._section.straggler_seconds:
@@ -189,7 +196,7 @@ class StragglerWatch:
         work = (self._work / self._num_steps).tolist()
         factor = self._section.straggler_factor
         for one in find_stragglers(work, self._peers, step_seconds, factor):
-            host = self._hosts[one.rank]
+            host = self._session.hosts[one.rank]
             self._session.metrics.log_event(
                 "straggler",
                 step=state.step,

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.engine.startup.long_work import on_main_rank
+from bigtrain.engine.startup.trees import maximum_of_all
 from bigtrain.errors import BigtrainError
 from bigtrain.run.state import TrainState
 from bigtrain.system.stop_signals import StopSignals, ask_for_restart
 
-# Between two agreements, if steps are shorter. One costs about 0.1 ms on one machine, more with
-# more ranks.
+# Between two agreements of several ranks, where steps are shorter. One costs about 0.1 ms on
+# one machine, and grows with the logarithm of the world size.
 _SECONDS_BETWEEN = 0.5
 
 _TROUBLE = 1 << 16  # above all signals
@@ -55,7 +56,7 @@ class StopAgreement:
             return None
         step_seconds = (time.perf_counter() - self._since) / self._steps_between
         worst = torch.tensor([self._own(), step_seconds], dtype=torch.float64)
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
+        maximum_of_all(worst, self._group)
         # The same on every rank, as `worst` is; doubling at most, should steps become slow.
         wanted = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
         self._steps_between = max(1, min(wanted, 2 * self._steps_between))

@@ -22,12 +22,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
-
-import torch.distributed as dist
 
 from bigtrain.errors import EXIT_HANG
 from bigtrain.models.torch_patches import flight_recorder_trace
@@ -51,7 +49,7 @@ class Watchdog:
     """Watches this rank's training thread together with all other ranks. A context manager.
 
     `is_stale`: whether a later launch holds the run directory: then its log and restart marker are
-    not touched.
+    not touched. `hosts`: of every rank.
     """
 
     def __init__(
@@ -61,6 +59,7 @@ class Watchdog:
         run_directory: Path,
         heartbeat: Heartbeat,
         is_stale: Callable[[], bool],
+        hosts: Sequence[str],
     ) -> None:
         """Collective over all ranks."""
         self._section = section
@@ -69,7 +68,7 @@ class Watchdog:
         self._heartbeat = heartbeat
         self._is_stale = is_stale
         self._host = socket.gethostname()
-        self._hosts = [self._host]
+        self._hosts = list(hosts)
         self._status_store: StatusStore | None = None
         self._limit = section.timeout_seconds
         self._stop = threading.Event()
@@ -80,9 +79,6 @@ class Watchdog:
         if self._limit is None:
             return
         if world.size > 1:
-            found: list[str | None] = [None] * world.size
-            dist.all_gather_object(found, self._host)
-            self._hosts = [str(host) for host in found]
             self._status_store = open_status_store(world)
         self._look_seconds = min(5.0, max(0.1, self._limit / 10))
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

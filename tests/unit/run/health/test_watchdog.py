@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from random import Random
+from statistics import median
 from typing import Any
 
 import pytest
@@ -205,3 +207,17 @@ def test_stragglers_are_compared_with_their_own_kind() -> None:
     assert find_stragglers([1.0], [0], 3.0, 1.5) == []
     (one,) = find_stragglers([1.0, 4.0], [0, 0], 5.0, 1.5)
     assert (one.rank, one.work_seconds, one.median_seconds) == (1, 4.0, 1.0)
+
+
+def test_of_thousands_each_is_compared_with_the_median_of_the_others() -> None:
+    generator = Random(3)
+    for size in (2, 3, 4, 5, 64):
+        work = [generator.choice([1.0, 1.0, 1.5, 2.0, 9.0]) for _ in range(size)]
+        peers = [rank % 2 for rank in range(size)]
+        expected = []
+        for rank, seconds in enumerate(work):
+            others = [work[r] for r in range(size) if r != rank and peers[r] == peers[rank]]
+            if others and seconds > 1.2 * median(others) and seconds - median(others) > 0.1:
+                expected.append((rank, seconds, median(others)))
+        found = find_stragglers(work, peers, 1.0, 1.2)
+        assert [(one.rank, one.work_seconds, one.median_seconds) for one in found] == expected
