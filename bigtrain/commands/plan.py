@@ -91,7 +91,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _evaluate(path: Path, output: Path | None) -> int:
-    from bigtrain.planner.evaluation import error_table, predict, read_rows, summarize, write_rows
+    from bigtrain.planner.published.evaluation import (
+        error_table,
+        predict,
+        read_rows,
+        summarize,
+        write_rows,
+    )
 
     rows = read_rows(path)
     predictions = [predict(row) for row in rows]
@@ -132,8 +138,8 @@ def _calibrate(output: Path | None) -> int:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A run's layouts on a cluster: those that fit, fastest first, and the others. `remark`: a
-    caveat about the model's costs, or an empty text."""
+    """A run's layouts on a cluster: those that fit, fastest first, and others that were looked at,
+    of `num_others` that do not. `remark`: what has to be said of the model's costs, or nothing."""
 
     config: RunConfig
     cluster: Cluster
@@ -141,6 +147,7 @@ class Ranked:
     remark: str
     fitting: list[Candidate]
     others: list[Candidate]
+    num_others: int
 
 
 def ranked_layouts(args: argparse.Namespace) -> Ranked:
@@ -158,13 +165,13 @@ def ranked_layouts(args: argparse.Namespace) -> Ranked:
     engine = engine_named("deepspeed")
     if measured is not None:
         engine = engine.with_measured(measured)
-    fitting, others = search(request, cluster, engine)
-    if not fitting and not others:
+    found = search(request, cluster, engine)
+    if not found.fitting and not found.others:
         raise ConfigError(_no_layout(config, cluster))
-    if not fitting:
-        rule, remedy = nothing_fits(others, cluster)
+    if not found.fitting:
+        rule, remedy = nothing_fits(found.others, cluster)
         raise ConfigError(Problem("--gpus", args.gpus, rule, remedy))
-    return Ranked(config, cluster, model, remark, fitting, others)
+    return Ranked(config, cluster, model, remark, found.fitting, found.others, found.num_others)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -176,6 +183,7 @@ def _plan(args: argparse.Namespace) -> int:
             "device": plan.cluster.device.name,
             "num_devices": plan.cluster.num_devices,
             "model": {"num_parameters": plan.model.num_parameters, "source": plan.model.source},
+            "num_layouts_that_do_not_fit": plan.num_others,
             "layouts": as_json([*plan.fitting, *plan.others], plan.cluster),
         }
         print(json.dumps(tree, indent=1))
@@ -272,7 +280,7 @@ def _heading(plan: Ranked) -> str:
     return (
         f"{plan.model.num_parameters / 1e9:.3g}B parameters on {plan.cluster.num_devices} x "
         f"{plan.cluster.device.name}, {batch.samples_per_step} samples of {batch.sequence_length} "
-        f"tokens a step: {len(plan.fitting)} layouts fit, {len(plan.others)} do not"
+        f"tokens a step: {len(plan.fitting)} layouts fit, {plan.num_others} do not"
     )
 
 

@@ -9,8 +9,9 @@ Pure: imports no torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 
@@ -70,6 +71,13 @@ class LayerCosts:
     adapters: tuple[Matmul, ...] = ()
     num_trained_other: int = 0
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, entry.name) for entry in fields(self)))
+
     def num_adapter_parameters(self, tensor_size: int) -> float:
         """Trained elements of the adapters on each of `tensor_size` ranks."""
         sizes = (
@@ -78,12 +86,12 @@ class LayerCosts:
         )
         return self.num_trained_other + sum(sizes)
 
-    @property
+    @functools.cached_property
     def num_parameters(self) -> int:
         """Elements of all its parameters."""
         return self.num_parameters_whole + self.num_parameters_cut + self.num_parameters_expert
 
-    @property
+    @functools.cached_property
     def num_active_parameters(self) -> float:
         """Elements that a token is multiplied with."""
         share = next((m.share / m.num_groups for m in self.matmuls if m.num_groups > 1), 1.0)
@@ -116,12 +124,20 @@ class ModelCosts:
     is_frozen: bool = False
     num_trained_outside: int = 0
 
-    @property
+    def __hash__(self) -> int:
+        """Worked out once: searches look models up in caches tens of thousands of times."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, entry.name) for entry in fields(self)))
+
+    @functools.cached_property
     def num_experts(self) -> int:
         """Of a layer that has any, 1 where none has."""
         return max((m.num_groups for kind in self.kinds for m in kind.matmuls), default=1)
 
-    @property
+    @functools.cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters, a tied one once."""
         inner = sum(self.kinds[kind].num_parameters for kind in self.layers)
@@ -199,17 +215,6 @@ def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:
         is_frozen=True,
         num_trained_outside=costs.outside,
     )
-
-
-def trained_parameters(layers: range, model: ModelCosts, held: float, tensor_size: int) -> float:
-    """Elements that a rank with `layers` trains: those of adapters, or all that it holds (`held`).
-    Copies of modules outside of the layers are counted on the last stage, which has the head."""
-    if not model.is_frozen:
-        return held
-    kinds = [model.kinds[model.layers[index]] for index in layers]
-    trained = sum(kind.num_adapter_parameters(tensor_size) for kind in kinds)
-    is_last = layers.stop == len(model.layers)
-    return trained + (model.num_trained_outside if is_last else 0)
 
 
 @dataclass(frozen=True)

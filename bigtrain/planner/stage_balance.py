@@ -60,23 +60,30 @@ def _stage_costs(layers: Sequence[float], first: float, last: float) -> StageCos
 
 
 def _minimax(num_layers: int, num_stages: int, cost_of: StageCost) -> tuple[float, tuple[int, ...]]:
-    """The least possible cost of the most expensive stage, and cuts that reach it; among those, the
-    ones with the most even stages (least sum of squares)."""
-    Found = tuple[float, float, tuple[int, ...]]  # largest cost, sum of squares, cuts
+    """The least possible cost of the largest stage, and cuts that reach it, others alike.
+
+    A stage with more layers never costs less, which is where looking for its start ends.
+    """
+    Found = tuple[float, float, tuple[int, ...]]  # largest, sum of squares, cuts
+
+    def shortest(best: dict[int, Found], stage: int, stop: int) -> Found:
+        found: Found | None = None
+        for start in range(stop - 1, stage - 2, -1):
+            cost = cost_of(start, stop)
+            if found is not None and cost > found[0]:
+                break
+            largest, squares, cuts = best[start]
+            ends = max(largest, cost), squares + cost**2
+            if found is None or ends < found[:2] or (ends == found[:2] and cuts < found[2][:-1]):
+                found = (*ends, (*cuts, stop))
+        assert found is not None
+        return found
+
     best: dict[int, Found] = {
         stop: (cost_of(0, stop), cost_of(0, stop) ** 2, (0, stop))
         for stop in range(1, num_layers + 1)
     }
-
-    def extended(found: Found, stop: int) -> Found:
-        largest, squares, cuts = found
-        cost = cost_of(cuts[-1], stop)
-        return max(largest, cost), squares + cost**2, (*cuts, stop)
-
     for stage in range(2, num_stages + 1):
-        best = {
-            stop: min(extended(best[start], stop) for start in range(stage - 1, stop))
-            for stop in range(stage, num_layers + 1)
-        }
+        best = {stop: shortest(best, stage, stop) for stop in range(stage, num_layers + 1)}
     largest, _, cuts = best[num_layers]
     return largest, cuts

@@ -12,7 +12,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,14 @@ class Device:
     float8_gain: float = 1.0
     is_cpu: bool = False
 
+    def __hash__(self) -> int:
+        """Worked out once: a search looks kernels of a device up hundreds of thousands of times."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, entry.name) for entry in fields(self)))
+
 
 @functools.cache
 def _table() -> Mapping[str, Any]:
@@ -115,6 +123,11 @@ def _device(name: str, figures: Mapping[str, Any]) -> Device:
     value = {key: item["value"] for key, item in figures["figures"].items()}
     reach = Reach(**_table()["reach"][figures["reach"]])
     return Device(name=name, reach=reach, **value)
+
+
+def reach_name(device: Device) -> str:
+    """Whose share of the stated figures `device` of the tables reaches: A100, H100."""
+    return str(_table()["devices"][device.name]["reach"])
 
 
 def with_network(device: Device, bits_per_second: float) -> Device:

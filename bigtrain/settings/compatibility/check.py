@@ -21,7 +21,16 @@ from bigtrain.settings.compatibility.parallel_rules import MODEL_RULES, PARALLEL
 from bigtrain.settings.compatibility.performance_rules import SPEED_RULES, may_compile
 from bigtrain.settings.compatibility.site_rules import SITE_RULES
 
-__all__ = ["RULES", "Device", "Facts", "Rule", "check_compatibility", "check_model", "may_compile"]
+__all__ = [
+    "RULES",
+    "Device",
+    "Facts",
+    "Rule",
+    "check_compatibility",
+    "check_model",
+    "is_violated",
+    "may_compile",
+]
 
 RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES,
@@ -39,6 +48,11 @@ RULES: tuple[Rule, ...] = (
 def check_compatibility(facts: Facts) -> list[Problem]:
     """A problem for every rule that `facts` violate, in the order of the table."""
     return [rule.problem(facts) for rule in RULES if rule.violated(facts)]
+
+
+def is_violated(facts: Facts) -> bool:
+    """Whether `facts` violate any rule; faster than asking which."""
+    return any(rule.violated(facts) for rule in RULES)
 
 
 def check_model(facts: Facts) -> list[Problem]:
