@@ -51,7 +51,7 @@ from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
-from tests.parity.routing import Choices
+from tests.parity.routing import Choices, checksum
 
 
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         torch.manual_seed(step_seed(config.seed, step, seat))
         lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
         micro_batches = batches.step(step * run.plan.global_batch_size)
-        samples.append([crc32(row.numpy()) for batch in micro_batches for row in batch.input_ids])
+        samples.append([checksum(row) for batch in micro_batches for row in batch.input_ids])
         is_watched = case.get("watch_calls") and step == last
         with watched(calls, "step") if is_watched else nullcontext():
             policy = skip if step in case.get("skipped", ()) else approve
@@ -133,7 +133,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "secondary_size": secondary_size(),
     }
     if choices is not None:
-        found["choices"] = choices.of_all_ranks(counted=place.tensor_rank == 0)
+        found["choices"] = choices.of_all_ranks(samples, place.sequence_rank)
     return found if masks is None else found | {"masks": masks.of_all_processes()}
 
 

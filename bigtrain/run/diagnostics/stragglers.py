@@ -29,6 +29,7 @@ from torch import nn
 from bigtrain.engine.startup.trees import gather_on_main
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.parallel.experts import exchange_of
 from bigtrain.models.parallel.sharding import local_shape
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
@@ -95,9 +96,12 @@ class WorkMeter:
 
 
 def _products(module: nn.Module) -> Iterator[nn.Module]:
-    """Innermost modules with a matrix, embeddings aside."""
+    """Innermost modules with a matrix; not embeddings, nor experts that ranks divide, within which
+    all wait for the rank with the busiest ones."""
     for child in module.modules():
         if isinstance(child, nn.Embedding) or any(True for _ in child.children()):
+            continue
+        if exchange_of(child) is not None:
             continue
         if any(_dimensions(p) > 1 for p in child.parameters(recurse=False)):
             yield child
