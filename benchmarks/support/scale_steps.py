@@ -60,7 +60,7 @@ def measure_watchdog(num_ranks: int, size: int, directory: Path) -> Cost:
     """quiet: seconds of the clock with nobody else at the store; wall: with two others."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = Place("127.0.0.1", server.port, "token")
-    place.lay_out(num_ranks)
+    place.create_entries(num_ranks)
     board = StatusStore(place, World(0, num_ranks, 0))
     told = dist.PrefixStore(f"watchdog/{place.token}", server)
     texts = [

@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--network",
         type=_bits,
         metavar="RATE",
-        help="network of each device, such as 400Gb (default: of the device's usual node)",
+        help="network bandwidth per device, such as 400Gb (default: of the device's usual node)",
     )
     parser.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="what --calibrate measured, for DEVICE"
+        "--hardware", type=Path, metavar="FILE", help="measurements of --calibrate, for DEVICE"
     )
     add_count(parser, "--top", 10, "N", "layouts to show")
     parser.add_argument("--json", action="store_true", help="print all layouts as JSON")
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--evaluate",
         type=Path,
         metavar="ROWS.csv",
-        help="instead: predict published or own measurements, and say how wrong that is",
+        help="instead: predict published or own measurements, and print the errors",
     )
     parser.add_argument(
         "--calibrate",
@@ -91,7 +91,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _evaluate(path: Path, output: Path | None) -> int:
-    from bigtrain.planner.evaluation import error_table, predict, read_rows, summarize, write_rows
+    from bigtrain.planner.published.evaluation import (
+        error_table,
+        predict,
+        read_rows,
+        summarize,
+        write_rows,
+    )
 
     rows = read_rows(path)
     predictions = [predict(row) for row in rows]
@@ -123,7 +129,7 @@ def _calibrate(output: Path | None) -> int:
     if engine is not None:
         per = ", ".join(f"ZeRO {zero}: {costs.step * 1e9:.2g} + {costs.step_exchange * 1e9:.2g}"
                         for zero, costs in engine.zero.items())  # fmt: skip
-        print(f"DeepSpeed, ns of a step by parameter byte, alone + with another process: {per}")
+        print(f"DeepSpeed, ns of a step per parameter byte, on 1 rank + with a second rank: {per}")
     write_calibration(device, engine, output)
     devices = f"{device.devices_per_node}x{'CPU' if device.is_cpu else device.name}"
     print(f"wrote {output}; bigtrain plan --hardware {output} --gpus {devices} uses it")
@@ -132,8 +138,8 @@ def _calibrate(output: Path | None) -> int:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A run's layouts on a cluster: those that fit, fastest first, and the others. `remark`: what
-    has to be said of the model's costs, or nothing."""
+    """A run's layouts on a cluster: those that fit, fastest first, and others that were looked at,
+    of `num_others` that do not. `remark`: what has to be said of the model's costs, or nothing."""
 
     config: RunConfig
     cluster: Cluster
@@ -141,10 +147,11 @@ class Ranked:
     remark: str
     fitting: list[Candidate]
     others: list[Candidate]
+    num_others: int
 
 
 def ranked_layouts(args: argparse.Namespace) -> Ranked:
-    """What the arguments ask to plan. Raises ConfigError where no layout fits."""
+    """The layouts that the arguments ask for. Raises ConfigError if none fits."""
     from bigtrain.models.traced_costs import model_costs
     from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import search
@@ -158,13 +165,13 @@ def ranked_layouts(args: argparse.Namespace) -> Ranked:
     engine = engine_named("deepspeed")
     if measured is not None:
         engine = engine.with_measured(measured)
-    fitting, others = search(request, cluster, engine)
-    if not fitting and not others:
+    found = search(request, cluster, engine)
+    if not found.fitting and not found.others:
         raise ConfigError(_no_layout(config, cluster))
-    if not fitting:
-        rule, remedy = nothing_fits(others, cluster)
+    if not found.fitting:
+        rule, remedy = nothing_fits(found.others, cluster)
         raise ConfigError(Problem("--gpus", args.gpus, rule, remedy))
-    return Ranked(config, cluster, model, remark, fitting, others)
+    return Ranked(config, cluster, model, remark, found.fitting, found.others, found.num_others)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -176,6 +183,7 @@ def _plan(args: argparse.Namespace) -> int:
             "device": plan.cluster.device.name,
             "num_devices": plan.cluster.num_devices,
             "model": {"num_parameters": plan.model.num_parameters, "source": plan.model.source},
+            "num_layouts_that_do_not_fit": plan.num_others,
             "layouts": as_json([*plan.fitting, *plan.others], plan.cluster),
         }
         print(json.dumps(tree, indent=1))
@@ -272,7 +280,7 @@ def _heading(plan: Ranked) -> str:
     return (
         f"{plan.model.num_parameters / 1e9:.3g}B parameters on {plan.cluster.num_devices} x "
         f"{plan.cluster.device.name}, {batch.samples_per_step} samples of {batch.sequence_length} "
-        f"tokens a step: {len(plan.fitting)} layouts fit, {len(plan.others)} do not"
+        f"tokens a step: {len(plan.fitting)} layouts fit, {plan.num_others} do not"
     )
 
 
@@ -324,7 +332,7 @@ def _write(
         raise OutputError(f"--write = {args.write}: cannot be written: {error}") from error
     write_new(json_path, json.dumps(raw, indent=2) + "\n")
     write_new(yaml_path, yaml.safe_dump(tree, sort_keys=False))
-    # What is written is what a run would accept.
+    # Check that a run accepts what was written.
     resolve_run(Config.model_validate(tree), cluster.num_devices)
     print(f"wrote {yaml_path} and {json_path}; start it with:\n  {_launch(cluster, yaml_path)}")
 

@@ -1,37 +1,32 @@
-"""What the fullest rank holds at its peak, and what main memory holds. Pure.
+"""Peak memory of the fullest rank, on its device and in main memory. Pure.
 
-States: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 3, with the gradients in the
-dtype that they are accumulated in. Activations: of each layer what autograd keeps; under 1F1B stage
+States: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 3, with gradients in the dtype
+of their accumulation. Activations: what autograd saves in each layer; under 1F1B stage
 ``i`` of ``p`` keeps those of ``min(p - i, micro-batches)`` micro-batches (Narayanan et al. 2021,
 arXiv 2104.04473, section 2.2; interleaved: Korthikanti et al. 2022, arXiv 2205.05198, appendix C).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import functools
+from dataclasses import dataclass
 
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
-from bigtrain.planner.step_time import (
-    matrix_share,
-    stage_layers,
-    stage_parameters,
-    trained_of_stage,
-)
+from bigtrain.planner.stages import Stage, StageSizes, stage_sizes, stages_of
 from bigtrain.planner.tables.engines import Engine
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of the fullest rank's device at the peak, by what they are; they add up to `total`.
+    """Bytes on the fullest rank's device at the peak, by kind; they add up to `total`.
 
-    `states`: parameters and the optimizer's; `gathered`: of ZeRO 3, whole parameters at a time;
-    `buckets`: of collectives; `loss`: logits and their gradient; `context`: of the device's runtime
-    and communicators, and what the allocator keeps without using it. Those of main memory, of the
-    same rank, are not in `total`: `host_offload`, `host_checkpoint`: the copy that is written while
-    training goes on; `host_export`: after it, on the main rank, one file and one layer. A save
-    takes nothing of the device: fragments are copied one by one.
+    `states`: parameters and optimizer states; `gathered`: parameters that ZeRO 3 has gathered at a
+    time; `buckets`: of collectives; `loss`: logits and their gradient; `context`: of the CUDA
+    context and communicators, and memory that the allocator reserves without using it. Main memory
+    of the same rank is not in `total`: `host_offload`; `host_checkpoint`: the copy that is written
+    while training continues; `host_export`: on the main rank after training, one file and one
+    layer. A save takes no device memory: fragments are copied one by one.
     """
 
     states: float
@@ -52,7 +47,7 @@ class MemoryUse:
         return max(self.host_offload + self.host_checkpoint, self.host_export)
 
     def host_terms(self) -> dict[str, float]:
-        """Of main memory by name."""
+        """Bytes of main memory by kind."""
         return {
             "offload": self.host_offload,
             "checkpoint": self.host_checkpoint,
@@ -67,43 +62,42 @@ class MemoryUse:
     @property
     def allocated(self) -> float:
         """Bytes of live tensors at the peak."""
-        named = self.terms()
-        return sum(value for name, value in named.items() if name != "context")
+        kept = self.states + self.gradients + self.gathered + self.buckets
+        return kept + self.activations + self.loss
 
     def terms(self) -> dict[str, float]:
         """By name, without what main memory holds."""
-        names = [
-            entry.name for entry in fields(self) if not entry.name.startswith(("host", "stage"))
-        ]
+        names = (
+            "states", "gradients", "gathered", "buckets", "activations", "loss", "context",
+        )  # fmt: skip
         return {name: float(getattr(self, name)) for name in names}
 
 
 def peak_memory(model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
-    """Of the fullest rank of all stages."""
-    ranges = stage_layers(model, layout.pipeline_size, balanced=engine.balances_stages)
-    uses = [_stage(stage, ranges, model, layout, engine) for stage in range(len(ranges))]
+    """Of the fullest rank of all stages. Of stages that are alike the first has the most
+    micro-batches in flight."""
+    stages = stages_of(model, layout.pipeline_size, engine.balances_stages)
+    uses = [_stage(stage, model, layout, engine) for stage in stages]
     return max(uses, key=lambda use: use.total)
 
 
-def _stage(
-    stage: int, ranges: Sequence[range], model: ModelCosts, layout: Layout, engine: Engine
-) -> MemoryUse:
-    layers = ranges[stage]
-    held, expert = stage_parameters(layers, model, layout)
-    zero = layout.zero_stage
-    trained, trained_expert = trained_of_stage(layers, model, layout)
-    present = held + trained if model.is_frozen else held
+def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
+    sizes, zero = stage_sizes(stage, model, layout), layout.zero_stage
+    trained = sizes.trained
 
     def share(total: float, of_experts: float) -> float:
         rest = (total - of_experts) / layout.partition_size
         return rest + of_experts / layout.expert_replicas
 
-    divided = share(trained, trained_expert)
+    divided = share(trained, sizes.trained_expert)
     # Moments, and float32 masters: of 16-bit parameters, and wherever ZeRO has a part of them.
-    moments = layout.optimizer.bytes_per_parameter(matrix_share(layers, model))
+    moments = layout.optimizer.bytes_per_parameter(sizes.matrix_share)
     per_state = moments + (4 if layout.parameter_bytes < 4 or zero else 0)
     optimizer = per_state * (divided if zero else trained)
-    parameters = layout.parameter_bytes * (share(present, expert) if zero == 3 else present)
+    present = sizes.held + trained if model.is_frozen else sizes.held
+    parameters = layout.parameter_bytes * (
+        share(present, sizes.held_expert) if zero == 3 else present
+    )
     gradients = layout.gradient_bytes * (divided if zero >= 2 else trained)
     if engine.is_deepspeed and zero == 1 and layout.gradient_bytes > layout.parameter_bytes:
         # BF16_Optimizer adds 16-bit gradients up in float32 and keeps both.
@@ -114,9 +108,8 @@ def _stage(
         gradients = gradients if zero < 2 else 0.0
     if layout.offload_parameters:
         host, parameters = host + parameters, 0.0
-    is_last = layers.stop == len(model.layers)
-    activations, loss = _activations_and_loss(stage, layers, model, layout, engine, is_last)
-    gathered, buckets = _buckets(layers, model, layout, engine, held)
+    activations, loss = _activations_and_loss(stage, model, layout, engine)
+    gathered, buckets = _buckets(sizes, model, layout, engine)
     states = parameters + optimizer
     live = states + gradients + gathered + buckets + activations + loss
     context = engine.context_bytes + (engine.reserved - 1.0) * live
@@ -132,13 +125,14 @@ def _stage(
         # Masters and moments, of what this rank writes (docs/checkpoints.md).
         (4 + moments) * divided if engine.is_deepspeed else 0.0,
         _export(model) if engine.is_deepspeed else 0.0,
-        stage,
+        stage.index,
     )
 
 
+@functools.lru_cache(maxsize=64)
 def _export(model: ModelCosts) -> float:
-    """Bytes of one file's masters and of the largest layer, by which an export is compared."""
-    if model.is_frozen:  # adapters are tried beside the whole base (models/export/adapters.py)
+    """Bytes of one file's masters and of the largest layer, with which an export is verified."""
+    if model.is_frozen:  # adapters are verified on the full base (models/export/adapters.py)
         return float(model.element_bytes * model.num_parameters)
     largest = max((kind.num_parameters for kind in model.kinds), default=0)
     table = model.embedding_parameters
@@ -146,7 +140,7 @@ def _export(model: ModelCosts) -> float:
 
 
 def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: Engine) -> float:
-    """Kept of one layer and one micro-batch without recomputation."""
+    """Bytes that autograd saves of one layer and one micro-batch without recomputation."""
     t = layout.tensor_size
     whole = layer.saved_bytes_whole / (t if layout.tensor_sequence else 1)
     per_token = whole + layer.saved_bytes_cut / t
@@ -161,58 +155,54 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
 
 
 def _activations_and_loss(
-    stage: int,
-    layers: range,
-    model: ModelCosts,
-    layout: Layout,
-    engine: Engine,
-    is_last: bool,
+    stage: Stage, model: ModelCosts, layout: Layout, engine: Engine
 ) -> tuple[float, float]:
-    """What autograd keeps at the peak, and what logits take then.
+    """Bytes that autograd keeps at the peak, and of the logits at that moment.
 
-    That is when the loss is computed, or later, when a layer is computed again and nothing but the
-    logits themselves is left of the loss.
+    The peak is when the loss is computed, or later, when a layer is recomputed and only the logits
+    themselves are left of the loss.
     """
-    in_flight = min(layout.pipeline_size - stage, layout.num_accumulation)
+    in_flight: float = min(layout.pipeline_size - stage.index, layout.num_accumulation)
     if layout.num_virtual_stages > 1:
         p, v = layout.pipeline_size, layout.num_virtual_stages
-        in_flight *= 1.0 + (p - 1) / (p * v)  # type: ignore[assignment]
+        in_flight *= 1.0 + (p - 1) / (p * v)
     hidden = model.element_bytes * model.hidden_size * layout.tokens_per_micro_batch
     if layout.tensor_sequence:
         hidden //= layout.tensor_size
-    kept, working = _kept(layers, model, layout, engine, hidden)
+    kept, working = _kept(stage, model, layout, engine, hidden)
     kept *= in_flight
-    if is_last:
+    if stage.is_last:
         kept += model.saved_bytes_outside * layout.tokens_per_micro_batch
     else:
         working += 2 * hidden  # what comes back from the next stage, and goes on
-    loss, left = _loss(model, layout, engine) if is_last else (0.0, 0.0)
+    loss, left = _loss(model, layout, engine) if stage.is_last else (0.0, 0.0)
     if loss >= left + working:
         return kept, loss
     return kept + working, left
 
 
 def _kept(
-    layers: range, model: ModelCosts, layout: Layout, engine: Engine, hidden: int
+    stage: Stage, model: ModelCosts, layout: Layout, engine: Engine, hidden: int
 ) -> tuple[float, float]:
-    """Bytes kept of a micro-batch in `layers`, and what computing one of them anew takes."""
-    sizes = [
-        _layer_bytes(model.kinds[model.layers[index]], model, layout, engine) for index in layers
-    ]
-    largest = max(sizes, default=0.0)
+    """Bytes kept of a micro-batch in a stage's layers, and what computing one anew takes."""
+    sizes = {kind: _layer_bytes(model.kinds[kind], model, layout, engine)
+             for kind, _ in stage.counts}  # fmt: skip
+    everything = sum(count * sizes[kind] for kind, count in stage.counts)
+    largest = max(sizes.values(), default=0.0)
     if layout.recompute == "operators":
         # Every second product's output and all elementwise results are computed anew.
-        return sum(sizes) / 2, largest / 2
+        return everything / 2, largest / 2
     if layout.recompute != "full":
-        return sum(sizes), 0.0
-    anew = sizes[:: layout.recompute_every]
+        return everything, 0.0
+    anew = stage.every(layout.recompute_every)
     # Of a stage its output is kept too, for the backward pass that comes in from the next one.
-    inputs = hidden * (len(anew) + (1 if layout.pipeline_size > 1 else 0))
-    return sum(sizes) - sum(anew) + inputs, largest
+    inputs = hidden * (sum(n for _, n in anew) + (1 if layout.pipeline_size > 1 else 0))
+    left = everything - sum(count * sizes[kind] for kind, count in anew)
+    return (inputs if anew is stage.counts else left + inputs), largest
 
 
 def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, float]:
-    """Bytes of logits, losses and their gradients at once; and of logits alone."""
+    """Peak bytes of logits, losses and their gradients; and of the logits only."""
     tokens, head = layout.tokens_per_micro_batch, 0.0
     if layout.loss_chunk_tokens is not None:
         tokens = min(tokens, layout.loss_chunk_tokens)
@@ -224,7 +214,7 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, flo
         each = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
         return head + logits * each, 0.0
     # Logits, their logarithms, and the gradients of both; float32 but for 16-bit logits. Every
-    # tensor-parallel rank has them whole, beside its own columns and what came from the others.
+    # tensor-parallel rank has all columns, besides its own ones and the buffer it gathered into.
     whole = logits * (model.element_bytes + 12.0)
     if layout.tensor_size > 1:
         whole += logits * model.element_bytes * (1 + 1 / layout.tensor_size)
@@ -232,44 +222,36 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, flo
 
 
 def _buckets(
-    layers: range, model: ModelCosts, layout: Layout, engine: Engine, held: float
+    sizes: StageSizes, model: ModelCosts, layout: Layout, engine: Engine
 ) -> tuple[float, float]:
-    """What ZeRO 3 has gathered at a time, and the buckets of collectives."""
+    """Bytes that ZeRO 3 has gathered at a time, and of the buckets of collectives."""
     if not engine.has_buckets or layout.zero_stage == 0:
         return 0.0, 0.0
     if not engine.is_deepspeed:
-        return _usual_buckets(layers, model, layout, held)
+        return _usual_buckets(sizes, model, layout)
     if layout.zero_stage == 1 and layout.gradient_bytes > layout.parameter_bytes:
-        return 0.0, 0.0  # BF16_Optimizer reduces where gradients lie
-    # Whole buckets, however small the model; a second one where it reduces beside the computation.
+        return 0.0, 0.0  # BF16_Optimizer reduces gradients in place
+    # Full buckets, however small the model; a second one where reduction overlaps computation.
     num_buckets = 2 if layout.overlap_communication and layout.zero_stage == 2 else 1
     bucket = num_buckets * layout.reduce_bucket_elements * layout.gradient_bytes
     if layout.zero_stage < 3:
         return 0.0, bucket
     # A parameter that is used again within so many elements stays (stage3_max_reuse_distance).
-    return min(held, _MOST_LIVE) * layout.parameter_bytes, bucket
+    return min(sizes.held, _MOST_LIVE) * layout.parameter_bytes, bucket
 
 
 _FILE_BYTES = 5e9  # of 16-bit weights in a file of an export (models/weights/export_hf.py)
 _MOST_LIVE = 1e9  # elements; stage3_max_live_parameters and stage3_max_reuse_distance of DeepSpeed
 
 
-def _usual_buckets(
-    layers: range, model: ModelCosts, layout: Layout, held: float
-) -> tuple[float, float]:
+def _usual_buckets(sizes: StageSizes, model: ModelCosts, layout: Layout) -> tuple[float, float]:
     if layout.partition_size == 1:
         return 0.0, 0.0
-    reduce = min(layout.reduce_bucket_elements, held) * layout.gradient_bytes
+    reduce = min(layout.reduce_bucket_elements, sizes.held) * layout.gradient_bytes
     if layout.zero_stage < 3:
         twice = 2 if layout.overlap_communication else 1
-        gather = min(layout.gather_bucket_elements, held) * layout.parameter_bytes
+        gather = min(layout.gather_bucket_elements, sizes.held) * layout.parameter_bytes
         return 0.0, max(twice * reduce, gather)
-    largest = 0.0
-    for index in layers:
-        kind = model.kinds[model.layers[index]]
-        size = kind.num_parameters_whole + kind.num_parameters_cut / layout.tensor_size
-        size += kind.num_parameters_expert / layout.expert_parts
-        largest = max(largest, size)
     table = model.embedding_parameters / layout.tensor_size
-    live = max(2 * largest, table) * layout.parameter_bytes
-    return min(live, held * layout.parameter_bytes), reduce
+    live = max(2 * sizes.largest_layer, table) * layout.parameter_bytes
+    return min(live, sizes.held * layout.parameter_bytes), reduce

@@ -1,32 +1,33 @@
-"""All legal layouts of a run on a number of devices, each with what it takes, best first. Pure.
+"""All legal layouts of a run on a number of devices, each with its costs, best first. Pure.
 
-What is legal is what a run would accept: the rules of `bigtrain.settings.compatibility`, the
-batch's arithmetic, the model's heads and layers. Offload is tried where no micro-batch of the same
-degrees fits without, so that a table is not full of what nobody would choose.
+A layout is legal if a run would accept it: by the rules of `bigtrain.settings.compatibility`, the
+batch arithmetic, the model's heads and layers. Offload is only tried where no micro-batch size of
+the same degrees fits without it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from bigtrain.planner.layout import ADAMW, Layout, OptimizerCosts
+from bigtrain.planner.layout import ADAMW, Layout, OptimizerCosts, Recompute
 from bigtrain.planner.memory import MemoryUse, peak_memory
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.run_layout import usual_chunk
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
-from bigtrain.settings.compatibility.check import check_compatibility
+from bigtrain.settings.compatibility.check import is_violated
 from bigtrain.settings.compatibility.facts import Facts
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a run is to be started on. `host_memory`: bytes of a node's main memory; `margin`: share
-    of a device's memory that a plan leaves free."""
+    """The devices to plan for. `host_memory`: bytes of a node's main memory; `margin`: share of a
+    device's memory that a plan keeps free."""
 
     device: Device
     num_devices: int
@@ -46,8 +47,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its costs. Its time is worked out when it is asked for: of thousands of layouts
-    most do not fit, and nobody asks how fast they would be."""
+    """A layout with its costs. The step time is computed lazily: most of thousands of layouts do
+    not fit, and their time is never needed."""
 
     layout: Layout
     memory: MemoryUse
@@ -56,25 +57,24 @@ class Candidate:
 
     @functools.cached_property
     def time(self) -> StepTime:
-        """Of a step."""
+        """Seconds of an optimizer step."""
         return self._time()
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole run."""
+        """Of all ranks."""
         return self.layout.global_batch_size * self.layout.sequence_length / self.time.total
 
     @property
     def limit(self) -> str:
-        """The largest part of the step, in a word."""
+        """The name of the step's largest term."""
         terms = self.time.terms()
         return max(terms, key=lambda name: terms[name])
 
 
 @dataclass(frozen=True)
 class Request:
-    """What of a run decides its layouts. `facts`: of the run as it is, for the rules; `engines`: by
-    ZeRO stage and kind of offload, which DeepSpeed JSON it would take."""
+    """What determines the layouts of a run. `facts`: those of the run itself, for the rules."""
 
     model: ModelCosts
     facts: Facts
@@ -89,64 +89,109 @@ class Request:
     zero_stages: Sequence[int] = (0, 1, 2, 3)
 
 
-def search(
-    request: Request, cluster: Cluster, engine: Engine
-) -> tuple[list[Candidate], list[Candidate]]:
-    """Layouts that fit, fastest first, and those that do not, smallest first."""
-    fitting: list[Candidate] = []
-    others: list[Candidate] = []
-    roomy: set[tuple[int, int, int, int, int]] = set()
-    for layout in _layouts(request, cluster.num_devices):
-        tried = list(_recomputed(layout, request, cluster, engine))
-        for candidate in tried:
-            (fitting if candidate.fits else others).append(candidate)
+@dataclass(frozen=True)
+class Ranking:
+    """What a search found: layouts that fit, fastest first; those that were looked at and do not,
+    smallest first; and the number of larger micro-batches of those, which fit even less and which
+    nobody looked at."""
+
+    fitting: list[Candidate]
+    others: list[Candidate]
+    num_larger: int
+
+    @property
+    def num_others(self) -> int:
+        """All that do not fit."""
+        return len(self.others) + self.num_larger
+
+
+def search(request: Request, cluster: Cluster, engine: Engine, *, prunes: bool = True) -> Ranking:
+    """All legal layouts. A micro-batch that does not fit is the last of its kind to be looked at:
+    no term of memory shrinks with it (`prunes` False looks at every one)."""
+    found = Ranking([], [], 0)
+    larger = 0
+    for degrees in _degrees(request, cluster.num_devices):
+        larger += _of_degrees(degrees, request, cluster, engine, found, prunes)
+    found.fitting.sort(key=_preference)
+    found.others.sort(key=lambda candidate: candidate.memory.total)
+    return replace(found, num_larger=larger)
+
+
+def _of_degrees(
+    degrees: _Degrees,
+    request: Request,
+    cluster: Cluster,
+    engine: Engine,
+    found: Ranking,
+    prunes: bool,
+) -> int:
+    """Add the layouts of `degrees` to `found`; how many were not looked at."""
+    too_large: set[Recompute | int] = set()
+    roomy, skipped = False, 0
+    offloads = _offloads(degrees, request, cluster.num_devices)
+    micro_batches = list(_micro_batches(degrees, request, cluster.num_devices))
+    for index, layout in enumerate(micro_batches):
+        tried = list(_recomputed(layout, request, cluster, engine, too_large))
+        if prunes:
+            skipped += 2 - sum(1 for c in tried if c.layout.recompute_every == 1)
+        else:
+            too_large.clear()
+        roomy = roomy or any(candidate.fits for candidate in tried)
         # Micro-batches of the same degrees ascend. A larger one that needs offload to fit saves
         # less than predictions are wrong by: 4% of a 70B's step on 64 H100, where they miss by 6%.
-        degrees = (
-            layout.zero_stage,
-            layout.tensor_size,
-            layout.pipeline_size,
-            layout.sequence_size,
-            layout.expert_size,
-        )
-        if any(candidate.fits for candidate in tried):
-            roomy.add(degrees)
-        if degrees in roomy:
-            continue
-        for offloaded in _offloaded(layout, request, cluster.num_devices):
-            candidate = assess(request.model, offloaded, cluster, engine)
-            (fitting if candidate.fits else others).append(candidate)
+        for changes in () if roomy else offloads:
+            candidate = assess(request.model, replace(layout, **changes), cluster, engine)
+            tried.append(candidate)
             if candidate.fits:
                 break
-    fitting.sort(key=_preference)
-    others.sort(key=lambda candidate: candidate.memory.total)
-    return fitting, others
+        for candidate in tried:
+            (found.fitting if candidate.fits else found.others).append(candidate)
+        if prunes and not any(candidate.fits for candidate in tried):
+            rest = len(micro_batches) - index - 1
+            return skipped + rest * (2 + (0 if roomy else len(offloads)))
+    return skipped
 
 
 def _recomputed(
-    layout: Layout, request: Request, cluster: Cluster, engine: Engine
+    layout: Layout,
+    request: Request,
+    cluster: Cluster,
+    engine: Engine,
+    too_large: set[Recompute | int],
 ) -> Iterator[Candidate]:
     """`layout` with nothing recomputed and with everything; where only the latter fits, also with
-    the fewest layers recomputed that fit."""
+    the fewest layers recomputed that fit. `too_large`: what smaller micro-batches did not fit with;
+    what this one does not is added."""
+
+    def fits(kind: Recompute | int, each: Layout) -> Candidate | None:
+        if kind in too_large:
+            return None
+        candidate = assess(request.model, each, cluster, engine)
+        if not candidate.fits:
+            too_large.add(kind)
+        return candidate
+
     full = replace(layout, recompute="full")
-    ends = [assess(request.model, each, cluster, engine) for each in (layout, full)]
-    yield from ends
-    if ends[0].fits or not ends[1].fits:
+    plain, everything = fits("none", layout), fits("full", full)
+    if plain is not None:
+        yield plain
+    if everything is not None:
+        yield everything
+    if "none" not in too_large or "full" in too_large:
         return
     for every in _EVERY:
-        between = replace(full, recompute_every=every)
-        candidate = assess(request.model, between, cluster, engine)
-        if candidate.fits:
-            yield candidate
+        some = fits(every, replace(full, recompute_every=every))
+        if some is not None and some.fits:
+            yield some
             return
 
 
-_EVERY = (4, 3, 2)  # of so many layers one is recomputed
+_EVERY = (4, 3, 2)  # every n-th layer is recomputed
 
 
 def _preference(candidate: Candidate) -> tuple[int, float, float]:
-    """Faster first; of those within a percent of each other, which no prediction tells apart, the
-    one that takes less memory."""
+    """Faster first; among layouts within one percent, which predictions cannot distinguish, the one
+    with less memory."""
     percents = round(math.log(candidate.tokens_per_second) * 100)
     return -percents, candidate.memory.total, -candidate.tokens_per_second
 
@@ -159,50 +204,69 @@ def assess(model: ModelCosts, layout: Layout, cluster: Cluster, engine: Engine) 
     return Candidate(layout, memory, fits, time)
 
 
-def _layouts(request: Request, world_size: int) -> Iterator[Layout]:
-    degrees = [
+@dataclass(frozen=True)
+class _Degrees:
+    zero: int
+    tensor: int
+    pipeline: int
+    sequence: int
+    expert: int
+
+    @property
+    def of_model(self) -> int:
+        """Ranks that share a sample's model."""
+        return self.tensor * self.pipeline * self.sequence
+
+
+def _degrees(request: Request, world_size: int) -> Iterator[_Degrees]:
+    """What a run would be accepted with, and its batch can be divided among."""
+    shapes = [
         (t, p, s, e)
         for t in _divisors(world_size)
         for p in _divisors(world_size // t)
         for s in _divisors(world_size // t // p)
-        if p <= len(request.model.layers) and request.sequence_length % s == 0
+        if p <= len(request.model.layers)
+        and request.sequence_length % s == 0
+        and request.global_batch_size % (world_size // (t * p * s)) == 0
         for e in _divisors(math.gcd(world_size // t // p, request.model.num_experts))
     ]
     for zero in request.zero_stages:
-        for t, p, s, e in degrees:
-            if not is_legal(request.facts, zero, world_size, t, p, s, e):
-                continue
-            data = world_size // (t * p * s)
-            if request.global_batch_size % data:
-                continue
-            per_rank = request.global_batch_size // data
-            for micro in _divisors(per_rank):
-                accumulation = per_rank // micro
-                if (p > 1 and accumulation < p) or micro > 64:
-                    continue  # more stages than micro-batches: mostly bubble
-                yield Layout(
-                    data_size=data,
-                    tensor_size=t,
-                    pipeline_size=p,
-                    sequence_size=s,
-                    expert_size=e,
-                    zero_stage=zero,
-                    micro_batch_size=micro,
-                    num_accumulation=accumulation,
-                    sequence_length=request.sequence_length,
-                    loss_chunk_tokens=usual_chunk(
-                        request.loss,
-                        request.loss_chunk_tokens,
-                        request.model.vocabulary_size,
-                        micro * request.sequence_length // s,
-                    ),
-                    parameter_bytes=request.parameter_bytes,
-                    gradient_bytes=request.gradient_bytes,
-                    reduce_bucket_elements=request.bucket_elements,
-                    gather_bucket_elements=request.bucket_elements,
-                    overlap_communication=False,
-                    optimizer=request.optimizer,
-                )
+        for t, p, s, e in shapes:
+            if is_legal(request.facts, zero, world_size, t, p, s, e):
+                yield _Degrees(zero, t, p, s, e)
+
+
+def _micro_batches(degrees: _Degrees, request: Request, world_size: int) -> Iterator[Layout]:
+    """Layouts of `degrees`, micro-batches ascending."""
+    data = world_size // degrees.of_model
+    per_rank, p = request.global_batch_size // data, degrees.pipeline
+    for micro in _divisors(per_rank):
+        accumulation = per_rank // micro
+        if (p > 1 and accumulation < p) or micro > 64:
+            continue  # more stages than micro-batches: mostly bubble
+        yield Layout(
+            data_size=data,
+            tensor_size=degrees.tensor,
+            pipeline_size=p,
+            sequence_size=degrees.sequence,
+            expert_size=degrees.expert,
+            zero_stage=degrees.zero,
+            micro_batch_size=micro,
+            num_accumulation=accumulation,
+            sequence_length=request.sequence_length,
+            loss_chunk_tokens=usual_chunk(
+                request.loss,
+                request.loss_chunk_tokens,
+                request.model.vocabulary_size,
+                micro * request.sequence_length // degrees.sequence,
+            ),
+            parameter_bytes=request.parameter_bytes,
+            gradient_bytes=request.gradient_bytes,
+            reduce_bucket_elements=request.bucket_elements,
+            gather_bucket_elements=request.bucket_elements,
+            overlap_communication=False,
+            optimizer=request.optimizer,
+        )
 
 
 def is_legal(
@@ -226,30 +290,27 @@ def is_legal(
         pipeline_block=False,
         pipeline_settings=(),
     )
-    return not check_compatibility(changed)
+    return not is_violated(changed)
 
 
-def _offloaded(layout: Layout, request: Request, world_size: int) -> Iterator[Layout]:
-    """`layout` with ever more moved to main memory."""
-    full = replace(layout, recompute="full")
-    if layout.zero_stage < 1 or layout.pipeline_size > 1:
-        return
-    offloads: Mapping[str, str | None] = {"offload_optimizer": "cpu"}
-    facts = replace(request.facts, **offloads)  # type: ignore[arg-type]
-    degrees = (
-        layout.tensor_size,
-        layout.pipeline_size,
-        layout.sequence_size,
-        layout.expert_size,
-    )
-    if is_legal(facts, layout.zero_stage, world_size, *degrees):
-        yield replace(layout, offload_optimizer=True)
-        yield replace(full, offload_optimizer=True)
-    if layout.zero_stage == 3:
+def _offloads(degrees: _Degrees, request: Request, world_size: int) -> list[dict[str, Any]]:
+    """What a layout of `degrees` may move to main memory, ever more of it."""
+    found: list[dict[str, Any]] = []
+    if degrees.zero < 1 or degrees.pipeline > 1:
+        return found
+    facts = replace(request.facts, offload_optimizer="cpu")
+    shape = (degrees.tensor, degrees.pipeline, degrees.sequence, degrees.expert)
+    optimizer = {"offload_optimizer": True}
+    if is_legal(facts, degrees.zero, world_size, *shape):
+        found += [optimizer, {**optimizer, "recompute": "full"}]
+    if degrees.zero == 3:
         facts = replace(facts, offload_param="cpu")
-        if is_legal(facts, 3, world_size, *degrees):
-            yield replace(full, offload_optimizer=True, offload_parameters=True)
+        if is_legal(facts, 3, world_size, *shape):
+            found.append({**optimizer, "offload_parameters": True, "recompute": "full"})
+    return found
 
 
+@functools.lru_cache(maxsize=1024)
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# A stage may be this much slower than the slowest of the fastest division if that spares memory.
+# The slowest stage may be this much slower than in the fastest division, if that saves memory.
 _TIME_SLACK = 1.05
 
 StageCost = Callable[[int, int], float]
-"""Of the stage with layers ``start : stop``."""
+"""The cost of the stage with layers ``start : stop``."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class StageCosts:
 def balanced_cuts(costs: StageCosts, num_stages: int) -> tuple[int, ...]:
     """Layer indices ``(0, ..., number of layers)`` that cut the model into `num_stages`.
 
-    The slowest stage is as fast as can be, or at most 5% slower where the largest stage then takes
-    less memory. Every stage has a layer; there must be that many.
+    The slowest stage is as fast as possible, or up to 5% slower if the largest stage then takes
+    less memory. Every stage has at least one layer.
     """
     num_layers = len(costs.layer_time)
     assert 1 <= num_stages <= num_layers == len(costs.layer_memory)
@@ -60,22 +60,30 @@ def _stage_costs(layers: Sequence[float], first: float, last: float) -> StageCos
 
 
 def _minimax(num_layers: int, num_stages: int, cost_of: StageCost) -> tuple[float, tuple[int, ...]]:
-    """The least possible cost of the top_ops stage, and cuts that reach it, others alike."""
-    Found = tuple[float, float, tuple[int, ...]]  # top_ops, sum of squares, cuts
+    """The least possible cost of the largest stage, and cuts that reach it, others alike.
+
+    A stage with more layers never costs less, which is where looking for its start ends.
+    """
+    Found = tuple[float, float, tuple[int, ...]]  # largest, sum of squares, cuts
+
+    def shortest(best: dict[int, Found], stage: int, stop: int) -> Found:
+        found: Found | None = None
+        for start in range(stop - 1, stage - 2, -1):
+            cost = cost_of(start, stop)
+            if found is not None and cost > found[0]:
+                break
+            largest, squares, cuts = best[start]
+            ends = max(largest, cost), squares + cost**2
+            if found is None or ends < found[:2] or (ends == found[:2] and cuts < found[2][:-1]):
+                found = (*ends, (*cuts, stop))
+        assert found is not None
+        return found
+
     best: dict[int, Found] = {
         stop: (cost_of(0, stop), cost_of(0, stop) ** 2, (0, stop))
         for stop in range(1, num_layers + 1)
     }
-
-    def extended(found: Found, stop: int) -> Found:
-        top_ops, squares, cuts = found
-        cost = cost_of(cuts[-1], stop)
-        return max(top_ops, cost), squares + cost**2, (*cuts, stop)
-
     for stage in range(2, num_stages + 1):
-        best = {
-            stop: min(extended(best[start], stop) for start in range(stage - 1, stop))
-            for stop in range(stage, num_layers + 1)
-        }
-    top_ops, _, cuts = best[num_layers]
-    return top_ops, cuts
+        best = {stop: shortest(best, stage, stop) for stop in range(stage, num_layers + 1)}
+    largest, _, cuts = best[num_layers]
+    return largest, cuts

@@ -1,19 +1,18 @@
-"""How long an optimizer step takes, and what it spends its time on. Pure.
+"""How long an optimizer step takes, by term. Pure.
 
-The slowest pipeline stage sets the pace: ``m`` micro-batches go through it one after the other, the
-others' time for one is the bubble (1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2, with
+The slowest pipeline stage determines the time of ``m`` micro-batches; the other stages' time for
+one micro-batch is the bubble (1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with
 ``v`` virtual stages a ``v``-th of it). Within a layer, collectives of tensor, sequence and expert
-parallelism wait for what they exchange; those of ZeRO run beside the computation.
+parallelism are exposed; those of ZeRO overlap with computation.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from bigtrain.planner.communication import Groups, groups_of
+from bigtrain.planner.communication import Group, Groups, groups_of
 from bigtrain.planner.kernels import (
     attention_seconds,
     matmul_seconds,
@@ -21,17 +20,17 @@ from bigtrain.planner.kernels import (
     weight_seconds,
 )
 from bigtrain.planner.layout import Layout
-from bigtrain.planner.model_costs import LayerCosts, ModelCosts, trained_parameters
-from bigtrain.planner.stage_balance import StageCosts, balanced_cuts
+from bigtrain.planner.model_costs import LayerCosts, ModelCosts
+from bigtrain.planner.stages import Stage, stage_sizes, stages_of
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step by what they are spent on; they add up to `total`.
+    """Seconds of an optimizer step by term; they add up to `total`.
 
-    `communication`: what the device waits for, by kind of parallelism.
+    `communication`: exposed communication by kind of parallelism.
     """
 
     matmul: float
@@ -44,13 +43,13 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the whole step."""
+        """Seconds of the step."""
         exposed = sum(self.communication.values())
         parts = (self.matmul, self.memory_bound, self.bubble, self.optimizer, self.offload)
         return sum(parts) + self.host + exposed
 
     def terms(self) -> dict[str, float]:
-        """By name, communication by its kind; only what is not zero."""
+        """Seconds by term, communication by kind, without terms that are zero."""
         named = {
             "matmul": self.matmul,
             "memory-bound": self.memory_bound,
@@ -76,8 +75,16 @@ class _Work:
     host: float = 0.0
 
     def add(self, other: _Work, times: float = 1.0) -> None:
-        for name in vars(self):
-            setattr(self, name, getattr(self, name) + times * getattr(other, name))
+        self.matmul += times * other.matmul
+        self.memory_bound += times * other.memory_bound
+        self.tensor += times * other.tensor
+        self.sequence += times * other.sequence
+        self.expert += times * other.expert
+        self.zero += times * other.zero
+        self.host += times * other.host
+
+    def copy(self) -> _Work:
+        return replace(self)
 
     @property
     def device(self) -> float:
@@ -88,84 +95,55 @@ class _Work:
         return self.device + self.zero + self.host
 
 
-def stage_layers(model: ModelCosts, num_stages: int, *, balanced: bool) -> list[range]:
-    """Layers of each stage: balanced by parameters, the head's with them, as bigtrain cuts them, or
-    as many layers on each, as Megatron does."""
-    if balanced:
-        return list(_cut(model, num_stages))
-    base, more = divmod(len(model.layers), num_stages)
-    bounds = [0]
-    for stage in range(num_stages):
-        bounds.append(bounds[-1] + base + (1 if stage < more else 0))
-    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
-
-
-@functools.lru_cache(maxsize=256)
-def _cut(model: ModelCosts, num_stages: int) -> tuple[range, ...]:
-    if num_stages == 1:
-        return (range(len(model.layers)),)
-    sizes = tuple(float(model.kinds[kind].num_parameters) for kind in model.layers)
-    times = tuple(model.kinds[kind].num_active_parameters for kind in model.layers)
-    head = float(model.head_parameters or model.embedding_parameters)
-    costs = StageCosts(
-        layer_time=times,
-        layer_memory=sizes,
-        first_memory=float(model.embedding_parameters),
-        last_time=head,
-        last_memory=head,
-    )
-    bounds = balanced_cuts(costs, num_stages)
-    return tuple(range(begin, end) for begin, end in itertools.pairwise(bounds))
-
-
 def step_time(
     model: ModelCosts, layout: Layout, device: Device, engine: Engine, *, gain: float = 1.0
 ) -> StepTime:
-    """Seconds of an optimizer step of `model`; `gain`: of products in a faster number format."""
+    """Seconds of an optimizer step of `model`; `gain`: speed-up of products in a faster number
+    format."""
     groups = groups_of(layout, device.devices_per_node)
     kinds = [_layer(layer, model, layout, device, engine, groups, gain) for layer in model.kinds]
-    head = _head(model, layout, device, engine, groups, gain)
-    stages: list[_Work] = []
-    ranges = stage_layers(model, layout.pipeline_size, balanced=engine.balances_stages)
-    for index, layers in enumerate(ranges):
+    head = _head(model, layout, device, engine, groups)
+    stages = stages_of(model, layout.pipeline_size, engine.balances_stages)
+    works: list[_Work] = []
+    for stage in stages:
         work = _Work()
-        for kind, costs in enumerate(kinds):
-            work.add(costs, sum(1 for layer in layers if model.layers[layer] == kind))
-        if index == len(ranges) - 1:
+        for kind, count in stage.counts:
+            work.add(kinds[kind], count)
+        if stage.is_last:
             work.add(head)
-        stages.append(work)
-    return _pipeline(stages, ranges, model, layout, device, engine, groups)
+        works.append(work)
+    return _pipeline(stages, works, model, layout, device, engine, groups)
 
 
 def _pipeline(
-    stages: Sequence[_Work],
-    ranges: Sequence[range],
+    stages: Sequence[Stage],
+    works: Sequence[_Work],
     model: ModelCosts,
     layout: Layout,
     device: Device,
     engine: Engine,
     groups: Groups,
 ) -> StepTime:
-    slowest = max(range(len(stages)), key=lambda stage: stages[stage].total)
-    pace, m = stages[slowest], layout.num_accumulation
+    at = max(range(len(stages)), key=lambda index: works[index].total)
+    slowest, pace, m = stages[at], works[at], layout.num_accumulation
     hidden = layout.tokens_per_micro_batch * model.hidden_size * model.element_bytes
     hidden //= layout.tensor_size  # each rank sends its part, and the next stage gathers them
     send = groups.pipeline.send(device, hidden)
     virtual = layout.num_virtual_stages
-    others = sum(stage.total for stage in stages) - pace.total
+    everyone = sum(s.num_alike * work.total for s, work in zip(stages, works, strict=True))
+    others = everyone - pace.total
     bubble = others / virtual + 2 * send * (layout.pipeline_size - 1)
-    optimizer, offload = _optimizer(ranges[slowest], model, layout, device, engine)
+    optimizer, offload = _optimizer(slowest, model, layout, device, engine)
     if engine.measured is None or layout.offload_optimizer:
-        data = _gradients(ranges[slowest], model, layout, device, engine, groups, pace)
+        data = _gradients(slowest, model, layout, device, engine, groups, pace)
     else:
-        trained, _ = trained_of_stage(ranges[slowest], model, layout)
         optimizer, data = engine.measured.seconds(
             layout.zero_stage,
             layout.num_accumulation,
             layout.partition_size,
-            trained * layout.parameter_bytes,
+            stage_sizes(slowest, model, layout).trained * layout.parameter_bytes,
         )
-    optimizer += _orthogonalizing(ranges[slowest], model, layout, device, groups)
+    optimizer += _orthogonalizing(slowest, model, layout, device, groups)
     communication = {
         "tensor": m * pace.tensor,
         "sequence": m * pace.sequence,
@@ -194,41 +172,15 @@ def _layer(
     gain: float,
 ) -> _Work:
     """A micro-batch forward and backward through one layer."""
-    tokens, size = layout.tokens_per_micro_batch, model.element_bytes
-    forward, backward = _Work(), _Work()
-    again = 0.0
-    for matmul in layer.matmuls:
-        there, back = weight_seconds(
-            device, matmul, tokens, layout.tensor_size, layout.expert_size, size, gain
-        )
-        forward.matmul += there
-        # Of what is frozen there is the gradient of the inputs alone.
-        backward.matmul += back / 2 if model.is_frozen else back
-    for matmul in layer.adapters:
-        there, back = weight_seconds(
-            device, matmul, tokens, layout.tensor_size, layout.expert_size, size, gain
-        )
-        forward.matmul += there
-        backward.matmul += back
-    elementwise = _elementwise(layer, layout, device, engine)
-    forward.memory_bound, backward.memory_bound = elementwise, 2 * elementwise
-    if layer.attention is not None:
-        passes = engine.score_passes if layer.score_bytes else None
-        there, back = attention_seconds(
-            device,
-            layer.attention,
-            layout.micro_batch_size,
-            layout.sequence_length,
-            layout.tensor_size * layout.sequence_size,
-            passes,
-            engine.attention,
-        )
-        again = there
-        forward.matmul += there
-        backward.matmul += back
-    _exchange(layer, model, layout, device, groups, forward)
-    for kind in ("tensor", "sequence", "expert"):
-        setattr(backward, kind, getattr(forward, kind))
+    size = (layout.micro_batch_size, layout.sequence_length)
+    degrees = (layout.tensor_size, layout.sequence_size, layout.expert_size)
+    apart = (groups.tensor, groups.sequence, groups.expert)
+    of_model = (model.element_bytes, model.hidden_size, model.is_frozen)
+    of_engine = (engine.moved, engine.attention, engine.score_passes)
+    there, back, again = _passes(
+        layer, of_model, size, degrees, apart, layout.tensor_sequence, device, of_engine, gain
+    )
+    forward, backward = there.copy(), back.copy()
     repeated = 2.0
     if layout.recompute == "full":
         backward.add(forward, 1 / layout.recompute_every)
@@ -251,37 +203,76 @@ def _layer(
     return forward
 
 
-def _elementwise(layer: LayerCosts, layout: Layout, device: Device, engine: Engine) -> float:
-    whole = layer.moved_bytes_whole / (layout.tensor_size if layout.tensor_sequence else 1)
-    moved = whole + layer.moved_bytes_cut / layout.tensor_size
-    return memory_seconds(device, engine.moved * moved * layout.tokens_per_micro_batch)
+@functools.lru_cache(maxsize=1 << 15)
+def _passes(
+    layer: LayerCosts,
+    of_model: tuple[int, int, bool],
+    size: tuple[int, int],
+    degrees: tuple[int, int, int],
+    apart: tuple[Group, Group, Group],
+    tensor_sequence: bool,
+    device: Device,
+    of_engine: tuple[float, float, tuple[float, float] | None],
+    gain: float,
+) -> tuple[_Work, _Work, float]:
+    """What a layer's two passes take of device and collectives without recomputation and ZeRO, and
+    attention alone forward. Worked out once: layouts of one micro-batch and degrees differ in
+    stages, ZeRO and recomputation. The caller copies what it changes."""
+    (element_bytes, hidden_size, is_frozen), (samples, length) = of_model, size
+    (tensor, sequence, expert), (moved, speed, score_passes) = degrees, of_engine
+    tokens = samples * length // sequence
+    forward, backward = _Work(), _Work()
+    again = 0.0
+    for products, factor in ((layer.matmuls, 0.5 if is_frozen else 1.0), (layer.adapters, 1.0)):
+        for matmul in products:
+            there, back = weight_seconds(
+                device, matmul, tokens, tensor, expert, element_bytes, gain
+            )
+            forward.matmul += there
+            # Of what is frozen there is the gradient of the inputs alone.
+            backward.matmul += back * factor
+    whole = layer.moved_bytes_whole / (tensor if tensor_sequence else 1)
+    elementwise = memory_seconds(device, moved * (whole + layer.moved_bytes_cut / tensor) * tokens)
+    forward.memory_bound, backward.memory_bound = elementwise, 2 * elementwise
+    if layer.attention is not None:
+        passes = score_passes if layer.score_bytes else None
+        again, back = attention_seconds(
+            device, layer.attention, samples, length, tensor * sequence, passes, speed
+        )
+        forward.matmul += again
+        backward.matmul += back
+    hidden = tokens * hidden_size * element_bytes
+    _exchange(layer, hidden, degrees, apart, device, forward)
+    backward.tensor, backward.sequence = forward.tensor, forward.sequence
+    backward.expert = forward.expert
+    return forward, backward, again
 
 
 def _exchange(
     layer: LayerCosts,
-    model: ModelCosts,
-    layout: Layout,
+    hidden: int,
+    degrees: tuple[int, int, int],
+    apart: tuple[Group, Group, Group],
     device: Device,
-    groups: Groups,
     forward: _Work,
 ) -> None:
-    """What layers send in a forward pass: two sums of the hidden states under tensor parallelism,
-    queries, keys, values and outputs under sequence parallelism, tokens to their experts."""
-    hidden = layout.tokens_per_micro_batch * model.hidden_size * model.element_bytes
-    if layout.tensor_size > 1:
-        forward.tensor = 2 * groups.tensor.all_reduce(device, hidden)
-    if layout.sequence_size > 1 and layer.attention is not None:
+    """What layers send in a forward pass: two sums of the hidden states (of so many bytes) under
+    tensor parallelism, queries, keys, values and outputs under sequence parallelism, tokens to
+    their experts."""
+    (tensor, sequence, expert), (in_tensor, in_sequence, in_expert) = degrees, apart
+    if tensor > 1:
+        forward.tensor = 2 * in_tensor.all_reduce(device, hidden)
+    if sequence > 1 and layer.attention is not None:
         heads = layer.attention
         ratio = heads.num_key_value_heads / heads.num_heads
-        exchanged = hidden * (2 + 2 * ratio) / layout.tensor_size
-        forward.sequence = groups.sequence.all_to_all(device, exchanged)
-        forward.sequence += 3 * groups.sequence.latency(device)
-    if layout.expert_size > 1:
+        forward.sequence = in_sequence.all_to_all(device, hidden * (2 + 2 * ratio) / tensor)
+        forward.sequence += 3 * in_sequence.latency(device)
+    if expert > 1:
         share = max((m.share for m in layer.matmuls if m.num_groups > 1), default=0.0)
         if share:  # tokens, what becomes of them, and before them how many there are
-            sent = hidden * share / layout.tensor_size  # a slice of the tokens from each
-            forward.expert = 2 * groups.expert.all_to_all(device, sent)
-            forward.expert += groups.expert.latency(device)
+            sent = hidden * share / tensor  # a slice of the tokens from each
+            forward.expert = 2 * in_expert.all_to_all(device, sent)
+            forward.expert += in_expert.latency(device)
 
 
 def _partitioned(
@@ -294,7 +285,8 @@ def _partitioned(
     forward: _Work,
     backward: _Work,
 ) -> None:
-    """ZeRO 3: parameters gathered before both passes, gradients scattered after the second."""
+    """ZeRO 3: all-gather of parameters before both passes, reduce-scatter of gradients after the
+    backward pass."""
     dense = layer.num_parameters_whole + layer.num_parameters_cut / layout.tensor_size
     expert = layer.num_parameters_expert / layout.expert_parts
     gather = _collective(dense, expert, layout.parameter_bytes, device, groups)
@@ -306,7 +298,7 @@ def _partitioned(
         beside = engine.overlap * (work.device + work.host)
         work.zero = max(0.0, sent - beside) + engine.slowdown * min(sent, beside)
     if layout.offload_parameters:
-        # Each rank's part comes up from main memory before it is gathered.
+        # Each rank copies its part from main memory before it is gathered.
         own = dense / groups.partition.size + expert / groups.expert_replicas.size
         up = own * layout.parameter_bytes / device.host_bandwidth
         forward.zero += up
@@ -316,8 +308,8 @@ def _partitioned(
 def _collective(
     dense: float, expert: float, element_bytes: int, device: Device, groups: Groups
 ) -> float:
-    """Seconds to gather `dense` elements from all replicas, and `expert` from those that hold the
-    same experts; of scattering their gradients the same."""
+    """Seconds to all-gather `dense` elements over all replicas, and `expert` elements over those
+    that hold the same experts; a reduce-scatter takes the same."""
     if groups.expert_replicas.size == groups.partition.size:  # one collective for both
         return groups.partition.all_gather(device, (dense + expert) * element_bytes)
     seconds = groups.partition.all_gather(device, dense * element_bytes)
@@ -325,10 +317,9 @@ def _collective(
 
 
 def _head(
-    model: ModelCosts, layout: Layout, device: Device, engine: Engine, groups: Groups, gain: float
+    model: ModelCosts, layout: Layout, device: Device, engine: Engine, groups: Groups
 ) -> _Work:
-    """Logits and loss of a micro-batch, forward and backward."""
-    del gain  # heads stay in 16 bits
+    """Logits and loss of a micro-batch, forward and backward. Heads stay in 16 bits."""
     tokens, size = layout.tokens_per_micro_batch, model.element_bytes
     columns, hidden = model.vocabulary_size // layout.tensor_size, model.hidden_size
     work = _Work()
@@ -339,7 +330,7 @@ def _head(
     work.host = engine.step_seconds
     if layout.tensor_size > 1:
         work.tensor = groups.tensor.all_reduce(device, tokens * hidden * size)
-        if engine.is_deepspeed:  # each rank gathers the columns of all, and has the loss of them
+        if engine.is_deepspeed:  # each rank gathers all columns and computes the full loss
             columns = model.vocabulary_size
             work.tensor += groups.tensor.all_gather(device, tokens * columns * size)
         else:
@@ -349,62 +340,26 @@ def _head(
 
 
 def _excess(device: float, host: float, exponent: float) -> float:
-    """What the host adds to a device that it runs ahead of."""
+    """Seconds that launching on the host adds to the device's time."""
     if device <= 0 or host <= 0:
         return host
     larger, smaller = max(device, host), min(device, host)
     return float(larger * (1 + (smaller / larger) ** exponent) ** (1 / exponent) - device)
 
 
-def stage_parameters(layers: range, model: ModelCosts, layout: Layout) -> tuple[float, float]:
-    """Parameters of a rank that holds `layers`, and how many of them are experts'."""
-    dense = expert = 0.0
-    for index in layers:
-        kind = model.kinds[model.layers[index]]
-        dense += kind.num_parameters_whole + kind.num_parameters_cut / layout.tensor_size
-        expert += kind.num_parameters_expert / layout.expert_parts
-    first, last = layers.start == 0, layers.stop == len(model.layers)
-    if first:
-        dense += model.embedding_parameters / layout.tensor_size
-    if last:
-        dense += model.num_other_parameters
-        head = model.head_parameters or (0 if first else model.embedding_parameters)
-        dense += head / layout.tensor_size
-    return dense + expert, expert
-
-
-def trained_of_stage(layers: range, model: ModelCosts, layout: Layout) -> tuple[float, float]:
-    """As `stage_parameters`, of those that are trained; adapters are no experts' parts."""
-    held, expert = stage_parameters(layers, model, layout)
-    trained = trained_parameters(layers, model, held, layout.tensor_size)
-    return trained, 0.0 if model.is_frozen else expert
-
-
-def matrix_share(layers: range, model: ModelCosts) -> float:
-    """Share of matrices of hidden layers in the parameters of a stage. Routers are among them, and
-    are small."""
-    whole, _ = stage_parameters(layers, model, Layout(data_size=1))
-    matrices = sum(
-        product.in_size * product.out_size * product.num_groups * product.count
-        for index in layers
-        for product in model.kinds[model.layers[index]].matmuls
-    )
-    return min(1.0, matrices / max(1.0, whole))
-
-
 def _orthogonalizing(
-    layers: range, model: ModelCosts, layout: Layout, device: Device, groups: Groups
+    stage: Stage, model: ModelCosts, layout: Layout, device: Device, groups: Groups
 ) -> float:
-    """Seconds of what Muon does beside a pass over its parameters: matrices go to their owners
-    among the ranks that hold the stage, are iterated on, and come back."""
+    """Seconds that Muon takes besides a pass over its parameters: matrices are sent to the ranks
+    that own them, orthogonalized, and sent back."""
     own = layout.optimizer
     if own.type != "muon":
         return 0.0
     work = 0.0
-    for index in layers:
-        for product in model.kinds[model.layers[index]].matmuls:
+    for kind, alike in stage.counts:
+        for product in model.kinds[kind].matmuls:
             short, long = sorted((product.in_size, product.out_size))
-            count = product.count * product.num_groups * own.num_iterations
+            count = alike * product.count * product.num_groups * own.num_iterations
             # X X^T, then A A and A X (engine/optimizers/newton_schulz.py).
             for rows, inner, columns in (
                 (short, long, short),
@@ -412,16 +367,16 @@ def _orthogonalizing(
                 (short, short, long),
             ):
                 work += count * matmul_seconds(device, rows, inner, columns, own.wire_bytes)
-    held, _ = stage_parameters(layers, model, layout)
+    sizes = stage_sizes(stage, model, layout)
     parts = layout.partition_size if layout.zero_stage else 1
-    sent = own.wire_bytes * matrix_share(layers, model) * held
+    sent = own.wire_bytes * sizes.matrix_share * sizes.held
     there = groups.partition.all_to_all(device, sent / parts)
     back = groups.partition.all_to_all(device, sent / (1 if layout.zero_stage == 0 else parts))
     return work / (layout.partition_size * layout.tensor_size) + there + back
 
 
 def _gradients(
-    layers: range,
+    stage: Stage,
     model: ModelCosts,
     layout: Layout,
     device: Device,
@@ -429,11 +384,12 @@ def _gradients(
     groups: Groups,
     pace: _Work,
 ) -> float:
-    """What the gradients' sum and the new parameters' gathering add to a step, ZeRO 0 to 2."""
+    """Exposed seconds of reducing gradients and gathering updated parameters, ZeRO 0 to 2."""
     if layout.partition_size == 1 or layout.zero_stage == 3:
         return 0.0
-    dense, expert = trained_of_stage(layers, model, layout)
-    dense -= expert
+    sizes = stage_sizes(stage, model, layout)
+    expert = sizes.trained_expert
+    dense = sizes.trained - expert
     scatter = _collective(dense, expert, layout.gradient_bytes, device, groups)
     gather = _collective(dense, expert, layout.parameter_bytes, device, groups)
     times = layout.num_accumulation if engine.reduces_every_micro_batch else 1
@@ -444,13 +400,13 @@ def _gradients(
 
 
 def _optimizer(
-    layers: range, model: ModelCosts, layout: Layout, device: Device, engine: Engine
+    stage: Stage, model: ModelCosts, layout: Layout, device: Device, engine: Engine
 ) -> tuple[float, float]:
     """Seconds of the update, and of what it moves to main memory and back."""
-    held, expert = trained_of_stage(layers, model, layout)
-    own = held
+    sizes = stage_sizes(stage, model, layout)
+    own, expert = sizes.trained, sizes.trained_expert
     if layout.zero_stage:
-        own = (held - expert) / layout.partition_size + expert / layout.expert_replicas
+        own = (own - expert) / layout.partition_size + expert / layout.expert_replicas
     if not layout.offload_optimizer:
         return memory_seconds(device, engine.optimizer_bytes * own), 0.0
     # Gradients down, parameters up, and AdamW over 28 bytes of a parameter in main memory.

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 
 def gather_on_main(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `value` in their order on rank 0, an empty list on the others.
+    """All ranks' values in rank order on rank 0, an empty list on the others.
 
-    Collective over `group`, of all ranks. Along a binomial tree, so that no rank has connections to
-    more than the logarithm of their number. `torch.distributed.gather_object` connects rank 0 to
-    all and pads each value to the longest, `all_gather_object` leaves all of them on every rank: of
-    4,096 ranks, one of which sends 1 MB, that is 4 GB.
+    Collective over `group`, of all ranks. Uses a binomial tree, so that every rank connects to
+    O(log(ranks)) others. `torch.distributed.gather_object` connects rank 0 to all and pads each
+    value to the longest, `all_gather_object` leaves all of them on every rank: with 4,096 ranks,
+    one of which sends 1 MB, that is 4 GB.
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     found = [value]  # of this rank and those after it

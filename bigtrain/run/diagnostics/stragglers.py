@@ -1,15 +1,15 @@
-"""Which rank is slower than its peers.
+"""Stragglers: ranks that are slower than their peers.
 
-In synchronous training every rank takes as long for a step as the slowest does, so step times
-tell nothing. What is measured is work that no other process can hold up: waiting for the batch, and
-the matrix products of one layer (forward, between hooks on its innermost modules, which leaves out
-the gathers and reductions of ZeRO-3 and tensor parallelism; a compiled layer, in which there are
-none, is timed as a whole, for a hook inside would be compiled with it). The products stand for
-those of the whole model: times its share of the parameters, and three for the backward pass. On
-GPUs they are timed by events, which are read when a step is logged, so that nothing waits for them.
+In synchronous training every rank takes as long for a step as the slowest does, so step times tell
+nothing. What is measured is work that no other rank can delay: waiting for the batch, and the
+matrix products of one layer (forward, between hooks on its innermost modules, which excludes the
+gathers and reductions of ZeRO-3 and tensor parallelism; a compiled layer, which has none, is timed
+as a whole, for a hook inside would be compiled with it). They are extrapolated to the whole model
+by its number of parameters, times three for the backward pass. On GPUs they are timed by events,
+which are read when a step is logged, so that nothing waits for them.
 
-What shows: a slow or throttled device, a host whose cores are busy, a slow disk. What does not: a
-slow link, and anything that is slow outside of both.
+This finds a slow or throttled device, a host whose cores are busy, a slow disk; not a slow link,
+nor anything slow outside of both measurements.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from torch import nn
 from bigtrain.engine.startup.trees import gather_on_main
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.parallel.experts import exchange_of
 from bigtrain.models.parallel.sharding import local_shape
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 
-# Of GPU events between two readings; beyond, products are not timed.
+# GPU events between two readings; beyond that, products are not timed.
 _MOST_EVENTS = 512
 
 
@@ -53,18 +54,18 @@ class WorkMeter:
         self._per_product = 3.0 * total / sampled if sampled else 0.0
         for module in [layer] if is_compiled and layer is not None else products:
             module.register_forward_pre_hook(self._begin)
-            # Before other hooks: the reductions of tensor parallelism are such.
+            # Before other hooks, which include the reductions of tensor parallelism.
             module.register_forward_hook(self._end, prepend=True)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """For a batch."""
+        """Time inside is spent waiting for a batch."""
         begun = time.perf_counter()
         yield
         self._waited += time.perf_counter() - begun
 
     def read(self) -> float:
-        """Seconds of work, as estimated, since this was called last. The device must be done."""
+        """Estimated seconds of work since the last call. The device must be done with the step."""
         if self._events:
             pairs = [begun.elapsed_time(ended) for begun, ended in self._events if ended.query()]
             self._multiplied += sum(pairs) / 1000
@@ -95,9 +96,12 @@ class WorkMeter:
 
 
 def _products(module: nn.Module) -> Iterator[nn.Module]:
-    """Innermost modules with a matrix, embeddings aside."""
+    """Innermost modules with a matrix; not embeddings, nor experts that ranks divide, within which
+    all wait for the rank with the busiest ones."""
     for child in module.modules():
         if isinstance(child, nn.Embedding) or any(True for _ in child.children()):
+            continue
+        if exchange_of(child) is not None:
             continue
         if any(_dimensions(p) > 1 for p in child.parameters(recurse=False)):
             yield child
@@ -113,7 +117,7 @@ def _num_elements(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank whose work takes `work_seconds` a step, of its peers `median_seconds`."""
+    """A rank whose work takes `work_seconds` a step; the median of its peers: `median_seconds`."""
 
     rank: int
     work_seconds: float
@@ -123,11 +127,11 @@ class Straggler:
 def find_stragglers(
     work_seconds: Sequence[float], peers: Sequence[int], step_seconds: float, factor: float
 ) -> list[Straggler]:
-    """Processes that are slower than `factor` times the median of the others of their kind, by so
-    much that the run feels it: a tenth of a step.
+    """Ranks slower than `factor` times the median of their peers and by more than a tenth of a
+    step, so that it matters.
 
-    Parameters: `work_seconds` of a step by rank; `peers`, by rank: equal numbers are compared (the
-    stages of a pipeline have different work).
+    Parameters: `work_seconds` of a step by rank; `peers`, by rank: ranks with equal numbers are
+    compared (the stages of a pipeline have different work).
     """
     kinds: dict[int, list[float]] = {}
     for seconds, kind in zip(work_seconds, peers, strict=True):
@@ -154,7 +158,7 @@ def _median_of_others(alike: Sequence[float], seconds: float) -> float:
 
 
 class StragglerWatch:
-    """Gathers what all ranks' meters say, and names those that are slow."""
+    """Gathers the work times of all ranks and reports stragglers."""
 
     def __init__(
         self,
@@ -163,7 +167,7 @@ class StragglerWatch:
         group: dist.ProcessGroup | None,
         state: TrainState,
     ) -> None:
-        """`group`: of all ranks, on the CPU; None for one process."""
+        """`group`: all ranks, on the CPU; None for one rank."""
         self._session = session
         self.meter = WorkMeter(engine.module, engine.device, is_compiled=engine.is_compiled)
         self._group = group
@@ -186,11 +190,11 @@ class StragglerWatch:
         self._num_steps += num_steps
         self._seconds += num_steps * step_seconds
         if self._seconds >= self._section.straggler_seconds:
-            self._name(state)
+            self._report(state)
             self._work.zero_()
             self._seconds, self._num_steps, self._first_sample = 0.0, 0, state.samples
 
-    def _name(self, state: TrainState) -> None:
+    def _report(self, state: TrainState) -> None:
         assert self._session.metrics is not None
         step_seconds = self._seconds / self._num_steps
         work = (self._work / self._num_steps).tolist()

@@ -10,7 +10,7 @@ import pytest
 from bigtrain.planner.layout import Layout, OptimizerCosts
 from bigtrain.planner.memory import MemoryUse, peak_memory
 from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form, dense_shape
-from bigtrain.planner.step_time import stage_layers
+from bigtrain.planner.stages import stage_layers
 from bigtrain.planner.tables.engines import engine_named
 
 ENGINE = engine_named("deepspeed")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.errors import ConfigError
-from bigtrain.planner.evaluation import (
+from bigtrain.planner.published.evaluation import (
     COLUMNS,
     Prediction,
     error_table,

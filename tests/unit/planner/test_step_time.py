@@ -11,7 +11,8 @@ from bigtrain.planner.communication import Group, place
 from bigtrain.planner.kernels import attention_seconds, matmul_seconds
 from bigtrain.planner.layout import Layout, OptimizerCosts
 from bigtrain.planner.model_costs import Attention, DenseShape, Matmul, ModelCosts, closed_form
-from bigtrain.planner.step_time import StepTime, stage_layers, step_time
+from bigtrain.planner.stages import stage_layers
+from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts, engine_named
 from bigtrain.planner.tables.hardware import Reach, find_device
 

@@ -1,8 +1,8 @@
 """Predictions beside published measurements: ``bigtrain plan --evaluate ROWS.csv``. Pure.
 
-A row says model, layout and device in columns, and in `notes` what its page says in words: which
-engine, how attention is computed, how nodes are connected. Nothing is fitted to a source: constants
-of devices and engines alone, in `tables/`.
+A row has model, layout and device in columns, and in `notes` what its source says in words: which
+engine, how attention is computed, how nodes are connected. Nothing is fitted to a single source:
+the only constants are those of devices and engines, in `tables/`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ COLUMNS = (
     "num_gpus", "dp", "tp", "pp", "zero", "micro_batch", "global_batch", "recompute", "precision",
     "tokens_per_s_per_gpu",
 )  # fmt: skip
-"""That a row must have; ``cp``, ``ep``, ``peak_gib``, ``params_b`` and ``notes`` may be missing."""
+"""Required columns; ``cp``, ``ep``, ``peak_gib``, ``params_b`` and ``notes`` are optional."""
 
 GIB = 2.0**30
-_MOST = 10**8  # of anything that is counted; of layers a thousandth
+_MOST = 10**8  # the largest count accepted; of layers a thousandth of it
 _RECOMPUTE: Mapping[str, Recompute] = {
     "none": "none", "no": "none", "false": "none", "full": "full", "yes": "full", "true": "full",
     "selective": "attention", "attention": "attention",
@@ -39,7 +39,7 @@ _RECOMPUTE: Mapping[str, Recompute] = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one row: tokens a second and device, and GiB; `refused` says why there are none."""
+    """Prediction for one row: tokens/s per device, and GiB; `refused`: why there is none."""
 
     tokens_per_second: float | None
     peak_gib: float | None
@@ -93,7 +93,7 @@ def _check_measured(path: Path, number: int, row: Mapping[str, str]) -> None:
 
 
 def predict(row: Mapping[str, str]) -> Prediction:
-    """Of one row; what it lacks or what does not fit together is the reason in `refused`."""
+    """The prediction for one row; if a value is missing or inconsistent, `refused` says so."""
     try:
         run = run_of(row)
     except (ValueError, KeyError, ConfigError) as error:
@@ -106,7 +106,7 @@ def predict(row: Mapping[str, str]) -> Prediction:
 
 
 def _as_measured(use: MemoryUse, engine: Engine, notes: str) -> float:
-    """Bytes by the convention of the page: of tensors, of the allocator, or of the whole device."""
+    """Bytes as the source counts them: allocated by tensors, reserved, or used on the device."""
     if "peak_allocated" in notes:
         return use.allocated
     return use.allocated * engine.reserved if "(reserved)" in notes else use.total
@@ -141,7 +141,7 @@ def _number(row: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def _engine(row: Mapping[str, str], notes: str) -> str:
-    """By the words of the page; "compile" is told from "eager"."""
+    """The engine that the row's source and notes name."""
     words = f"{notes} {row['source']}".lower()
     if "megatron-deepspeed" in words:
         return "megatron_deepspeed"
@@ -212,12 +212,12 @@ def _zero(text: str, notes: str) -> int:
     stage = int(float(text)) if text.strip() else 0
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero = {text} is no stage")
-    # FSDP's name of what ZeRO 2 does: parameters stay whole between the passes.
+    # FSDP's name for ZeRO 2: parameters stay gathered between forward and backward.
     return 2 if "SHARD_GRAD_OP" in notes else stage
 
 
 def _network(notes: str) -> float | None:
-    """Bits a second that leave a node, where the page says."""
+    """Network bandwidth of a node in bits per second, if the notes give it."""
     cards = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", notes)
     if cards:
         return int(cards.group(1)) * int(cards.group(2)) * 1e9
@@ -227,8 +227,8 @@ def _network(notes: str) -> float | None:
 
 @dataclass(frozen=True)
 class SourceErrors:
-    """Of the rows of one source: relative errors of tokens a second and of memory, those of a
-    constant utilization, and how well the order of layouts was told."""
+    """Relative errors over the rows of one source: of tokens/s, of memory, of a baseline that
+    predicts a constant utilization; and the rank correlation of its layouts."""
 
     source: str
     num_rows: int
@@ -286,7 +286,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _baseline_errors(rows: Sequence[Mapping[str, str]]) -> list[float]:
-    """Of a prediction by one utilization for each source: its mean over the rows."""
+    """Errors of a baseline that predicts each source's mean utilization for all of its rows."""
     utilization: dict[str, list[tuple[float, Mapping[str, str]]]] = {}
     for row in rows:
         run = run_of(row)

@@ -1,0 +1,144 @@
+"""Pipeline stages of a model, and what a rank of each holds. Pure.
+
+A search asks for the same few stages tens of thousands of times: what depends on the model, its
+cut and the degrees alone is worked out once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+from bigtrain.planner.layout import Layout
+from bigtrain.planner.model_costs import ModelCosts
+from bigtrain.planner.stage_balance import StageCosts, balanced_cuts
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: `stages_of` makes each once
+class Stage:
+    """Stage `index` of a pipeline: its `layers`, by their numbers, and the `kinds` of those.
+    `num_alike` stages have the same kinds in the same order, of which this one is the first."""
+
+    index: int
+    layers: range
+    kinds: tuple[int, ...]
+    is_first: bool
+    is_last: bool
+    num_alike: int
+
+    @functools.cached_property
+    def counts(self) -> tuple[tuple[int, int], ...]:
+        """Kinds of layers, and how many there are of each."""
+        return tuple(Counter(self.kinds).items())
+
+    def every(self, step: int) -> tuple[tuple[int, int], ...]:
+        """As `counts`, of every so many-th layer."""
+        return self.counts if step == 1 else tuple(Counter(self.kinds[::step]).items())
+
+
+def stage_layers(model: ModelCosts, num_stages: int, *, balanced: bool) -> list[range]:
+    """Layers of each stage: balanced by parameters, the head's with them, as bigtrain cuts them, or
+    as many layers on each, as Megatron does."""
+    if balanced:
+        return list(_cut(model, num_stages))
+    base, more = divmod(len(model.layers), num_stages)
+    bounds = [0]
+    for stage in range(num_stages):
+        bounds.append(bounds[-1] + base + (1 if stage < more else 0))
+    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(model: ModelCosts, num_stages: int) -> tuple[range, ...]:
+    if num_stages == 1:
+        return (range(len(model.layers)),)
+    sizes = tuple(float(model.kinds[kind].num_parameters) for kind in model.layers)
+    times = tuple(model.kinds[kind].num_active_parameters for kind in model.layers)
+    head = float(model.head_parameters or model.embedding_parameters)
+    costs = StageCosts(
+        layer_time=times,
+        layer_memory=sizes,
+        first_memory=float(model.embedding_parameters),
+        last_time=head,
+        last_memory=head,
+    )
+    bounds = balanced_cuts(costs, num_stages)
+    return tuple(range(begin, end) for begin, end in itertools.pairwise(bounds))
+
+
+@functools.lru_cache(maxsize=512)
+def stages_of(model: ModelCosts, num_stages: int, balanced: bool) -> tuple[Stage, ...]:
+    """Stages that differ, in their order; of those that are alike the first."""
+    ranges = stage_layers(model, num_stages, balanced=balanced)
+    found: dict[tuple[object, ...], list[int]] = {}
+    for index, layers in enumerate(ranges):
+        kinds = tuple(model.layers[layer] for layer in layers)
+        key = (kinds, index == 0, index == len(ranges) - 1)
+        found.setdefault(key, []).append(index)
+    return tuple(
+        Stage(
+            alike[0],
+            ranges[alike[0]],
+            tuple(model.layers[layer] for layer in ranges[alike[0]]),
+            alike[0] == 0,
+            alike[0] == len(ranges) - 1,
+            len(alike),
+        )
+        for alike in found.values()
+    )
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """Parameters of a rank of a stage, before ZeRO: all that it holds, and those that it trains,
+    each with those of experts among them; the largest layer; the share of hidden matrices."""
+
+    held: float
+    held_expert: float
+    trained: float
+    trained_expert: float
+    largest_layer: float
+    matrix_share: float
+
+
+def stage_sizes(stage: Stage, model: ModelCosts, layout: Layout) -> StageSizes:
+    """Of a rank of `stage`. Routers are among the matrices, and are small."""
+    return _sizes(stage, model, layout.tensor_size, layout.expert_parts)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _sizes(stage: Stage, model: ModelCosts, tensor_size: int, expert_parts: int) -> StageSizes:
+    dense = expert = largest = matrices = 0.0
+    for index, count in stage.counts:
+        kind = model.kinds[index]
+        own = kind.num_parameters_whole + kind.num_parameters_cut / tensor_size
+        experts = kind.num_parameters_expert / expert_parts
+        largest = max(largest, own + experts)
+        dense += count * own
+        expert += count * experts
+        matrices += count * sum(m.in_size * m.out_size * m.num_groups * m.count
+                                for m in kind.matmuls)  # fmt: skip
+    if stage.is_first:
+        dense += model.embedding_parameters / tensor_size
+    if stage.is_last:
+        dense += model.num_other_parameters
+        head = model.head_parameters or (0 if stage.is_first else model.embedding_parameters)
+        dense += head / tensor_size
+    held = dense + expert
+    share = 1.0
+    if (tensor_size, expert_parts) != (1, 1):
+        share = _sizes(stage, model, 1, 1).matrix_share
+    elif held:
+        share = min(1.0, matrices / max(1.0, held))
+    if not model.is_frozen:
+        return StageSizes(held, expert, held, expert, largest, share)
+    trained = sum(
+        count * model.kinds[index].num_adapter_parameters(tensor_size)
+        for index, count in stage.counts
+    )
+    # Copies outside of the layers are counted on the last stage, where heads are. Adapters are no
+    # experts' parts.
+    trained += model.num_trained_outside if stage.is_last else 0
+    return StageSizes(held, expert, trained, 0.0, largest, share)
