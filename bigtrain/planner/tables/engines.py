@@ -58,7 +58,9 @@ class Engine:
     `step_seconds`: of a micro-batch, beside the rest. `saved`: of the activations that the costs
     name; `logit_bytes_cut`, `logit_bytes_whole`: kept of each logit, divided by tensor parallelism
     or not. `context_bytes`, `reserved`: what the device holds beside tensors, and how much more the
-    allocator reserves than it gives out. `is_deepspeed`: keeps what DeepSpeed 0.19.8 keeps
+    allocator reserves than it gives out. `float8`: of the device's gain by 8-bit products;
+    `expert_exposed`, `pipeline_exposed`: share of what experts and stages exchange that nothing
+    hides or spares. `is_deepspeed`: keeps what DeepSpeed 0.19.8 keeps
     (`bigtrain.planner.memory`), as bigtrain runs it. `measured`: what takes the place of the
     optimizer's and the data-parallel exchange's formulas, on CPUs.
     """
@@ -86,6 +88,9 @@ class Engine:
     balances_stages: bool = False
     is_deepspeed: bool = False
     measured: MeasuredEngine | None = None
+    float8: float = 1.0
+    expert_exposed: float = 1.0
+    pipeline_exposed: float = 1.0
 
     def with_measured(self, found: MeasuredEngine) -> Engine:
         """This engine on the CPUs that `found` was measured on: no driver's context, and a host
