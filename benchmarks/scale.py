@@ -152,7 +152,7 @@ def measure_commit(num_ranks: int, size: int, directory: Path) -> Cost:
     (partial / checkpoints.LAYOUT).write_text(layout)
     files = {file_name(rank): entry for rank in range(num_ranks)}
     final = checkpoints.commit(partial, files, IDENTITY)
-    reason = checkpoints.damage(final)
+    reason = checkpoints.corruption(final)
     assert reason is None, reason
     small = sum(path.stat().st_size for path in final.iterdir() if path.is_file())
     return meter.read(bytes=small)
@@ -250,7 +250,7 @@ def measure_hostfile(num_ranks: int, size: int, directory: Path) -> Cost:
 def measure_watchdog(num_ranks: int, size: int, directory: Path) -> Cost:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = Place("127.0.0.1", server.port, "token")
-    place.lay_out(num_ranks)
+    place.create_entries(num_ranks)
     board = StatusStore(place, World(0, num_ranks, 0))
     told = dist.PrefixStore(f"watchdog/{place.token}", server)
     texts = [

@@ -1,8 +1,8 @@
-"""The `bigtrain` command: finds the subcommand and hands over. Imports nothing heavy itself.
+"""The `bigtrain` command: finds the subcommand and calls it. Imports nothing heavy itself.
 
 A subcommand is a module in `bigtrain/commands/` with ``add_arguments(parser)`` and
-``run(args) -> int`` (the exit code); its own imports beyond the pure layer stand inside ``run``,
-so that ``bigtrain --help`` costs what Python's start costs.
+``run(args) -> int`` (the exit code). It imports torch and the like inside ``run``, so that
+``bigtrain --help`` takes no longer than Python's own start.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 from bigtrain import __version__
 from bigtrain.errors import BigtrainError
-from bigtrain.system.processes import leave
+from bigtrain.system.processes import exit_process
 
-COLLECTED_AFTER = 50_000
-"""New objects; Python's own default is 700."""
+GC_THRESHOLD = 50_000
+"""New objects between two garbage collections; Python's own default is 700."""
 
 COMMANDS = {
     "tokenizer": "train a byte-level BPE tokenizer on text",
@@ -27,10 +27,11 @@ COMMANDS = {
     "inspect": "show what is in token shards",
     "check": "resolve and check a run without starting it",
     "plan": "say what fits a number of devices, and how fast it will be",
-    "parity": "compare every legal topology of N processes with one process",
+    "parity": "compare every legal topology of N ranks with a single-process run",
     "launch": "write what starts a run: a script for Slurm or torchrun, Kubernetes manifests",
     "hostfile": "write or check a hostfile, and the environment its hosts are given",
-    "checkpoints": "list a run's checkpoints: whole or corrupt, written by what, kept why",
+    "checkpoints": "list a run's checkpoints: complete or corrupt, which topology wrote each, and "
+    "why it is kept",
     "verify": "read token shards or a run's checkpoints again and compare every checksum",
     "report": "write a run as one page: curves, events, settings; or serve it while it goes on",
     "doctor": "look at every host before a run is started on it",
@@ -40,7 +41,7 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes overrides between options too, as train.py does."""
+    """Accepts overrides between options too, as train.py does."""
 
     _intermixing = False
 
@@ -55,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """The whole parser; only `command`'s own arguments are loaded (None: of no command)."""
+    """The parser of all commands; only the arguments of `command` are loaded (None: none)."""
     parser = _Parser(
         prog="bigtrain",
         description="Train any Hugging Face causal LM under DeepSpeed. "
@@ -88,11 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def program() -> NoReturn:
-    """`main` of the words after the command's name, and the end of the process."""
-    # Commands make millions of objects and hardly a cycle, and import large libraries, which the
-    # collector would look through again and again.
-    gc.set_threshold(COLLECTED_AFTER, 10, 10)
-    leave(main())
+    """Entry point: run `main` on ``sys.argv`` and end the process with its exit code."""
+    # Commands make millions of objects with hardly a reference cycle, and import large libraries;
+    # with Python's own threshold the collector would traverse them again and again.
+    gc.set_threshold(GC_THRESHOLD, 10, 10)
+    exit_process(main())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The errors a user can cause, each with one clear text and an exit code, as a rule 2.
+"""The errors a user can cause, each with one clear text and an exit code, usually 2.
 
 ::
 
@@ -7,13 +7,13 @@
     ├── DataError        inputs, shards, manifests, tokenizers
     ├── ModelError       model names, configurations, weights, exports
     ├── CheckpointError  checkpoints that are missing, corrupt or do not belong to this run
-    │   └── CorruptCheckpointError   found while reading it; an older one may do
+    │   └── CorruptCheckpointError   found while reading it; an older one may be complete
     ├── OutputError      files that cannot be written
-    ├── TrainingError    loss or gradients that nothing helps against
+    ├── TrainingError    loss or gradients stay bad after every rollback
     ├── LaunchError      this machine or launcher cannot run what was asked for
-    └── LostRunTokenError    this start does not hold the run directory any more
-        ├── RunRemovedError   it is gone
-        └── SupersededError   a later start of the run holds it (exit code 77)
+    └── LostRunTokenError    this launch no longer holds the token of the run directory
+        ├── RunRemovedError   the directory is gone
+        └── StaleLaunchError   a newer launch of the run holds it (exit code 77)
 
 ``assert`` is kept for states that only a bug in bigtrain can reach.
 """
@@ -24,18 +24,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 EXIT_USER_ERROR = 2
-"""Something to fix; one text says what."""
+"""The user has something to fix; one text says what."""
 EXIT_STOPPED = 75
-"""Stopped by a signal, saved, and not at its end: EX_TEMPFAIL of sysexits.h, try again later."""
+"""Stopped by a signal and saved before the last step: EX_TEMPFAIL of sysexits.h, try again."""
 EXIT_HANG = 76
-"""Nothing moved, so the watchdog ended the run, which goes on from its newest checkpoint."""
-EXIT_SUPERSEDED = 77
-"""A later start of the run holds its directory. Must not be started again."""
+"""No rank made progress, so the watchdog ended the run; it resumes from its newest checkpoint."""
+EXIT_STALE_LAUNCH = 77
+"""A newer launch of the run holds its directory. The stale one must not be started again."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the key, the value found there, the rule it breaks, the remedy."""
+    """One thing that is wrong: the key, its value, the rule that the value breaks, the remedy."""
 
     key: str
     value: object
@@ -70,7 +70,7 @@ class ConfigError(BigtrainError):
         super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """By its parameters: other ranks get errors by pickle."""
+        """Pickle the parameters, not the text: ranks send each other errors by pickle."""
         return type(self), (self.problems, self.source)
 
 
@@ -95,7 +95,7 @@ class OutputError(BigtrainError):
 
 
 class TrainingError(BigtrainError):
-    """A run whose loss or gradients go wrong whatever is tried."""
+    """A run whose loss or gradients stay bad after every rollback."""
 
 
 class LaunchError(BigtrainError):
@@ -103,17 +103,17 @@ class LaunchError(BigtrainError):
 
 
 class LostRunTokenError(BigtrainError):
-    """This start of the run does not hold its directory any more, and has stopped writing."""
+    """This launch no longer holds the token of its run directory, and has stopped writing."""
 
 
 class RunRemovedError(LostRunTokenError):
     """The run's directory was removed while it ran."""
 
 
-class SupersededError(LostRunTokenError):
-    """A later start of the run holds its directory."""
+class StaleLaunchError(LostRunTokenError):
+    """This launch is stale: a newer launch of the run holds its directory."""
 
-    exit_code = EXIT_SUPERSEDED
+    exit_code = EXIT_STALE_LAUNCH
 
 
 def _shorten(value: object, limit: int = 120) -> str:
@@ -122,6 +122,6 @@ def _shorten(value: object, limit: int = 120) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What a foreign library says in one line."""
+    """The first line of an error of another library, or the name of its class."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node 2 bigtrain/train.py --config RUN.yaml --deepspeed_config zero3
 
 Exit code 0 when the run is complete, 2 for an error the user can fix (one text, no traceback), 75
-when a signal stopped it, saved, before its end, 77 when a later start of the run holds its
-directory (docs/checkpoints.md).
+when a signal stopped it before its last step and it was saved, 77 when a newer launch of the run
+holds its directory (docs/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import os
 import sys
 
 if __name__ == "__main__":
-    # Launchers put bigtrain/ itself first on sys.path, which would make its modules importable
-    # under names such as `config`; the checkout belongs there instead.
+    # Launchers put bigtrain/ itself first on sys.path, so that its modules could be imported under
+    # names such as `settings`; put the checkout there instead.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-from bigtrain.system.processes import LaunchNotes, importing, leave
+from bigtrain.system.processes import LaunchNotes, exit_process, importing
 from bigtrain.system.stop_signals import StopSignals, ask_for_restart
 
 if __name__ == "__main__":
@@ -53,9 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, signals: StopSignals | None = None) -> int:
-    """Run to the end, from wherever the run directory stands. Returns the exit code.
+    """Train to the last step, from the newest checkpoint if there is one. Returns the exit code.
 
-    `signals`: those that this process has watched for since it began.
+    `signals`: the handlers that this process installed when it started, if it did.
     """
     args = build_parser().parse_intermixed_args(argv)
     try:
@@ -73,25 +73,28 @@ def main(argv: Sequence[str] | None = None, signals: StopSignals | None = None) 
                 args.deepspeed_config,
                 accelerate=read_accelerate(os.environ),
             )
-            heard.leave_by(partial(_leave_unstarted, Path(run.config.output.directory), world))
+            heard.exit_after(partial(_exit_before_start, Path(run.config.output.directory), world))
             return train_run(run, world, heard)
         except BigtrainError as error:
-            heard.listen()  # whose end the launcher asks for, now says why
-            # As a rule every process fails alike.
+            # The launcher may send SIGTERM because this rank fails: print the error all the same.
+            heard.listen()
+            # Usually every rank fails with the same error: one per host prints it.
             if world.size == 1 or notes.is_first(str(error)):
                 who = "" if world.is_main else f" (rank {world.rank} of {world.size})"
                 print(f"train.py: {error}{who}", file=sys.stderr, flush=True)
             return error.exit_code
 
 
-def _leave_unstarted(directory: Path, world: World, received: Signals) -> None:
-    """Ask for another start of a run that a signal ends before it has written anything.
+def _exit_before_start(directory: Path, world: World, received: Signals) -> None:
+    """Leave the requeue marker of a run that a signal ends before it has written anything.
 
-    But where a process of this launch has failed, the launcher ends the others for that.
+    Not where a rank of this launch has failed: then the signal is the launcher's, which ends the
+    other ranks.
     """
     if LaunchNotes(os.environ).is_any():
         return
-    # A failure on another host is not seen here; a run that it refused must leave nothing.
+    # Failures on another host are not seen here, and a run that was refused there must not leave
+    # any files.
     may_be_refused = (
         received == SIGTERM and not directory.exists() and has_other_hosts(world, os.environ)
     )
@@ -100,22 +103,22 @@ def _leave_unstarted(directory: Path, world: World, received: Signals) -> None:
     if world.is_main:
         print(
             f"train.py: stopped by {received.name} before the first step, so there was nothing to "
-            "save; the same command goes on where the run stands",
+            "save; run the same command again to continue",
             file=sys.stderr,
         )
 
 
 def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
-    """Train a resolved run; returns the exit code. Collective over all processes of `world`."""
-    # Here, so that a configuration that is wrong is refused before torch is imported, and inputs
-    # that are wrong before DeepSpeed, which looks for devices and talks while it is.
+    """Train a resolved run; returns the exit code. Collective over all ranks of `world`."""
+    # Imported here, so that a wrong configuration is refused before torch is imported, and wrong
+    # inputs before DeepSpeed, which probes devices and prints while it is imported.
     with importing():
         from bigtrain.engine.startup.device import refuse_for_device
         from bigtrain.run.preflight import inspect_inputs
 
     refuse_for_device(run.config, world.size)
     with importing():  # the model's libraries
-        # Of many shards one rank of each host looks at the files.
+        # One rank of each host compares the sizes of the shards' files; the others read the list.
         inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed")
         from bigtrain.run.training import train_inputs
 
@@ -123,4 +126,4 @@ def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(signals=_signals))
+    exit_process(main(signals=_signals))

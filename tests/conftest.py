@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support.worlds import ROOT
@@ -38,6 +39,11 @@ def pytest_configure() -> None:
     os.environ["BIGTRAIN_CACHE"] = tempfile.mkdtemp(prefix="bigtrain-tests-")
     # DeepSpeed looks for the ninja of this environment on PATH.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    # On a busy machine an example may take any time, and so may making one.
+    settings.register_profile(
+        "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("unhurried")
 
 
 def pytest_unconfigure() -> None:

@@ -37,7 +37,7 @@ from bigtrain.models.parallel.sharding import cut_parameter, shard_of
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.models.parallel.stages import Stage
 from bigtrain.models.parallel.tensor import shard_model, tensor_plan
-from bigtrain.system.processes import leave
+from bigtrain.system.processes import exit_process
 from bigtrain.system.user_cache import cache_get, cache_put
 from tools import expert_trials
 from tools.tiny_models import tiny_config, tiny_model
@@ -390,4 +390,4 @@ def work(tasks: Sequence[Mapping[str, Any]], progress: Path) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     work(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
-    leave(0)
+    exit_process(0)

@@ -223,7 +223,7 @@ def statuses(text: str) -> dict[str, dict[str, str]]:
 
 def short(reason: str) -> str:
     """Without what every refusal says, and what to do instead."""
-    for prefix in (" is wrong: ", " cannot be carried out: ", "cannot be had of model_type "):
+    for prefix in (" is wrong: ", " cannot be carried out: ", "is not supported for model_type "):
         reason = reason.split(prefix)[-1]
     reason = reason.split(" -> ")[0].split(" for model_type ")[0]
     return reason.replace("|", "/").replace("<", "&lt;")

@@ -179,7 +179,7 @@ TENSOR = (
         "fewer key-value heads than processes leave processes without attention",
         "such heads are held by several processes; a degree that divides no heads is refused",
         ("tests/parity/test_tensor_parallel.py::test_equals_plain_training",),
-        rules=("heads that do not divide among tensor-parallel processes",),
+        rules=("heads that do not divide among tensor-parallel ranks",),
         code=("bigtrain/models/parallel/tensor.py",),
     ),
     Trap(
@@ -216,7 +216,7 @@ TENSOR = (
     ),
     Trap(
         "tensor",
-        "groups of ZeRO++ are neighbouring processes, which hold different shards",
+        "groups of ZeRO++ are neighbouring ranks, which hold different shards",
         "refused",
         (_RULES,),
         rules=(
@@ -252,7 +252,7 @@ SEQUENCE = (
             "tests/unit/models/equivalence/test_sequence_parallel.py::test_what_does_not_divide_is_refused",
         ),
         rules=(
-            "heads that do not divide among sequence-parallel processes",
+            "heads that do not divide among sequence-parallel ranks",
             "samples that do not divide",
         ),
         code=("bigtrain/models/equivalence/sequence_parallel.py::check_sequence_parallel",),

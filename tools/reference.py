@@ -107,7 +107,7 @@ _START_AGAIN = {
     "EXIT_USER_ERROR": "after it is fixed",
     "EXIT_STOPPED": "yes, it goes on",
     "EXIT_HANG": "yes, it goes on from its newest checkpoint",
-    "EXIT_SUPERSEDED": "no",
+    "EXIT_STALE_LAUNCH": "no",
 }
 
 

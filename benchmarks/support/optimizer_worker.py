@@ -26,7 +26,7 @@ from bigtrain.models.equivalence.model_plan import choose
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.processes import leave
+from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
 
 
@@ -111,4 +111,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

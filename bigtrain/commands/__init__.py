@@ -1,1 +1,7 @@
-"""Subcommands of `bigtrain`, one module each; see `bigtrain.cli`."""
+"""The subcommands of `bigtrain`, one module each.
+
+The top layer: may import everything, and only `bigtrain.cli` imports it, one module per call. A
+module imports torch and the like inside its `run`, so that `--help` stays fast. Start with
+`bigtrain.cli`, which lists the commands, then with the module that has the command's name;
+`arguments` has what several commands share.
+"""

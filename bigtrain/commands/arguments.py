@@ -21,8 +21,8 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="INPUT",
         help="files, folders, globs, directories of Dataset.save_to_disk, or hub datasets. Files: "
         ".jsonl, .ndjson, .parquet, .arrow, .csv, .tsv, .json, or else text, each also compressed "
-        "(.gz, .zst, .xz, .bz2). Compressed parquet and arrow is decompressed whole beside the "
-        "output while it is read: room there for the largest, once for each worker",
+        "(.gz, .zst, .xz, .bz2). Compressed parquet and arrow files are decompressed beside the "
+        "output while they are read: there must be space for the largest, once per worker",
     )
     parser.add_argument(
         "--text-key",
@@ -30,8 +30,8 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=_keys,
         metavar="KEY",
-        help="where a JSON line, a column or a dataset holds the document (default: text); of "
-        "several (a,b, or repeated) those that a document has are joined by a line end",
+        help="key or column that holds the document (default: text); with several (a,b, or "
+        "repeated) those that a row has are joined by a newline",
     )
     parser.add_argument(
         "--suffix",
@@ -47,7 +47,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="GLOB",
-        help="files and folders to leave out, by name or by path below the input; may be repeated",
+        help="files and folders to skip, by name or by path below the input; may be repeated",
     )
     parser.add_argument(
         "--max-document-bytes",
@@ -60,15 +60,15 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         type=_fraction_or_one,
         default=0.0,
         metavar="F",
-        help="leave out and count documents that cannot be read, up to this share of all; with 0, "
-        "the default, the first ends the command",
+        help="skip and count documents that cannot be read, up to this share of all; with 0, the "
+        "default, the first one is an error",
     )
     parser.add_argument(
         "--skip-bad",
         action="store_const",
         const=1.0,
         dest="max_bad_fraction",
-        help="as --max-bad-fraction 1: leave out however many",
+        help="as --max-bad-fraction 1: skip all of them",
     )
     parser.add_argument("--dataset-config", metavar="NAME", help="configuration of a hub dataset")
     parser.add_argument(
@@ -93,7 +93,7 @@ def selection_of(args: argparse.Namespace) -> Selection:
 
 
 def reading_of(args: argparse.Namespace) -> ReadOptions:
-    """How parsed arguments want the inputs read."""
+    """The options for reading the inputs, from parsed arguments."""
     from bigtrain.data.documents.parts import ReadOptions
     from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
 
@@ -105,7 +105,7 @@ def reading_of(args: argparse.Namespace) -> ReadOptions:
 def add_count(
     parser: argparse.ArgumentParser, flag: str, default: int, metavar: str, text: str
 ) -> None:
-    """An option that takes an integer of at least 1; `text` and the default are its help."""
+    """Add an option that takes an integer of at least 1; its help is `text` and the default."""
     help_text = f"{text} (default: {default})"
     parser.add_argument(flag, type=positive_int, default=default, metavar=metavar, help=help_text)
 

@@ -1,4 +1,4 @@
-"""`bigtrain check`: the run as it would be started, or everything that stands against it."""
+"""`bigtrain check`: print the run as it would be started, or every problem of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the subcommand."""
     parser.add_argument("--config", required=True, help="run YAML, or the name of a recipe")
     parser.add_argument(
-        "--world-size", type=int, default=1, metavar="N", help="number of processes (default: 1)"
+        "--world-size", type=int, default=1, metavar="N", help="number of ranks (default: 1)"
     )
     parser.add_argument(
         "--deepspeed_config",
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=get_args(Device),
-        help="also refuse what this kind of device cannot do (default: not known)",
+        help="also refuse what this kind of device does not support (default: not known)",
     )
     parser.add_argument(
         "--gpu",
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--inputs",
         action="store_true",
         help="also open the data and try the model's own code, as the run does before its "
-        "processes meet (some seconds; default: the settings alone)",
+        "rendezvous (some seconds; default: the settings only)",
     )
     parser.add_argument(
         "--show",
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the resolved run and what it is predicted to take. Raises ConfigError with all problems
-    found, LaunchError where it cannot fit `--gpu`; with `--inputs` ModelError for a model that
+    """Print the resolved run and its predicted time and memory. Raises ConfigError with all
+    problems, LaunchError if it cannot fit `--gpu`; with `--inputs` ModelError for a model that
     cannot be found."""
     kind: Device | None = args.device
     if kind is None and args.gpu is not None:
@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def try_inputs(resolved: ResolvedRun) -> list[str]:
-    """What the run would choose for its model, in lines. Raises what the run itself would raise
-    about its data and its model."""
+    """Lines on what the run would choose for its model. Raises the errors that the run itself would
+    raise about its data and its model."""
     from bigtrain.run.preflight import inspect_inputs
 
     inputs = inspect_inputs(resolved)
@@ -80,9 +80,9 @@ def try_inputs(resolved: ResolvedRun) -> list[str]:
 
 
 def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
-    """What the run is predicted to take, in lines. Without `gpu` no torch is imported: the model's
-    costs are those of an earlier trace, or of a closed form. Raises LaunchError where the run
-    cannot fit `gpu`, ConfigError where that is unknown."""
+    """Lines on the predicted time and memory. Without `gpu` torch is not imported, and the model's
+    costs are those of an earlier trace, or of a closed form. Raises LaunchError if the run cannot
+    fit `gpu`, ConfigError if that is unknown."""
     from bigtrain.models.traced_costs import model_costs
     from bigtrain.planner.run_layout import usual_chunk
     from bigtrain.planner.run_prediction import predict_run, refuse_too_large
@@ -110,7 +110,7 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
 
 
 def setting(resolved: ResolvedRun, key: str) -> str:
-    """One setting of the run as text; what is no text itself as JSON. Raises ConfigError."""
+    """One setting of the run: a string as it is, anything else as JSON. Raises ConfigError."""
     value: Any = resolved.config.model_dump(mode="json")
     for name in key.split("."):
         if not isinstance(value, dict) or name not in value:
@@ -123,10 +123,10 @@ def describe(resolved: ResolvedRun) -> str:
     """The resolved run as text: a stream of two YAML documents (JSON is YAML) with comments."""
     run_yaml = yaml.safe_dump(resolved.config.model_dump(mode="json"), sort_keys=False)
     engine = resolved.engine
-    processes = resolved.topology.world_size
+    world_size = resolved.topology.world_size
     return "\n".join(
         [
-            f"# The run, resolved for {processes} process{'es' if processes != 1 else ''}",
+            f"# The run, resolved for {world_size} rank{'s' if world_size != 1 else ''}",
             run_yaml,
             f"# {resolved.plan.equation()}",
             "---",

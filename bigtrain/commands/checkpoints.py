@@ -1,5 +1,5 @@
-"""`bigtrain checkpoints`: those of a run, whether complete, and why they stay; or of which runs
-there are adapters, by their base."""
+"""`bigtrain checkpoints`: list a run's checkpoints, or the runs that trained adapters by their
+base."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapters",
         type=Path,
         metavar="DIRECTORY",
-        help="list the runs in and below it that trained adapters, by the base that they are of",
+        help="list the runs in and below it that trained adapters, by their base model",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line for each, oldest first. Tensor files are compared by size alone."""
+    """Print one line for each, oldest first. Of tensor files only the sizes are compared."""
     from bigtrain.run.checkpointing.adapter_listing import describe_adapters
     from bigtrain.run.checkpointing.listing import describe_checkpoints
 

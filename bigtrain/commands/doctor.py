@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slots",
         type=positive_int,
         metavar="N",
-        help="processes per host, without --hostfile (default: what Slurm says, or 1)",
+        help="ranks per host, without --hostfile (default: what Slurm says, or 1)",
     )
     parser.add_argument(
         "--directory",

@@ -22,20 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="of a run with adapters: the whole model with them added to its weights",
+        help="for a run with adapters: export the full model with the adapters merged into its "
+        "weights",
     )
     parser.add_argument(
         "--max-shard-size",
         type=_size,
         default="5GB",
-        help="of a file of weights (default: 5GB), and of the memory that writing takes; a larger "
-        "tensor has a file of its own",
+        help="largest size of a weight file (default: 5GB), and of the memory that writing takes; "
+        "a larger tensor has a file of its own",
     )
     parser.add_argument(
         "--push-to-hub",
         metavar="OWNER/NAME",
-        help="also send the verified directory to this repository of the Hugging Face hub, which "
-        "is made where there is none (login: hf auth login, or HF_TOKEN)",
+        help="also upload the verified directory to this repository of the Hugging Face hub, which "
+        "is created if it does not exist (login: hf auth login, or HF_TOKEN)",
     )
     parser.add_argument(
         "--private", action="store_true", help="make a new repository of --push-to-hub private"
@@ -49,9 +50,9 @@ def _size(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write and verify the directory, send it to the hub if asked to, and say where it is.
+    """Write and verify the directory, and upload it to the hub if asked to.
 
-    Raises ConfigError before anything is written where the hub cannot be used."""
+    Raises ConfigError, before anything is written, if the hub cannot be used."""
     from bigtrain.models.export.hub import push_to_hub, refuse_unreachable
     from bigtrain.run.checkpointing.export import export_run
 

@@ -24,19 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="talk by the tokenizer's chat template: each line of standard input is a message (or "
-        "--prompt is the only one), and the answer is written as it comes",
+        help="chat with the tokenizer's chat template: each line of standard input is a message "
+        "(or --prompt is the only one), and the answer is streamed",
     )
     parser.add_argument(
         "--messages",
         type=Path,
         metavar="FILE",
-        help="with --chat: a JSON list of messages to begin with; where the last one is the "
-        "user's, the answer to them is all",
+        help="with --chat: a JSON list of messages to begin with; if the last one is the user's, "
+        "only answer it",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to add at most")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest token every time"
+        "--temperature", type=float, default=0.8, help="0 always takes the most likely token"
     )
     parser.add_argument("--top-p", type=float, default=0.95, help="nucleus to sample from")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slots",
         type=positive_int,
         metavar="N",
-        help="with --slurm: processes on each host (default: its GPUs, or else its tasks)",
+        help="with --slurm: ranks on each host (default: its GPUs, or else its tasks)",
     )
     parser.add_argument(
         "--include",
@@ -70,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do one of the three. Raises LaunchError; then nothing is written."""
+    """Check, write a hostfile, or write the environment. Raises LaunchError; then nothing is
+    written."""
     if args.check is not None:
         return _check(args.check)
     if args.environment:
@@ -107,7 +108,7 @@ def _unknown(hosts: list[Host]) -> list[str]:
 
 
 def _resolves(name: str) -> bool:
-    """Whether `name`, or what ssh's settings replace it by, has an address."""
+    """Whether `name`, or the HostName that ssh's configuration gives it, has an address."""
     if _has_address(name):
         return True
     other = _name_for_ssh(name) if ssh_settings_name_hosts() else None
@@ -134,10 +135,10 @@ def _name_for_ssh(name: str) -> str | None:
 
 @cache
 def ssh_settings_name_hosts() -> bool:
-    """Whether ssh's settings may replace names: else `ssh -G` need not be asked for each.
+    """Whether ssh's configuration may replace host names; if not, `ssh -G` is not needed.
 
-    By its settings (man ssh_config): HostName, CanonicalizeHostname; of this user and machine, and
-    what they include.
+    Looks for HostName and CanonicalizeHostname (man ssh_config) in the configuration of this user
+    and machine, and in the files they include.
     """
     files = [Path.home() / ".ssh/config", Path("/etc/ssh/ssh_config")]
     seen: set[Path] = set()

@@ -1,4 +1,4 @@
-"""`bigtrain launch`: write what a cluster needs to start a run."""
+"""`bigtrain launch`: write the script or the manifests that start a run on a cluster."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--processes-per-node",
         type=positive_int,
         metavar="N",
-        help="on CPUs: processes on each node (default: 1)",
+        help="on CPUs: ranks on each node (default: 1)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="file to write")
     parser.add_argument("--dry-run", action="store_true", help="print instead of writing")
@@ -68,21 +68,26 @@ def _add_torchrun_arguments(parser: argparse.ArgumentParser) -> None:
         "--rendezvous",
         required=True,
         metavar="HOST:PORT",
-        help="where nodes meet: a node that stays, or a machine that runs the script with `serve`",
+        help="rendezvous endpoint: a node that stays, or a machine that runs the script with "
+        "`serve`",
     )
     parser.add_argument("--name", help="of the run (default: from the run's file name)")
     add_count(
         parser, "--restarts", 100, "N", "starts after failures, from the newest checkpoint each"
     )
     add_count(
-        parser, "--heartbeat-timeout", 15, "S", "a node without a sign for so long is given up"
+        parser,
+        "--heartbeat-timeout",
+        15,
+        "S",
+        "seconds without a heartbeat after which a node counts as dead",
     )
     add_count(
         parser,
         "--last-call-timeout",
         15,
         "S",
-        "after a change, seconds in which further nodes may connect",
+        "after a change, seconds in which further nodes may join",
     )
     add_count(parser, "--threads", 1, "N", "OMP_NUM_THREADS")
     _add_setup(parser)
@@ -131,8 +136,8 @@ def _add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
         "--hang-minutes",
         60,
         "N",
-        "minutes without a line of log or metrics after which a pod counts as hung; more than "
-        "saving and logging.every_steps take",
+        "minutes without a line of log or metrics after which a pod counts as hung; must be more "
+        "than saving, and logging.every_steps steps, take",
     )
     add_count(
         parser, "--save-seconds", 600, "S", "seconds that an evicted pod is given to save the run"
@@ -163,8 +168,8 @@ def _add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
         "--patch",
         type=Path,
         metavar="FILE",
-        help="YAML with metadata and spec that is merged into the pods' template: what no option "
-        "has; entries of lists that have a name are merged by it, and null takes a field out",
+        help="YAML with metadata and spec that is merged into the pods' template, for what no "
+        "option sets; named entries of lists are merged by name, and null removes a field",
     )
 
 
@@ -216,7 +221,7 @@ def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
             pod=PodSettings(
                 variables=pairs("--env", args.env),
                 secrets=pairs("--secret-env", [*args.secret_env, *token]),
-                secrets_whole=tuple(args.env_from_secret),
+                whole_secrets=tuple(args.env_from_secret),
                 node_selector=pairs("--node-selector", args.node_selector),
                 tolerations=tuple(args.toleration),
                 image_pull_secrets=tuple(args.image_pull_secret),
@@ -295,7 +300,7 @@ def _name_of(config: str) -> str:
 
 
 def processes_of(args: argparse.Namespace) -> tuple[int, int]:
-    """GPUs and processes of one node. Raises LaunchError where the two contradict each other."""
+    """GPUs and ranks of one node. Raises LaunchError if the two contradict each other."""
     gpus, processes = args.gpus_per_node, args.processes_per_node
     if gpus < 0:
         raise LaunchError(f"--gpus-per-node = {gpus}: must be 0 (CPUs) or more")
@@ -308,6 +313,6 @@ def processes_of(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def absolute(name_or_path: str) -> str:
-    """A path made absolute, so that it holds wherever the job starts; a name as it is."""
+    """An absolute path, valid wherever the job starts; the name of a recipe as it is."""
     path = Path(name_or_path)
     return str(path.resolve()) if path.is_file() else name_or_path

@@ -19,7 +19,7 @@ EXIT_DIFFERENT = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the subcommand."""
     parser.add_argument("--config", required=True, help="run YAML, or the name of a recipe")
-    add_count(parser, "--world-size", 2, "N", "processes, started on this machine's CPUs")
+    add_count(parser, "--world-size", 2, "N", "ranks, started on this machine's CPUs")
     parser.add_argument(
         "--refused", action="store_true", help="also list the topologies that are refused, and why"
     )
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table. Returns 0 where all topologies agree, or 1: one differs or crashes."""
+    """Print a table. Returns 0 if all topologies agree, 1 if one differs or crashes."""
     config = load_run_config(args.config, args.overrides)
 
     from bigtrain.parity.run import run_parity

@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--network",
         type=_bits,
         metavar="RATE",
-        help="network of each device, such as 400Gb (default: of the device's usual node)",
+        help="network bandwidth per device, such as 400Gb (default: of the device's usual node)",
     )
     parser.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="what --calibrate measured, for DEVICE"
+        "--hardware", type=Path, metavar="FILE", help="measurements of --calibrate, for DEVICE"
     )
     add_count(parser, "--top", 10, "N", "layouts to show")
     parser.add_argument("--json", action="store_true", help="print all layouts as JSON")
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--evaluate",
         type=Path,
         metavar="ROWS.csv",
-        help="instead: predict published or own measurements, and say how wrong that is",
+        help="instead: predict published or own measurements, and print the errors",
     )
     parser.add_argument(
         "--calibrate",
@@ -129,7 +129,7 @@ def _calibrate(output: Path | None) -> int:
     if engine is not None:
         per = ", ".join(f"ZeRO {zero}: {costs.step * 1e9:.2g} + {costs.step_exchange * 1e9:.2g}"
                         for zero, costs in engine.zero.items())  # fmt: skip
-        print(f"DeepSpeed, ns of a step by parameter byte, alone + with another process: {per}")
+        print(f"DeepSpeed, ns of a step per parameter byte, on 1 rank + with a second rank: {per}")
     write_calibration(device, engine, output)
     devices = f"{device.devices_per_node}x{'CPU' if device.is_cpu else device.name}"
     print(f"wrote {output}; bigtrain plan --hardware {output} --gpus {devices} uses it")
@@ -151,7 +151,7 @@ class Ranked:
 
 
 def ranked_layouts(args: argparse.Namespace) -> Ranked:
-    """What the arguments ask to plan. Raises ConfigError where no layout fits."""
+    """The layouts that the arguments ask for. Raises ConfigError if none fits."""
     from bigtrain.models.traced_costs import model_costs
     from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import search
@@ -332,7 +332,7 @@ def _write(
         raise OutputError(f"--write = {args.write}: cannot be written: {error}") from error
     write_new(json_path, json.dumps(raw, indent=2) + "\n")
     write_new(yaml_path, yaml.safe_dump(tree, sort_keys=False))
-    # What is written is what a run would accept.
+    # Check that a run accepts what was written.
     resolve_run(Config.model_validate(tree), cluster.num_devices)
     print(f"wrote {yaml_path} and {json_path}; start it with:\n  {_launch(cluster, yaml_path)}")
 

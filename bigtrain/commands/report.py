@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="DIR",
-        help="directories of further runs, drawn over it; may be repeated",
+        help="directories of further runs, drawn into the same charts; may be repeated",
     )
     parser.add_argument(
         "--output",
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live",
         action="store_true",
-        help="write no file but serve the page, on this machine alone, while the run goes on; "
+        help="write no file but serve the page, on this machine only, while the run trains; "
         "Ctrl-C ends it",
     )
     parser.add_argument(
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(runs: Sequence[Run], port: int) -> int:
-    """Until Ctrl-C."""
+    """Serve the page until Ctrl-C."""
     from bigtrain.report.live import ADDRESS, open_server
 
     with open_server(runs, port) as server:

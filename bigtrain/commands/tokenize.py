@@ -23,29 +23,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat-key",
         metavar="KEY",
         help="instead of --text-key: the key that holds a conversation, a list of messages with "
-        "role and content (and its tools the key `tools`); rendered by the tokenizer's chat "
-        "template, and learned from the assistant's tokens alone",
+        "role and content (its tools are in the key `tools`); rendered by the tokenizer's chat "
+        "template, with loss on the assistant's tokens only",
     )
     parser.add_argument(
         "--format",
         choices=("auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"),
         default="auto",
-        help="what a row holds; auto goes by the keys of the first row, and says what it found, "
-        "where neither --text-key nor --chat-key is given; of a named pipe it takes text "
-        "(default: auto)",
+        help="what a row holds; auto detects it from the keys of the first row, and prints it, if "
+        "neither --text-key nor --chat-key is given; for a named pipe it is text (default: auto)",
     )
     parser.add_argument(
         "--key",
         action="append",
         default=[],
         metavar="NAME=KEY",
-        help="a key of --format is called otherwise in the data, such as instruction=question",
+        help="name in the data of a key of --format, such as instruction=question",
     )
     parser.add_argument(
         "--learn",
         choices=("all", "last"),
         default="all",
-        help="of a conversation: every answer of the assistant, or the last one (default: all)",
+        help="which answers of the assistant in a conversation have loss: all, or only the last "
+        "one (default: all)",
     )
     parser.add_argument(
         "--chat-template",
@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shard-size",
         type=size,
         metavar="SIZE",
-        help="bytes of input that become one shard, as far as a file can be cut; also what is lost "
-        "at most when a worker is killed (default: 256MiB)",
+        help="bytes of input per shard, as far as a file can be split; also the most work that is "
+        "lost when a worker is killed (default: 256MiB)",
     )
     parser.add_argument(
         "--workers",
@@ -82,24 +82,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rank",
         type=int,
         metavar="R",
-        help="of several such commands with one --output, on as many nodes: which this is; taken "
-        "from torchrun, Slurm or a Kubernetes indexed job by itself",
+        help="rank of this command among several with the same --output on different nodes; taken "
+        "from torchrun, Slurm or a Kubernetes indexed job if not given",
     )
-    parser.add_argument(
-        "--world-size", type=int, metavar="W", help="how many such commands there are"
-    )
+    parser.add_argument("--world-size", type=int, metavar="W", help="number of such commands")
     parser.add_argument(
         "--encoder",
         choices=("auto", "gigatoken", "fastokens", "reference"),
         default="auto",
-        help="auto takes the fastest that agrees with the reference on a hard sample and on a "
-        "share of the documents; the tokens are the same with each (default: auto)",
+        help="auto takes the fastest that agrees with the reference on texts of edge cases and on "
+        "a share of the documents; the tokens are the same with each (default: auto)",
     )
     parser.add_argument(
         "--parse-special-tokens",
         action="store_true",
-        help="let a document that spells a special token, such as <|endoftext|>, hold that token, "
-        "as Megatron's script does; without it the letters are text",
+        help="parse special tokens, such as <|endoftext|>, in the text of documents, as Megatron's "
+        "script does; without it they are plain text",
     )
 
 
@@ -182,7 +180,7 @@ def _conversations(
     if wrong is not None:
         raise DataError(f"--key {wrong}: --format {name} has no such key -> {', '.join(known)}")
     keys = tuple(names.get(key, key) for key in known)
-    # Of messages the tools' own key goes without saying, as it always has.
+    # For messages the key `tools` is implied: it is not recorded, as in earlier versions.
     return name, keys[:1] if name == "messages" and keys[1:] == known[1:] else keys
 
 

@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line for each; exit code 0 if all are whole, or else 2.
+    """Print a line for each; exit code 0 if all are complete and correct, else 2.
 
-    Raises DataError naming every file of a dataset that is corrupt.
+    Raises DataError that names every corrupt file of a dataset.
     """
     if not args.datasets and args.run is None and args.model is None:
         remedy = "name a DATASET, --run DIR or --model DIR"
@@ -63,8 +63,8 @@ def _verify_model(directory: Path) -> None:
 def _verify_run(directory: Path, step: int | None) -> int:
     from bigtrain.run.checkpointing.listing import verify_checkpoints
 
-    are_whole = True
-    for line, is_whole in verify_checkpoints(directory, step):
+    all_complete = True
+    for line, is_complete in verify_checkpoints(directory, step):
         print(line, flush=True)
-        are_whole &= is_whole
-    return 0 if are_whole else EXIT_USER_ERROR
+        all_complete &= is_complete
+    return 0 if all_complete else EXIT_USER_ERROR

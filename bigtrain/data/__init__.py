@@ -1,6 +1,8 @@
-"""From files of text to the micro-batches of one rank. Imports `system` and `settings`; no models.
+"""The data pipeline: from files of text to the micro-batches of one data-parallel rank.
 
-In the order of the way: `sources` finds and opens files, `documents` reads documents out of them,
-`tokenizers` and `chat` make tokens, `tokenize_job` divides that over workers and writes `shards`,
-`samples` says which tokens sample i is, `loading` makes micro-batches of them.
+Imports `system` and `settings`, no models; `engine`, `run` and the commands import it. In pipeline
+order: `sources` finds and opens files, `documents` reads documents from them, `tokenizers` and
+`chat` encode them, `tokenize_job` distributes that over workers and writes `shards`, `samples`
+maps sample i of a run to its tokens, `loading` makes micro-batches. Start with `tokenize_job/job`
+for `bigtrain tokenize`, with `loading/loader` for what a training run reads.
 """

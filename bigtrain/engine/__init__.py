@@ -1,9 +1,8 @@
-"""A model becomes a DeepSpeed engine with an optimizer step. The only place that imports deepspeed.
+"""A DeepSpeed engine for a model, and its optimizer step. The only place that imports deepspeed.
 
-Imports `models`, `data.loading` and what is below. Start with `build`, then `train_engine` (a
-step); `pipeline` is the same in stages, `optimizers` what happens between backward and update,
-`checkpoint` how its state is written and read, `sites` what worlds far from each other exchange,
-`startup` how process groups come to be.
-`deepspeed_patches` is the only place that touches private parts of
-DeepSpeed or replaces its methods.
+Imports `models`, `data.loading`, `launchers`, `settings` and `system`; `run`, `parity` and the
+commands import it. Start with `build`, then `train_engine` (a step); `pipeline` is the same in
+stages, `optimizers` is the optimizers and skipped updates, `checkpoint` writes and reads the state,
+`sites` exchanges weights between distant worlds, `startup` opens process groups. Only
+`deepspeed_patches` touches private parts of DeepSpeed or replaces its methods.
 """

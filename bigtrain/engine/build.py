@@ -2,7 +2,7 @@
 
 The loss of a step is the mean over all target tokens of the *global* batch: every micro-batch
 contributes its summed cross-entropy divided by that one number. So gradients do not depend on how
-the batch is cut into micro-batches and processes, also where labels are masked unevenly.
+the batch is cut into micro-batches and ranks, also if labels are masked unevenly.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from bigtrain.engine.deepspeed_patches.experts import (
     engine_with_experts,
     gather_in_one_order,
-    remember_expert_groups,
+    set_expert_groups,
 )
 from bigtrain.engine.deepspeed_patches.host_time import HostTime, time_reductions
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
-from bigtrain.engine.deepspeed_patches.startup import remember_groups
+from bigtrain.engine.deepspeed_patches.startup import set_mpu
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.layer_options import speed_up
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker
@@ -49,11 +49,11 @@ def build_engine(
 ) -> TrainEngine:
     """Build the run's model and hand it to DeepSpeed. Collective over all ranks.
 
-    ZeRO-3 models are partitioned while they are built: no process ever holds the whole model.
-    `model_plan` are what `inspect_inputs` found; made here where they are not given. Trained
-    weights (``model.path``) are for the caller to read (`engine.checkpoint.read_weights`), or to
-    restore from a checkpoint; until then parameters hold what happens to be in memory. Raises
-    ModelError for a model whose tensor-parallel plan cannot be carried out.
+    ZeRO-3 models are partitioned while they are built: no rank ever holds the whole model.
+    `model_plan`: what `inspect_inputs` found; made here if not given. Pretrained weights
+    (``model.path``) are for the caller to read (`engine.checkpoint.read_weights`) or to restore
+    from a checkpoint; until then parameters are uninitialized. Raises ModelError for a model whose
+    tensor-parallel plan cannot be carried out.
     """
     model_plan = model_plan or require_model_plan(config, hf_config, plan)
     if model_plan.stages is not None:
@@ -77,8 +77,8 @@ def build_engine(
     compiled = speed_up(model, config, engine_config, device)
     decay_groups = parameter_groups(model, config.optimizer, mesh.topology.expert_size)
     mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
-    remember_groups(mpu)
-    remember_expert_groups(mesh.expert, mesh.expert_replicas)
+    set_mpu(mpu)
+    set_expert_groups(mesh.expert, mesh.expert_replicas)
     has_experts = any("moe" in group and group["params"] for group in decay_groups)
     with engine_with_experts() if has_experts else nullcontext():
         engine, *_ = deepspeed.initialize(

@@ -1,4 +1,4 @@
-"""What is done to a model's layers before DeepSpeed gets them: kernels, compilation, offload."""
+"""Options applied to a model's layers before DeepSpeed wraps it: kernels, compilation, offload."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from bigtrain.settings.run_config import RunConfig
 def speed_up(
     model: Any, config: RunConfig, engine_config: EngineConfig, device: torch.device
 ) -> bool:
-    """Give `model` the kernels and compiled layers of its run; returns whether it has the latter.
+    """Apply the run's kernels, activation offload and compilation to `model`; returns whether its
+    layers are compiled.
 
     `model`, a transformers model, must be complete: cut into its stage, filled, its loss installed.
-    Raises ModelError for one without decoder layers of transformers' kind where they are needed.
+    Raises ModelError if decoder layers of transformers' kind are needed and there are none.
     """
     section = config.model
     if section.kernels == "liger":

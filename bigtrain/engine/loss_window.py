@@ -8,8 +8,8 @@ from bigtrain.engine.train_engine import StepResult, TrainEngine
 class LossWindow:
     """Mean loss in nats per target token over the steps since it was last read or emptied.
 
-    Sums stay on the device; a step costs it two additions. Steps whose update was left out count
-    only where there is no other.
+    Sums stay on the device; a step costs two additions. Steps with a skipped update count only if
+    there is no other step.
     """
 
     def __init__(self, engine: TrainEngine) -> None:
@@ -17,7 +17,7 @@ class LossWindow:
         self.empty()
 
     def empty(self) -> None:
-        """Forget the steps so far: the run goes on from an earlier one."""
+        """Forget the steps so far: the run has rolled back."""
         self._sum: StepResult | None = None
         self._skipped: StepResult | None = None
 
@@ -26,13 +26,13 @@ class LossWindow:
         if not updated:
             self._skipped = result
         elif self._sum is None:
-            self._sum = result  # as it is: the mean of one step is its own loss, to the last bit
+            self._sum = result  # unchanged: the mean of one step is its own loss, bit for bit
         else:
             loss_sum = self._sum.loss_sum.double() + result.loss_sum.double()
             self._sum = StepResult(loss_sum, self._sum.num_targets + result.num_targets)
 
     def read(self) -> float:
-        """The mean, and an empty window. Collective; waits for the device."""
+        """Return the mean and empty the window. Collective; waits for the device."""
         result = self._sum or self._skipped
         assert result is not None
         self.empty()

@@ -1,4 +1,4 @@
-"""What `deepspeed.initialize` is given: parameters where they will lie, and settings."""
+"""How parameters are cut and partitioned while a model is built for `deepspeed.initialize`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from bigtrain.engine.deepspeed_patches.experts import (
     mark_expert,
     name_of_experts,
-    remember_expert_groups,
+    set_expert_groups,
 )
 from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, partition_parameters
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
@@ -28,10 +28,10 @@ from bigtrain.settings.run_config import RunConfig
 
 
 def build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
-    """In which parameters are constructed."""
-    # ZeRO-3 partitions parameters as they are built, so they are born in their final dtype. The
-    # other stages cast the whole model when they take it over and make the fp32 masters from that,
-    # so all of them start from the same, rounded weights.
+    """The dtype in which parameters are constructed."""
+    # ZeRO-3 partitions parameters as they are built, so they are built in their final dtype. The
+    # other stages cast the full model in `initialize` and make the fp32 masters from that, so all
+    # of them start from the same rounded weights.
     return _DTYPES[config.precision.dtype] if engine_config.zero_stage == 3 else torch.float32
 
 
@@ -79,12 +79,11 @@ def is_cut(mesh: Mesh) -> bool:
 
 
 def cutting(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
-    """How a model is built whose parameters are cut over `mesh.tensor`, or experts over
+    """Builds a model whose parameters are cut over `mesh.tensor`, or its experts over
     `mesh.expert`.
 
-    The constructor's full parameters take no memory until they are filled; that happens for one
-    layer at a time, and what remains of it is this rank's shard, and under ZeRO-3 (`zero3`: the
-    DeepSpeed dict) its part of that.
+    The constructor's full parameters take no memory until they are filled, one layer at a time;
+    then this rank keeps its shard, and under ZeRO-3 (`zero3`: the DeepSpeed dict) its part of that.
     """
     partition = _partitioner(mesh, zero3) if zero3 is not None else None
 
@@ -110,7 +109,7 @@ def _divide_experts(model: Any, mesh: Mesh, plan: Plan | None) -> None:
     if plan is not None:
         check_experts_of_plan(model, plan)
     shard_experts(model, GroupRows(mesh.expert), None if plan is None else mesh.tensor)
-    remember_expert_groups(mesh.expert, mesh.expert_replicas)
+    set_expert_groups(mesh.expert, mesh.expert_replicas)
     for parameter in model.parameters():
         if is_expert(parameter):
             mark_expert(parameter, name_of_experts(mesh.topology.expert_size))

@@ -1,4 +1,4 @@
-"""Micro-batches on their way to the device: copied while the one before is computed."""
+"""Copying micro-batches to the device while the previous one is computed."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class StepResult:
 
     loss_sum: this rank's share of the summed cross-entropy, in nats.
     num_targets: target tokens of the whole global batch.
-    figures: what the step was judged by; None where it was not.
+    figures: the stats that the skip policy saw; None without one.
     """
 
     loss_sum: torch.Tensor
@@ -60,11 +60,11 @@ class StepResult:
 class TrainEngine:
     """Trains one model by optimizer steps. Every method is collective over all ranks.
 
-    isolation: how the model is told of documents. mark: called with what the engine does next, in
-    words; for whoever watches it. added_states: what checkpoints hold beside masters and optimizer
-    states, by parameter and kind: 1-D, of the elements of this rank's part of its master.
-    is_compiled: whether its layers are. host_time: what DeepSpeed's hooks take of the passes.
-    expert_load: of the steps that `train_step` is told to observe.
+    isolation: how the model keeps documents apart. mark: called with a name for what the engine
+    does next; for watchdog and clocks. added_states: what checkpoints hold beside masters and
+    optimizer states, by parameter and kind: 1-D, for the elements of this rank's part of its
+    master. is_compiled: whether its layers are. host_time: time in DeepSpeed's hooks during the
+    passes. expert_load: of the steps for which `train_step` is called with `observe`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TrainEngine:
         self._is_updated = True
         self._norm: torch.Tensor | None = None
         self._scale_of_norm = 1.0
-        self._gate = SkipStepHook(engine, self._norm_before_update)
+        self._skip_hook = SkipStepHook(engine, self._norm_before_update)
         if isinstance(engine.optimizer, torch.optim.Optimizer):
             replace_clipping(engine, self._clip_gradients)
 
@@ -120,16 +120,16 @@ class TrainEngine:
     ) -> StepResult:
         """Forward and backward of this rank's micro-batches, then one optimizer update.
 
-        Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this very update;
+        Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this update;
         `skip_policy`, which decides whether it is made (with one, the host waits for the device);
-        `observe`, whether `expert_load` is going to be read.
+        `observe`, whether `expert_load` will be read.
         """
         assert len(micro_batches) == self.plan.accumulation
         set_learning_rate(self.engine.optimizer, lr)
         self.mark(COUNTING_TARGETS)
         num_targets = self._count_targets(micro_batches)
-        # DeepSpeed divides the summed gradients by the number of replicas, and the processes that
-        # share a sample are replicas to it.
+        # DeepSpeed divides the summed gradients by the number of replicas, and counts the ranks
+        # that share a sample as replicas.
         scale = dist.get_world_size(self.mesh.replicas) / num_targets.clamp(min=1)
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         self.engine.train()
@@ -141,18 +141,18 @@ class TrainEngine:
                 self._norm = self._gradient_norm_before_step()
                 self._scale_of_norm = scale_of_norm(self.engine.optimizer)
                 watched = self._noting(skip_policy)
-                self._gate.watch(watched, self._own_share(loss_sum), num_targets)
+                self._skip_hook.watch(watched, self._own_share(loss_sum), num_targets)
             self.engine.step()
         return StepResult(loss_sum, num_targets, self._end_step())
 
     def _begin_experts(self, observe: bool) -> None:
-        """A step begins; `observe`: whether what it does with experts is going to be asked for."""
+        """A step begins; `observe`: whether the load of its experts will be read."""
         self._router_losses.begin_step()
         counting = observe or self._bias.rate > 0
         self.expert_load.begin_step(counting=counting, measuring=observe)
 
     def _noting(self, skip_policy: SkipPolicy | None) -> SkipPolicy | None:
-        """`skip_policy`, whose answer is known at the end of the step."""
+        """`skip_policy`, with its answer kept for the end of the step."""
         self._is_updated = True
         if skip_policy is None:
             return None
@@ -164,8 +164,8 @@ class TrainEngine:
         return decide
 
     def _end_step(self) -> StepStats | None:
-        """What the step was judged by; moves the experts' biases where parameters were updated."""
-        figures = self._gate.close()
+        """The stats of the step; updates the experts' biases if parameters were updated."""
+        figures = self._skip_hook.close()
         if self._bias.rate and self._is_updated and not has_overflowed(self.engine.optimizer):
             self._bias.update()
         return figures
@@ -176,7 +176,7 @@ class TrainEngine:
 
     @property
     def _reports_loss(self) -> bool:
-        """Whether this rank has the loss of its samples; one of each copy of the model does."""
+        """Whether this rank reports the loss of its samples; one rank of each model copy does."""
         return self.mesh.coordinates.tensor_rank == 0
 
     def _norm_before_update(self) -> Any:
@@ -201,7 +201,7 @@ class TrainEngine:
         self.engine.backward(scaled_loss(loss, self.engine.optimizer), scale_wrt_gas=False)
 
     def _clip_gradients(self) -> None:
-        # As the method of DeepSpeed that this stands for.
+        # As the DeepSpeed method that this replaces.
         limit = self.engine.gradient_clipping()
         self._norm = clip_gradients(self.module.parameters(), limit, self.mesh)
 
@@ -261,8 +261,8 @@ class TrainEngine:
         return logits
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off the model."""
-        self._gate.remove()
+        """Remove DeepSpeed's hooks from the model."""
+        self._skip_hook.remove()
         self.expert_load.counts.close()
         self.engine.destroy()
         if self.sequence is not None:
@@ -280,7 +280,7 @@ class TrainEngine:
         `moved` is `batch` on the device; `factor` what the loss is going to be multiplied by.
         """
         if self._computes_loss:
-            # Labels on the host: which tokens have none is so known without waiting.
+            # Labels on the host, so that tokens without one are known without waiting.
             targets = self._labels(batch)
             outputs = self._forward(batch, moved, targets=targets, factor=factor)
             return outputs.loss, outputs
@@ -297,8 +297,8 @@ class TrainEngine:
         # Some models flatten them with `view`.
         inputs: dict[str, Any] = {"input_ids": moved.input_ids.contiguous()}
         if moved.position_ids is not None:
-            # Without an attention mask and a cache, transformers keeps apart what positions that
-            # start anew keep apart; `models.isolation` has shown it for this model.
+            # Without an attention mask and a cache, transformers separates documents where
+            # positions restart; `models.equivalence` has tried it for this model.
             inputs["position_ids"] = moved.position_ids
         for name, value in self.isolation.arguments(batch.position_ids).items():
             inputs[name] = self._to_device(value) if torch.is_tensor(value) else value
@@ -309,7 +309,7 @@ class TrainEngine:
 
     def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         own = sum(int((self._labels(batch) != IGNORED_LABEL).sum()) for batch in micro_batches)
-        # Filled on the device: copying it there would wait for all that the device has to do.
+        # Filled on the device: a copy would wait for all its queued work.
         count = torch.full((), own, device=self.device, dtype=torch.int64)
         dist.all_reduce(count, group=self.mesh.replicas)
         return count

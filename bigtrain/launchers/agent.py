@@ -1,11 +1,11 @@
-"""torchrun, which says in plain words how a launch ended, and ends with its processes' exit code.
+"""torchrun with a one-line message of how the launch ended, and with the exit code of its ranks.
 
     python -m bigtrain.launchers.agent TORCHRUN-ARGUMENTS
 
-torchrun itself (2.13) ends by a traceback and exit code 1, whatever its processes end with, so that
-nobody can tell a preempted run from one that failed; and it kills them 30 seconds after SIGTERM,
-whatever they are saving. Where it starts nothing again (``--max-restarts=0``, its default) SIGTERM
-is handed on to the processes instead, and their end waited for.
+torchrun itself (2.13) ends with a traceback and exit code 1, whatever the exit codes of its ranks
+are, so that a preempted run looks like a failed one; and it kills them 30 seconds after SIGTERM,
+even while they save. Where it restarts nothing (``--max-restarts=0``, its default), SIGTERM is
+forwarded to the ranks instead, and the agent waits until they exit.
 """
 
 from __future__ import annotations
@@ -20,42 +20,43 @@ from types import FrameType
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Launch, and return the exit code: that of the process that failed first, or 2."""
+    """Launch, and return the exit code: that of the rank that failed first, or 2."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
     options = run.parse_args(list(arguments))
-    if options.max_restarts == 0:  # else it would start processes that have saved and ended again
+    if options.max_restarts == 0:  # else torchrun would restart ranks that have saved and exited
         options.signals_to_handle = "SIGINT"
-        signal.signal(signal.SIGTERM, _hand_on)
+        signal.signal(signal.SIGTERM, _forward)
     try:
         run.run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = int(failure.exitcode)
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        _say(f"process {rank} ended first, with {how}; what it said stands above")
+        _say(f"rank {rank} failed first, with {how}; its output is above")
         return code if code >= 0 else 128 - code
     except SignalException as error:
-        _say(f"ended by {error.sigval.name}, which its processes got too: they say what they did")
+        _say(f"ended by {error.sigval.name}, which was sent to its ranks too: see their output")
         return 128 + int(error.sigval)
     except RendezvousClosedError:
         _say(
-            f"the launch {options.rdzv_id} that met at {options.rdzv_endpoint} has ended, so this "
-            "node cannot join it -> if the run is not complete, end whatever serves there, and "
-            "start it and all nodes anew"
+            f"the launch {options.rdzv_id} at the rendezvous {options.rdzv_endpoint} has ended, so "
+            "this node cannot join it -> if the run is not complete, stop the process that serves "
+            "the rendezvous, and start it and all nodes again"
         )
         return 2
     except RendezvousError as error:
-        _say(f"no meeting at {options.rdzv_endpoint}: {error} -> is it served there?")
+        _say(f"no rendezvous at {options.rdzv_endpoint}: {error} -> is it served there?")
         return 2
     return 0
 
 
-def _hand_on(number: int, frame: FrameType | None) -> None:
-    """They save and end, and then torchrun does. Where there are none yet, nothing is to save."""
+def _forward(number: int, frame: FrameType | None) -> None:
+    """Send the signal to the ranks: they save and exit, and then torchrun does. Before there are
+    any, there is nothing to save, so exit."""
     started = _ranks()
     for process in started:
         with suppress(ProcessLookupError):
@@ -65,7 +66,7 @@ def _hand_on(number: int, frame: FrameType | None) -> None:
 
 
 def _ranks() -> list[int]:
-    """The processes that torchrun has started here."""
+    """Process ids of the ranks that torchrun has started here."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

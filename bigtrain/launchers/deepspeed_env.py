@@ -1,11 +1,11 @@
-"""``.deepspeed_env``: what DeepSpeed's launcher gives the hosts of a hostfile beyond PYTHON*.
+"""``.deepspeed_env``: the environment variables that DeepSpeed's launcher sends to other hosts.
 
 DeepSpeed (0.19.8, launcher/runner.py:610) reads it from ``~`` and then from the working directory,
-splits every line at its first ``=``, and crashes on a blank or comment line. What it reads stands
-in the command lines of pdsh, ssh or mpirun and of the shells on every host, which ``ps`` shows to
-everybody, and in its log: so nothing secret may stand in the file, whatever its mode. `accelerate
-launch` with several machines appends its whole environment to it, secrets included, for everybody
-to read. Pure but for the file itself.
+splits every line at its first ``=``, and crashes on a blank or comment line. It puts the variables
+into its log and into the command lines of pdsh, ssh or mpirun and of the shells on every host,
+which ``ps`` shows to everybody: so the file must not contain secrets, whatever its mode.
+`accelerate launch` with several machines appends its whole environment to it, secrets included,
+readable by everybody. Pure but for the file itself.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FORWARDED_NAMES = (
     *(name for proxy in ("http", "https", "all", "no") for name in (f"{proxy}_proxy",)),
     *(f"{proxy}_PROXY" for proxy in ("HTTP", "HTTPS", "ALL", "NO")),
 )
-# The launcher gives each process its devices, and has read the file's name by then.
+# The launcher sets these itself: each rank's devices, and the name of the file it has read.
 _OF_THE_LAUNCHER = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")
-# DeepSpeed hands these on by itself (runner.py:36), whatever they hold.
+# DeepSpeed forwards these by itself (runner.py:36), secrets or not.
 _OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX")
-# A dead host sends nothing, so ssh, and the runner with it, would wait for ever without these.
+# Without these ssh, and with it DeepSpeed's runner, would wait for a dead host for ever.
 KEEP_ALIVE = "-o ServerAliveInterval=10 -o ServerAliveCountMax=3 -o ConnectTimeout=15"
 _SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|KEY|AUTH|COOKIE|PASS|PWD)S?($|_)"
@@ -43,7 +43,7 @@ _SECRET_NAME = re.compile(
     re.I,
 )
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password: proxies, trackers
-# Names that hold such a word and no secret.
+# Names that contain such a word but hold no secret.
 _HARMLESS = {
     *("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_IMPLICIT_TOKEN", "PWD", "OLDPWD"),
     "GOOGLE_APPLICATION_CREDENTIALS",  # a path
@@ -61,10 +61,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class HostEnvironment:
-    """Variables that hosts are given, and the names of those they are not.
+    """Variables that hosts are given, and the names of those that they are not given.
 
-    `secrets` would otherwise have been chosen; `dropped` are all others that are set here;
-    `exposed` are secrets that DeepSpeed hands on by itself, on command lines.
+    `secrets` would have been chosen if they were not secret; `dropped` are all others that are set
+    here; `exposed` are secrets that DeepSpeed forwards by itself, on command lines.
     """
 
     variables: dict[str, str]
@@ -74,8 +74,7 @@ class HostEnvironment:
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Whether a variable holds, by its name or as a URL with a password, what others must not
-    read."""
+    """Whether a variable holds a secret: by its name, or because it is a URL with a password."""
     if _SECRET_VALUE.search(value):
         return True
     harmless = name in _HARMLESS or name.upper().endswith(_HARMLESS_ENDS)
@@ -126,26 +125,26 @@ def _is_forwarded(name: str) -> bool:
 
 
 def instead_of_command_lines(name: str) -> str:
-    """How the hosts can be given the secret `name` so that no command line holds it."""
+    """How to give the hosts the secret `name` without putting it on a command line."""
     return _WITHOUT_COMMAND_LINES.get(name, "a file of mode 600 that each host reads")
 
 
 def render_environment(variables: Mapping[str, str]) -> str:
-    """The text of the file: no comment and no blank line, either of which DeepSpeed dies of.
+    """The text of the file, without comments and blank lines, on which DeepSpeed crashes.
 
-    Values are quoted where a shell needs it, because pdsh hands ``export NAME=VALUE`` to one
-    (multinode_runner.py:104). DeepSpeed's other launchers would hand the quotes on.
+    Values are quoted for the shell, because pdsh runs ``export NAME=VALUE`` in one
+    (multinode_runner.py:104). DeepSpeed's other launchers make the quotes a part of the value.
     """
     return "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
 def quoted_names(variables: Mapping[str, str]) -> list[str]:
-    """The variables whose values only pdsh hands on as they are."""
+    """The variables whose values are quoted, so that only pdsh passes them on unchanged."""
     return [name for name, value in variables.items() if shlex.quote(value) != value]
 
 
 def write_environment(path: Path, variables: Mapping[str, str]) -> None:
-    """Write `path` whole, readable by its owner alone. Raises LaunchError as `write_new` does."""
+    """Write `path`, readable by its owner only. Raises LaunchError as `write_new` does."""
     write_new(path, render_environment(variables), 0o600)
 
 
@@ -167,7 +166,9 @@ def inspect_environment_file(path: Path) -> list[str]:
         name, equals, value = line.partition("=")
         if not equals or not _NAME.fullmatch(name.strip()):
             kind = "blank" if not line.strip() else "no NAME=VALUE"
-            problems.append(f"{path} line {number}: is {kind}, and DeepSpeed dies of it: delete it")
+            problems.append(
+                f"{path} line {number}: is {kind}, and DeepSpeed crashes on it: delete it"
+            )
         if is_secret(name.strip(), value):
             secrets.add(name.strip())
     if secrets:

@@ -1,4 +1,4 @@
-"""Hostfiles of DeepSpeed: read, checked with every problem of the file at once, made under Slurm.
+"""DeepSpeed hostfiles: read, check (every problem of a file at once), generate under Slurm.
 
 A line is ``NAME slots=NUMBER``; what follows ``#`` is a comment (deepspeed 0.19.8,
 launcher/runner.py:229). Pure but for reading the file.
@@ -23,7 +23,7 @@ _MOST_HOSTS = 65536  # of one expression: more is a typing error that would fill
 
 @dataclass(frozen=True)
 class Host:
-    """A machine as `ssh` takes its name, the number of its processes, and its line in the file."""
+    """A machine by its name for `ssh`, its number of ranks, and its line in the file."""
 
     name: str
     slots: int
@@ -31,9 +31,9 @@ class Host:
 
 
 def read_hostfile(path: Path, more: Callable[[list[Host]], list[str]] | None = None) -> list[Host]:
-    """The hosts of `path`, in order; `more` finds further problems of those that can be read.
+    """The hosts of `path`, in order; `more` returns further problems of the valid ones.
 
-    Raises LaunchError with everything that is wrong.
+    Raises LaunchError with all problems.
     """
     try:
         text = path.read_bytes().decode("utf-8")
@@ -109,8 +109,8 @@ def _duplicates(hosts: Sequence[Host]) -> list[str]:
 
 
 def describe_unequal(hosts: Sequence[Host]) -> list[str]:
-    """A human-readable line on every host with another number of slots than most; none where all
-    are equal. Such hosts train: ranks are counted through, in the order of the file."""
+    """A human-readable line for every host whose number of slots differs from most hosts'. Such
+    hosts can train together: ranks are numbered in the order of the file."""
     counts = Counter(host.slots for host in hosts)
     usual = max(counts, key=lambda slots: counts[slots], default=0)  # the first of equals
     different = [host for host in hosts if host.slots != usual]
@@ -131,8 +131,8 @@ def render_hostfile(hosts: Sequence[Host]) -> str:
 def hosts_of_slurm(environment: Mapping[str, str], slots: int | None = None) -> list[Host]:
     """The hosts of a Slurm job, from the variables that sbatch and salloc set.
 
-    Slots of a host are `slots`, its GPUs, or its tasks, the first that is known. Raises LaunchError
-    outside a job.
+    A host's slots are `slots` if given, else its GPUs, else its tasks. Raises LaunchError outside a
+    job.
     """
     nodelist = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if not nodelist:

@@ -1,8 +1,9 @@
 """Manifests for Kubeflow Trainer: a ConfigMap with the run, a TrainingRuntime, a TrainJob. Pure.
 
 Written for trainer.kubeflow.org/v1alpha1 (kubeflow/trainer 8c0f505), whose torch policy gives the
-container ``node`` the PET_* variables that torchrun reads. Rules go by the messages of failed jobs
-(JobSet 0.10 and newer), for every failure that a podFailurePolicy names has the same reason.
+container ``node`` the PET_* variables that torchrun reads. The failure policy matches the messages
+of failed jobs (JobSet 0.10 and newer), since all failures that a podFailurePolicy catches have the
+same reason.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")  # also a prefix of pods'
 class KubernetesRequest:
     """A run, and where it runs.
 
-    `claim` is a PersistentVolumeClaim that every node can write, seen at `mount`; `gpus` 0 means
-    CPUs with `processes_per_node` processes. A pod that wrote nothing for `hang_minutes` is taken
-    for hung and everything starts again, `restarts` times at most, each from the newest checkpoint.
-    `save_seconds` are left to a pod that is evicted. `rdma` are further resources of each node by
-    name. `queue` is Kueue's.
+    `claim` is a PersistentVolumeClaim that every node can write, mounted at `mount`; `gpus` 0 means
+    CPUs with `processes_per_node` ranks. A pod that writes nothing for `hang_minutes` counts as
+    hung, and all pods restart from the newest checkpoint, at most `restarts` times. `save_seconds`:
+    termination grace period of an evicted pod. `rdma`: further resources of each node by name.
+    `queue`: Kueue's.
     """
 
     name: str
@@ -85,8 +86,8 @@ def render_manifests(request: KubernetesRequest) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines stand as they are, so that people can read and change them; values
-    that occur twice are written twice."""
+    """Writes texts of several lines as literal blocks, which can be read and edited, and no YAML
+    aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -137,14 +138,14 @@ def _job(request: KubernetesRequest) -> dict[str, Any]:
 
 
 def _runtime(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
-    """The runtime: what every pod has, and when everything starts again."""
-    # In the order of `why_failed`.
+    """The runtime: the pods' template, and when all pods restart."""
+    # Indices in the rules' patterns are those of `why_failed`.
     restart = {
         "maxRestarts": request.restarts,
         "rules": [
-            # A pod was taken away, or its peers saved and stopped with it: no failure of the run.
+            # A pod was evicted, or its peers saved and stopped with it: not a failure of the run.
             _rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", "[01]"),
-            # A run that is wrong stays wrong: `check` below ends it at its first start.
+            # A wrong configuration stays wrong: container `check` below fails at the first start.
             _rule("wrongrun", "FailJobSet", "2"),
         ],
     }
@@ -157,7 +158,7 @@ def _runtime(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any
     job = {
         "metadata": {"labels": labels},
         "spec": {
-            "backoffLimit": 0,  # one pod alone cannot rejoin: the whole set starts again
+            "backoffLimit": 0,  # a single pod cannot rejoin: all pods restart
             "podFailurePolicy": {"rules": [{"action": "FailJob", **why} for why in why_failed]},
             "template": patched({"spec": _pod(request, resolved)}, request.pod.patch),
         },
@@ -170,7 +171,8 @@ def _runtime(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any
 
 
 def _rule(name: str, action: str, indices: str) -> dict[str, Any]:
-    """Of JobSet, for failures that rules of the pods' policy name (kubernetes 1.26 to 1.34)."""
+    """A JobSet rule for failures matched by the podFailurePolicy's rules with these `indices`
+    (kubernetes 1.26 to 1.34)."""
     return {
         "name": name,
         "action": action,
@@ -196,7 +198,7 @@ def _pod(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     defaults = {"HF_HOME": f"{request.mount}/.hf"}
-    if request.cpus:  # torchrun would say 1
+    if request.cpus:  # torchrun's default is 1
         defaults["OMP_NUM_THREADS"] = str(max(1, request.cpus // request.processes_per_node))
     world_size = str(request.nodes * request.processes_per_node)
     check = ["bigtrain", "check", "--show", "output.directory", "--world-size", world_size]
@@ -210,9 +212,9 @@ def _pod(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
     pins = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if request.rdma else {}
     return {
         "restartPolicy": "Never",
-        # From SIGTERM on: `bigtrain.launchers.agent` hands it on and waits for the save.
+        # From SIGTERM on: `bigtrain.launchers.agent` forwards it and waits for the save.
         "terminationGracePeriodSeconds": request.save_seconds,
-        # The image's user is none of the volume's owners, which are root's when they are new.
+        # The image does not run as root, which owns a new volume.
         "securityContext": {
             "fsGroup": request.pod.fs_group,
             "fsGroupChangePolicy": "OnRootMismatch",
@@ -233,7 +235,7 @@ def _pod(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
                     "periodSeconds": 60,
                     "timeoutSeconds": 30,
                     "failureThreshold": 3,
-                    "terminationGracePeriodSeconds": 30,  # what hangs does not save
+                    "terminationGracePeriodSeconds": 30,  # a hung run does not save
                 },
             }
         ],
@@ -242,7 +244,7 @@ def _pod(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
 
 
 def liveness_command(directory: str, minutes: int) -> list[str]:
-    """True while process 1 is younger than `minutes`, or the run wrote something since then."""
+    """Succeeds if process 1 is younger than `minutes`, or the run wrote something within them."""
     run = shlex.quote(directory)
     script = (
         f'[ -z "$(find /proc/1 -maxdepth 0 -mmin +{minutes})" ] || '
@@ -266,7 +268,7 @@ def _check_request(request: KubernetesRequest) -> list[Problem]:
 
 
 def _check_paths(request: KubernetesRequest, resolved: ResolvedRun) -> list[Problem]:
-    """Paths that pods would write or look for outside of what they share."""
+    """Problems of paths that are not on the shared volume."""
     config = resolved.config
     paths = {"output.directory": config.output.directory}
     paths |= {config.data.key_of(i): s.path for i, s in enumerate(config.data.mixture)}

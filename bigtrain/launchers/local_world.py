@@ -1,4 +1,4 @@
-"""A world of processes on this machine, started without a launcher and waited for."""
+"""Runs all ranks of a world as processes of this machine, without a launcher."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _TRIES = 100
 
 
 def free_port() -> int:
-    """A port that nothing listens on just now.
+    """A port that nothing listens on now.
 
-    Below those that the kernel gives to whoever asks for any, where there are some: a world takes
-    seconds from here until it listens, and every process of gloo's asks for some meanwhile.
+    Below the kernel's ephemeral ports, if possible: it takes seconds until the world's store
+    listens, and gloo in every rank opens ephemeral ports meanwhile.
     """
-    ports = range(_FIRST_PORT, _first_given_port())
+    ports = range(_FIRST_PORT, _first_ephemeral_port())
     candidates = random.SystemRandom().sample(ports, min(_TRIES, len(ports)))
     for port in (*candidates, 0):
         with socket.socket() as probe:
@@ -37,8 +37,8 @@ def free_port() -> int:
     raise LaunchError("no port of this machine is free")
 
 
-def _first_given_port() -> int:
-    """Linux's net.ipv4.ip_local_port_range; where there is none, what IANA leaves to anybody."""
+def _first_ephemeral_port() -> int:
+    """From Linux's net.ipv4.ip_local_port_range; elsewhere the first of IANA's dynamic ports."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
@@ -51,10 +51,10 @@ def run_local_world(
     environment: Mapping[str, str],
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> str:
-    """Run Python with `arguments` in `world_size` processes; returns their joined output.
+    """Run Python with `arguments` as `world_size` ranks; returns their joined output.
 
     `environment` is added to this process's own. Raises LaunchError with the end of the output if
-    any process does not exit with 0 within `timeout_seconds`; none is left behind.
+    any rank does not exit with 0 within `timeout_seconds`; all are killed then.
     """
     common = {
         **os.environ,

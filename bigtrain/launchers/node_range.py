@@ -1,7 +1,7 @@
-"""How many nodes a run may be given, and whether its batch divides on every number. Pure.
+"""The range of numbers of nodes that a run may get, and whether its batch divides on each. Pure.
 
-Where a launcher may give a run other numbers of nodes at each start, the global batch stays and
-accumulation is derived anew, so every number of the range must divide it.
+A launcher may give a run another number of nodes at each start. The global batch stays the same and
+accumulation is derived anew, so the batch must divide on every number of the range.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.resolve import resolve_run_files
 
 _NODES = re.compile(r"([1-9][0-9]*)(?:-([1-9][0-9]*))?")
-# A batch that divides on every number of a wide range may be absurdly large.
+# The batch that divides on every number of a wide range may be absurdly large.
 _MOST_GROWTH = 4
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """Fewest and most nodes of "4" or "1-4". Raises ConfigError."""
+    """Fewest and most nodes, from "4" or "1-4". Raises ConfigError."""
     match = _NODES.fullmatch(text)
     if match is None or (match[2] and int(match[1]) > int(match[2])):
         rule, remedy = "is no number of nodes", "write 4, or 1-4 for as many as there are"
@@ -39,8 +39,8 @@ def check_on_every_number(
 ) -> None:
     """Resolve the run for each number of nodes in `nodes`.
 
-    Raises ConfigError with what is wrong on the smallest number where anything is; where others
-    can run, also with these numbers, and the nearest batch that divides on all.
+    Raises ConfigError with the problems on the smallest number that fails; if other numbers can
+    run, also with these numbers and the nearest batch that divides on all.
     """
     smallest, largest = node_range(nodes)
     failures: dict[int, ConfigError] = {}
@@ -78,7 +78,7 @@ def _listed(numbers: Sequence[int]) -> str:
 def _batch_for_all(
     config: str, overrides: Sequence[str], smallest: int, largest: int, processes_per_node: int
 ) -> str | None:
-    """The nearest global batch that divides on every number of nodes; None where it is far off."""
+    """The nearest global batch that divides on every number of nodes; None if it is far off."""
     run = load_run_config(config, overrides)
     inner = run.parallel.tensor * run.parallel.pipeline * run.parallel.sequence
     worlds = [n * processes_per_node for n in range(smallest, largest + 1)]

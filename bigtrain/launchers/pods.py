@@ -1,5 +1,5 @@
-"""What a site gives the pods of a run: variables, Secrets, where they may go, a patch. Pure but for
-reading the patch."""
+"""What a cluster's operator sets for the pods of a run: variables, Secrets, scheduling, a patch.
+Pure but for reading the patch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class PodSettings:
-    """`variables` by name; `secrets`, SECRET:KEY by the variable's name; `secrets_whole`, Secrets
-    whose keys are all variables; `fs_group`, the group that may write the volume, as which the
-    image runs; `patch`, merged into the pods' template."""
+    """`variables`: values by name; `secrets`: SECRET:KEY by the variable's name; `whole_secrets`:
+    Secrets of which every key becomes a variable; `fs_group`: the group that owns the volume and as
+    which the image runs; `patch`: merged into the pods' template."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
-    secrets_whole: tuple[str, ...] = ()
+    whole_secrets: tuple[str, ...] = ()
     node_selector: Mapping[str, str] = field(default_factory=dict)
     tolerations: tuple[str, ...] = ()
     image_pull_secrets: tuple[str, ...] = ()
@@ -40,12 +40,13 @@ class PodSettings:
 
 
 def pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE of `option`, by name. Raises LaunchError for what is none or stands twice."""
+    """Values by name of `option`'s NAME=VALUE arguments. Raises LaunchError for a malformed or
+    repeated one."""
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
-            # Without the value, which may be a secret.
+            # The error omits the value, which may be a secret.
             raise LaunchError(f"{option} {name}: is not NAME=VALUE -> write {option} NAME=VALUE")
         if name in found:
             raise LaunchError(f"{option} {name} is given twice -> leave one out")
@@ -111,13 +112,13 @@ def environment_of(pod: PodSettings, defaults: Mapping[str, str]) -> dict[str, A
         source = {"secretKeyRef": {"name": secret, "key": key}}
         entries.append({"name": name, "valueFrom": source})
     found: dict[str, Any] = {"env": entries}
-    if pod.secrets_whole:
-        found["envFrom"] = [{"secretRef": {"name": name}} for name in pod.secrets_whole]
+    if pod.whole_secrets:
+        found["envFrom"] = [{"secretRef": {"name": name}} for name in pod.whole_secrets]
     return found
 
 
 def placed(pod: PodSettings) -> dict[str, Any]:
-    """The fields of a pod that say where it may run, and with whose leave."""
+    """The scheduling fields of a pod: node selector, tolerations, priority, pull secrets."""
     fields = {
         "nodeSelector": dict(pod.node_selector),
         "tolerations": [_toleration(text) for text in pod.tolerations],
@@ -136,8 +137,8 @@ def _toleration(text: str) -> dict[str, str]:
 
 
 def patched(base: Any, patch: Any) -> Any:
-    """`base` with `patch` merged in: mappings by key, lists of entries that all have a name by
-    that, anything else replaced; None takes a field out."""
+    """`base` with `patch` merged in: mappings by key, lists of named entries by name, anything else
+    is replaced; None removes a field."""
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
         merged = {key: patched(base.get(key), value) for key, value in patch.items()}
         both = {**base, **merged}

@@ -1,9 +1,9 @@
-"""Serve the rendezvous of an elastic run on a machine that stays, whichever of its nodes die.
+"""Serves the rendezvous of an elastic run on a machine that outlives the run's nodes.
 
     python -m bigtrain.launchers.rendezvous_server HOST:PORT [ADDRESS]
 
-It asks nobody for a password, so it listens at one address: ADDRESS, or the one that HOST has here.
-Without it the agent of one of the nodes serves, and the end of that node is the end of the run.
+It has no authentication, so it listens on one address only: ADDRESS, or what HOST resolves to here.
+Without it the agent of one of the nodes serves the rendezvous, and the run ends if that node dies.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from bigtrain.system.listening import listen_where_reached
 
 
 def serve(host: str, port: int, address: str | None = None) -> int:
-    """Serve on `port` of `address`, or else of the one that `host` has here, until SIGINT comes.
+    """Serve on `port` of `address`, or of the address that `host` resolves to here, until SIGINT.
 
-    Where nodes could not reach that one, a loopback address say, it serves on all of this machine.
-    Returns 2 where the port or `address` cannot be used.
+    If that is a loopback address, which other nodes cannot reach, serve on all addresses of this
+    machine. Returns 2 where the port or `address` cannot be used.
     """
     import torch.distributed as dist
 

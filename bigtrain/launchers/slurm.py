@@ -1,6 +1,6 @@
-"""``slurm/train.sbatch`` made out for one run: its header, its run, its checkout. Pure.
+"""``slurm/train.sbatch`` filled in for one run: its header, its run, its checkout. Pure.
 
-The script that is written is the shipped one with other values, so there is one script to trust.
+The script written is the shipped one with other values, so that there is only one to maintain.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _OWNED = {"ntasks-per-node", "requeue", "open-mode", "signal", "nodes", "gpus-pe
 class SlurmRequest:
     """A run and what to ask Slurm for.
 
-    `nodes` is a number or a range ("1-4"); `processes_per_node` is also the number of GPUs, or of
-    processes without a GPU where `gpus` is False; `time` in Slurm's own notation; `directory` is
-    where relative paths of the run begin; `options` are further options of sbatch by name; `setup`
-    are shell lines that run first on each start.
+    `nodes` is a number or a range ("1-4"); `processes_per_node` is the number of ranks, each with a
+    GPU unless `gpus` is False; `time` in Slurm's own notation; `directory`: relative paths of the
+    run are relative to it; `options`: further options of sbatch by name; `setup`: shell lines to
+    run first at each start.
     """
 
     config: str
@@ -43,7 +43,7 @@ class SlurmRequest:
 
 
 def render_script(request: SlurmRequest) -> str:
-    """The script for `request`. Raises ConfigError with all that is wrong with it or its run."""
+    """The script for `request`. Raises ConfigError with all problems of it and its run."""
     problems = [*check_request(request)]
     if problems:
         raise ConfigError(problems, "the Slurm job")
@@ -81,7 +81,7 @@ def render_script(request: SlurmRequest) -> str:
 
 
 def check_request(request: SlurmRequest) -> list[Problem]:
-    """What is wrong with `request`, its run aside."""
+    """Problems of `request` apart from its run."""
     problems: list[Problem] = []
     try:
         node_range(request.nodes)
@@ -124,7 +124,7 @@ def time_seconds(text: str) -> int | None:
 
 
 def _with_header(text: str, header: Mapping[str, str | None]) -> str:
-    """`text` with the #SBATCH lines of `header` set; None takes a line out."""
+    """`text` with the #SBATCH lines of `header` set; None removes a line."""
     lines = text.splitlines()
     last = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
     for name, value in header.items():

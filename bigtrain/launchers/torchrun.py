@@ -1,12 +1,14 @@
 """A script for each node of an elastic run under torchrun: nodes may die, and others join. Pure.
 
-What it sets beyond torchrun's own (torch 2.13; tests/cluster/test_elastic.py):
+What it sets beyond torchrun's defaults (torch 2.13; tests/cluster/test_elastic.py):
 
-- TORCH_DISABLE_SHARE_RDZV_TCP_STORE: an agent that stays remembers where the processes met before,
-  and a node that joins would be told an address where nobody is (dynamic_rendezvous.py:1204).
-- ``setpriv --pdeathsig KILL``: torchrun starts its processes in sessions of their own, so those of
-  an agent that was killed would train on, unknown to the rendezvous, and hold the others.
-- A node is given up after `heartbeat_timeout` without a sign; by default 15 s, in three signs.
+- TORCH_DISABLE_SHARE_RDZV_TCP_STORE: an agent that survives reuses the store address of the round
+  before, and a node that joins would be given an address where nothing listens
+  (dynamic_rendezvous.py:1204).
+- ``setpriv --pdeathsig KILL``: torchrun starts its ranks in sessions of their own, so those of a
+  killed agent would keep training, unknown to the rendezvous, and block the others.
+- A node counts as dead after `heartbeat_timeout` without a heartbeat; by default 15 s, in which
+  three are missed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from bigtrain.launchers.node_range import check_on_every_number, node_range
 from bigtrain.system.shipped_files import checkout
 
 _ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})")
-_SIGNS = 3  # missed in a row before a node counts as dead
+_HEARTBEATS = 3  # missed in a row before a node counts as dead
 
 _SCRIPT = """\
 #!/bin/bash
@@ -29,12 +31,12 @@ _SCRIPT = """\
 #
 #   bash {file}
 #
-# {endpoint} is where they meet. Whoever serves it must not die: the first start on a node of that
-# name does, or, on a machine that is none of the nodes, started before all others:
+# {endpoint} is the rendezvous. The machine that serves it must not die: a node of that name serves
+# it by itself; on a machine that is not one of the nodes, serve it before starting any node:
 #
 #   bash {file} serve
 #
-# After a run has ended, start the serving one anew.
+# After a run has ended, restart the serving one.
 
 set -u
 {setup}checkout={checkout}
@@ -61,10 +63,10 @@ directory=$("$python" -m bigtrain.cli check --world-size {most_processes} \\
   --show output.directory --config "${{arguments[@]}}") || exit 2
 echo "{file}: on $(hostname), run directory $directory"
 
-# Without it a node that joins is told where the processes met before.
+# Without it a node that joins is given the store address of an earlier round.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{threads}}}"
-# The processes of an agent that dies die with it, so that the other nodes notice.
+# The ranks of an agent that dies are killed with it, so that the other nodes notice.
 exec "$python" -m bigtrain.launchers.agent \\
   --nnodes={nnodes} --nproc-per-node={processes} --max-restarts={restarts} \\
   --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id={name} \\
@@ -78,12 +80,12 @@ exec "$python" -m bigtrain.launchers.agent \\
 class TorchrunRequest:
     """A run and the nodes it may get.
 
-    `nodes` is a number or a range ("1-4"); `endpoint` is HOST:PORT where agents meet; `name` tells
-    the run from others that meet there; `restarts` after failures, of each agent; a node without a
-    sign for `heartbeat_timeout` is given up; after a change `last_call_timeout` are left for others
-    to come; `threads` of each process for OpenMP; `python` runs it and `directory` is where
-    relative paths of the run begin, both the same on every node; `file` is what the script will be
-    called; `setup` are shell lines that run first.
+    `nodes` is a number or a range ("1-4"); `endpoint`: HOST:PORT of the rendezvous; `name`: its
+    rendezvous id; `restarts`: after failures, of each agent; `heartbeat_timeout`: seconds without a
+    heartbeat after which a node counts as dead; `last_call_timeout`: seconds that further nodes
+    have to join after a change; `threads`: OpenMP threads of each rank; `python`: the interpreter,
+    and `directory`: what relative paths of the run are relative to, both the same on every node;
+    `file`: the script's file name; `setup`: shell lines to run first.
     """
 
     name: str
@@ -105,7 +107,7 @@ class TorchrunRequest:
 
 
 def render_torchrun(request: TorchrunRequest) -> str:
-    """The script for `request`. Raises ConfigError with all that is wrong with it or its run."""
+    """The script for `request`. Raises ConfigError with all problems of it and its run."""
     problems = _check_request(request)
     if problems:
         raise ConfigError(problems, "the torchrun job")
@@ -141,20 +143,20 @@ def render_torchrun(request: TorchrunRequest) -> str:
 
 
 def _settings(request: TorchrunRequest) -> dict[str, int]:
-    """Of torch's c10d rendezvous, in seconds but for the number of signs."""
-    interval = max(1, request.heartbeat_timeout // _SIGNS)
+    """Settings of torch's c10d rendezvous, in seconds (keep_alive_max_attempt: heartbeats)."""
+    interval = max(1, request.heartbeat_timeout // _HEARTBEATS)
     return {
         "join_timeout": 600,  # for the fewest nodes
         "last_call_timeout": request.last_call_timeout,
         "keep_alive_interval": interval,
         "keep_alive_max_attempt": max(1, request.heartbeat_timeout // interval),
-        # Within which an agent that is cut off ends itself and its processes.
+        # After this an agent that is cut off ends its ranks and itself.
         "read_timeout": max(30, 2 * request.heartbeat_timeout),
     }
 
 
 def _check_request(request: TorchrunRequest) -> list[Problem]:
-    """What is wrong with `request`, its run aside."""
+    """Problems of `request` apart from its run."""
     problems: list[Problem] = []
     try:
         node_range(request.nodes)

@@ -1,8 +1,9 @@
-"""Hugging Face models: found, built, cut, proven, exported.
+"""Hugging Face models: loaded, built, cut over ranks, tried, exported.
 
-Beside `data.tokenizers`, transformers is imported only here. Imports `settings` and `system`; no
-data, no deepspeed. Start with `build`; `layers` is what is done inside a model, `parallel` how it
-is cut over ranks, `weights` how it is read and written, `equivalence` the trials that show that
-each of these computes the same. Private parts of transformers and torch are touched in
-`transformers_patches` and `torch_patches` alone.
+Besides `data.tokenizers`, transformers is imported only here. Imports `settings`, `planner` and
+`system`; no data, no deepspeed. `engine`, `run`, `parity` and the commands import it. Start with
+`build`; `layers` changes single layers, `parallel` cuts a model over ranks, `experts` reads
+routers, `weights` reads and writes files, `equivalence` tries on proxy models that each of these
+computes the same, `export` writes what others load. Only `transformers_patches` and `torch_patches`
+touch private parts of those libraries.
 """

@@ -1,7 +1,7 @@
-"""Building any Hugging Face causal LM, with random or trained weights, whole or partitioned.
+"""Building any Hugging Face causal LM, with random or pretrained weights, full or partitioned.
 
-deepspeed is not imported here: whoever partitions parameters while the model is built passes a
-`Partitioning` that says how.
+deepspeed is not imported here: the engine passes a `Partitioning` that says how parameters are
+partitioned while the model is built.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ class Partitioning:
     """How parameters are split over ranks while the model is built (ZeRO-3).
 
     construct: context in which every new parameter is partitioned as soon as its module exists.
-    gather: context in which the given parameters are whole; what `writes_weights`' process wrote
-        to them is on every rank afterwards. Collective over all ranks.
-    writes_weights: whether this rank is the one whose values count inside `gather`.
-    prepare: called once with the whole constructed model, before random weights are filled in; it
-        may take parts away. Then `gather` is also what cuts full parameters, trained or random, on
-        leaving.
+    gather: context in which the given parameters are full; what the rank with `writes_weights`
+        writes to them is on every rank afterwards. Collective over all ranks.
+    writes_weights: whether this rank's values count inside `gather`.
+    prepare: called once with the full constructed model, before weights are filled in; it may
+        remove parts. Then `gather` also cuts full parameters on exit.
     """
 
     construct: Callable[[], AbstractContextManager[Any]]
@@ -69,19 +68,19 @@ def build_model(
 ) -> PreTrainedModel:
     """The run's model on the CPU (partitioned models: where `partitioning` puts them).
 
-    Random weights depend on `seed` and parameter names alone: not on dtype beyond rounding, the
-    number of processes, partitioning or device. Trained ones (`section.path`) are read into a whole
-    model (`weights`: read); a partitioned one is filled by its engine, and holds until then what
-    happens to be in memory (left). `adapters`: put beside the weights, which are frozen; they have
-    their initial values, whole on every rank until the engine takes over. Collective over all ranks
-    when partitioned. Raises ModelError for what cannot be built, and as `find_weights`.
+    Random weights depend only on `seed` and parameter names: not on the dtype (beyond rounding),
+    world size, partitioning or device. Pretrained ones (`section.path`) are read into a full model
+    (`weights`: read); a partitioned one is filled by its engine and is uninitialized until then
+    (left). `adapters`: added to the frozen weights with their initial values, full on every rank
+    until the engine takes over. Collective over all ranks when partitioned. Raises ModelError for
+    a model that cannot be built, and as `find_weights`.
     """
     # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
     # zero/partition_parameters.py) loses its decorators' constructor afterwards.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
-    # The model's own: what is set below, and by transformers, is not the configuration's to keep.
+    # A copy: what is set below, and by transformers, must not change the caller's configuration.
     model = _construct(copy.deepcopy(hf_config), section, seed, dtype, partitioning)
-    # Counts layers, so it comes before any are taken away.
+    # Counts layers, so it comes before any are removed.
     _set_gradient_checkpointing(model, section)
     freeze(model, section.frozen)
     if adapters is not None:
@@ -101,7 +100,7 @@ def build_model(
 
 @torch.no_grad()
 def _make_room(model: PreTrainedModel, partitioning: Partitioning) -> None:
-    """Bring parameters to the size they will have, and fill the buffers that no file holds."""
+    """Cut parameters to their final shape, and fill the buffers that no file holds."""
     if partitioning.prepare is not None:
         for parameter in model.parameters():
             with partitioning.gather([parameter]):
@@ -113,16 +112,16 @@ def _make_room(model: PreTrainedModel, partitioning: Partitioning) -> None:
 
 @torch.no_grad()
 def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
-    """Let a model that was built without weights read each layer's when it is called.
+    """Let a model that was built without weights read each layer's weights when it is called.
 
-    They are let go of after, so that a forward pass holds those of one layer.
+    They are freed afterwards, so that a forward pass holds one layer's weights at a time.
     """
 
     def read(name: str, parameter: nn.Parameter) -> None:
         parameter.data = room(tuple(weights.tensors[name].shape), parameter.dtype)
         weights.fill(name, (0,) * parameter.ndim, parameter.data)
 
-    def let_go(module: nn.Module) -> None:
+    def free(module: nn.Module) -> None:
         for parameter in module.parameters():
             parameter.data = parameter.data.new_empty(0)
 
@@ -138,9 +137,9 @@ def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
             for name, parameter in names.items():
                 read(name, parameter)
 
-        let_go(module)
+        free(module)
         module.register_forward_pre_hook(before)
-        module.register_forward_hook(lambda module, *_: let_go(module))
+        module.register_forward_hook(lambda module, *_: free(module))
     for name, buffer in model.named_buffers():
         if name in weights.tensors:
             weights.fill(name, (0,) * buffer.ndim, buffer)
@@ -170,14 +169,14 @@ def _construct(
     except (ValueError, ImportError) as error:
         key = "model.config" if section.path is None else f"model.path = {section.path!r}"
         raise ModelError(_why_not_built(key, section.attention, error)) from error
-    # no_init_weights also leaves out the tying that post_init would do.
+    # no_init_weights also skips the tying that post_init would do.
     model.tie_weights()
     assert isinstance(model, PreTrainedModel)
     return model
 
 
 def _implementation(attention: str) -> str | None:
-    """transformers chooses where it is given None."""
+    """For transformers, which chooses if it gets None."""
     return None if attention == "auto" else attention
 
 
@@ -211,12 +210,12 @@ def _set_gradient_checkpointing(model: PreTrainedModel, section: ModelSection) -
 def initialize_weights(
     model: PreTrainedModel, seed: int, partitioning: Partitioning = WHOLE
 ) -> None:
-    """Fill every parameter by the model's own rules, from a random stream of its own.
+    """Initialize every parameter by the model's own rules, from a random stream per module.
 
     The values come from the architecture's `_init_weights`, called as transformers calls it
     (children before parents), but each module draws from a CPU generator seeded with (seed,
     module name), in float32. So they are the same at every ZeRO stage and world size and on every
-    device, and one layer at a time is whole. Collective over all ranks when partitioned.
+    device, and only one layer at a time is full. Collective over all ranks when partitioned.
     """
     done: set[int] = set()
     for prefix, owner, module, recurse in _units(model, "", model):
@@ -229,8 +228,8 @@ def initialize_weights(
                             torch.manual_seed(_seed_of(seed, name))
                             initialize_module(child_owner, child)
         for parameter in parameters:
-            # transformers' init functions leave flagged tensors alone: a tied weight, or a layer
-            # that a container's rule would touch again when it is no longer whole.
+            # transformers' init functions skip flagged tensors: a tied weight, or a layer that a
+            # container's rule would initialize again when it is no longer full.
             mark_initialized(parameter)
             done.add(id(parameter))
 
@@ -238,7 +237,7 @@ def initialize_weights(
 def _units(
     module: nn.Module, prefix: str, owner: PreTrainedModel
 ) -> Iterator[tuple[str, PreTrainedModel, nn.Module, bool]]:
-    """Split the tree where it is wide: layers are units, what holds lists of them is walked.
+    """Split the module tree into units: each layer is one, modules that hold lists are walked.
 
     Yields (name, owning PreTrainedModel, module, whether its whole subtree belongs to the unit).
     """
@@ -300,7 +299,7 @@ class ParameterGroups:
 def split_by_decay(model: nn.Module, *, decay_embeddings: bool) -> ParameterGroups:
     """Decay matrices, not biases, norms or other vectors; embeddings as asked.
 
-    Frozen parameters are in neither group. Partitioned parameters are judged by their full shape.
+    Frozen parameters are in neither group. For partitioned parameters the full shape counts.
     """
     embeddings = {
         id(parameter)

@@ -1,4 +1,4 @@
-"""Finding and checking the Hugging Face configuration a run names."""
+"""Loading and checking the Hugging Face configuration that a run names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_hf_config(section: ModelSection) -> PreTrainedConfig:
     assert source is not None
     key = "model.path" if section.path is not None else "model.config"
     try:
-        # Said, or transformers asks at the terminal whether to run the code that comes with it.
+        # Explicit, or transformers asks at the terminal whether to run a model's own code.
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{key} = {source!r}: {_why_not_found(source, error)}") from error
@@ -58,8 +58,8 @@ def load_hf_config(section: ModelSection) -> PreTrainedConfig:
 
 
 def save_configuration(section: ModelSection, hf_config: PreTrainedConfig, directory: Path) -> None:
-    """Write `hf_config` into `directory`, and beside it the generation settings of the model that
-    `section` names, byte for byte, where it has any.
+    """Write `hf_config` into `directory`, and an unchanged copy of the generation settings of the
+    model that `section` names, if it has any.
 
     Raises OSError.
     """
@@ -67,7 +67,7 @@ def save_configuration(section: ModelSection, hf_config: PreTrainedConfig, direc
     source = section.path or section.config
     if not isinstance(source, str):
         return
-    # None also where the hub cannot be asked: settings that were written before then stay.
+    # None also if the hub cannot be reached: settings that were written before then stay.
     found = cached_file(
         source,
         GENERATION_CONFIG,

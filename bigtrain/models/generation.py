@@ -20,7 +20,7 @@ from bigtrain.models.weights.import_hf import refuse_pickles
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. `temperature` 0 takes the likeliest token every time."""
+    """How tokens are chosen. `temperature` 0 is greedy."""
 
     temperature: float
     top_p: float
@@ -58,11 +58,11 @@ def generate(model: str, prompt: str, *, max_new_tokens: int, sampling: Sampling
 
 
 class Conversation:
-    """A conversation with a model, whose answers come piece by piece and end by themselves."""
+    """A conversation with a model that streams its answers."""
 
     def __init__(self, model: str, *, max_new_tokens: int, sampling: Sampling) -> None:
-        """`model`: directory or hub name. Raises ModelError where it cannot be loaded, or has no
-        chat template."""
+        """`model`: directory or hub name. Raises ModelError if it cannot be loaded, or has no chat
+        template."""
         self._tokenizer = _load(AutoTokenizer, model)
         if not self._tokenizer.chat_template:
             raise ModelError(
@@ -81,9 +81,9 @@ class Conversation:
 
     @torch.no_grad()
     def answer(self, messages: list[dict[str, Any]], write: Callable[[str], object]) -> str:
-        """The answer to `messages`; `write` is given its text as it comes.
+        """The answer to `messages`; `write` gets its text as it is generated.
 
-        Raises ModelError where the chat template refuses the messages.
+        Raises ModelError if the chat template refuses the messages.
         """
         try:
             inputs = self._tokenizer.apply_chat_template(
@@ -105,7 +105,7 @@ class Conversation:
 
 
 class _Written(TextStreamer):  # type: ignore[misc]
-    """Text to a function instead of standard output."""
+    """Streams text to a function instead of standard output."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,11 +1,11 @@
-"""What a layer of a model costs, traced from the real transformers module on the meta device.
+"""The costs of a model's layers, traced from the real transformers module on the meta device.
 
-The whole model is built and run forward without memory: a dispatch mode sees every operation, and
-saved-tensor hooks what autograd keeps. Which layer an operation belongs to is known from hooks on
-the decoder layers; what tensor parallelism would divide, from the model's own plan: everything
-between a column-parallel module and the next row-parallel one. Layers that cost the same are one
-kind. Attention is a stand-in that keeps what fused kernels keep (queries, keys, values, output,
-log-sum-exp), since on the meta device sdpa takes the way that keeps the scores.
+The full model is built and run forward without memory: a dispatch mode sees every operation, and
+saved-tensor hooks see what autograd keeps. Hooks on the decoder layers attribute operations to
+layers; the model's own plan says what tensor parallelism would divide: everything between a
+column-parallel module and the next row-parallel one. Layers with the same costs are one kind.
+Attention is replaced by one that saves what fused kernels save (queries, keys, values, output,
+log-sum-exp), since on the meta device sdpa takes the path that saves the scores.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear", "matmul"}
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Shapes in, shapes out, and what a fused kernel keeps."""
+    """Output shape and saved tensors of a fused attention kernel."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class _FusedAttention(torch.autograd.Function):
 
 @dataclass
 class _Layer:
-    """What was seen of one layer."""
+    """Sums over the operations of one layer."""
 
     matmuls: list[Matmul] = field(default_factory=list)
     attention: Attention | None = None
@@ -108,14 +108,14 @@ class _Tracer(OperatorMode):
         self.own: set[int] = set()
         self.saved_outside = 0.0
         self._seen: dict[int, torch.Tensor] = {}
-        # Made before the layers and used by all (rotary embeddings): no layer's own. Kept, or
-        # their addresses would be used again.
+        # Made before the layers and used by all (rotary embeddings), so not any layer's own. Kept
+        # alive, or their addresses would be reused.
         self._outside: list[torch.Tensor] = []
         self._shared: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "aten::_grouped_mm":
-            # Its shape function takes bfloat16 alone, and kernels more.
+            # Its shape function supports only bfloat16, while kernels support more.
             rows, stack = args[0], args[1]
             result = rows.new_empty((*rows.shape[:-1], stack.shape[-1]))
         else:
@@ -150,7 +150,7 @@ class _Tracer(OperatorMode):
     def _product(self, name: str, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
         assert self.current is not None
         weights = [t for t in inputs if storage_of(t) in self.own and t.dim() >= 2]
-        if not weights:  # scores of an attention that is no registered one, or a scan
+        if not weights:  # scores of an attention outside the registry, or a scan
             left = inputs[-2] if len(inputs) >= 2 else output
             share = output.numel() / output.shape[-1] / self.tokens
             cut: Side = "out" if self.depth_cut else None
@@ -182,7 +182,7 @@ class _Tracer(OperatorMode):
                     self._seen[key] = tensor
                     self.saved_outside += tensor.untyped_storage().nbytes()
                 return tensor
-            self._seen[key] = tensor  # kept, or its address would be used again
+            self._seen[key] = tensor  # kept alive, or its address would be reused
             size = tensor.untyped_storage().nbytes()
             if self.depth_cut and self.side != "out":
                 self.current.saved_cut += size
@@ -199,8 +199,8 @@ def trace_model(
 ) -> ModelCosts:
     """Costs of the model that `hf_config` describes, trained in `dtype`.
 
-    Takes a second or two, no memory and no device. Raises ModelError where transformers cannot run
-    it on the meta device.
+    Takes a second or two, no memory and no device. Raises ModelError if transformers cannot run it
+    on the meta device.
     """
     try:
         with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
@@ -364,7 +364,8 @@ def _collected(
 
 
 def _parameters(prefix: str, layer: nn.Module, plan: dict[str, str]) -> tuple[int, int, int, int]:
-    """Elements that every tensor-parallel rank has, that they divide, of experts; and tensors."""
+    """Elements that every tensor-parallel rank has, that ranks divide, and of experts; and the
+    number of tensors."""
     whole = cut = expert = count = 0
     for name, parameter in layer.named_parameters():
         count += 1

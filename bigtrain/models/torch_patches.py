@@ -1,6 +1,6 @@
 """Every private part of torch that bigtrain uses, each with why.
 
-Read in torch 2.13. It lies here because `models`, `engine` and `run` need it, and this is the
+Read in torch 2.13. It is here because `models`, `engine` and `run` need it, and `models` is the
 lowest of them. `tests/unit/models/test_torch_patches.py` has a contract test for each, which says
 in one sentence what an upgrade has moved.
 """
@@ -29,11 +29,11 @@ OperatorMode = TorchDispatchMode
 its base class, which has no public name."""
 
 
-# --- what an object's own dict holds is found before what its class defines ---
+# --- instance attributes take precedence over the class's and over submodules ---
 
 
 def shadow(owner: object, name: str, value: Any) -> None:
-    """Let `owner` have `value` as its attribute `name`, without it becoming a submodule.
+    """Set attribute `name` of `owner` to `value` without registering it as a submodule.
 
     For methods that are called through the object: `nn.Module._call_impl` calls ``self.forward``
     inside of the module's hooks (nn/modules/module.py), wrappers of optimizers ``optimizer.step``
@@ -44,13 +44,13 @@ def shadow(owner: object, name: str, value: Any) -> None:
 
 
 def unshadow(owner: object, name: str) -> None:
-    """Take back what `shadow` did; nothing where it did nothing."""
+    """Undo `shadow`; does nothing if there was none."""
     vars(owner).pop(name, None)
 
 
 @contextmanager
 def shadowed(owner: object, values: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, attributes of `owner` are shadowed; after, they are what they were before."""
+    """Inside, attributes of `owner` are shadowed by `values`; restored on exit."""
     names = vars(owner)
     before = {name: names[name] for name in values if name in names}
     names.update(values)
@@ -68,10 +68,10 @@ def shadowed(owner: object, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def is_in_backward() -> bool:
-    """Whether the backward pass calls: what recomputes a checkpointed layer, above all.
+    """Whether this runs inside a backward pass, as the recomputation of a checkpointed layer does.
 
-    The engine's number for a backward pass under way, -1 outside of one (torch/csrc/autograd/
-    engine.h, `get_current_graph_task_id`; torch.utils.checkpoint asks for it too).
+    The autograd engine's id of the current backward pass, -1 outside of one (torch/csrc/autograd/
+    engine.h, `get_current_graph_task_id`; torch.utils.checkpoint uses it too).
     """
     return torch._C._current_graph_task_id() != -1
 
@@ -94,7 +94,7 @@ def wrapper_tensor(
 
 
 def map_instances(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` of tuples, lists and dicts, with `function` of each instance of `kind` in its place.
+    """`tree` of tuples, lists and dicts, with `function` applied to each instance of `kind`.
 
     `torch.utils._pytree.tree_map_only`: arguments of operators come in the containers it knows.
     """
@@ -107,7 +107,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What tells the storage of `tensor` from others while either lives, on the meta device too.
+    """An id of the storage of `tensor`, unique while it is alive, also on the meta device.
 
     `_cdata` of torch/storage.py; `data_ptr` is 0 for every tensor without memory.
     """
@@ -115,10 +115,10 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def has_buffers_alone(module: nn.Module) -> bool:
-    """Whether `module` itself registered buffers and no parameters, those that are None included.
+    """Whether `module` itself registered buffers and no parameters, counting those that are None.
 
     `Module._buffers` and `_parameters` (nn/modules/module.py); `named_buffers` and
-    `named_parameters` pass over what is None.
+    `named_parameters` skip None.
     """
     return bool(module._buffers and not module._parameters)
 
@@ -130,9 +130,9 @@ def has_buffers_alone(module: nn.Module) -> bool:
 def observed_waits(observe: Callable[[float], None]) -> Iterator[None]:
     """Inside, `observe` gets the seconds of every wait of this thread for a collective.
 
-    Every function of torch.distributed that does not return the operation itself waits by its
-    `wait` (torch/distributed/distributed_c10d.py), and so does who was given it. Where a device
-    runs the collectives, as NCCL's, `wait` lets its stream wait and not the host.
+    Functions of torch.distributed wait by `Work.wait` (torch/distributed/distributed_c10d.py)
+    unless they return the work, and then the caller does. For collectives on a device, such as
+    NCCL's, `wait` blocks the stream and not the host.
     """
     kind: Any = dist.Work
     own, thread = kind.wait, threading.get_ident()
@@ -156,8 +156,8 @@ def observed_waits(observe: Callable[[float], None]) -> Iterator[None]:
 def default_store() -> dist.Store:
     """The store that the default process group was opened with.
 
-    torch/distributed/distributed_c10d.py:1433, `_get_default_store`. Whoever opens the group passes
-    the store himself, and here that is `deepspeed.init_distributed`.
+    torch/distributed/distributed_c10d.py:1433, `_get_default_store`. There is no public way, since
+    the code that opens the group passes the store; here that is `deepspeed.init_distributed`.
     """
     return dist.distributed_c10d._get_default_store()
 
@@ -165,11 +165,11 @@ def default_store() -> dist.Store:
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, address: str
 ) -> dist.ProcessGroupGloo:
-    """A group of gloo's beside the default process group, whose members have other default ones.
+    """A gloo group whose members are in different default process groups.
 
-    This rank listens at `address`, whatever GLOO_SOCKET_IFNAME says, which is of the default group.
-    Only options say so: torch/csrc/distributed/c10d/init.cpp binds them as `_Options`, for which
-    Python has no public name (torch/distributed/distributed_c10d.py:2191 makes them likewise).
+    This rank listens at `address`, whatever GLOO_SOCKET_IFNAME says, which is for the default
+    group. That needs options, which torch/csrc/distributed/c10d/init.cpp binds as `_Options`
+    without a public Python name (torch/distributed/distributed_c10d.py:2191 makes them likewise).
     """
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
@@ -180,8 +180,8 @@ def gloo_group(
 
 
 def flight_recorder_trace() -> bytes | None:
-    """What torch's flight recorder, that of NCCL or of gloo, holds of this rank's last
-    collectives, as its own reader takes it; None where torch was built without it.
+    """This rank's last collectives from torch's flight recorder (NCCL's or gloo's), in the format
+    of its own reader; None if torch was built without it.
 
     Both functions are bound in torch/csrc/distributed/c10d/init.cpp; Python has no name for them.
     """
@@ -194,10 +194,10 @@ def flight_recorder_trace() -> bytes | None:
 
 
 def set_allocator(settings: str) -> None:
-    """Give the allocators of devices and page-locked memory `settings`, as PYTORCH_ALLOC_CONF does.
+    """Apply `settings` to the device and pinned-memory allocators, as PYTORCH_ALLOC_CONF does.
 
-    They count for memory asked for from now on. Raises RuntimeError or ValueError for a key that
-    this torch does not know. torch 2.13 has no public name for it: torch/cuda/memory.py,
+    They hold for later allocations. Raises RuntimeError or ValueError for a key that this torch
+    does not know. torch 2.13 has no public name for it: torch/cuda/memory.py,
     `_set_allocator_settings`, is deprecated in favour of this one.
     """
     torch._C._accelerator_setAllocatorSettings(settings)

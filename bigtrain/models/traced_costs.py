@@ -1,7 +1,7 @@
-"""The costs of a run's model, traced once and kept; by a closed form where it cannot be traced.
+"""The costs of a run's model, traced once and cached; a closed form if it cannot be traced.
 
-Imports torch and transformers only where the costs are not known yet, so that `bigtrain plan`
-answers in a fraction of a second from then on.
+Imports torch and transformers only if the costs are not cached yet, so that later calls of
+`bigtrain plan` take a fraction of a second.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ KIND = "model_costs"
 def model_costs(
     config: RunConfig, hf_config: Any = None, *, traces: bool = True
 ) -> tuple[ModelCosts, str]:
-    """Costs of the run's model, and what has to be said of them, or nothing. `hf_config` is its
-    configuration where that has been loaded already. Without `traces`, no torch is imported.
+    """Costs of the run's model, and a remark on them (or empty). `hf_config`: its configuration, if
+    already loaded. Without `traces`, no torch is imported.
 
-    Raises ConfigError or ModelError where the model is not known, or is neither traceable nor
-    dense, and where its adapters are not known without torch.
+    Raises ConfigError or ModelError if the model is not known, or is neither traceable nor dense,
+    and if its adapters are not known without torch.
     """
     costs, remark = _own_costs(config, hf_config, traces)
     if config.adapters is not None:
@@ -133,8 +133,8 @@ def _trace(config: RunConfig, hf_config: Any) -> ModelCosts:
 
 
 def _section(config: RunConfig) -> ModelSection:
-    """The run's model; what ships with the recipes needs no network, and no leave to read a gated
-    model."""
+    """The run's model section; configurations shipped with the recipes replace a hub name, so that
+    they need no network and no access to gated models."""
     section = config.model
     values = written_configuration(section)
     source = section.path or section.config

@@ -25,7 +25,7 @@ Product = Callable[..., torch.Tensor]
 
 
 def initialize_module(owner: PreTrainedModel, module: nn.Module) -> None:
-    """Fill the parameters and buffers of `module` itself by the rules of the model that has it.
+    """Initialize the parameters and buffers of `module` itself by its model's rules.
 
     transformers calls `_init_weights` (modeling_utils.py:2295, and every architecture's own) from
     `init_weights` and `from_pretrained` alone, for the whole model at once.
@@ -39,7 +39,7 @@ def mark_initialized(tensor: torch.Tensor) -> None:
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:
-    """Names in the state of `model` that `save_pretrained` leaves out, beside tied ones.
+    """Names in the state dict of `model` that `save_pretrained` skips, besides tied ones.
 
     `_keys_to_ignore_on_save` of its class, and by modeling_utils.py:1310 of its submodules.
     """
@@ -56,9 +56,9 @@ def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, torch
 
 
 def drop_expected_keys(model: PreTrainedModel, loading_info: Any) -> None:
-    """Take out of the missing and unexpected keys of `loading_info` those that a class expects.
+    """Remove keys that a class expects from the missing and unexpected keys of `loading_info`.
 
-    As `from_pretrained` does it: modeling_utils.py:4916, `_adjust_missing_and_unexpected_keys`.
+    As `from_pretrained` does: modeling_utils.py:4916, `_adjust_missing_and_unexpected_keys`.
     """
     model._adjust_missing_and_unexpected_keys(loading_info)
 
@@ -69,8 +69,7 @@ def drop_expected_keys(model: PreTrainedModel, loading_info: Any) -> None:
 def expanded_plan(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
     """`plan` by the concrete name of every module and parameter, parameters before their module.
 
-    `_expand_parallel_plan` (distributed/mixin.py:211): patterns mean what transformers takes them
-    to mean.
+    `_expand_parallel_plan` (distributed/mixin.py:211), so that patterns match as in transformers.
     """
     expanded: dict[str, str] = model._expand_parallel_plan(plan)
     return expanded
@@ -86,12 +85,12 @@ def modules_of_experts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def grouped_experts(name: str, product: Callable[[Product], Product]) -> None:
-    """Register `name` for `set_experts_implementation`: experts by grouped products, of which
-    `product` has another way.
+    """Register `name` for `set_experts_implementation`: grouped experts with the grouped product
+    replaced by `product` of it.
 
     `grouped_mm_experts_forward` (integrations/moe.py:344) multiplies by `_grouped_mm` of its module
-    (rows [n, in], stacks [experts, in, out], ends of their rows [experts]). Here it gets a name of
-    its own for that, so that all else stays as transformers has it; nothing of the module changes.
+    (rows [n, in], stacks [experts, in, out], ends of their rows [experts]). Here a copy of it with
+    other globals is made; the module itself does not change.
     """
     linear = _with_globals(moe._grouped_linear, _grouped_mm=product(moe._grouped_mm))
     forward = _with_globals(moe.grouped_mm_experts_forward, _grouped_linear=linear)
@@ -99,7 +98,7 @@ def grouped_experts(name: str, product: Callable[[Product], Product]) -> None:
 
 
 def takes_any_width(rows: torch.Tensor, stacks: torch.Tensor, ends: torch.Tensor) -> bool:
-    """Whether transformers computes this grouped product without torch's, one after the other.
+    """Whether transformers computes this grouped product without torch's, expert by expert.
 
     `_can_use_grouped_mm` (integrations/moe.py:250): on old GPUs and within torch.compile.
     """
@@ -122,16 +121,16 @@ def _with_globals(function: Any, **names: Any) -> Any:
 
 
 def attention_name(model: PreTrainedModel) -> str:
-    """The attention that `model` has, by its name in transformers' registry, chosen or given.
+    """The name of the model's attention in transformers' registry, whether chosen or given.
 
-    Public is `set_attn_implementation` alone; it, too, sets ``config._attn_implementation``
+    Only `set_attn_implementation` is public; it sets ``config._attn_implementation``
     (configuration_utils.py:595).
     """
     return str(model.config._attn_implementation)
 
 
 def replace_checkpoint(layer: Any, wrap: Callable[[Checkpoint], Checkpoint]) -> None:
-    """Let a checkpointed layer recompute by `wrap` of its checkpoint function.
+    """Replace the checkpoint function of a checkpointed layer by `wrap` of it.
 
     Its class calls `_gradient_checkpointing_func` (modeling_layers.py:120), which
     `gradient_checkpointing_enable` sets on every layer; it takes arguments of torch's function and
@@ -141,7 +140,7 @@ def replace_checkpoint(layer: Any, wrap: Callable[[Checkpoint], Checkpoint]) -> 
 
 
 def collected_outputs() -> dict[str, Any] | None:
-    """What the forward pass under way has recorded, by name, in lists; None outside of one.
+    """The outputs recorded in the current forward pass, lists by name; None outside of one.
 
     `output_capturing._active_collector` (utils/output_capturing.py:117), set in `capture_outputs`
     around a base model's forward, transformers 5.17 to 5.23.
@@ -154,11 +153,11 @@ def collected_outputs() -> dict[str, Any] | None:
 def packed_sequences_found_by(
     find: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Iterator[None]:
-    """Inside, masks are made for the documents that `find` tells of positions, None for one.
+    """Inside, masks use the documents that `find` returns for positions (None: one per sample).
 
     Replaces `find_packed_sequence_indices` (masking_utils.py:750), which is called for every kind
-    of mask in every forward pass (:881) and looks at the positions: on a GPU the host then waits
-    for all that has been asked of the device before.
+    of mask in every forward pass (:881) and reads the positions: on a GPU the host then waits for
+    all queued work.
     """
     own = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = find

@@ -1,4 +1,4 @@
-"""How far a topology is from the reference, and where the first difference arises."""
+"""How much a topology differs from the reference, and where the first difference arises."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from bigtrain.parity.reference import Figures
 from bigtrain.parity.topologies import Point
 
 LOSS_TOLERANCE = 1e-5
-"""In nats, at every step; float32 rounding is a tenth of it."""
+"""Of the loss in nats, at every step; float32 rounding is a tenth of it."""
 NORM_TOLERANCE = 1e-4
 """Of the gradient norm, at every step."""
 WEIGHT_TOLERANCE = 1e-5
-"""Of any weight, at the end, where rounding takes it less far."""
+"""Of any weight at the end, unless rounding alone makes a larger difference (`ROUNDING`)."""
 ROUNDING = 4.0
-"""How many times as far as plain PyTorch's own runs are apart that add up in another order."""
+"""Allowed difference of a weight, as a multiple of that between plain PyTorch runs that sum in
+another order."""
 
 _SPREADS = 3.0
-"""16 bit: how many times as far from the mean of the plain runs as the farthest of them."""
+"""16 bit: allowed distance from the mean of the plain runs, as a multiple of the largest of
+theirs."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest differences that are rounding: of the loss in nats, of the norm relative to it,
-    of the weights, and of what a layer puts out, in squares relative to those."""
+    """The largest differences that count as rounding: of the loss in nats, of the gradient norm
+    (relative), of the weights, and of the sum of squares of a layer's output (relative)."""
 
     loss: float = LOSS_TOLERANCE
     norm: float = NORM_TOLERANCE
@@ -38,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a topology compares: the worst difference of each kind, and where the first arises.
+    """The result of one topology: the worst difference of each kind, and where the first arises.
 
     crash: the first line of the error with which it ended; then nothing was compared.
     """
@@ -53,7 +55,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether all is within tolerance. Not a number is a difference."""
+        """Whether all differences are within tolerance. NaN counts as a difference."""
         return (
             not self.crash
             and self.loss <= self.limits.loss
@@ -67,10 +69,10 @@ def compare(
 ) -> Verdict:
     """The worst differences of `found`, and where the first arises if they are too large.
 
-    Of several references, which only rounding puts apart, the mean is compared with, and how far
-    they are from it is what may be rounding. reordered: of one reference, the same run with sums in
-    other orders: a weight may be as far off as rounding alone takes that very parameter. The
-    verdict's weight is then the one nearest to its limit, or farthest beyond it.
+    Several references, which differ only by rounding, are compared by their mean, and their
+    distances from it set the limits. reordered: runs of the one reference with sums in other
+    orders, which set the limit of each weight. The verdict's weight is then the one nearest to its
+    limit, or farthest beyond it.
     """
     reference, limits = mean_of(references)
     loss, norm, weight = _distances(reference, found)
@@ -103,7 +105,7 @@ def mean_of(references: Sequence[Figures]) -> tuple[Figures, Limits]:
 
 
 def _rounding(reference: Figures, reordered: Sequence[Figures]) -> dict[str, float]:
-    """How far each parameter may be off."""
+    """The largest allowed difference of each parameter."""
     floors = [_weight_distance(reference.last, other.last) for other in reordered]
     return {
         name: max(WEIGHT_TOLERANCE, ROUNDING * max(floor[name] for floor in floors))
@@ -120,7 +122,8 @@ def _mean(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _distances(reference: Figures, found: Figures) -> tuple[float, float, float]:
-    """Of the loss and the norm at the worst step, and of the worst weight at the end."""
+    """Differences of the loss and the norm at the worst step, and of the worst weight at the
+    end."""
     return (
         max(_distance(a, b) for a, b in zip(reference.losses, found.losses, strict=True)),
         max(_distance(a, b) / a for a, b in zip(reference.norms, found.norms, strict=True)),

@@ -1,4 +1,4 @@
-"""The run's optimizer as torch has it, of whole masters in one process."""
+"""The run's optimizer by torch's own implementation, on full masters in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bigtrain.settings.run_config import OptimizerSection
 
 
 class PlainOptimizer(Protocol):
-    """What a training loop of plain PyTorch asks of an optimizer."""
+    """What a plain PyTorch training loop needs of an optimizer."""
 
     param_groups: list[dict[str, Any]]
 
@@ -28,9 +28,10 @@ def plain_optimizer(
     masters: Mapping[str, torch.Tensor],
     section: OptimizerSection,
 ) -> PlainOptimizer:
-    """What updates `masters`, of `parameters` by name. Give its groups the run's learning rate.
+    """The optimizer that updates `masters`, of `parameters` by name. Set the learning rate in its
+    groups.
 
-    Matrices decay, and embeddings where the run says so; vectors and single numbers do not.
+    Matrices decay, embeddings if the run says so; vectors and scalars do not.
     """
     chosen = hidden_matrices(model) if section.type == "muon" else {}
     embeddings = {
@@ -65,7 +66,7 @@ def plain_optimizer(
 
 
 class _Together:
-    """Optimizers that step together, each at a rate in proportion to the one that is set."""
+    """Optimizers that step together; the learning rate of each is the one set times its ratio."""
 
     def __init__(self, parts: Sequence[tuple[PlainOptimizer, float]]) -> None:
         self._parts = parts

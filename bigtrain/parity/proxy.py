@@ -1,4 +1,4 @@
-"""The run that is trained at every topology: the user's, with a proxy model of its model."""
+"""The run that is trained at every topology: the user's run with a proxy model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from bigtrain.settings.run_config import (
 
 STEPS = 5
 RATES = tuple(1e-2 * (0.5 + 0.25 * step) for step in range(STEPS))
-"""The learning rate of every step: another one each time, so that a late one shows."""
+"""The learning rate of every step, all different, so that one applied a step late shows."""
 
 SHIPPED = ("zero0", "zero1", "zero2", "zero3", "pipeline_zero1")
 _CLIP_NORM = 0.5
@@ -51,8 +51,8 @@ _CHUNK_TOKENS = 7
 
 @dataclass(frozen=True)
 class Engine:
-    """What configures DeepSpeed: how it is shown, the name or path of its JSON, and whether it is
-    the run's own."""
+    """A DeepSpeed JSON: its label in the output, its name or path, and whether it is the run's
+    own."""
 
     label: str
     config: str
@@ -61,10 +61,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Proxy:
-    """A run that can be trained here, in float32.
+    """The run to train here, in float32.
 
-    precision: the run's, which its own engine is compared in too; None where that is float32.
-    notes: what people are to know of how it differs from their run.
+    precision: the run's, in which its own engine is compared too; None if that is float32.
+    notes: human-readable lines on how it differs from the user's run.
     """
 
     config: RunConfig
@@ -74,13 +74,12 @@ class Proxy:
 
 
 def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
-    """`config` with a proxy model of its model (written to `directory`) and a batch for all points.
+    """`config` with a proxy model (written to `directory`) and a batch size that suits all points.
 
-    The architecture and its options stay, and so does what the run says of frozen parameters, its
-    loss, decay and Adam's betas. The weights are transformers' own initial ones with noise on
-    them (ones and zeros hide what is done with them), and clipping, where it is on, bites. Dropout
-    is off. Raises ModelError where no proxy model can be built, ConfigError for what the run's
-    model or DeepSpeed JSON rules out.
+    The architecture and its options stay, and so do the run's frozen parameters, loss, decay and
+    Adam's betas. The weights are transformers' initial ones plus noise (ones and zeros hide
+    errors), and clipping, if on, takes effect. Dropout is off. Raises ModelError if no proxy model
+    can be built, ConfigError for what the run's model or DeepSpeed JSON rules out.
     """
     if config.adapters is not None:
         rule = "plain transformers, which topologies are compared with here, has no adapters"
@@ -107,9 +106,9 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
             tokens=tokens,
         )
     except ValueError as error:
-        raise ModelError(f"no proxy model of the model can be built: {error}") from error
+        raise ModelError(f"no proxy model can be built: {error}") from error
     if getattr(model.config, "output_router_logits", False):
-        # The router's loss is a micro-batch's, and the points cut the batch differently.
+        # The router's loss is computed per micro-batch, and points cut the batch differently.
         model.config.output_router_logits = False
         notes.append("the router's auxiliary loss is off here: it depends on the micro-batch")
     randomize(model)
@@ -143,7 +142,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
         if value not in (off, "auto")
     ]
     if config.moe != MoeSection():
-        notes.append("the section moe is left out here: its terms depend on the micro-batch")
+        notes.append("the section moe is off here: its terms depend on the micro-batch")
     if config.precision.dtype == "float16":
         notes.append("float16 skips steps until its loss scale fits: float32 alone is compared")
     precision = config.precision if config.precision.dtype == "bfloat16" else None
@@ -151,7 +150,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
 
 
 def _dropout(hf_config: Any) -> str:
-    """The configuration's probabilities that are not zero, by name."""
+    """The configuration's dropout probabilities that are not zero, as text; empty if none."""
     off = deterministic(hf_config)
     found = {
         f"{key} = {value}"
@@ -163,16 +162,16 @@ def _dropout(hf_config: Any) -> str:
 
 
 def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
-    """The run's but for what would hide differences, or make some of rounding errors.
+    """The run's section, except for settings that would hide differences or amplify rounding.
 
-    With Adam's own eps a gradient of rounding errors moves a weight as far as any other, and every
-    topology would differ; at a small learning rate no weight would show anything.
+    With Adam's default eps a gradient that is only rounding error moves a weight as far as any
+    other, and every topology would differ; at a small learning rate no weight would show anything.
     """
     if section.type == "muon":
         own: dict[str, Any] = {"ns_dtype": "float32", "split": {}}
         if section.muon.ns_dtype != "float32":
             notes.append(
-                "Muon iterates in float32 here: in bfloat16 the last bits of a gradient decide on "
+                "Muon iterates in float32 here: in bfloat16 the last bits of a gradient change "
                 "the third digit of an update"
             )
         if section.muon.split:
@@ -181,7 +180,9 @@ def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
             own["lr"] = section.muon.lr / section.lr * max(RATES)
         section = section.model_copy(update={"muon": section.muon.model_copy(update=own)})
     if section.state_dtype != "float32":
-        notes.append("optimizer states are float32 here: in bfloat16 they are rounded by chance")
+        notes.append(
+            "optimizer states are float32 here: in bfloat16 they are rounded stochastically"
+        )
     return section.model_copy(
         update={
             "lr": max(RATES),
@@ -197,9 +198,9 @@ def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tupl
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     patterns = config.model.frozen
     kept = tuple(p for p in patterns if any(fnmatchcase(name, p) for name in names))
-    left_out = [pattern for pattern in patterns if pattern not in kept]
-    if left_out:
-        notes.append(f"{FROZEN}: {', '.join(left_out)} match nothing in the proxy model")
+    unmatched = [pattern for pattern in patterns if pattern not in kept]
+    if unmatched:
+        notes.append(f"{FROZEN}: {', '.join(unmatched)} match nothing in the proxy model")
     if all(any(fnmatchcase(name, p) for p in kept) for name in names):
         rule = "leaves nothing to train in the proxy model, which has fewer layers"
         raise ConfigError(Problem(FROZEN, list(patterns), rule, "match fewer parameters"))
@@ -207,7 +208,7 @@ def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tupl
 
 
 def _loss(config: RunConfig, hf_config: Any, notes: list[str]) -> Literal["plain", "chunked"]:
-    """How the run computes its loss, as it would choose for its own micro-batches."""
+    """How the run would compute the loss of its own micro-batches."""
     batch = config.batch
     plan = BatchPlan(batch.samples_per_step, batch.micro_batch_size, 1, 1, batch.sequence_length)
     chosen, _ = choose_loss(config, hf_config, plan)
@@ -217,7 +218,7 @@ def _loss(config: RunConfig, hf_config: Any, notes: list[str]) -> Literal["plain
 
 
 def _engines(config: RunConfig, directory: Path) -> tuple[Engine, ...]:
-    """One for each ZeRO stage, and the run's own JSON where it is none of those."""
+    """One for each ZeRO stage, and the run's own JSON if it is none of those."""
     shipped = [Engine(name, name, False) for name in SHIPPED]
     path = find_deepspeed_config(config.engine.deepspeed_config)
     label = Path(label_of(path)).name.removesuffix(".json")
@@ -226,17 +227,17 @@ def _engines(config: RunConfig, directory: Path) -> tuple[Engine, ...]:
     raw = read_deepspeed_config(path)
     plan = BatchPlan(1, 1, 1, 1, config.batch.sequence_length)
     for owned in owned_values(config, plan, raw, zero_stage_of(raw)):
-        # The run's numbers are others here. What contradicts them already is left to be refused.
+        # Batch numbers differ here. A JSON that contradicts the run's is refused later.
         if owned.key.startswith("train_") or owned.contradiction(raw, label) is None:
-            _give_back(raw, owned.key)
-    _give_back(raw, "gradient_accumulation_steps")
+            _set_auto(raw, owned.key)
+    _set_auto(raw, "gradient_accumulation_steps")
     own = directory / f"{label}.json"
     own.write_text(json.dumps(raw))
     return (*shipped, Engine(label, str(own), True))
 
 
-def _give_back(tree: dict[str, Any], key: str) -> None:
-    """Leave the value at a dotted path to the run, where there is one."""
+def _set_auto(tree: dict[str, Any], key: str) -> None:
+    """Replace the value at a dotted path, if there is one, by "auto": the run then sets it."""
     *parents, leaf = key.split(".")
     node: Any = tree
     for name in parents:

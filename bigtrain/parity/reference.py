@@ -1,7 +1,7 @@
 """Plain transformers and torch.optim in one process: what every topology is compared with.
 
-Nothing here is bigtrain's but the tokens: the model comes from `from_pretrained`, and what the run
-YAML promises of the loss, decay, frozen parameters and clipping is written out again.
+Only the tokens are bigtrain's: the model comes from `from_pretrained`, and loss, decay, frozen
+parameters and clipping, as the run YAML defines them, are implemented again.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _IGNORED = -100
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PARTS = (2, 3, 4)
 _DIVISIONS = 8
-"""Of four runs in 16 bit the farthest says too little of the next (tests/parity/plain.py)."""
+"""Reference runs in 16 bit; four give too low a limit (tests/parity/plain.py)."""
 
 
 @dataclass
 class Figures:
-    """What a training run of `STEPS` steps looks like.
+    """The numbers of a training run of `STEPS` steps.
 
     layers: sums of squares of each layer's output before the first step, in model order. first and
     last: the weights after the first and the last step, by name.
@@ -53,7 +53,7 @@ class Figures:
 
 @contextmanager
 def without_progress() -> Iterator[None]:
-    """Let transformers show no progress of what takes no time."""
+    """Inside, transformers shows no progress bars."""
     disable_progress_bar()
     try:
         yield
@@ -62,11 +62,11 @@ def without_progress() -> Iterator[None]:
 
 
 def train_reference(config: RunConfig, sum_dtype: torch.dtype | None = None) -> list[Figures]:
-    """Train plain transformers with torch's own optimizer in this rank.
+    """Train plain transformers with torch's own optimizer in this process.
 
     In float32 once, whole batches at a time. In 16 bit, with float32 masters, several times, with
-    samples in other orders and divisions: rounding alone puts these runs apart. sum_dtype: in which
-    gradients of micro-batches are added up; not given: that of the parameters.
+    samples in other orders and micro-batches: these runs differ only by rounding. sum_dtype: the
+    dtype in which gradients of micro-batches are accumulated; None: that of the parameters.
     """
     if config.precision.dtype == "float32":
         return [_train(config, [_whole(config)] * STEPS, torch.float32)]
@@ -81,9 +81,9 @@ def train_reference(config: RunConfig, sum_dtype: torch.dtype | None = None) -> 
 
 
 def train_reordered(config: RunConfig) -> list[Figures]:
-    """As in float32 `train_reference`, with the sums of linear layers in other orders.
+    """As `train_reference` in float32, with the sums of linear layers in other orders.
 
-    What a division of the work does to sums, and nothing else: these runs differ by rounding.
+    Dividing the work over ranks reorders sums in the same way: these runs differ only by rounding.
     """
     runs = []
     for num_parts in _PARTS:
@@ -141,7 +141,7 @@ def _train(
 
 
 def _trained(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Parameters by name, but for those of which a name (tied ones have several) is `frozen`."""
+    """Trained parameters by name: all without a name (tied ones have several) in `frozen`."""
     is_frozen = {
         id(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -186,7 +186,7 @@ def _backward(
 
 
 def _logits(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Logits [B, T, V] of plain transformers, of every document alone where they are kept apart."""
+    """Logits [B, T, V] of plain transformers; of every document alone if documents are isolated."""
 
     def of(ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
@@ -211,7 +211,7 @@ def _weights(model: nn.Module, masters: dict[str, torch.Tensor]) -> dict[str, to
 
 
 def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict[str, float]:
-    """Sums of squares of what every layer of `model` puts out during `forward`, by name.
+    """Sum of squares of the output of every layer of `model` during `forward`, by name.
 
     Layers of other pipeline stages, which have no parameters here, are not among them. Sums over
     tokens, so those of disjoint batches or parts add up.

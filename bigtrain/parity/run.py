@@ -28,12 +28,12 @@ def run_parity(
     say: Callable[[str], None],
     report: Callable[[Point, Verdict | None], None],
 ) -> bool:
-    """Compare every legal topology of `world_size` processes; calls `report` for every point, with
-    None for a refused one, and `say` with what people are to know beforehand.
+    """Compare every legal topology of `world_size` ranks; calls `report` for every point, with None
+    for a refused one, and `say` with the proxy's notes first.
 
-    Returns whether all passed; one that crashes has not, and the others go on. Raises ModelError
-    where the model cannot be made small or plain transformers fails, ConfigError as `shrink`,
-    LaunchError where no process begins.
+    Returns whether all passed; one that crashes has failed, and the others continue. Raises
+    ModelError if no proxy model can be built or plain transformers fails, ConfigError as `shrink`,
+    LaunchError if no process starts.
     """
     with tempfile.TemporaryDirectory(prefix="bigtrain-parity-") as name:
         directory = Path(name)
@@ -47,7 +47,7 @@ def run_parity(
                 report(point, None)
         legal = [point for point in all_points if point.refusal is None]
         if not legal:
-            raise BigtrainError(f"no topology of {world_size} processes is legal")
+            raise BigtrainError(f"no topology of {world_size} ranks is legal")
         with without_progress():
             references = {point.name: reference_of(point, world_size) for point in legal}
             reordered = {point.name: reordered_of(point) for point in legal}
@@ -63,7 +63,7 @@ def run_parity(
 
 
 def reference_of(point: Point, world_size: int) -> Sequence[Figures]:
-    """What plain transformers computes for `point`. Raises ModelError where it fails."""
+    """What plain transformers computes for `point`. Raises ModelError if it fails."""
     stage = resolve_run(point.config, world_size, point.engine, "cpu").engine.zero_stage
     in_float32 = gradient_dtype_of(point.config, stage) == "fp32"
     try:
@@ -74,13 +74,13 @@ def reference_of(point: Point, world_size: int) -> Sequence[Figures]:
 
 
 def reordered_of(point: Point) -> Sequence[Figures]:
-    """What rounding alone makes of a reference in float32; nothing of one in 16 bit, which is
-    several runs itself."""
+    """Runs of the float32 reference with sums in other orders; none in 16 bit, where the reference
+    is several runs itself."""
     return _reordered(_key(point)) if point.config.precision.dtype == "float32" else []
 
 
 def _key(point: Point) -> str:
-    """The same for all points but for the dtype."""
+    """The cache key of a reference: the same for all points of a dtype."""
     parallel = RunConfig.model_fields["parallel"].default
     return point.config.model_copy(update={"parallel": parallel}).model_dump_json()
 
@@ -98,11 +98,11 @@ def _reference(config: str, sum_dtype: torch.dtype | None) -> Sequence[Figures]:
 def train_points(
     legal: Sequence[Point], world_size: int, directory: Path
 ) -> list[tuple[Point, Figures | str]]:
-    """Train every legal point in a world of `world_size` processes; the first line of the error
+    """Train every legal point in a world of `world_size` ranks; returns the first line of the error
     for one that crashes.
 
-    Those after it train in another world. Raises LaunchError with the end of their output where
-    processes fail before the first point.
+    The points after it train in a new world. Raises LaunchError with the end of the ranks' output
+    if they fail before the first point.
     """
     places = [directory / f"point{number}" for number in range(len(legal))]
     cases = [
@@ -143,6 +143,6 @@ def _figures(place: Path) -> Figures:
 
 
 def _reason(place: Path, error: LaunchError) -> str:
-    """What the process said that failed first; the others lose their connection to it."""
+    """The error of the rank that failed first; the others lose their connection to it."""
     said = sorted(place.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
     return said[0].read_text() if said else str(error).splitlines()[0].rstrip(":")

@@ -1,4 +1,4 @@
-"""The topologies of a number of processes, and which of them are legal."""
+"""The topologies of a world size, and which of them are legal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from bigtrain.settings.run_config import ParallelSection, RunConfig
 
 @dataclass(frozen=True)
 class Point:
-    """A topology, and why it is refused; None where it is legal. engine: a name or a path."""
+    """A topology to compare. engine: name or path of a DeepSpeed JSON. refusal: why it is refused;
+    None if it is legal."""
 
     name: str
     engine: str
@@ -28,11 +29,11 @@ class Point:
 
 
 def points(proxy: Proxy, world_size: int) -> list[Point]:
-    """Every topology of `world_size` processes for `proxy`, legal or not; in float32.
+    """Every topology of `world_size` ranks for `proxy`, legal or not; in float32.
 
-    With another dtype, the first legal one of the run's own engine is there in that as well: how
-    parts fit together shows in float32, where rounding hides nothing. Parts of tensors are left
-    out of that: partial sums in 16 bit are another computation.
+    If the run has another dtype, the first legal point of its own engine is added in that dtype:
+    one is enough, since errors show in float32, where rounding hides nothing. It has no tensor
+    parallelism: partial sums in 16 bit are another computation.
     """
     config, found = proxy.config, []
     refused_by_model = cache(partial(_model_refusal, config))  # a second or so each

@@ -1,4 +1,4 @@
-"""One process of the world that `bigtrain.parity.run` starts: trains every case after the other."""
+"""One rank of the world that `bigtrain.parity.run` starts: trains one case after the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bigtrain.parity.proxy import RATES, micro_batches
 from bigtrain.parity.reference import layer_outputs
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.processes import leave
+from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
 
 
@@ -42,7 +42,7 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
     read_weights(engine, find_weights(config.model.path, hf_config))
     first = micro_batches(config, run.plan, 0, place.data_rank)
     outputs = layer_outputs(engine.module, lambda: engine.evaluate(first))
-    layers = _sum_over_processes(outputs if place.tensor_rank == 0 else {})
+    layers = _sum_over_ranks(outputs if place.tensor_rank == 0 else {})
     losses, norms = [], []
     for step in range(config.train.steps):
         batches = micro_batches(config, run.plan, step, place.data_rank)
@@ -58,7 +58,7 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
         (directory / "figures.json").write_text(json.dumps(figures))
 
 
-def _sum_over_processes(outputs: dict[str, float]) -> dict[str, float]:
+def _sum_over_ranks(outputs: dict[str, float]) -> dict[str, float]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, outputs)
     totals: dict[str, float] = {}
@@ -79,7 +79,7 @@ def main() -> None:
             except Exception as error:
                 _write_reason(error, Path(case["directory"]) / f"error{world.rank}")
                 traceback.print_exc()
-                leave(1)  # the others would wait for this process while it unloads
+                exit_process(1)  # the others would wait for this process while it unloads
 
 
 def _write_reason(error: Exception, file: Path) -> None:
@@ -89,4 +89,4 @@ def _write_reason(error: Exception, file: Path) -> None:
 
 if __name__ == "__main__":
     main()
-    leave(0)
+    exit_process(0)

@@ -1,7 +1,7 @@
-"""What a layout costs: memory, seconds and floating-point operations of a model's steps.
+"""Predicts memory, time and FLOPs of an optimizer step for a parallel layout, and ranks layouts.
 
-Pure: no torch. Imports `settings` and `system`; `models` (which traces what `model_costs` holds),
-`run` and the commands import it. Start with `search`, which goes through all legal layouts;
-`memory` and `step_time` assess one, by the figures of `hardware` and `engines` in `tables/`;
-`evaluation` holds predictions against published measurements.
+Pure: no torch. Imports `settings` and `system`; `models` (which traces `model_costs`), `engine`
+(calibration), `run` and the commands import it. Start with `search`, which assesses all legal
+layouts; `memory` and `step_time` predict one, from the tables of devices and engines in `tables/`;
+`evaluation` compares predictions with published measurements.
 """

@@ -1,4 +1,4 @@
-"""How long collectives take, by where their ranks are. Pure.
+"""How long collectives take, depending on which nodes their ranks are on. Pure.
 
 Rings (Thakur et al. 2005): an all-reduce of n ranks moves ``2 (n - 1) / n`` of the bytes through
 each link, an all-gather or a reduce-scatter half of that, an all-to-all ``(n - 1) / n`` of what a
@@ -17,7 +17,7 @@ from bigtrain.planner.tables.hardware import Device
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange: how many, and how many of them share a node."""
+    """A group of communicating ranks: its size, and how many of them share a node."""
 
     size: int
     per_node: int
@@ -31,7 +31,7 @@ class Group:
         return min(link, network)
 
     def latency(self, device: Device) -> float:
-        """Seconds that no size of message goes below: a start, a hop for each further rank."""
+        """Seconds of an empty message: the start, and a hop for each further rank."""
         if self.size == 1:
             return 0.0
         inside = min(self.size, self.per_node)
@@ -40,11 +40,11 @@ class Group:
         return hops + device.reach.network_seconds * (outside - 1)
 
     def all_reduce(self, device: Device, num_bytes: float) -> float:
-        """Seconds to sum `num_bytes` of each rank everywhere."""
+        """Seconds to all-reduce `num_bytes`."""
         return 2 * self.all_gather(device, num_bytes)
 
     def all_gather(self, device: Device, num_bytes: float) -> float:
-        """Seconds until each rank has all `num_bytes`; of a reduce-scatter the same."""
+        """Seconds until each rank has all `num_bytes`; a reduce-scatter takes the same."""
         if self.size == 1:
             return 0.0
         moved = (self.size - 1) / self.size * num_bytes
@@ -65,7 +65,7 @@ class Group:
 
 
 def place(world_size: int, inner: int, size: int, devices_per_node: int) -> Group:
-    """The group of `size` ranks that stand `inner` ranks apart from each other."""
+    """The group of `size` ranks with a stride of `inner` ranks."""
     if world_size <= devices_per_node:
         return Group(size, size)
     return Group(size, max(1, min(size, devices_per_node // inner)))
@@ -73,7 +73,7 @@ def place(world_size: int, inner: int, size: int, devices_per_node: int) -> Grou
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a layout on nodes of a size, from innermost to outermost."""
+    """The groups of a layout on nodes of a given size, from innermost to outermost."""
 
     tensor: Group
     sequence: Group
@@ -85,7 +85,7 @@ class Groups:
 
 
 def groups_of(layout: Layout, devices_per_node: int) -> Groups:
-    """Where the ranks of `layout` stand, tensor innermost (`bigtrain.settings.topology.AXES`)."""
+    """The groups of `layout`, tensor innermost (`bigtrain.settings.topology.AXES`)."""
     world = layout.world_size
     t, s, p = layout.tensor_size, layout.sequence_size, layout.pipeline_size
 

@@ -35,8 +35,8 @@ class ModelShape:
 def flops_per_token(shape: ModelShape, sequence_length: int, *, frozen: bool = False) -> int:
     """FLOPs of one token's forward and backward pass, ``6 N + 12 L H Q T`` (see the module).
 
-    `frozen`: where adapters are trained instead, the weights have no gradients, which leaves
-    ``4 N``; the adapters' own products, few beside them, do not count.
+    `frozen`: if only adapters are trained, the weights have no gradients, which leaves ``4 N``; the
+    adapters' own FLOPs are comparatively few and not counted.
     """
     attention = shape.num_layers * shape.num_heads * shape.head_size * sequence_length
     return (4 if frozen else 6) * shape.num_matmul_parameters + 12 * attention
@@ -45,7 +45,7 @@ def flops_per_token(shape: ModelShape, sequence_length: int, *, frozen: bool = F
 def model_shape(
     config: object, parameters: Iterable[tuple[str, int]], input_embedding: str, *, tied: bool
 ) -> ModelShape | None:
-    """The shape of a Hugging Face model, or None where its configuration does not tell.
+    """The shape of a Hugging Face model, or None if its configuration lacks a figure.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def model_shape(
     parameters: name and full number of elements of every parameter, a tied one once. Under ZeRO-3
         ``parameter.numel()`` is that of this rank's part: pass ``ds_numel``.
     input_embedding: name of the input embedding's weight. It is looked up, not multiplied with,
-        and left out, unless `tied`: then it is the head's matrix and stands for that.
+        and not counted, unless `tied`: then it is also the head's matrix, and is counted as such.
     tied: whether input embedding and head share their weight.
 
     Of the experts of a mixture (parameters below a module named ``experts``) the fraction that one

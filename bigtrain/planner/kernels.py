@@ -1,8 +1,8 @@
 """How long the operations of a layer take on one device. Pure.
 
-Products are counted in tiles: a device computes as many at once as it has multiprocessors, and a
-last, partly filled wave takes as long as a full one ("wave quantization", NVIDIA's guide to matrix
-multiplication performance). What is smaller than that is bound by memory.
+Matrix products are counted in tiles: a device computes as many at once as it has multiprocessors,
+and a last, partly filled wave takes as long as a full one ("wave quantization", NVIDIA's guide to
+matrix multiplication performance). Small products are bound by memory instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bigtrain.planner.model_costs import Attention, Matmul
 from bigtrain.planner.tables.hardware import Device
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.7))
-"""Rows, columns, and what of the best tile's speed it reaches (fewer reuses of what is loaded)."""
+"""Rows, columns, and speed relative to the best tile (smaller tiles reuse loaded data less)."""
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -48,11 +48,11 @@ def weight_seconds(
     element_bytes: int,
     gain: float,
 ) -> tuple[float, float]:
-    """Forward and backward seconds of a product with a weight, of which a rank has its part.
+    """Forward and backward seconds of a product with a rank's part of a weight.
 
-    A rank that has one of `expert_size` parts of the experts is sent the rows that all of those
-    ranks have for them: as many in all as without, for fewer experts, which tensor parallelism
-    then leaves whole; its ranks send a slice of the tokens each.
+    With expert parallelism a rank receives all tokens of its `expert_size` group for its experts:
+    as many tokens as without it, for fewer experts. Tensor parallelism does not cut experts then;
+    each of its ranks sends a slice of the tokens.
     """
     if matmul.num_groups > 1 and expert_size > 1:
         tokens, tensor_size = max(1, tokens // tensor_size), 1
@@ -61,7 +61,7 @@ def weight_seconds(
     if matmul.num_groups == 1 and matmul.share == 1.0:
         rows, times = tokens, float(matmul.count)
     else:
-        # Experts: rows fall to the groups evenly at best.
+        # Experts: assumes perfect load balance.
         own = max(1, matmul.num_groups // expert_size)
         rows = max(1, round(tokens * matmul.share / own))
         times = float(own * matmul.count)
@@ -80,11 +80,11 @@ def attention_seconds(
     score_passes: tuple[float, float] | None,
     speed: float = 1.0,
 ) -> tuple[float, float]:
-    """Forward and backward seconds of softmax attention whose heads `num_ranks` share.
+    """Forward and backward seconds of softmax attention whose heads `num_ranks` ranks divide.
 
-    Fused kernels compute the scores of the tokens before alone, and anew in the backward pass (2.5
-    times the forward's work: Dao 2023, arXiv 2307.08691, section 3), `speed` of what the device's
-    best ones reach. Others compute all of them and move them through memory, `score_passes` times
+    Fused kernels compute causal scores only, and recompute them in the backward pass (2.5 times the
+    forward's work: Dao 2023, arXiv 2307.08691, section 3), at `speed` relative to the device's best
+    kernels. Unfused ones compute all scores and move them through memory `score_passes` times,
     forward and backward.
     """
     heads = attention.num_heads / num_ranks
@@ -103,5 +103,5 @@ def attention_seconds(
 
 
 def memory_seconds(device: Device, num_bytes: float) -> float:
-    """Of reading and writing `num_bytes` in all."""
+    """Seconds to move `num_bytes` in all, read and written."""
     return num_bytes / (device.memory_bandwidth * device.reach.memory)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Recompute = Literal["none", "attention", "operators", "full"]
-"""What the backward pass computes again: nothing, attention alone (Korthikanti et al. 2022), every
-second product and all that is not a product (torchtitan's selective-op), or whole layers."""
+"""What the backward pass recomputes: nothing, attention only (Korthikanti et al. 2022), every
+second matrix product and all other operations (torchtitan's selective-op), or whole layers."""
 
 
 _MOMENTS = {"adamw": 2, "muon": 1, "lion": 1, "adafactor": 0}
@@ -15,8 +15,8 @@ _MOMENTS = {"adamw": 2, "muon": 1, "lion": 1, "adafactor": 0}
 
 @dataclass(frozen=True)
 class OptimizerCosts:
-    """What an optimizer keeps and sends. state_bytes: of an element of a moment. wire_bytes: of one
-    of a matrix on its way to the rank that orthogonalizes it, in `num_iterations`."""
+    """What an optimizer stores and sends. state_bytes: per element of a moment. wire_bytes: per
+    element of a matrix sent to the rank that orthogonalizes it (Muon), in `num_iterations`."""
 
     type: str = "adamw"
     state_bytes: int = 4
@@ -24,8 +24,8 @@ class OptimizerCosts:
     num_iterations: int = 5
 
     def bytes_per_parameter(self, matrix_share: float) -> float:
-        """Of moments, where so much of the parameters are matrices of hidden layers. Adafactor's
-        rows and columns are left out."""
+        """Bytes of moments per parameter; `matrix_share`: the share of parameters in matrices of
+        hidden layers. Adafactor's factored moments count as 0."""
         if self.type == "muon":
             return self.state_bytes * (matrix_share + 2 * (1 - matrix_share))
         return float(self.state_bytes * _MOMENTS[self.type])
@@ -36,14 +36,13 @@ ADAMW = OptimizerCosts()
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout, as run YAML and DeepSpeed JSON say it.
+    """A layout, as run YAML and DeepSpeed JSON define it.
 
-    `data_size` counts replicas; with `sequence_size` they are what ZeRO partitions over.
-    `expert_size` lies inside of both. `loss_chunk_tokens` None: logits of a whole micro-batch
-    exist. `tensor_sequence`: norms and residuals are cut along the sequence inside a tensor-
-    parallel group (Megatron's sequence parallelism; bigtrain has it not, published rows do).
-    `recompute_every`: of "full", every so many-th layer. `num_virtual_stages`: of interleaved
-    pipelines, per rank.
+    ZeRO partitions over `data_size` x `sequence_size`, and `expert_size` divides their product.
+    `loss_chunk_tokens` None: the logits of a full micro-batch exist at once. `tensor_sequence`:
+    norms and residuals are cut along the sequence inside a tensor-parallel group (Megatron's
+    sequence parallelism, which bigtrain does not have but published rows do). `recompute_every`
+    n: "full" recomputes every n-th layer. `num_virtual_stages`: per rank, of interleaved pipelines.
     """
 
     data_size: int
@@ -76,18 +75,18 @@ class Layout:
 
     @property
     def partition_size(self) -> int:
-        """Ranks that ZeRO divides states among."""
+        """Ranks over which ZeRO partitions."""
         return self.data_size * self.sequence_size
 
     @property
     def expert_parts(self) -> int:
-        """Parts of a layer's experts, of which a rank holds one. Ranks that divide experts keep
-        them whole beside tensor parallelism, which otherwise cuts each."""
+        """Into how many parts a layer's experts are divided: by expert parallelism, or else by
+        tensor parallelism, which cuts each expert."""
         return self.expert_size if self.expert_size > 1 else self.tensor_size
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same experts, and that ZeRO divides those experts' states among."""
+        """Ranks that hold the same experts, over which ZeRO partitions those experts' states."""
         return self.partition_size // self.expert_size
 
     @property
@@ -97,7 +96,7 @@ class Layout:
 
     @property
     def tokens_per_micro_batch(self) -> int:
-        """Of one rank: a sequence-parallel group shares its samples."""
+        """Tokens of one rank: a sequence-parallel group divides its samples."""
         return self.micro_batch_size * self.sequence_length // self.sequence_size
 
     @property

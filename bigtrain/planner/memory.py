@@ -1,7 +1,7 @@
-"""What the fullest rank holds at its peak, and what main memory holds. Pure.
+"""Peak memory of the fullest rank, on its device and in main memory. Pure.
 
-States: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 3, with the gradients in the
-dtype that they are accumulated in. Activations: of each layer what autograd keeps; under 1F1B stage
+States: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 3, with gradients in the dtype
+of their accumulation. Activations: what autograd saves in each layer; under 1F1B stage
 ``i`` of ``p`` keeps those of ``min(p - i, micro-batches)`` micro-batches (Narayanan et al. 2021,
 arXiv 2104.04473, section 2.2; interleaved: Korthikanti et al. 2022, arXiv 2205.05198, appendix C).
 """
@@ -19,14 +19,14 @@ from bigtrain.planner.tables.engines import Engine
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of the fullest rank's device at the peak, by what they are; they add up to `total`.
+    """Bytes on the fullest rank's device at the peak, by kind; they add up to `total`.
 
-    `states`: parameters and the optimizer's; `gathered`: of ZeRO 3, whole parameters at a time;
-    `buckets`: of collectives; `loss`: logits and their gradient; `context`: of the device's runtime
-    and communicators, and what the allocator keeps without using it. Those of main memory, of the
-    same rank, are not in `total`: `host_offload`, `host_checkpoint`: the copy that is written while
-    training goes on; `host_export`: after it, on the main rank, one file and one layer. A save
-    takes nothing of the device: fragments are copied one by one.
+    `states`: parameters and optimizer states; `gathered`: parameters that ZeRO 3 has gathered at a
+    time; `buckets`: of collectives; `loss`: logits and their gradient; `context`: of the CUDA
+    context and communicators, and memory that the allocator reserves without using it. Main memory
+    of the same rank is not in `total`: `host_offload`; `host_checkpoint`: the copy that is written
+    while training continues; `host_export`: on the main rank after training, one file and one
+    layer. A save takes no device memory: fragments are copied one by one.
     """
 
     states: float
@@ -47,7 +47,7 @@ class MemoryUse:
         return max(self.host_offload + self.host_checkpoint, self.host_export)
 
     def host_terms(self) -> dict[str, float]:
-        """Of main memory by name."""
+        """Bytes of main memory by kind."""
         return {
             "offload": self.host_offload,
             "checkpoint": self.host_checkpoint,
@@ -131,8 +131,8 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
 
 @functools.lru_cache(maxsize=64)
 def _export(model: ModelCosts) -> float:
-    """Bytes of one file's masters and of the largest layer, by which an export is compared."""
-    if model.is_frozen:  # adapters are tried beside the whole base (models/export/adapters.py)
+    """Bytes of one file's masters and of the largest layer, with which an export is verified."""
+    if model.is_frozen:  # adapters are verified on the full base (models/export/adapters.py)
         return float(model.element_bytes * model.num_parameters)
     largest = max((kind.num_parameters for kind in model.kinds), default=0)
     table = model.embedding_parameters
@@ -140,7 +140,7 @@ def _export(model: ModelCosts) -> float:
 
 
 def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: Engine) -> float:
-    """Kept of one layer and one micro-batch without recomputation."""
+    """Bytes that autograd saves of one layer and one micro-batch without recomputation."""
     t = layout.tensor_size
     whole = layer.saved_bytes_whole / (t if layout.tensor_sequence else 1)
     per_token = whole + layer.saved_bytes_cut / t
@@ -157,10 +157,10 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
 def _activations_and_loss(
     stage: Stage, model: ModelCosts, layout: Layout, engine: Engine
 ) -> tuple[float, float]:
-    """What autograd keeps at the peak, and what logits take then.
+    """Bytes that autograd keeps at the peak, and of the logits at that moment.
 
-    That is when the loss is computed, or later, when a layer is computed again and nothing but the
-    logits themselves is left of the loss.
+    The peak is when the loss is computed, or later, when a layer is recomputed and only the logits
+    themselves are left of the loss.
     """
     in_flight: float = min(layout.pipeline_size - stage.index, layout.num_accumulation)
     if layout.num_virtual_stages > 1:
@@ -202,7 +202,7 @@ def _kept(
 
 
 def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, float]:
-    """Bytes of logits, losses and their gradients at once; and of logits alone."""
+    """Peak bytes of logits, losses and their gradients; and of the logits only."""
     tokens, head = layout.tokens_per_micro_batch, 0.0
     if layout.loss_chunk_tokens is not None:
         tokens = min(tokens, layout.loss_chunk_tokens)
@@ -214,7 +214,7 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, flo
         each = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
         return head + logits * each, 0.0
     # Logits, their logarithms, and the gradients of both; float32 but for 16-bit logits. Every
-    # tensor-parallel rank has them whole, beside its own columns and what came from the others.
+    # tensor-parallel rank has all columns, besides its own ones and the buffer it gathered into.
     whole = logits * (model.element_bytes + 12.0)
     if layout.tensor_size > 1:
         whole += logits * model.element_bytes * (1 + 1 / layout.tensor_size)
@@ -224,14 +224,14 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, flo
 def _buckets(
     sizes: StageSizes, model: ModelCosts, layout: Layout, engine: Engine
 ) -> tuple[float, float]:
-    """What ZeRO 3 has gathered at a time, and the buckets of collectives."""
+    """Bytes that ZeRO 3 has gathered at a time, and of the buckets of collectives."""
     if not engine.has_buckets or layout.zero_stage == 0:
         return 0.0, 0.0
     if not engine.is_deepspeed:
         return _usual_buckets(sizes, model, layout)
     if layout.zero_stage == 1 and layout.gradient_bytes > layout.parameter_bytes:
-        return 0.0, 0.0  # BF16_Optimizer reduces where gradients lie
-    # Whole buckets, however small the model; a second one where it reduces beside the computation.
+        return 0.0, 0.0  # BF16_Optimizer reduces gradients in place
+    # Full buckets, however small the model; a second one where reduction overlaps computation.
     num_buckets = 2 if layout.overlap_communication and layout.zero_stage == 2 else 1
     bucket = num_buckets * layout.reduce_bucket_elements * layout.gradient_bytes
     if layout.zero_stage < 3:

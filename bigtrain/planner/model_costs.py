@@ -1,8 +1,8 @@
-"""What one token costs in each layer of a model: parameters, products, bytes kept and moved.
+"""Costs of one token in each layer of a model: parameters, matrix products, bytes saved and moved.
 
-Written by `bigtrain.models.meta_trace` from the real transformers module, or by `closed_form` from
-a handful of figures. Everything is for one token and tensor-parallel degree 1; what tensor
-parallelism divides among its ranks stands apart (``cut``) from what each of them has (``whole``).
+`bigtrain.models.meta_trace` measures them on the real transformers module; `closed_form` computes
+them from a few figures. All are for one token and tensor-parallel size 1; what tensor parallelism
+divides among its ranks (``cut``) is kept apart from what each of them has in full (``whole``).
 
 Pure: imports no torch.
 """
@@ -17,12 +17,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Matmul:
-    """A product of all tokens with a weight of ``in_size x out_size``.
+    """A matrix product of all tokens with a weight of ``in_size x out_size``.
 
-    `cut`: which side tensor parallelism divides, None for neither. `num_groups`: of a grouped
-    product over experts, how many weights there are; each token meets `share` of them, 1 without
-    experts, so that ``tokens * share`` rows are multiplied in all. `count`: of products that are
-    alike.
+    `cut`: the dimension that tensor parallelism divides, None for neither. `num_groups`: number of
+    experts of a grouped product; each token is multiplied with `share` of them (1 without experts),
+    so that ``tokens * share`` rows are multiplied in all. `count`: number of equal products.
     """
 
     in_size: int
@@ -47,14 +46,14 @@ class Attention:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """One decoder layer, per token where bytes are meant.
+    """One decoder layer; bytes are per token.
 
-    `saved`: kept by autograd for the backward pass; `moved`: read and written by what is neither
-    a product nor attention, in the forward pass. `score_bytes`: kept for each head and each token
-    looked at, where attention is not fused. `num_kernels` of the forward pass: what a host has to
-    launch. `num_parameters_expert` are in neither of the two before. `adapters`: products with
-    weights that are trained beside the layer's own, which are frozen then; `num_trained_other`:
-    further elements of those.
+    `saved`: by autograd for the backward pass; `moved`: read and written in the forward pass by
+    operations other than products and attention. `score_bytes`: saved per head and attended token
+    where attention is not fused. `num_kernels`: launched in the forward pass.
+    `num_parameters_expert` are not counted in the two before. `adapters`: products with trained
+    weights beside the layer's own, which are then frozen; `num_trained_other`: further trained
+    elements.
     """
 
     num_parameters_whole: int
@@ -80,7 +79,7 @@ class LayerCosts:
         return hash(tuple(getattr(self, entry.name) for entry in fields(self)))
 
     def num_adapter_parameters(self, tensor_size: int) -> float:
-        """Elements of the adapters that each of so many tensor-parallel ranks has."""
+        """Trained elements of the adapters on each of `tensor_size` ranks."""
         sizes = (
             a.in_size * a.out_size * a.count * a.num_groups / (tensor_size if a.cut else 1)
             for a in self.adapters
@@ -104,11 +103,11 @@ class LayerCosts:
 class ModelCosts:
     """A causal language model: its kinds of layers, and which kind each layer is.
 
-    `head_parameters` are 0 where the head shares the embedding's weight (`tied`).
-    `num_other_parameters`: final norm, position embeddings. `source`: how the figures were got.
-    `saved_bytes_outside`: kept of a token by what stands around the layers (final norm, head).
-    `is_frozen`: whether adapters alone are trained; `num_trained_outside`: elements of copies of
-    what stands around the layers, trained then as well.
+    `head_parameters`: 0 where the head shares the embedding's weight (`tied`).
+    `num_other_parameters`: final norm, position embeddings. `source`: traced or closed form.
+    `saved_bytes_outside`: saved per token outside of the layers (final norm, head). `is_frozen`:
+    only adapters are trained; `num_trained_outside`: elements of trained copies of modules outside
+    of the layers (modules_to_save).
     """
 
     hidden_size: int
@@ -164,8 +163,8 @@ class ModelCosts:
 
 @dataclass(frozen=True)
 class AdapterCosts:
-    """products: of the adapters, in each layer. others: further elements that are trained in each
-    layer, such as copies of modules and DoRA's magnitudes; outside: of what is in no layer."""
+    """products: of the adapters, in each layer. others: further trained elements in each layer
+    (copies of modules, DoRA's magnitudes); outside: those outside of the layers."""
 
     products: tuple[tuple[Matmul, ...], ...]
     others: tuple[int, ...]
@@ -191,7 +190,7 @@ def adapter_of(product: Matmul, rank: int) -> tuple[Matmul, Matmul]:
 
 
 def of_all_linear(model: ModelCosts, rank: int) -> AdapterCosts:
-    """Of adapters beside every dense product of every layer."""
+    """Costs of adapters beside every dense product of every layer."""
     each = [
         tuple(part for m in kind.matmuls if m.num_groups == 1 for part in adapter_of(m, rank))
         for kind in model.kinds
@@ -220,9 +219,8 @@ def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:
 
 @dataclass(frozen=True)
 class DenseShape:
-    """The figures that the closed form needs. `gated`: whether the feed-forward network multiplies
-    two products (SwiGLU) where others have one. `dropout`: whether masks of it are kept.
-    `fused_attention`: whether scores are never written to memory."""
+    """The figures that the closed form needs. `gated`: SwiGLU-like MLP. `dropout`: its masks are
+    saved. `fused_attention`: scores are never written to memory."""
 
     num_layers: int
     hidden_size: int
@@ -242,10 +240,10 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
     """Costs of a dense decoder, counted by hand.
 
     Saved bytes: Korthikanti et al. 2022 (arXiv 2205.04198), table 2, for GPT with dropout:
-    ``s b h (34 + 5 a s / h)`` of which ``10`` are whole; for gated layers the own count
-    ``(14 + 6 g) h + 8 f`` of ``../shared/planner.md`` (norms in 16 bits), where ``4 h`` are whole
-    norms' inputs and ``4 h`` the inputs of the products. Moved bytes: as transformers' Llama and
-    GPT-NeoX were traced, rotary embeddings and norms in float32 included.
+    ``s b h (34 + 5 a s / h)``, of which ``10`` are not divided by tensor parallelism; for gated
+    layers our own count, ``(14 + 6 g) h + 8 f`` (norms in 16 bits), where ``4 h`` are the norms'
+    inputs and ``4 h`` the inputs of the products. Moved bytes: as traced of transformers' Llama and
+    GPT-NeoX, rotary embeddings and norms in float32 included.
     """
     hidden, inner = shape.hidden_size, shape.intermediate_size
     head = shape.head_size or hidden // shape.num_heads
@@ -262,7 +260,7 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
     if shape.gated:
         saved_whole, saved_cut = 8.0 * hidden, 4.0 * queries + 6.0 * keys + 8.0 * inner
     else:
-        # Without dropout there are no masks: one byte an element, twice whole; 16-bit otherwise.
+        # Dropout's masks take one byte per element, two of them undivided.
         saved_whole = (10.0 if shape.dropout else 8.0) * hidden
         saved_cut = 4.0 * queries + 4.0 * keys + 4.0 * inner
     layer = LayerCosts(
@@ -300,9 +298,9 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
 
 
 def dense_shape(values: Mapping[str, Any]) -> DenseShape | None:
-    """The figures of a Hugging Face configuration; None where one is missing, or there are experts.
+    """The figures of a Hugging Face configuration; None if one is missing, or there are experts.
 
-    `values`: as config.json has them, other names of old architectures included.
+    `values`: as in config.json; the names of older architectures are known too.
     """
 
     def number(*names: str) -> int | None:
@@ -317,7 +315,7 @@ def dense_shape(values: Mapping[str, Any]) -> DenseShape | None:
     vocabulary = number("vocab_size")
     if layers is None or hidden is None or heads is None or vocabulary is None:
         return None
-    # Those that name neither are GPT's kind, four times as wide inside.
+    # Configurations without it are GPT-like: the MLP is four times as wide.
     inner = number("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     return DenseShape(
         num_layers=layers,

@@ -1,4 +1,4 @@
-"""A plan for people and for programs: a table of the best layouts, or all of them as JSON. Pure."""
+"""A plan as a human-readable table of the best layouts, or all layouts as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIB = 2.0**30
 
 
 def plan_table(candidates: Sequence[Candidate], cluster: Cluster, num_shown: int) -> str:
-    """The first `num_shown`, a line each, and what the best one's memory and step are made of."""
+    """The first `num_shown` layouts, a line each, and memory and step time of the best by term."""
     head = ("", "layout", "GPU GiB", "host GiB", "step s", "tokens/s/GPU", "limited by")
     body = [
         (
@@ -78,7 +78,7 @@ def as_json(candidates: Sequence[Candidate], cluster: Cluster) -> list[dict[str,
 
 
 def nothing_fits(others: Sequence[Candidate], cluster: Cluster) -> tuple[str, str]:
-    """What is missing, and the nearest thing that would do: (rule, remedy)."""
+    """Why no layout fits, and the nearest change that would help: (rule, remedy)."""
     best = others[0]
     need, has = best.memory.total, cluster.usable_memory
     name = cluster.device.name

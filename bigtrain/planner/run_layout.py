@@ -1,4 +1,4 @@
-"""The layout that a resolved run has. Pure."""
+"""The planner's `Layout` of a resolved run. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZE_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp1
 
 
 def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
-    """What `run` would do. `loss_chunk_tokens` is what a loss of kind auto was decided to take."""
+    """The layout of `run`. `loss_chunk_tokens`: the chunk that model.loss = auto resolved to."""
     config, topology = run.config, run.topology
     zero = run.engine.deepspeed.get("zero_optimization", {})
     dtype = config.precision.dtype
@@ -43,7 +43,7 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
 
 
 def optimizer_costs(section: OptimizerSection) -> OptimizerCosts:
-    """What a run's optimizer costs."""
+    """Costs of a run's optimizer."""
     return OptimizerCosts(
         section.type,
         2 if section.state_dtype == "bfloat16" else 4,
@@ -59,8 +59,8 @@ LOGITS_BYTES = 256 * 2**20
 def usual_chunk(
     loss: str, loss_chunk_tokens: int | None, vocabulary_size: int, num_tokens: int
 ) -> int | None:
-    """Tokens whose logits exist at a time of the `num_tokens` of a rank's micro-batch, as a run
-    would decide it; None where they all do."""
+    """How many of the `num_tokens` of a rank's micro-batch have logits at a time, as a run decides
+    it; None if all do."""
     if loss == "plain":
         return None
     chunk = loss_chunk_tokens or max(1, LOGITS_BYTES // (4 * vocabulary_size))

@@ -1,4 +1,4 @@
-"""What a run as it stands is predicted to take, and whether a device can hold it. Pure."""
+"""Predicted time and memory of a given run, and whether it fits its device. Pure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from bigtrain.settings.resolve import ResolvedRun
 GIB = 2.0**30
 PREDICTION = "prediction.json"
 MARGIN = 0.02
-"""Share of a device's memory that a prediction may be wrong by before a run is refused for it."""
+"""Share of a device's memory by which a prediction may exceed it before the run is refused."""
 
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """Of a run as it stands. `time` is None where nothing is known of the device (`device` None).
+    """The prediction for a run. `time` is None if its device is unknown (`device` None).
 
-    `tokens_per_step` of the whole run.
+    `tokens_per_step`: of all ranks.
     """
 
     memory: MemoryUse
@@ -35,11 +35,11 @@ class RunPrediction:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the whole run."""
+        """Of all ranks."""
         return None if self.time is None else self.tokens_per_step / self.time.total
 
     def line(self) -> str:
-        """For people, before the run."""
+        """One human-readable line to print before the run."""
         terms = self.memory.terms()
         parts = ", ".join(
             f"{name} {size / GIB:.3g}" for name, size in terms.items() if size and name != "context"
@@ -50,10 +50,10 @@ class RunPrediction:
         return text if rate is None else f"{text}, {rate:,.0f} tokens/s on {self.device}"
 
     def beside(self, tokens_per_second: float, memory_gib: float) -> list[str]:
-        """A line for the end of a run: what was predicted, and by how much that was wrong."""
+        """A line for the end of a run: the prediction and its relative error."""
         rate = self.tokens_per_second
         if rate is None:
-            return []  # main memory of a process says nothing of its tensors
+            return []  # on a CPU `memory_gib` is the process's memory, not that of its tensors
         peak = self.memory.allocated / GIB
         return [
             f"predicted {rate:,.0f} tokens/s ({rate / tokens_per_second - 1:+.0%}), "
@@ -77,7 +77,7 @@ class RunPrediction:
 def predict_run(
     run: ResolvedRun, model: ModelCosts, loss_chunk_tokens: int | None, device: Device | None
 ) -> RunPrediction:
-    """What `run` of `model` will take on `device`, or, of None, what memory it will."""
+    """Predict time and memory of `run` on `device`; without a device memory only."""
     layout = layout_of(run, loss_chunk_tokens)
     engine = engine_named("deepspeed")
     memory = peak_memory(model, layout, engine)
@@ -87,9 +87,9 @@ def predict_run(
 
 
 def refuse_too_large(prediction: RunPrediction, memory_bytes: float, *, refuses: bool) -> str:
-    """What has to be said of a run that cannot fit a device of `memory_bytes`; empty where it fits.
+    """A warning if the run cannot fit a device of `memory_bytes`, or an empty text if it can.
 
-    Raises LaunchError where `refuses`.
+    Raises LaunchError instead of warning if `refuses`.
     """
     needed = prediction.memory.allocated
     if needed <= memory_bytes * (1 + MARGIN):

@@ -1,8 +1,8 @@
-"""All legal layouts of a run on a number of devices, each with what it takes, best first. Pure.
+"""All legal layouts of a run on a number of devices, each with its costs, best first. Pure.
 
-What is legal is what a run would accept: the rules of `bigtrain.settings.compatibility`, the
-batch's arithmetic, the model's heads and layers. Offload is tried where no micro-batch of the same
-degrees fits without, so that a table is not full of what nobody would choose.
+A layout is legal if a run would accept it: by the rules of `bigtrain.settings.compatibility`, the
+batch arithmetic, the model's heads and layers. Offload is only tried where no micro-batch size of
+the same degrees fits without it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from bigtrain.settings.compatibility.facts import Facts
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a run is to be started on. `host_memory`: bytes of a node's main memory; `margin`: share
-    of a device's memory that a plan leaves free."""
+    """The devices to plan for. `host_memory`: bytes of a node's main memory; `margin`: share of a
+    device's memory that a plan keeps free."""
 
     device: Device
     num_devices: int
@@ -47,8 +47,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its costs. Its time is worked out when it is asked for: of thousands of layouts
-    most do not fit, and nobody asks how fast they would be."""
+    """A layout with its costs. The step time is computed lazily: most of thousands of layouts do
+    not fit, and their time is never needed."""
 
     layout: Layout
     memory: MemoryUse
@@ -57,25 +57,24 @@ class Candidate:
 
     @functools.cached_property
     def time(self) -> StepTime:
-        """Of a step."""
+        """Seconds of an optimizer step."""
         return self._time()
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole run."""
+        """Of all ranks."""
         return self.layout.global_batch_size * self.layout.sequence_length / self.time.total
 
     @property
     def limit(self) -> str:
-        """The largest part of the step, in a word."""
+        """The name of the step's largest term."""
         terms = self.time.terms()
         return max(terms, key=lambda name: terms[name])
 
 
 @dataclass(frozen=True)
 class Request:
-    """What of a run decides its layouts. `facts`: of the run as it is, for the rules; `engines`: by
-    ZeRO stage and kind of offload, which DeepSpeed JSON it would take."""
+    """What determines the layouts of a run. `facts`: those of the run itself, for the rules."""
 
     model: ModelCosts
     facts: Facts
@@ -187,12 +186,12 @@ def _recomputed(
             return
 
 
-_EVERY = (4, 3, 2)  # of so many layers one is recomputed
+_EVERY = (4, 3, 2)  # every n-th layer is recomputed
 
 
 def _preference(candidate: Candidate) -> tuple[int, float, float]:
-    """Faster first; of those within a percent of each other, which no prediction tells apart, the
-    one that takes less memory."""
+    """Faster first; among layouts within one percent, which predictions cannot distinguish, the one
+    with less memory."""
     percents = round(math.log(candidate.tokens_per_second) * 100)
     return -percents, candidate.memory.total, -candidate.tokens_per_second
 

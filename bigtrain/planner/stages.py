@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import ModelCosts
 
-# A stage may be this much slower than the slowest of the fastest division if that spares memory.
+# The slowest stage may be this much slower than in the fastest division, if that saves memory.
 _TIME_SLACK = 1.05
 
 StageCost = Callable[[int, int], float]
-"""Of the stage with layers ``start : stop``."""
+"""The cost of the stage with layers ``start : stop``."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class StageCosts:
 def balanced_cuts(costs: StageCosts, num_stages: int) -> tuple[int, ...]:
     """Layer indices ``(0, ..., number of layers)`` that cut the model into `num_stages`.
 
-    The slowest stage is as fast as can be, or at most 5% slower where the largest stage then takes
-    less memory. Every stage has a layer; there must be that many.
+    The slowest stage is as fast as possible, or up to 5% slower if the largest stage then takes
+    less memory. Every stage has at least one layer.
     """
     num_layers = len(costs.layer_time)
     assert 1 <= num_stages <= num_layers == len(costs.layer_memory)

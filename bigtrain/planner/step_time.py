@@ -1,9 +1,9 @@
-"""How long an optimizer step takes, and what it spends its time on. Pure.
+"""How long an optimizer step takes, by term. Pure.
 
-The slowest pipeline stage sets the pace: ``m`` micro-batches go through it one after the other, the
-others' time for one is the bubble (1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2, with
+The slowest pipeline stage determines the time of ``m`` micro-batches; the other stages' time for
+one micro-batch is the bubble (1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with
 ``v`` virtual stages a ``v``-th of it). Within a layer, collectives of tensor, sequence and expert
-parallelism wait for what they exchange; those of ZeRO run beside the computation.
+parallelism are exposed; those of ZeRO overlap with computation.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bigtrain.planner.tables.hardware import Device
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step by what they are spent on; they add up to `total`.
+    """Seconds of an optimizer step by term; they add up to `total`.
 
-    `communication`: what the device waits for, by kind of parallelism.
+    `communication`: exposed communication by kind of parallelism.
     """
 
     matmul: float
@@ -43,13 +43,13 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the whole step."""
+        """Seconds of the step."""
         exposed = sum(self.communication.values())
         parts = (self.matmul, self.memory_bound, self.bubble, self.optimizer, self.offload)
         return sum(parts) + self.host + exposed
 
     def terms(self) -> dict[str, float]:
-        """By name, communication by its kind; only what is not zero."""
+        """Seconds by term, communication by kind, without terms that are zero."""
         named = {
             "matmul": self.matmul,
             "memory-bound": self.memory_bound,
@@ -98,7 +98,8 @@ class _Work:
 def step_time(
     model: ModelCosts, layout: Layout, device: Device, engine: Engine, *, gain: float = 1.0
 ) -> StepTime:
-    """Seconds of an optimizer step of `model`; `gain`: of products in a faster number format."""
+    """Seconds of an optimizer step of `model`; `gain`: speed-up of products in a faster number
+    format."""
     groups = groups_of(layout, device.devices_per_node)
     kinds = [_layer(layer, model, layout, device, engine, groups, gain) for layer in model.kinds]
     head = _head(model, layout, device, engine, groups)
@@ -286,7 +287,8 @@ def _partitioned(
     forward: _Work,
     backward: _Work,
 ) -> None:
-    """ZeRO 3: parameters gathered before both passes, gradients scattered after the second."""
+    """ZeRO 3: all-gather of parameters before both passes, reduce-scatter of gradients after the
+    backward pass."""
     dense = layer.num_parameters_whole + layer.num_parameters_cut / layout.tensor_size
     expert = layer.num_parameters_expert / layout.expert_parts
     gather = _collective(dense, expert, layout.parameter_bytes, device, groups)
@@ -298,7 +300,7 @@ def _partitioned(
         beside = engine.overlap * (work.device + work.host)
         work.zero = max(0.0, sent - beside) + engine.slowdown * min(sent, beside)
     if layout.offload_parameters:
-        # Each rank's part comes up from main memory before it is gathered.
+        # Each rank copies its part from main memory before it is gathered.
         own = dense / groups.partition.size + expert / groups.expert_replicas.size
         up = own * layout.parameter_bytes / device.host_bandwidth
         forward.zero += up
@@ -308,8 +310,8 @@ def _partitioned(
 def _collective(
     dense: float, expert: float, element_bytes: int, device: Device, groups: Groups
 ) -> float:
-    """Seconds to gather `dense` elements from all replicas, and `expert` from those that hold the
-    same experts; of scattering their gradients the same."""
+    """Seconds to all-gather `dense` elements over all replicas, and `expert` elements over those
+    that hold the same experts; a reduce-scatter takes the same."""
     if groups.expert_replicas.size == groups.partition.size:  # one collective for both
         return groups.partition.all_gather(device, (dense + expert) * element_bytes)
     seconds = groups.partition.all_gather(device, dense * element_bytes)
@@ -330,7 +332,7 @@ def _head(
     work.host = engine.step_seconds
     if layout.tensor_size > 1:
         work.tensor = groups.tensor.all_reduce(device, tokens * hidden * size)
-        if engine.is_deepspeed:  # each rank gathers the columns of all, and has the loss of them
+        if engine.is_deepspeed:  # each rank gathers all columns and computes the full loss
             columns = model.vocabulary_size
             work.tensor += groups.tensor.all_gather(device, tokens * columns * size)
         else:
@@ -340,7 +342,7 @@ def _head(
 
 
 def _excess(device: float, host: float, exponent: float) -> float:
-    """What the host adds to a device that it runs ahead of."""
+    """Seconds that launching on the host adds to the device's time."""
     if device <= 0 or host <= 0:
         return host
     larger, smaller = max(device, host), min(device, host)
@@ -350,8 +352,8 @@ def _excess(device: float, host: float, exponent: float) -> float:
 def _orthogonalizing(
     stage: Stage, model: ModelCosts, layout: Layout, device: Device, groups: Groups
 ) -> float:
-    """Seconds of what Muon does beside a pass over its parameters: matrices go to their owners
-    among the ranks that hold the stage, are iterated on, and come back."""
+    """Seconds that Muon takes besides a pass over its parameters: matrices are sent to the ranks
+    that own them, orthogonalized, and sent back."""
     own = layout.optimizer
     if own.type != "muon":
         return 0.0
@@ -384,7 +386,7 @@ def _gradients(
     groups: Groups,
     pace: _Work,
 ) -> float:
-    """What the gradients' sum and the new parameters' gathering add to a step, ZeRO 0 to 2."""
+    """Exposed seconds of reducing gradients and gathering updated parameters, ZeRO 0 to 2."""
     if layout.partition_size == 1 or layout.zero_stage == 3:
         return 0.0
     sizes = stage_sizes(stage, model, layout)

@@ -1,6 +1,6 @@
-"""A run as one page: curves, what happened when, what was predicted, how it was set up.
+"""A run as one HTML page: curves, events, predictions, configuration.
 
-No torch, and no GPU is asked for. Imports `errors`, `system`, numpy and orjson; `commands` imports
-it. It reads what a run directory holds and changes nothing there. Start reading in `page.py`; what
-the browser does with it is in `static/`, beside uPlot, which draws the curves.
+No torch, no GPU. Imports `errors`, `system`, numpy and orjson; only `commands` imports it. It reads
+a run directory and changes nothing there. Start reading in `page.py`; the browser's part is in
+`static/`, with uPlot, which draws the curves.
 """

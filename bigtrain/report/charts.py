@@ -1,6 +1,6 @@
-"""Which curves the page draws, and their data as the browser gets them.
+"""Which curves the page draws, and their data in the format that the browser reads.
 
-Columns travel as base64 of little-endian numbers, which a browser takes in as they are: a million
+Columns are base64 of little-endian numbers, which a browser decodes into typed arrays: a million
 logged steps are a few megabytes. Values are float32, steps float64.
 """
 
@@ -24,12 +24,12 @@ _MOST_KNOTS = 2048
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture of curves.
+    """One chart.
 
-    table: "steps" or "evaluations"; series: names there, or ``OBJECT/*`` for all of an object.
-    predicted: field of the prediction that is drawn beside it. stacked: as areas, of each run on
-    its own; apart: those that are a part of the others, and lines over them. scale: by which
-    figures of the file are multiplied. of_some_models: others do not miss it.
+    table: "steps" or "evaluations"; series: names there, or ``OBJECT/*`` for all entries of an
+    object. predicted: field of the prediction to draw as well. stacked: as stacked areas, per run;
+    apart: series that are contained in the others, drawn as lines over them. scale: factor on the
+    file's values. of_some_models: not reported as missing, since other models do not have it.
     """
 
     name: str
@@ -152,7 +152,7 @@ def reduced_of(chart: Chart, run: Run) -> Reduced:
 
 
 def page_data(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, Any]:
-    """All that the curves are drawn from."""
+    """The data of all charts."""
     return {
         "charts": charts_data(runs),
         "runs": [run_data(run, one) for run, one in zip(runs, marks, strict=True)],
@@ -181,7 +181,7 @@ def charts_data(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def run_data(
     run: Run, marks: Sequence[Marks], since: int = 0, evaluations_since: int = 0
 ) -> dict[str, Any]:
-    """The curves and marks of one run, from these buckets of its tables on."""
+    """The curves and marks of one run, starting from these buckets of its tables."""
     prediction = run.files.prediction
     return {
         "name": run.name,
@@ -214,7 +214,7 @@ def run_data(
 
 
 def _columns(reduced: Reduced, since: int) -> dict[str, Any]:
-    """Buckets as the browser gets them: minimum and maximum only where they are not the mean."""
+    """Buckets for the browser: minimum and maximum only where they differ from the mean."""
     series: dict[str, dict[str, str]] = {}
     for name, one in reduced.series.items():
         if since == 0 and np.isnan(one.mean).all():
@@ -232,7 +232,7 @@ def _columns(reduced: Reduced, since: int) -> dict[str, Any]:
 
 
 def _knots(reduced: Reduced) -> dict[str, dict[str, str]]:
-    """Tokens, samples and hours by step: points between which they are straight, or nearly so."""
+    """Tokens, samples and hours by step, as the knots of a piecewise linear curve."""
     step = reduced.last["step"]
     return {
         name: {"step": _float64(step[kept]), "value": _float64(reduced.last[name][kept])}
@@ -242,7 +242,7 @@ def _knots(reduced: Reduced) -> dict[str, dict[str, str]]:
 
 
 def _bends(step: Column, value: Column) -> NDArray[np.intp]:
-    """Indices of the ends and of the points where the slope changes; of too many every n-th."""
+    """Indices of the ends and of the points where the slope changes; every n-th if too many."""
     if len(step) < 3:
         return np.arange(len(step))
     slopes = np.diff(value) / np.diff(step)

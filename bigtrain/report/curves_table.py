@@ -1,4 +1,4 @@
-"""The curves in figures, for whoever cannot see them, or wants the numbers."""
+"""The curves as a table of numbers, also for screen readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main figures of runs, as numbers and as text."""
+"""The main figures of runs, as numbers and as human-readable text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def headline(run: Run) -> Rows:
 
 
 def incidents(run: Run, marks: Sequence[Marks]) -> Rows:
-    """How often each kind of event came, those that never came too."""
+    """The number of events of each kind, zeros included."""
     totals = {one.kind: one.total for one in marks}
     names = {
         RESTART: "Restarts",
@@ -67,26 +67,26 @@ def notes_of(run: Run) -> list[str]:
             unreadable.count > len(unreadable.first)
         )
         lines = "1 line was" if unreadable.count == 1 else f"{unreadable.count:,} lines were"
-        notes.append(f"metrics.jsonl: {lines} left out: {'; '.join(unreadable.first)}{more}.")
+        notes.append(f"metrics.jsonl: {lines} skipped: {'; '.join(unreadable.first)}{more}.")
     if metrics.last is None:
         notes.append("No step has been logged yet.")
     rows = metrics.steps.num_rows
     for name, missing in metrics.missing.items():
-        # Of a CPU the peak is never known, which is no gap.
+        # On a CPU it is always null, since the peak FLOPs are unknown: that is not a gap.
         if missing and not (name == "model_flops_utilization" and missing == rows):
             notes.append(f"{name} is null in {missing:,} of {rows:,} logged steps, drawn as gaps.")
     starts = run.files.starts[1:]
     unknown = sum(1 for start in starts if start.step is None)
     if unknown:
         notes.append(
-            f"{unknown} of {len(starts)} restarts did not record their step, so they stand in the "
+            f"{unknown} of {len(starts)} restarts did not record their step, so they are in the "
             "table, not on the time line."
         )
     return notes
 
 
 def training_hours(run: Run) -> float:
-    """Hours of the logged steps, without starts and what was taken back."""
+    """Hours of the logged steps, without startup and rolled-back steps."""
     hours = run.metrics.steps.reduced().last["hours"]
     return float(hours[-1]) if len(hours) else 0.0
 
@@ -108,8 +108,8 @@ def peak(run: Run, name: str) -> float | None:
 
 
 def number(value: float | None, digits: int) -> str:
-    """With `digits` after the point and thousands separators; from 1e15 on, and below what the
-    digits show, as a power of ten."""
+    """With `digits` decimals and thousands separators; very large and very small values as a power
+    of ten."""
     if value is None:
         return NOT_KNOWN
     if value and (abs(value) >= 1e15 or abs(value) < 0.5 * 10**-digits):

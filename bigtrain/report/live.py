@@ -1,8 +1,8 @@
-"""The page of runs that go on: served on this machine alone, with what is new since the last look.
+"""Serves the page of running runs, on this machine only, with incremental updates.
 
-The browser asks every two seconds. What it already has (a version of the file, a width of buckets,
-how many of them are complete) it says, and gets the buckets after those; where the file was cut or
-the buckets became wider, the whole curve anew.
+The browser polls every two seconds. It sends what it already has (version of the file, width of
+buckets, number of complete ones) and gets the buckets after those, or the full curve if the file
+was truncated or the buckets became wider.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PORTS_TRIED = 50
 
 
 class LivePage:
-    """Runs as they are now, read on whenever somebody asks. For several threads at once."""
+    """The current state of runs; reads new lines of their files at a request. Thread-safe."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
@@ -38,16 +38,16 @@ class LivePage:
         self._looked_at = -1.0
 
     def html(self) -> bytes:
-        """The whole page."""
+        """The complete page."""
         with self._lock:
-            self._look()
+            self._refresh()
             return page_html(self._runs, self._live()).encode()
 
     def news(self, seen: int, have: str) -> bytes | None:
-        """What a browser lacks that has revision `seen` and, of each run, these buckets
-        (version:width:complete, then width:complete of the evaluations); None: nothing."""
+        """The update for a browser that has revision `seen` and, of each run, the buckets `have`
+        (version:width:complete, then width:complete of the evaluations); None if it has all."""
         with self._lock:
-            self._look()
+            self._refresh()
             if seen == self._revision:
                 return None
             marks = [marks_of(run) for run in self._runs]
@@ -66,8 +66,8 @@ class LivePage:
     def _live(self) -> dict[str, Any]:
         return {"live": True, "revision": self._revision, "poll_seconds": POLL_SECONDS}
 
-    def _look(self) -> None:
-        """Read on, once a second at most however many browsers ask."""
+    def _refresh(self) -> None:
+        """Read new lines, at most once a second however many browsers poll."""
         now = time.monotonic()
         if self._looked_at >= 0 and now - self._looked_at < POLL_SECONDS / 2:
             return
@@ -77,12 +77,12 @@ class LivePage:
             try:
                 changed |= run.read()
             except DataError:
-                continue  # between two files of a resume, or removed: what was read still shows
+                continue  # being replaced by a resume, or removed: keep showing what was read
         self._revision += changed
 
 
 def _parts(have: str, count: int) -> list[list[int]]:
-    """What the browser says that it has; nothing where it says something else."""
+    """The browser's `have`, parsed; empty lists where it is malformed."""
     try:
         parts = [[int(number) for number in part.split(":")] for part in have.split(",")]
     except ValueError:
@@ -91,7 +91,7 @@ def _parts(have: str, count: int) -> list[list[int]]:
 
 
 def _since(run: Run, part: list[int]) -> tuple[int, int]:
-    """From which bucket of steps and of evaluations on the browser lacks them."""
+    """The first bucket of steps and of evaluations that the browser lacks."""
     metrics = run.metrics
     if not part or part[0] != metrics.version:
         return 0, 0
@@ -108,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        # A page of another host whose name points here (DNS rebinding) reads nothing.
+        # Against DNS rebinding: a page of another host whose name resolves to this machine.
         if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in _OWN_NAMES:
             self._answer(403, b"asked for under another name than localhost")
             return
@@ -135,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A line for every look would fill the terminal."""
+        """Silent: a line for every poll would fill the terminal."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -143,13 +143,13 @@ class _Server(ThreadingHTTPServer):
     page: LivePage
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that is closed while it is answered is nobody's error."""
+        """Silent: a browser may close the connection at any time."""
 
 
 def open_server(runs: Sequence[Run], port: int) -> ThreadingHTTPServer:
-    """The server, bound and not serving yet; ``server_address`` says where.
+    """The server, bound to its ``server_address`` but not serving yet.
 
-    Raises LaunchError, with the nearest port that is free, where `port` is taken.
+    Raises LaunchError, which names the nearest free port, if `port` is in use.
     """
     try:
         server = _Server((ADDRESS, port), _Handler)
@@ -164,7 +164,7 @@ def open_server(runs: Sequence[Run], port: int) -> ThreadingHTTPServer:
 
 
 def _free_port(taken: int) -> int | None:
-    """The nearest port after (then before) one that is taken, of those that need no rights."""
+    """The nearest free port after (else before) `taken`, from 1024 on."""
     after: range = range(max(taken + 1, 1024), min(taken + _PORTS_TRIED, 65535) + 1)
     before = range(min(taken, 65536) - 1, max(taken - _PORTS_TRIED, 1024) - 1, -1)
     for port in (*after, *before):

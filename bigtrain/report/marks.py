@@ -16,13 +16,13 @@ from bigtrain.report.run_files import Start
 RESTART, ROLLBACK, HANG = "restart", "rollback", "hang"
 SKIPPED, STRAGGLER = "skipped step", "straggler"
 KINDS = (RESTART, ROLLBACK, HANG, SKIPPED, NON_FINITE, STRAGGLER)
-"""In this order; what else `metrics.jsonl` calls an event comes after them under its own name."""
+"""In this order; further events of `metrics.jsonl` follow under their own names."""
 _OF_FILE = {"rolled_back": ROLLBACK, "skipped": SKIPPED}
 MEANINGS = {
-    RESTART: "the run was started again and went on from a checkpoint",
-    ROLLBACK: "the run went back to an earlier checkpoint and left out samples",
+    RESTART: "the run was started again and resumed from a checkpoint",
+    ROLLBACK: "the run was rolled back to an earlier checkpoint and skipped samples",
     HANG: "no rank made progress, and the watchdog ended the run",
-    SKIPPED: "the update was left out, because loss or gradient norm was bad",
+    SKIPPED: "the update was skipped, because loss or gradient norm was bad",
     NON_FINITE: "a logged step has no finite loss or gradient norm, and was not skipped",
     STRAGGLER: "one rank took longer than its peers and held up the run",
 }
@@ -35,8 +35,8 @@ _MOST_ROWS = 100
 class Marks:
     """One kind of event of one run.
 
-    steps: ascending, so many at most that a page can hold; counts: events that each stands for.
-    rows: step (None: not recorded), what happened; the first ones. total: of all.
+    steps: positions of marks, ascending, clustered if there are too many; counts: events per mark.
+    rows: step (None: not recorded) and text of the first events. total: number of events.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Marks:
 
 
 def marks_of(run: Run) -> list[Marks]:
-    """Those of `run` by kind, kinds without any left out."""
+    """The marks of `run` by kind, without kinds that have none."""
     found: dict[str, Marks] = {}
     rows: list[tuple[int | None, str]]
     rows = [(start.step, _start_text(start)) for start in run.files.starts[1:]]
@@ -58,7 +58,7 @@ def marks_of(run: Run) -> list[Marks]:
     for name, every in events.steps.items():
         kind, steps = _OF_FILE.get(name, name), np.asarray(every, dtype=np.int64)
         rows = [(line["step"], _event_text(kind, line)) for line in events.details[name]]
-        if kind == NON_FINITE:  # what has been skipped is said already
+        if kind == NON_FINITE:  # skipped steps have a mark already
             steps = np.setdiff1d(steps, np.asarray(events.steps.get("skipped", ()), dtype=np.int64))
             rows = [row for row in rows if row[0] in steps]
         _put(found, kind, steps, rows, len(steps))
@@ -81,7 +81,7 @@ def _put(
 
 
 def _clustered(steps: Sequence[int] | NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """Distinct steps and how often each comes; neighbours together where there are too many."""
+    """Distinct steps and their counts; neighbours are merged if there are too many."""
     values, counts = np.unique(np.asarray(steps, dtype=np.int64), return_counts=True)
     if len(values) > _MOST_POSITIONS:
         span = int(values[-1] - values[0]) + 1
@@ -101,7 +101,7 @@ def _start_text(start: Start) -> str:
 
 
 def _hang_text(when: str, report: str) -> str:
-    """Who lags: the first indented line of the report."""
+    """The ranks that lag: the first indented line of the report."""
     lagging = [line.strip() for line in report.splitlines() if line.startswith("  ")]
     return f"{when}, {lagging[0][:300] if lagging else 'without a report'}"
 

@@ -1,8 +1,8 @@
-"""`metrics.jsonl` read from its beginning, or from where it was left: any length, little memory.
+"""Incremental reader of `metrics.jsonl`, of any length in little memory.
 
-Lines are parsed a block at a time (a million in 3 seconds) and reduced at once. Fields and kinds
-of lines: docs/reference/metrics.md. A file may be of any version of bigtrain, or corrupt: a line
-that cannot be read is counted and named, a last one that was cut off is not there yet.
+Lines are parsed a block at a time (a million in 3 seconds) and reduced immediately. Fields and
+kinds of lines: docs/reference/metrics.md. A file may be of any version of bigtrain, or corrupt:
+lines that cannot be read are counted and named, and an incomplete last line is read later.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FIGURES = (
     "model_flops_utilization",
     "memory_gib",
 )
-"""Of a logged step, those that are drawn against the steps."""
+"""Fields of a logged step that are drawn as curves."""
 POSITIONS = ("step", "tokens", "samples", "hours")
-"""Where a logged step stands; hours of training, from `step_seconds`."""
+"""Fields that can be the x axis; hours of training are summed up from `step_seconds`."""
 BREAKDOWN = "breakdown"
 WAITING = f"{BREAKDOWN}/communication_seconds"
-"""What the training thread waits for other ranks: a part of the other parts, not beside them."""
+"""Time that the training thread waits for other ranks; it is contained in the other parts."""
 PHASES = "peak_memory_gib_by_phase"
 EXPERTS = "expert_imbalance"
 SOURCES = "held_out_sources"
@@ -55,23 +55,20 @@ _MOST_NAMED = 5
 
 @dataclass
 class Events:
-    """What happened, by kind: every step of it, details of the first ones.
-
-    details: lines of the file as they are.
-    """
+    """Events by kind: the steps of all, and the lines (`details`) of the first ones."""
 
     steps: dict[str, array[int]] = field(default_factory=dict)
     details: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(self, kind: str, step: int, line: dict[str, Any]) -> None:
-        """Note an event of `kind` in `step`."""
+        """Record an event of `kind` in `step`."""
         self.steps.setdefault(kind, array("q")).append(step)
         shown = self.details.setdefault(kind, [])
         if len(shown) < _MOST_DETAILS:
             shown.append(line)
 
     def count(self, kind: str) -> int:
-        """How many there are of `kind`."""
+        """The number of events of `kind`."""
         return len(self.steps.get(kind, ()))
 
 
@@ -83,7 +80,7 @@ class UnreadableLines:
     first: list[str] = field(default_factory=list)
 
     def add(self, number: int, reason: str) -> None:
-        """Note that line `number`, from 1, cannot be read."""
+        """Record that line `number`, from 1, cannot be read."""
         self.count += 1
         if len(self.first) < _MOST_NAMED:
             self.first.append(f"line {number:,} {reason}")
@@ -92,10 +89,10 @@ class UnreadableLines:
 class MetricsFile:
     """The figures of one run, as far as its file has been read.
 
-    Attributes: `steps`, `evaluations`: reduced; `events`; `unreadable`; `missing`: logged steps
-    whose line has a null in place of the figure, by name; `last`: the last logged step's line,
-    `best`: the evaluation with the lowest held-out loss; None where there is none.
-    `version` changes when what was read before does not hold any more.
+    Attributes: `steps`, `evaluations`: reduced; `events`; `unreadable`; `missing`: by field, the
+    number of logged steps in which it is null; `last`: the last logged step's line, `best`: the
+    evaluation with the lowest held-out loss; None where there is none. `version` changes when the
+    file was replaced or truncated and is read again from its beginning.
     """
 
     def __init__(self, path: Path, max_buckets: int = MAX_BUCKETS) -> None:
@@ -120,11 +117,11 @@ class MetricsFile:
         self._hours = 0.0
 
     def read(self, final: bool = False) -> bool:
-        """Read on to the end; whether there was anything new. `final`: also a last line without
-        its end, if it is complete otherwise.
+        """Read new lines; returns whether there were any. `final`: also a last line without a
+        newline, if it is valid.
 
-        What a rollback or a resume takes back goes: the file is then read anew. Raises DataError
-        where it cannot be read.
+        A rollback or a resume truncates the file, which is then read again from its beginning.
+        Raises DataError if it cannot be read.
         """
         try:
             with self.path.open("rb") as file:
@@ -152,10 +149,10 @@ class MetricsFile:
         return changed or self._num_lines > before
 
     def _continues(self, file: BinaryIO, status: os.stat_result) -> bool:
-        """Whether what was read before still stands in the file."""
+        """Whether the file still begins with what was read before."""
         if (status.st_dev, status.st_ino) != self._identity:
             return False
-        # A file that was cut may have grown again: times and figures are never the same.
+        # A truncated file may have grown again, but its last lines differ then.
         file.seek(self.num_bytes - len(self._tail))
         return file.read(len(self._tail)) == self._tail
 
@@ -228,7 +225,7 @@ class MetricsFile:
     def _entries(
         self, lines: list[dict[str, Any]], name: str, known: list[str]
     ) -> Iterator[tuple[str, Column]]:
-        """The series of the objects that `lines` have under `name`; so many at most."""
+        """The series of the objects that `lines` have under `name`; at most `_MOST_SERIES`."""
         if not [1 for line in lines if name in line]:
             return
         named = [_dict(line.get(name)) for line in lines]
@@ -258,11 +255,11 @@ class MetricsFile:
 _BLANK = object()
 _NUMBERS = {int, float, type(None)}
 _MOST_STEP = 2**53
-"""From here on not every whole number is a float."""
+"""From here on not every integer is exact as a float."""
 
 
 def _parsed(text: bytes) -> Any:
-    """One line; None where it is no JSON. Python's own parser knows NaN, which others write."""
+    """One line; None if it is not JSON. Python's parser accepts NaN, which orjson does not."""
     if not text.strip():
         return _BLANK
     try:
@@ -288,7 +285,7 @@ def _column(lines: list[dict[str, Any]], name: str) -> Column:
             values = [line[name] for line in lines]
         except KeyError:
             values = [line.get(name) for line in lines]
-        # numpy makes NaN of None, but numbers of texts and truth values as well.
+        # numpy converts None to NaN, but also strings and booleans to numbers.
         if set(map(type, values)) <= _NUMBERS:
             column = np.array(values, dtype=np.float64)
             column[~np.isfinite(column)] = np.nan
@@ -309,7 +306,7 @@ def _number(value: Any) -> float:
 
 
 def _ascending(column: Column, at_least: float) -> Column:
-    """`column` with what is missing or smaller than before set to what was before."""
+    """`column` with values that are missing or smaller than the one before replaced by it."""
     result: Column = np.maximum.accumulate(np.maximum(np.nan_to_num(column), at_least))
     return result
 

@@ -1,4 +1,4 @@
-"""Where the page is written: whole, and over nothing that is not a report."""
+"""Writes the page, atomically, and overwrites nothing but an older report."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FIRST_BYTES = 1024
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write the page; an older report there is replaced.
+    """Write the page; replaces an older report.
 
-    Raises OutputError where it cannot be written, or where something else stands there.
+    Raises OutputError if it cannot be written, or if `path` is another file.
     """
     if path.is_dir():
         raise OutputError(

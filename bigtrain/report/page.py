@@ -1,7 +1,7 @@
-"""The page: one HTML file with its styles, its programs and its data in it, and no address.
+"""The page: one self-contained HTML file with styles, scripts and data, and without external URLs.
 
-Whatever comes from a file of a run is escaped, and the Content-Security-Policy lets the browser run
-this page's own two programs alone (by their checksums) and load nothing.
+Everything that comes from a run's files is escaped, and the Content-Security-Policy allows only the
+page's own two scripts (by their checksums) and no requests.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from bigtrain.report.setup import setup_html
 from bigtrain.report.topology import topology_html
 
 MARKER = '<meta name="generator" content="bigtrain report'
-"""What every page has in its first kilobyte."""
+"""Identifies a report; within the first kilobyte of every page."""
 
 _PROGRAMS = ("data.js", "view.js", "curves.js", "timeline.js", "main.js")
 
 
 def page_html(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str:
-    """The whole page. `live`: what a page needs that asks the server for what is new."""
+    """The complete page. `live`: settings of a page that polls the server for updates."""
     marks = [marks_of(run) for run in runs]
     data = {**page_data(runs, marks), **(live or {"live": False})}
     names = ", ".join(run.name for run in runs)
-    # Its licence goes where it goes.
+    # The licence requires its text beside the library.
     library = f"/*\n{_static('uPlot.LICENSE')}*/\n{_static('uPlot.iife.min.js')}"
     program = "(() => {\n" + "\n".join(_static(name) for name in _PROGRAMS) + "\n})();"
     connect = "'self'" if live else "'none'"
@@ -61,18 +61,18 @@ def page_html(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str
         "program": program,
         **{f"section_{name}": html for name, html in sections.items()},
     }
-    # One pass: what a run's files say is never looked at for fields.
+    # One pass over the template: "{{" in a run's own texts is not replaced.
     head, *rest = _static("page.html").split("{{")
     parts = [head]
     for piece in rest:
         name, _, text = piece.partition("}}")
         parts += [fields[name], text]
-    # JSON may hold halves of surrogate pairs, which no file of text can.
+    # JSON may contain lone surrogates, which UTF-8 cannot encode.
     return "".join(parts).encode(errors="replace").decode()
 
 
 def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, str]:
-    """What the page says beside its curves, by name of the part; a live page gets it anew."""
+    """The page's sections besides its charts, by name; a live page gets them with each update."""
     return {
         "notes": _notes(runs),
         "figures": _figures(runs, marks),
@@ -87,7 +87,7 @@ def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict
 
 
 def json_in_html(value: Mapping[str, Any]) -> str:
-    """JSON that can stand in a script element: no text of it ends the element."""
+    """JSON that is safe inside a script element: no string of it can end the element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -102,7 +102,7 @@ def _checksum(program: str) -> str:
 
 
 def _topologies(runs: Sequence[Run]) -> str:
-    """Topologies; of runs that had the same one it is drawn once."""
+    """Topologies; runs with the same topology share one drawing."""
     found: dict[str, list[tuple[int, Run]]] = {}
     for number, run in _all(runs):
         found.setdefault(topology_html(run.files.environment), []).append((number, run))
@@ -155,7 +155,7 @@ def _figures(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
 
 
 def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
-    """What happened, as a table for each run, kind by kind."""
+    """The events, as a table for each run, kind by kind."""
     calm = [run.name for run, kinds in zip(runs, marks, strict=True) if not kinds]
     parts = []
     for run, kinds in zip(runs, marks, strict=True):
@@ -189,7 +189,7 @@ def _event_rows(one: Marks) -> str:
 
 
 def _resolution(runs: Sequence[Run]) -> str:
-    """What a point of a curve is, where it is not one logged step."""
+    """How many logged steps a point of a curve stands for, if more than one."""
     widths = {run.name: run.metrics.steps.width for run in runs if run.metrics.steps.width > 1}
     if not widths:
         return ""
@@ -202,7 +202,7 @@ def _resolution(runs: Sequence[Run]) -> str:
 
 
 def _absent(runs: Sequence[Run]) -> str:
-    """A sentence for the curves that no run has."""
+    """A sentence that names the charts for which no run has values."""
     missing = [
         chart
         for chart in CHARTS

@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured: bars, and the same as a table."""
+"""Predicted and measured values side by side, as bars and as a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WAITING = WAITING.partition("/")[2]
 
 
 def predictions_html(runs: Sequence[Run]) -> str:
-    """Each run's; those of which there is nothing to say in one sentence."""
+    """The section of each run; runs without prediction and measurements in one sentence."""
     silent = [run for run in runs if not _says_something(run)]
     parts = []
     for place, run in enumerate(runs):
@@ -37,7 +37,7 @@ def predictions_html(runs: Sequence[Run]) -> str:
 
 
 def _prediction_html(run: Run) -> str:
-    """Step time and memory of one run, each split into what was measured and predicted of it."""
+    """Step time and memory of one run by part, measured and predicted."""
     prediction = run.files.prediction
     steps = mean_of(run, BREAKDOWN)
     phases = peak_of(run, PHASES)
@@ -73,7 +73,7 @@ def _says_something(run: Run) -> bool:
 
 
 def _comparison(run: Run, prediction: Prediction) -> str:
-    """Measured against predicted, and how far apart."""
+    """A table of measured and predicted values and their difference."""
     rows = [
         ("Step time, s", mean(run, "step_seconds"), prediction.step_seconds, 3),
         ("Throughput, tokens/s", mean(run, "tokens_per_second"), prediction.tokens_per_second, 0),
@@ -99,7 +99,7 @@ def _error(measured: float | None, predicted: float | None) -> str:
 
 
 def _stacks(stacks: Mapping[str, Mapping[str, float]], unit: str) -> str:
-    """Bars of parts on top of each other, all of one scale, and the parts as a table."""
+    """Stacked bars on one scale, and their parts as a table."""
     shown = {name: parts for name, parts in stacks.items() if parts}
     longest = max((sum(parts.values()) for parts in shown.values()), default=0.0)
     if not longest:
@@ -134,7 +134,7 @@ def _stacks(stacks: Mapping[str, Mapping[str, float]], unit: str) -> str:
 
 
 def _bars(title: str, values: Mapping[str, float], unit: str) -> str:
-    """Bars side by side: peaks do not add up."""
+    """Separate bars, not stacked: peaks do not add up."""
     longest = max(values.values()) or 1.0
     rows = "".join(
         f'<tr><th scope="row">{escape(_label(name))}</th><td>{_figure(value)}</td>'

@@ -1,8 +1,8 @@
-"""Figures of any number of steps, reduced to a few thousand buckets that lose no extreme.
+"""Downsamples any number of steps to a bounded number of buckets that keep all extremes.
 
-A bucket stands for `width` rows that follow each other, and keeps the minimum, the maximum and the
-mean of each series. Whenever there are as many buckets as may be, each two become one: memory does
-not depend on the number of rows, and a spike of one step stays visible among a million.
+A bucket stands for `width` consecutive rows, and keeps minimum, maximum and mean of each series.
+When the maximum number of buckets is reached, pairs are merged: memory does not depend on the
+number of rows, and a spike in one step stays visible among a million.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 Column = NDArray[np.float64]
 
 MAX_BUCKETS = 1 << 15
-"""Of a run that is drawn alone: eight for each pixel of a 4K screen."""
+"""For a single run: eight buckets per pixel of a 4K screen."""
 
 
 @dataclass(frozen=True)
 class Bucketed:
-    """One series, a value for each bucket: NaN where none of its rows has a finite value."""
+    """One series by bucket; NaN where no row of a bucket has a finite value."""
 
     minimum: Column
     maximum: Column
@@ -30,10 +30,10 @@ class Bucketed:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What a `Reducer` made of its rows.
+    """The buckets of a `Reducer`.
 
-    width: rows of a bucket; the last one may have fewer. first: position of a bucket's first row,
-    by name of the position; last: of its last row. series: by name.
+    width: rows of a bucket; the last one may have fewer. first, last: positions of each bucket's
+    first and last row, by name of the position. series: by name.
     """
 
     width: int
@@ -44,10 +44,10 @@ class Reduced:
 
 
 class Reducer:
-    """Takes rows block by block.
+    """Collects rows block by block.
 
-    Parameters: `positions`, names of the ascending quantities that say where a row stands (its
-    step, the tokens trained on), which every row has; `max_buckets`, an even number.
+    Parameters: `positions`, names of the ascending quantities that every row has (its step, the
+    tokens trained on); `max_buckets`, an even number.
     """
 
     def __init__(self, positions: tuple[str, ...], max_buckets: int = MAX_BUCKETS) -> None:
@@ -56,7 +56,7 @@ class Reducer:
         self.width = 1
         self.num_rows = 0
         self._num = 0  # complete buckets
-        self._whole: Reduced | None = None  # the last answer of `reduced`, while it holds
+        self._cached: Reduced | None = None  # the last result of `reduced`, until rows are added
         self._first = {name: np.zeros(max_buckets) for name in positions}
         self._last = {name: np.zeros(max_buckets) for name in positions}
         self._series: dict[str, _Series] = {}
@@ -66,12 +66,12 @@ class Reducer:
 
     @property
     def names(self) -> list[str]:
-        """Of the series so far, in the order in which they came."""
+        """Names of the series so far, in the order of their first appearance."""
         return list(self._series)
 
     def add(self, positions: Mapping[str, Column], series: Mapping[str, Column]) -> None:
-        """Rows that follow those before. All columns have the same length; NaN is "no value"."""
-        self._whole = None
+        """Append rows. All columns have the same length; NaN means "no value"."""
+        self._cached = None
         count = len(next(iter(positions.values())))
         held = len(next(iter(self._rest.values())))
         self.num_rows += count
@@ -103,12 +103,12 @@ class Reducer:
         self._rest_series = {name: column[begin:].copy() for name, column in rows.items()}
 
     def reduced(self, since: int = 0) -> Reduced:
-        """The buckets from number `since` on, rows that fill none yet as the last one.
+        """The buckets from index `since` on; an incomplete bucket is the last one.
 
         A view that the next `add` may change.
         """
-        if since == 0 and self._whole is not None:
-            return self._whole
+        if since == 0 and self._cached is not None:
+            return self._cached
         held = len(next(iter(self._rest.values())))
         num = self._num
         first = {name: column[since:num] for name, column in self._first.items()}
@@ -126,12 +126,12 @@ class Reducer:
                 )
         reduced = Reduced(self.width, first, last, series, self.num_rows)
         if since == 0:
-            self._whole = reduced
+            self._cached = reduced
         return reduced
 
     @property
     def num_complete(self) -> int:
-        """Buckets that no further row changes, while `width` stays as it is."""
+        """Number of complete buckets, which further rows do not change unless `width` does."""
         return self._num
 
     def _store(
@@ -146,7 +146,7 @@ class Reducer:
         self._num += taken
 
     def _merge(self) -> None:
-        """Make one bucket of each two."""
+        """Merge pairs of buckets."""
         half = self._num // 2
         for name in self._first:
             self._first[name][:half] = self._first[name][: self._num : 2].copy()

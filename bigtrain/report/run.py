@@ -1,4 +1,4 @@
-"""One run as the report sees it: its figures and its files, under a name of its own."""
+"""One run of the report: its metrics, its other files, and a unique name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEWEST_BUCKETS = 1 << 12
 
 @dataclass
 class Run:
-    """name: short, and no other run of the page has it. files: as they were read last."""
+    """name: short, and unique on the page. files: as last read."""
 
     name: str
     directory: Path
@@ -24,7 +24,8 @@ class Run:
     files: RunFiles
 
     def read(self, final: bool = False) -> bool:
-        """Read on; whether there is anything new. `final` as of `MetricsFile.read`."""
+        """Read new lines and files; returns whether anything changed. `final`: see
+        `MetricsFile.read`."""
         changed = self.metrics.read(final)
         files = read_run_files(self.directory)
         changed |= files != self.files
@@ -40,9 +41,9 @@ class Run:
 
 
 def open_runs(directories: Sequence[Path], final: bool = True) -> list[Run]:
-    """The runs in these directories, read to their end; `final` as of `MetricsFile.read`.
+    """The runs in these directories, read to the end; `final`: see `MetricsFile.read`.
 
-    Raises DataError where one is no run directory, has no figures, or is named twice.
+    Raises DataError if one is not a run directory, has no metrics, or is named twice.
     """
     seen: dict[Path, Path] = {}
     for directory in directories:
@@ -54,7 +55,7 @@ def open_runs(directories: Sequence[Path], final: bool = True) -> list[Run]:
                 f"{directory}{also}: the same run is named twice -> leave one of them out"
             )
         seen[place] = directory
-    # Their points are joined on one axis: together not many more than of one run alone.
+    # They share one chart: together they have not many more points than a single run.
     most = MAX_BUCKETS
     while most > _FEWEST_BUCKETS and most * len(directories) > 2 * MAX_BUCKETS:
         most //= 2
@@ -84,7 +85,7 @@ def _require_run(directory: Path) -> None:
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """The ends of paths, as short as they may be to differ."""
+    """The shortest unique suffixes of the paths."""
     for length in range(1, max(len(place.parts) for place in places) + 1):
         names = ["/".join(place.parts[-length:]) for place in places]
         if len(set(names)) == len(names):

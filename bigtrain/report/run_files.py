@@ -1,6 +1,6 @@
-"""What a run directory says beside its figures: settings, versions, starts, hangs, a prediction.
+"""The files of a run directory besides metrics.jsonl: settings, versions, launches, hangs.
 
-Every file is read defensively: one that is missing or corrupt becomes a sentence in `notes`.
+Every file is read defensively: a missing or corrupt one becomes a sentence in `notes`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _GENERATION = re.compile(r"(\d{8,15})(?:\.superseded)?\.json")
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the run.
+    """One launch of the run.
 
-    generation: from 1; step, samples, world_size: None where the run did not record them (before
+    generation: from 1; step, samples, world_size: None if the run did not record them (before
     bigtrain wrote `starts.jsonl`). since: UTC.
     """
 
@@ -38,8 +38,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang that the watchdog ended: in which step (from 1, 0 before the first), when, who lagged
-    (the report's text)."""
+    """A hang that the watchdog ended: its step (from 1, 0 before the first), when, and the text of
+    its report, which names the lagging ranks."""
 
     step: int
     when: str
@@ -48,7 +48,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What `prediction.json` says; None or empty where it says nothing.
+    """The contents of `prediction.json`; None or empty where a value is missing.
 
     terms: seconds of a step by name; memory_terms: GiB by name.
     """
@@ -62,9 +62,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of a run directory but for its figures. None: there is none that can be read.
+    """The files of a run directory besides metrics.jsonl; None where one cannot be read.
 
-    notes: sentences about what could not be read.
+    notes: sentences about files that could not be read.
     """
 
     config: dict[str, Any] | None
@@ -77,7 +77,7 @@ class RunFiles:
 
 
 def read_run_files(directory: Path) -> RunFiles:
-    """All of it; raises nothing."""
+    """Read all of them; raises nothing."""
     notes: list[str] = []
     prediction = _object(directory / "prediction.json", notes, needed=False)
     return RunFiles(
@@ -118,7 +118,7 @@ def _prediction(value: dict[str, Any]) -> Prediction:
 
 
 def finite(value: Any) -> float | None:
-    """`value` if it is a number that is not negative or infinite, else None."""
+    """`value` if it is a finite number of at least 0, else None."""
     if type(value) not in (int, float):
         return None
     try:
@@ -129,7 +129,7 @@ def finite(value: Any) -> float | None:
 
 
 def finite_entries(value: Any) -> dict[str, float]:
-    """The entries of an object that `finite` takes; of anything else none."""
+    """The entries of an object that `finite` accepts; empty for anything else."""
     if not isinstance(value, dict):
         return {}
     found = {str(name): finite(entry) for name, entry in value.items()}
@@ -137,7 +137,7 @@ def finite_entries(value: Any) -> dict[str, float]:
 
 
 def _starts(directory: Path, notes: list[str]) -> list[Start]:
-    """By generation, as the fencing tokens have them, with what `starts.jsonl` adds."""
+    """The launches by generation, from the fencing tokens' files and `starts.jsonl`."""
     found: dict[int, dict[str, Any]] = {}
     for path in _entries(directory / "generations"):
         if name := _GENERATION.fullmatch(path.name):
@@ -167,7 +167,7 @@ def _start(generation: int, values: dict[str, Any]) -> Start:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file of lines; a line that a kill cut off is none."""
+    """The JSON objects in a file of lines; skips a truncated line."""
     try:
         texts = path.read_bytes().splitlines()
     except OSError:
@@ -188,7 +188,7 @@ def _hangs(directory: Path) -> list[Hang]:
         if (name := _HANG.fullmatch(path.name)) is None:
             continue
         try:
-            # Also a rank that reports for itself leaves stacks, but a report only who could write.
+            # There may be stacks without a report, where no rank could write one.
             text = report.read_text(errors="replace")[:4000] if report.exists() else ""
             when = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         except OSError:

@@ -1,4 +1,4 @@
-"""How runs were set up: resolved configuration, DeepSpeed JSON and versions, side by side."""
+"""The resolved configuration, DeepSpeed JSON and versions of runs, side by side."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from bigtrain.report.figures import NOT_KNOWN
 from bigtrain.report.run import Run
 
-_VERSIONS_LEFT_OUT = ("topology", "rank_order", "hosts", "packing")
+_NOT_VERSIONS = ("topology", "rank_order", "hosts", "packing")
 _MOST_CHARACTERS = 500
 
 
 def setup_html(runs: Sequence[Run]) -> str:
-    """A table for each of the three; of several runs first what differs."""
+    """A table for each of the three; with several runs first a table of the differences."""
     environments = [
-        {k: v for k, v in (run.files.environment or {}).items() if k not in _VERSIONS_LEFT_OUT}
+        {k: v for k, v in (run.files.environment or {}).items() if k not in _NOT_VERSIONS}
         for run in runs
     ]
     names = [run.name for run in runs]
@@ -51,14 +51,14 @@ def _deepspeed(run: Run) -> dict[str, Any]:
 
 
 def _rows(objects: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every key of any of them, and its value in each."""
+    """Every key that any of the objects has, and its value in each."""
     flat = [dict(_flatten(one)) for one in objects]
     for key in dict.fromkeys(key for one in flat for key in one):
         yield key, tuple(one.get(key, NOT_KNOWN) for one in flat)
 
 
 def _flatten(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Leaves with their keys joined by points; lists, and what is empty, are leaves."""
+    """Leaves, with their keys joined by dots; lists and empty objects are leaves."""
     for key, entry in value.items():
         name = f"{above}{key}"
         if isinstance(entry, dict) and entry:
@@ -83,7 +83,7 @@ def _table(names: Sequence[str], rows: Sequence[tuple[str, tuple[str, ...]]]) ->
 
 
 def _breakable(key: str) -> str:
-    """Long keys break where their words end."""
+    """`key` with line-break opportunities between its words."""
     return key.replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 

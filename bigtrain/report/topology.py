@@ -1,7 +1,7 @@
 """Hosts and ranks drawn as SVG, from `environment.json`.
 
-A small world is drawn rank by rank with its coordinates; of thousands of ranks one replica of the
-model, how often it is there, and the hosts in words.
+A small world is drawn rank by rank with coordinates; with thousands of ranks one replica of the
+model is drawn, with the number of replicas and the hosts as text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 _MOST_RANKS = 64
-"""Drawn one by one; also of one replica."""
+"""Most ranks that are drawn one by one; also of one replica."""
 _AXES = ("data", "pipeline", "sequence", "tensor")
 _CELL = (74, 44)
 _GAP = 6
@@ -21,10 +21,10 @@ _COLUMNS = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """World and degrees as a run wrote them down.
+    """World size and degrees as a run recorded them.
 
-    sizes: of each axis; order: of the axes, outermost first, by which ranks are counted; hosts:
-    ranks by host, empty where they were not recorded.
+    sizes: of each axis; order: the axes from outermost to innermost, which defines the order of
+    ranks; hosts: ranks by host, empty if they were not recorded.
     """
 
     world_size: int
@@ -33,7 +33,7 @@ class Layout:
     hosts: Mapping[str, Sequence[int]]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis."""
+        """The coordinates of `rank` on each axis."""
         found = {}
         for axis in reversed(self.order):
             rank, found[axis] = divmod(rank, self.sizes[axis])
@@ -41,12 +41,12 @@ class Layout:
 
     @property
     def axes(self) -> list[str]:
-        """Those along which there are several ranks, in order."""
+        """The axes of size above 1, in order."""
         return [axis for axis in self.order if self.sizes[axis] > 1]
 
 
 def layout_of(environment: Mapping[str, Any] | None) -> Layout | None:
-    """What `environment.json` says; None where it says no world that can be."""
+    """The layout in `environment.json`; None if it is missing or inconsistent."""
     topology = (environment or {}).get("topology")
     if not isinstance(topology, dict):
         return None
@@ -128,7 +128,7 @@ def _drawings(layout: Layout, drawings: list[str]) -> str:
 
 
 def _drawing(layout: Layout, title: str, ranks: Sequence[int]) -> str:
-    """One host, or one replica: a cell for each rank, its stage as colour."""
+    """One host, or one replica: a cell for each rank, coloured by pipeline stage."""
     columns = min(len(ranks), _columns(layout))
     rows = -(-len(ranks) // columns)
     top = 26 if title else 6
@@ -162,7 +162,7 @@ def _drawing(layout: Layout, title: str, ranks: Sequence[int]) -> str:
 
 
 def _columns(layout: Layout) -> int:
-    """Tensor-parallel neighbours side by side, where they fit a phone."""
+    """Tensor-parallel neighbours in a row, if they fit a phone's screen."""
     innermost = layout.sizes[layout.order[-1]]
     return innermost if 1 < innermost <= _COLUMNS else _COLUMNS
 

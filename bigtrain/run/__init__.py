@@ -1,6 +1,6 @@
-"""One training run: session, loop, beginning and end.
+"""One training run: session, loop, start and end.
 
-Imports everything below; `train.py` and the commands import it. Start with `training`, one start
-from beginning to end, and `loop`; `session` is what a start has open, `preflight` what it looks at
-first.
+Imports `engine`, `models`, `data`, `planner`, `settings` and `system`; only `train.py` and the
+commands import it. Read `training` first (one launch from start to end), then `loop`; `session` is
+what a launch has open, `preflight` what is checked before there is one.
 """

@@ -12,15 +12,15 @@ _NAMED = 10
 
 
 def verify_data(session: Session) -> None:
-    """Compare every file of the run's datasets with its checksum, each rank a part. Collective.
+    """Compare the run's dataset files with their checksums; each rank reads a part. Collective.
 
-    Raises DataError on every rank, with all files that are corrupt.
+    Raises DataError on every rank, listing all corrupt files.
     """
     begun = time.perf_counter()
     shards = ListedShards(session.run.config.data)
     share = share_of(shards.num_bytes.tolist(), session.world.rank, session.world.size)
     found = session.long_work.on_every_rank(
-        lambda: [text for number in share for text in shards[number].damage()]
+        lambda: [text for number in share for text in shards[number].problems()]
     )
     corrupt = sorted(text for texts in found for text in texts)
     if corrupt:

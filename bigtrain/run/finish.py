@@ -16,11 +16,11 @@ from bigtrain.system.files import writing
 
 EXPORT = "hf"
 EXPORTED = "exported.json"
-"""File of a run directory: of which step its ``hf/`` is. Absent: of none, or it is not known."""
+"""File of a run directory that names the step of its ``hf/``. Absent: no export, or unknown."""
 
 
 def stop_early(session: Session, engine: TrainEngine, state: TrainState, received: Signals) -> None:
-    """Leave a run that a signal stopped, after `state` was saved. Collective."""
+    """End a run that a signal stopped, after `state` was saved. Collective."""
     engine.close()
     if session.world.is_main:
         session.check_run_token()
@@ -28,14 +28,14 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
             leave_marker(session.directory, received, state)
     session.say(
         f"stopped by {received.name} after step {state.step} of {session.run.config.train.steps}; "
-        "the same command goes on from there"
+        "the same command resumes from there"
     )
 
 
 def is_complete(session: Session, state: TrainState) -> bool:
-    """Whether `state` is the end of the run, and all is written that an end writes. Collective.
+    """Whether the run is at its last step and everything is written, export included. Collective.
 
-    It then says so.
+    Logs that it is.
     """
     steps = session.run.config.train.steps
     if state.step < steps:
@@ -49,23 +49,23 @@ def is_complete(session: Session, state: TrainState) -> bool:
 
     complete = session.long_work.on_main_rank(all_is_written)
     if complete:
-        session.say(f"complete: the run stands at step {state.step} of {steps}; nothing to do")
+        session.say(f"complete: the run is at step {state.step} of {steps}; nothing to do")
     return complete
 
 
 def _exported_step(directory: Path) -> object:
     try:
         record = json.loads((directory / EXPORTED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a run of before there were records, or killed
+    except (OSError, ValueError):  # a run older than this record, or killed
         return None
     return record.get("step") if isinstance(record, dict) else None
 
 
 def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
-    """Export the last checkpoint to ``RUN/hf`` if asked, and sum up. Collective.
+    """Export the last checkpoint to ``RUN/hf`` if asked, and log the summary. Collective.
 
-    Raises ModelError on every rank if the exported model does not answer as the trained one,
-    SupersededError if a later start of the run holds its directory.
+    Raises ModelError on every rank if the exported model's logits differ from the trained one's,
+    StaleLaunchError if a later launch of the run holds its directory.
     """
 
     def export() -> list[str]:
@@ -84,8 +84,8 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
             summary.append(f"exported to {output}, reloaded and compared: same logits")
         return summary
 
-    # All is saved, and the export appears whole or not at all: whoever wants this to end, may.
-    session.signals.leave_by(lambda received: _leave_unexported(session, state, received))
+    # All is saved, and the export appears complete or not at all: a signal may end this at once.
+    session.signals.exit_after(lambda received: _leave_unexported(session, state, received))
     engine.close()
     try:
         summary = session.long_work.on_main_rank(export)
@@ -98,7 +98,7 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
 
 
 def _leave_unexported(session: Session, state: TrainState, received: Signals) -> None:
-    if not session.superseded():
+    if not session.is_stale():
         leave_marker(session.directory, received, state)
         session.say(
             f"stopped by {received.name} after the last step, saved; the same command exports it"

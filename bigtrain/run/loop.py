@@ -1,4 +1,4 @@
-"""The training loop, top to bottom: batch, step, advance or go back, outer step, log, evaluate,
+"""The training loop, top to bottom: batch, step, advance or roll back, outer step, log, evaluate,
 save, stop."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def train(
                     state = outer.make(state)
             last = state.step == config.train.steps
             profiler.after(state.step, last=last)
-            # Before anything is written: it also finds that another start holds the directory.
+            # Before anything is written: it also finds out that a later launch holds the directory.
             beat.at("agreeing whether to stop")
             received = None if last else stop.agreed()
             if _is_logged(session, state.step):
@@ -116,7 +116,7 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _save(session: Session, saver: Saver, state: TrainState, held_out_loss: float | None) -> None:
-    # What is slow is the writing; a copy takes no longer than other collectives.
+    # Only the writing is slow; a copy takes no longer than other collectives.
     session.heartbeat.at("waiting for the save before this one", slow=True)
     saver.wait()
     session.heartbeat.at("saving", slow=not session.run.config.checkpoint.asynchronous)
@@ -131,8 +131,8 @@ def _log(
     lr: float,
     clock: StepClock,
 ) -> tuple[int, float]:
-    """Returns the steps since the last time, and seconds of each."""
-    # With the guard's, the only places of the loop that wait for the device.
+    """Log a step; returns the number of steps since the last logged one, and seconds of each."""
+    # Apart from the guard, the only places in the loop that wait for the device.
     loss, norm = losses.read(), engine.gradient_norm()
     load = engine.expert_load.read()
     times = clock.read()
@@ -160,7 +160,7 @@ def _log(
 
 
 def _experts(load: LoadFigures | None) -> dict[str, dict[str, float]]:
-    """Of `StepMetrics`, what a mixture of experts has."""
+    """The fields of `StepMetrics` that only a mixture of experts has."""
     if load is None:
         return {}
     found = {"expert_imbalance": load.imbalance}

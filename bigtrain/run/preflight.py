@@ -1,4 +1,4 @@
-"""Everything that can be found wrong before a process group or a file exists."""
+"""Every check that can be made before a process group or a file exists."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from bigtrain.settings.run_config import RunConfig
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads, found to exist and to fit together.
+    """What a run reads, checked to exist and to fit together.
 
     hf_config: the model's Hugging Face configuration. data_hash: `bigtrain.data.samples.identity`.
-    sources, datasets: those of the mixture, in its order. packing: what became of their documents.
-    model_plan: how the model is cut, told of documents and asked for its loss.
+    sources, datasets: those of the mixture, in its order. packing: how their documents were packed.
+    model_plan: how the model is split, isolates documents and computes its loss.
     """
 
     hf_config: Any
@@ -44,9 +44,9 @@ class Inputs:
 def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     """Read the model's configuration and the dataset's manifest, and compare them with the run.
 
-    `check`: of the data, as of `open_dataset`. Creates nothing but caches of the dataset's (packing
-    plan, shard table); every rank may call it. Raises ModelError for a model that cannot be found
-    and one ConfigError with everything else that is wrong.
+    `check`: how much of the data is checked, as in `open_dataset`. Creates only caches of the
+    dataset (packing plan, shard table); every rank may call it. Raises ModelError for a model that
+    cannot be found, and one ConfigError with everything else that is wrong.
     """
     config = run.config
     hf_config = load_hf_config(config.model)
@@ -78,7 +78,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
 
 
 def _check_output(directory: Path) -> Sequence[Problem]:
-    """What this host can tell without writing: the directory, or what it would be made in."""
+    """Check without writing that the directory, or the one it would be created in, is writable."""
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not there.is_dir():
         rule = f"{there} is no directory"

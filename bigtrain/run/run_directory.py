@@ -1,4 +1,4 @@
-"""What a start writes down of its run: configuration, environment, tokenizer, hosts."""
+"""What a launch records of its run: configuration, environment, tokenizer, hosts."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def write_run_directory(
     device: torch.device,
     base_model: Sums | None,
 ) -> None:
-    """Write down what `run` is. `hosts`: by rank. `base_model`: checksums of the weights that it
-    begins with, where it reads any."""
+    """Record `run` in its directory. `hosts`: by rank. `base_model`: checksums of the weight files
+    that it begins with, if any."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", run.config.model_dump(mode="json"))
     _write_json(directory / "deepspeed.json", run.engine.deepspeed)
@@ -56,7 +56,7 @@ def write_run_directory(
 def describe_environment(
     run: ResolvedRun, inputs: Inputs, hosts: Sequence[str], device: torch.device
 ) -> dict[str, Any]:
-    """Versions, git commit, topology and device: what is needed to run the same again."""
+    """Versions, git commit, topology and device: what is needed to reproduce the run."""
     return {
         "bigtrain": bigtrain.__version__,
         "git_commit": _git_commit(),

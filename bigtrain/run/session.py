@@ -1,4 +1,4 @@
-"""Every rank-wide effect of a run, begun on entry and undone on exit."""
+"""What a run has open on a rank (process group, watchdog, metrics, ...), closed on exit."""
 
 from __future__ import annotations
 
@@ -48,10 +48,9 @@ from bigtrain.system.world import World
 class Session:
     """A rank's part in a run: its place, its device, and (main rank) what it writes.
 
-    hosts: of every rank. long_work: for what may take one rank long. hold: the main rank's, on
-    the run directory, from `bigtrain.run.checkpointing.resume.acquire_run_directory` on.
-    base_model: checksums of the trained weights that this start has read. memory: peaks of this
-    rank's device.
+    hosts: of every rank. long_work: for work that may take one rank long. run_token: the main
+    rank's, from `bigtrain.run.checkpointing.resume.acquire_run_directory` on. base_model: checksums
+    of the pretrained weight files that this launch has read. memory: peaks of this rank's device.
     """
 
     run: ResolvedRun
@@ -76,15 +75,15 @@ class Session:
         self.memory = PhaseMemory(self.device.type)
 
     def check_run_token(self) -> None:
-        """Raises on the main rank where a later start holds the directory, or it is gone.
+        """Raises on the main rank if a later launch holds the directory, or it is gone.
 
-        Not collective; the other ranks have no hold.
+        Not collective; the other ranks have no run token.
         """
         if self.run_token is not None:
             self.run_token.check()
 
     def trouble(self) -> BigtrainError | None:
-        """Why the main rank can write no more, or None; looks twice a second at most."""
+        """Why the main rank can write no more, or None; checks twice a second at most."""
         failure = None if self.metrics is None else self.metrics.failure
         if self.run_token is not None and (failure is not None or self.run_token.lost()):
             try:
@@ -93,19 +92,19 @@ class Session:
                 return error
         return failure
 
-    def superseded(self) -> bool:
-        """Whether a later start holds the run directory, as far as this rank sees."""
+    def is_stale(self) -> bool:
+        """Whether a later launch holds the run directory, as far as this rank can see."""
         if self.run_token is not None:
-            return self.run_token.superseded_by() is not None
+            return self.run_token.newer_launch() is not None
         newest = fencing.newest_holder(self.directory)
         return newest is not None and newest.generation > (self.generation or 0)
 
     def begin_writing(self, state: TrainState) -> None:
-        """Write down what the run is, and open metrics and log where it stands.
+        """Record the run in its directory, and open metrics and log at `state`. Collective.
 
-        On the main rank. Comes after `bigtrain.run.checkpointing.resume.acquire_run_directory`,
-        so that a refused run creates nothing, and overwrites nothing of the run it was not.
-        Collective; raises on every rank, OutputError where the directory cannot be written.
+        The main rank writes. Comes after
+        `bigtrain.run.checkpointing.resume.acquire_run_directory`, so that a refused run creates
+        and overwrites nothing. Raises OutputError on every rank if the directory cannot be written.
         """
 
         def begin() -> None:
@@ -142,14 +141,14 @@ class Session:
             self.metrics.info(self._said_early.pop(0))
 
     def say(self, text: str) -> None:
-        """A human-readable line, from the main rank; log.txt gets it as soon as there is one."""
+        """Show a line, from the main rank; log.txt gets it as soon as that is open."""
         if self.metrics is not None:
             self.metrics.info(text)
         elif self.world.is_main:
             self._said_early.append(text)
 
     def close(self) -> None:
-        """Close what is open, and say what nobody has heard yet. May be called again."""
+        """Close what is open, and print the lines not shown yet. May be called again."""
         if self.metrics is not None:
             self.metrics.close()
         for text in self._said_early:
@@ -177,9 +176,9 @@ class Session:
         )
 
     def seed_step(self, step: int) -> None:
-        """Give this rank the random stream of optimizer step `step`.
+        """Seed this rank's random generators for optimizer step `step`.
 
-        Dropout is so a function of (seed, step) and what this rank computes alone: equal in a
+        So dropout depends only on (seed, step) and the rank's coordinates: it is equal in a
         tensor-parallel group, and a resumed run needs no generator states. Sites count as replicas.
         """
         place = self.run.topology.coordinates(self.world.rank)
@@ -205,7 +204,7 @@ def open_session(
 ) -> Iterator[Session]:
     """Join the process group; nothing is written yet. Collective over all ranks.
 
-    `signals`: those that the program has watched for since it began.
+    `signals`: the handler that the program installed when it began; None installs one.
     """
     directory = Path(run.config.output.directory)
     watchdog = run.config.watchdog
@@ -216,13 +215,20 @@ def open_session(
         runtime_settings(run, world) as settings,
         process_group(world, *limits) as joined,
     ):
-        # DeepSpeed's own calls; nothing that a user could do about it.
+        # From DeepSpeed's own calls; a user could do nothing about them.
         warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
         warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
         session = Session(
             run, world, joined.device, directory, inputs, heard, joined.hosts, joined.long_work
         )
-        with Watchdog(run.config.watchdog, world, directory, session.heartbeat, session.superseded):
+        with Watchdog(
+            run.config.watchdog,
+            world,
+            directory,
+            session.heartbeat,
+            session.is_stale,
+            session.hosts,
+        ):
             try:
                 for line in settings:
                     session.say(line)
@@ -232,7 +238,7 @@ def open_session(
 
 
 def _shape_of(model: Any) -> ModelShape | None:
-    # Not of the engine's model, which has a part of the parameters, or a part of each.
+    # Not the engine's model, which may have only some parameters, or a part of each.
     parameters = dict(model.named_parameters())
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()

@@ -1,4 +1,4 @@
-"""Where a run stands."""
+"""The state of a run outside the engine: steps, samples, data phases, guard."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bigtrain.settings.batch_plan import BatchPlan
 
 @dataclass(frozen=True)
 class GuardState:
-    """What `bigtrain.run.diagnostics.step_guard` decides by.
+    """The state of `bigtrain.run.diagnostics.step_guard`.
 
-    num_skipped: steps so far whose update was left out. streak: how many of the last steps were,
-    one after the other. losses, norms: of the last steps that were made, oldest first, where spikes
-    are looked for. rolled_back_to: the step the run went back to last, and num_rollbacks how often.
+    num_skipped: skipped updates so far. streak: how many of the last steps in a row were skipped.
+    losses, norms: of the last updates that were made, oldest first, with ``guard.spike_sigma``.
+    rolled_back_to: the step the run last rolled back to, and num_rollbacks how often in a row.
     """
 
     num_skipped: int = 0
@@ -28,7 +28,7 @@ class GuardState:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any] | None) -> GuardState:
-        """Of what `dataclasses.asdict` gave; None: of a checkpoint that is older than this."""
+        """From the output of `dataclasses.asdict`; None: a checkpoint older than the guard."""
         tree = tree or {}
         figures = {name: tuple(tree[name]) for name in ("losses", "norms") if name in tree}
         return cls(**{**tree, **figures})
@@ -36,13 +36,12 @@ class GuardState:
 
 @dataclass(frozen=True)
 class TrainState:
-    """Optimizer steps done, and the samples and input tokens that are read. All of the state there
-    is outside the engine: sample order and random streams are functions of these and the seed.
-    Samples only grow, also where a run goes back to an earlier step
-    (`bigtrain.run.diagnostics.step_guard`).
+    """Optimizer steps done, samples and input tokens read. This is all state outside the engine:
+    sample order and random streams are functions of it and the seed. Samples only grow, also when
+    a run rolls back to an earlier step (`bigtrain.run.diagnostics.step_guard`).
 
     `phases`: of the data, `bigtrain.data.samples.phases`; one for each change of it, oldest first.
-    `outer_steps`: those with other sites that are done.
+    `outer_steps`: outer steps done with other sites.
     """
 
     step: int = 0

@@ -1,4 +1,4 @@
-"""One start of a run, from inputs that fit to its exit code: build, resume, train, finish."""
+"""One launch of a run, from checked inputs to its exit code: build, resume, train, finish."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bigtrain.run.diagnostics.prediction import predict
 from bigtrain.run.evaluation.held_out import Evaluator
 from bigtrain.run.finish import finish, is_complete, stop_early
 from bigtrain.run.loop import train
-from bigtrain.run.outer_steps import OuterSteps, meet_sites
+from bigtrain.run.outer_steps import OuterSteps, join_sites
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.session import Session, open_session
 from bigtrain.run.state import TrainState
@@ -34,14 +34,14 @@ from bigtrain.system.world import World
 
 
 def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSignals) -> int:
-    """Train `run` to its end or to a signal, from wherever its directory stands.
+    """Train `run` to its end or until a signal, resuming from its directory.
 
     Returns the exit code. Collective over all ranks of `world`.
     """
     source = weights_source(run.config)
     weights = source.find(run.config, inputs.hf_config)
     with open_session(run, inputs, world, signals) as session:
-        meeting = meet_sites(session, inputs)
+        rendezvous = join_sites(session, inputs)
         if run.config.data.verify == "contents":
             verify_data(session)
         limit = run.config.watchdog.collective_timeout_seconds
@@ -51,7 +51,7 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
         warm_up(mesh, session.device)
         session.heartbeat.at("building the model", slow=True)
         engine = _build(session, inputs, source, mesh)
-        outer = OuterSteps(session, engine, meeting)
+        outer = OuterSteps(session, engine, rendezvous)
         _say_plan(session, inputs)
         begun = _begin(session, engine, inputs, mesh, source, weights)
         if begun is None:
@@ -72,7 +72,7 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
 
 
 def _predict(session: Session, inputs: Inputs) -> None:
-    """Say what the run will take; refuse it where no device of its kind can hold it. Collective."""
+    """Log the predicted time and memory; refuse a run that cannot fit its device. Collective."""
 
     def find() -> RunPrediction | None:
         found, reason = predict(
@@ -105,8 +105,8 @@ def _build(session: Session, inputs: Inputs, source: WeightsSource, mesh: Mesh) 
 
 
 def _check_tensor_plan(session: Session, inputs: Inputs, mesh: Mesh) -> None:
-    """Try the model's tensor-parallel plan in the main rank's tensor-parallel group, unless that
-    was done before. Collective; raises ModelError on every rank."""
+    """Try the model's tensor-parallel plan in the main rank's tensor-parallel group, unless the
+    result is cached. Collective; raises ModelError on every rank."""
     config, work = session.run.config, session.long_work
     settings = config.model.attention, config.batch.sequence_length
     size, adapters = session.run.topology.tensor_size, config.adapters
@@ -151,11 +151,11 @@ def _begin(
     source: WeightsSource,
     weights: Weights | None,
 ) -> tuple[TrainState, TrainingBatches, Evaluator] | None:
-    """Where the run stands, with the run directory held; None where it is complete."""
+    """Resume or begin, with the run token acquired; None if the run is complete."""
     run = session.run
     pin = session.device.type == "cuda"
     if run.config.adapters is not None:
-        # No checkpoint holds what they are beside; what one holds comes after.
+        # Checkpoints do not hold the base weights, so these are read first.
         source.fill(session, engine, weights)
     while True:
         state = restore_or_start(session, engine)
@@ -169,7 +169,7 @@ def _begin(
         evaluator = Evaluator(session, engine, held_out)
         if state.step < run.config.train.steps:
             refuse_small_disk(session, engine)
-        # Before any process writes; what is asked for until the loop, it does after a step.
+        # Before any rank writes; a signal from here on takes effect after the first step.
         session.signals.listen()
         if acquire_run_directory(session, state):
             return state, batches, evaluator

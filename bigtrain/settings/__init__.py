@@ -1,7 +1,7 @@
-"""What a run is before anything starts: the run YAML, degrees, batch plan, DeepSpeed JSON.
+"""A run's configuration: the run YAML, parallel degrees, batch plan, DeepSpeed JSON.
 
 Pure: pydantic and yaml, no torch, so that `bigtrain check` answers at once. Imports `system` only;
-everything above may import it. Start with `resolve`, which turns files and overrides into a
-`ResolvedRun`; `run_config` and `sections` have the fields, `compatibility` what cannot run
-together, `deepspeed` the JSON that DeepSpeed is given.
+every layer above may import it. Start with `resolve`, which turns files and overrides into a
+`ResolvedRun`; `run_config` and `sections` have the fields, `compatibility` the rules about which
+settings cannot be combined, `deepspeed` the JSON that DeepSpeed is given.
 """

@@ -1,9 +1,9 @@
 """The answers of `accelerate config`, read from what `accelerate launch` puts in the environment.
 
-accelerate 1.15 (utils/launch.py, prepare_deepspeed_cmd_env) hands the answers on DeepSpeed to the
-program as ``ACCELERATE_*``. Here they become the engine configuration, or are held against the one
-that was named. Where the run is silent on what it owns, the answer counts; where it is not, the two
-must agree. Pure.
+accelerate 1.15 (utils/launch.py, prepare_deepspeed_cmd_env) passes the answers about DeepSpeed to
+the program as ``ACCELERATE_*``. Here they become the engine configuration, or are compared with the
+DeepSpeed JSON that was named. Where the run YAML does not set a value that it owns, the answer is
+used; where it does, the two must agree. Pure.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _DYNAMO = {
     "USE_FULLGRAPH": "false",
     "USE_DYNAMIC": "false",
 }
-"""What of the answers on torch dynamo `model.compile` does; it always compiles by regions."""
+"""The answers about torch dynamo that match `model.compile`, which always compiles by regions."""
 
 
 @dataclass(frozen=True)
 class AccelerateSettings:
-    """What was answered.
+    """The answers.
 
-    tree: the answers as a DeepSpeed JSON would have them. config_file: the DeepSpeed JSON that was
-    named instead; then the tree is empty. mixed_precision: None where nobody said. compiles:
-    whether torch dynamo was asked for. on_engine: whether anything was answered on DeepSpeed.
+    tree: the answers as a DeepSpeed JSON. config_file: the DeepSpeed JSON that was named instead;
+    then the tree is empty. mixed_precision: None if it was not answered. compiles: whether torch
+    dynamo was chosen. on_engine: whether DeepSpeed was chosen.
     """
 
     tree: Mapping[str, Any]
@@ -50,7 +50,8 @@ class AccelerateSettings:
     on_engine: bool = True
 
     def fill(self, config: RunConfig) -> RunConfig:
-        """`config` with the answers it is silent on: precision, clipping, compilation."""
+        """`config` with precision, clipping and compilation as answered where it does not set
+        them."""
         update: dict[str, Any] = {}
         dtype = _DTYPES.get(self.mixed_precision or "")
         if dtype is not None and "dtype" not in config.precision.model_fields_set:
@@ -63,19 +64,20 @@ class AccelerateSettings:
         return config.model_copy(update=update)
 
     def fill_micro_batch(self, config: RunConfig, data_size: int) -> RunConfig:
-        """`config` with the micro-batch that gives the answered accumulation, if it has none."""
+        """`config` with the micro-batch size that gives the answered accumulation, if it sets
+        none."""
         steps = self.tree.get("gradient_accumulation_steps")
-        per_process, rest = divmod(config.batch.samples_per_step, data_size)
-        silent = "micro_batch_size" not in config.batch.model_fields_set
-        if not isinstance(steps, int) or not silent or rest or per_process % steps:
+        per_rank, rest = divmod(config.batch.samples_per_step, data_size)
+        is_unset = "micro_batch_size" not in config.batch.model_fields_set
+        if not isinstance(steps, int) or not is_unset or rest or per_rank % steps:
             return config
-        batch = config.batch.model_copy(update={"micro_batch_size": per_process // steps})
+        batch = config.batch.model_copy(update={"micro_batch_size": per_rank // steps})
         return config.model_copy(update={"batch": batch})
 
     def named_file(self, config: RunConfig, deepspeed_config: str | None) -> str | None:
-        """The DeepSpeed JSON to read; None where the answers themselves are the engine's.
+        """The DeepSpeed JSON to read; None where the answers themselves configure the engine.
 
-        `deepspeed_config` is that of the command line. Raises ConfigError where two are named.
+        `deepspeed_config`: of the command line. Raises ConfigError where two files are named.
         """
         named, key = deepspeed_config, "--deepspeed_config"
         if named is None and "deepspeed_config" in config.engine.model_fields_set:
@@ -100,7 +102,7 @@ class AccelerateSettings:
     def contradictions(
         self, config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], source: str
     ) -> list[Problem]:
-        """Where the answers say something else than the run or than the JSON `raw`."""
+        """Problems where the answers differ from the run or from the JSON `raw`."""
         problems = []
         dtype = _DTYPES.get(self.mixed_precision or "")
         if self.mixed_precision is not None and dtype != config.precision.dtype:
@@ -118,7 +120,7 @@ class AccelerateSettings:
             rule = "contradicts model.compile = off of the run, which owns it"
             remedy = "answer no, or set model.compile=on"
             problems.append(Problem(f"{SOURCE}: torch dynamo", "yes", rule, remedy))
-        if raw is self.tree:  # then rendering it finds the rest
+        if raw is self.tree:  # rendering it finds the remaining contradictions
             return problems
         stage = value_at(self.tree, "zero_optimization.stage") or 0
         for owned in owned_values(config, plan, self.tree, stage):
@@ -136,10 +138,10 @@ class AccelerateSettings:
 
 
 def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None:
-    """The answers in `environment`; None where `accelerate launch` was told nothing that counts.
+    """The answers in `environment`; None where there is none that concerns bigtrain.
 
-    Raises LaunchError for an engine that is not DeepSpeed, ConfigError for an answer that bigtrain
-    cannot honour.
+    Raises LaunchError for an engine other than DeepSpeed, ConfigError for an answer that bigtrain
+    does not support.
     """
     for name, engine in _OTHER_ENGINES.items():
         if environment.get(name) == "true":
@@ -156,7 +158,7 @@ def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None
         raise ConfigError(Problem(key, classes, "bigtrain marks no layers as leaves", "answer no"))
     fields = environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    # "no" is also what stands there where nobody was asked.
+    # "no" is also the value where the question was not asked.
     answered = precision != "no" or "mixed_precision" in fields
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     return AccelerateSettings(
@@ -168,10 +170,10 @@ def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None
 
 
 def _compiles(environment: Mapping[str, str]) -> bool:
-    """Whether torch dynamo was asked for. Raises ConfigError where as something else than
-    `model.compile` is.
+    """Whether torch dynamo was chosen. Raises ConfigError for settings that `model.compile` does
+    not have.
 
-    accelerate 1.15 itself forgets these answers where DeepSpeed was chosen as well.
+    accelerate 1.15 itself ignores these answers where DeepSpeed was chosen as well.
     """
     if environment.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() == "NO":
         return False
@@ -191,7 +193,7 @@ def _compiles(environment: Mapping[str, str]) -> bool:
 
 def _tree(environment: Mapping[str, str]) -> dict[str, Any]:
     prefix = "ACCELERATE_DEEPSPEED_"
-    # accelerate's own default, where DeepSpeed was asked for and no stage given.
+    # 2 is accelerate's own default where DeepSpeed was chosen without a stage.
     zero: dict[str, Any] = {"stage": _number(environment, f"{prefix}ZERO_STAGE", int, 2)}
     for block in ("offload_optimizer", "offload_param"):
         device = environment.get(f"{prefix}{block.upper()}_DEVICE")

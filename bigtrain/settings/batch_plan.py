@@ -30,11 +30,11 @@ class BatchPlan:
 
     @property
     def num_readers(self) -> int:
-        """Data-parallel ranks of all sites, which divide the samples of a step."""
+        """Data-parallel ranks of all sites, among which the samples of a step are divided."""
         return self.num_sites * self.data_size
 
     def reader(self, data_rank: int) -> int:
-        """Which of them is rank `data_rank` of this site."""
+        """The index, among all sites' readers, of this site's rank `data_rank`."""
         return self.site * self.data_size + data_rank
 
     @property

@@ -1,5 +1,5 @@
-"""What settings of the run YAML are called elsewhere: by the Trainer of Hugging Face, Megatron,
-DeepSpeed, torchtitan and Lightning. Pure."""
+"""Names that other programs (HF Trainer, Megatron, DeepSpeed, torchtitan, Lightning) use for the
+settings of the run YAML, for "did you mean". Pure."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ _ELSEWHERE = {
 _NO_FIELD = {
     "gradient_accumulation_steps accumulation accumulation_steps grad_accum grad_accum_steps": (
         "accumulation is derived from batch.global_batch_size, batch.micro_batch_size and "
-        "the number of processes"
+        "the world size"
     ),
     "epochs num_epochs num_train_epochs max_epochs": (
         "a run has train.steps; data.sources can weigh its datasets by epochs"
     ),
     "resume resume_from_checkpoint": (
-        "a command that is started again goes on where its output.directory stands"
+        "the same command resumes from the newest checkpoint in its output.directory"
     ),
 }
 
@@ -68,5 +68,5 @@ def field_known_as(name: str) -> str | None:
 
 
 def why_no_field(name: str) -> str | None:
-    """What a run has instead of a setting that others call `name`; None where it is no such."""
+    """What a run has instead of `name`, a setting of other programs; None if it is unknown."""
     return next((text for names, text in _NO_FIELD.items() if name in names.split()), None)

@@ -1,9 +1,10 @@
-"""What a Hugging Face configuration may hold, and what rules ask of it, without transformers.
+"""Checks a Hugging Face model configuration, and reads the figures that rules need, without
+transformers.
 
 Pure: importing transformers takes seconds, `bigtrain check` a fraction of one. The table beside
-this module names the keys of every causal LM; ``tools/hf_config_keys.py`` writes it from
-transformers itself. What it refuses, the configuration class of the run would refuse too; of
-another release of transformers, what it does not know is left to that class.
+this module has the keys of every causal LM; ``tools/hf_config_keys.py`` writes it from
+transformers. Whatever is refused here, the model's configuration class would refuse too. With
+another release of transformers than the table's, unknown keys are left to that class.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size")
 class ModelFigures:
     """What is known of a model before it is built; None where it is not.
 
-    cut_heads, cut_key_heads: of attention and of keys, where tensor-parallel ranks divide them.
-    num_experts: of a layer that a token is sent to some of.
+    cut_heads, cut_key_heads: query and key-value heads, where tensor-parallel ranks divide them.
+    num_experts: routed experts of a layer.
     """
 
     num_attention_heads: int | None = None
@@ -65,9 +66,10 @@ def key_table() -> Mapping[str, Any]:
 
 
 def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Problem]]:
-    """The figures of the run's model, and everything wrong with what the run says of it.
+    """The figures of the run's model, and every problem of its model section.
 
-    Of a hub name, which may have to be fetched, nothing is known but what ships with the recipes.
+    A hub name, which may have to be downloaded, is only known if its configuration ships with the
+    recipes.
     """
     problems: list[Problem] = []
     written: Mapping[str, Any]
@@ -87,14 +89,13 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Pro
 
 
 def written_configuration(section: ModelSection) -> dict[str, Any]:
-    """What the run and its model's config.json say, as one; empty for a hub name
-    that no recipe has."""
+    """The model's config.json with the run's overrides; empty for a hub name that no recipe has."""
     written = section.config if isinstance(section.config, dict) else _read(section)[1]
     return {**written, **section.overrides} if written else {}
 
 
 def _read(section: ModelSection) -> tuple[str, Mapping[str, Any], list[Problem]]:
-    """The name of a local configuration, and what it holds; nothing where there is none here."""
+    """Path and contents of the local configuration; empty contents where there is none."""
     key = "model.path" if section.path is not None else "model.config"
     source = Path(str(section.path if section.path is not None else section.config))
     path = source / "config.json" if source.is_dir() else source
@@ -162,10 +163,10 @@ def _check_kind(key: str, value: object, kinds: str) -> Iterator[Problem]:
 
 
 def _source_reads(module: str, name: str) -> bool:
-    """Whether the source of the installed architecture names `name`.
+    """Whether the installed source of the architecture mentions `name`.
 
-    Some models read keys that their configuration does not declare, and that published checkpoints
-    have: Qwen3-MoE's head_dim, for one. Another release may declare more than the table knows.
+    Some models read keys that published checkpoints have and their configuration class does not
+    declare, such as Qwen3-MoE's head_dim. Another release may declare more than the table knows.
     """
     path = _installed(module)
     modeling = _installed(module.replace(".configuration_", ".modeling_"))
@@ -218,7 +219,7 @@ def _figures(
     cut = of_text["cut"] if of_text else []
     if "num_attention_heads" in cut:
         found["cut_heads"] = found.get("num_attention_heads")
-    # Not its default, which many classes take from the number of heads.
+    # Not the default, which many classes derive from the number of heads.
     key_heads = values.get("num_key_value_heads")
     if "num_key_value_heads" in cut and type(key_heads) is int and key_heads > 0:
         found["cut_key_heads"] = key_heads

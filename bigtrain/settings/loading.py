@@ -49,7 +49,7 @@ _ALSO_KNOWN_AS = {
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
     **dict.fromkeys(("fp16", "half", "16"), "float16"),
 }
-"""Values of this configuration under names that they have elsewhere."""
+"""Values under the names that other programs use for them."""
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -135,7 +135,7 @@ def _assign(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 
 
 def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run a YAML file or recipe name and its overrides describe.
+    """The run that a YAML file or recipe and its overrides describe.
 
     Raises ConfigError with every problem found, never only the first.
     """
@@ -183,8 +183,8 @@ def _meant_value(value: object, choices: Sequence[str]) -> str:
 
 
 def _suggestion(location: Sequence[str]) -> str:
-    """What is meant by the unknown key at `location`: its name elsewhere, in another section, or
-    misspelt."""
+    """What the unknown key at `location` probably means: another program's name of a field, a field
+    of another section, or a misspelt one."""
     name, parent = location[-1], location[:-1]
     if instead := why_no_field(name):
         return f"{instead}; "

@@ -1,7 +1,6 @@
-"""A run, a number of processes and a DeepSpeed JSON, resolved into what is started. Pure.
+"""Resolves a run, a world size and a DeepSpeed JSON into a `ResolvedRun`, or refuses them. Pure.
 
-`bigtrain check` and `bigtrain/train.py` both come through here, so that what the one accepts the
-other accepts.
+`bigtrain check` and `bigtrain/train.py` both use it, so they accept the same runs.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _UNKNOWN_MODEL = ModelFigures()
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run that nothing is known to stand against.
+    """A run that passed every check of the settings.
 
     ``config.engine.deepspeed_config`` is the one in use, wherever it was named.
     """
@@ -57,13 +56,13 @@ def resolve_run(
     *,
     async_io: bool | None = None,
 ) -> ResolvedRun:
-    """Resolve `config` for `world_size` processes.
+    """Resolve `config` for `world_size` ranks.
 
-    `deepspeed_config` (a name or path) wins over ``engine.deepspeed_config``; `device` is None
-    where it is not known, as on a login node, and so is `async_io`, whether libaio is there;
-    `accelerate` is what `accelerate launch` was told:
-    the engine's configuration where no JSON is named. Raises one ConfigError with everything that
-    is wrong: batch arithmetic, unknown keys, contradictions of the files, illegal combinations.
+    `deepspeed_config` (a name or path) wins over ``engine.deepspeed_config``. `device` and
+    `async_io` (whether libaio is installed) are None if unknown, as on a login node. `accelerate`:
+    the answers of `accelerate launch`, which configure the engine where no JSON is named. Raises
+    one ConfigError with every problem: batch arithmetic, unknown keys, contradictions between the
+    files, illegal combinations.
     """
     topology, problems = _topology_of(config, world_size)
     problems.extend(_check_profile(config, world_size))
@@ -104,8 +103,8 @@ def resolve_run_files(
 ) -> ResolvedRun:
     """As `resolve_run`, from the run YAML or recipe name.
 
-    Where the YAML itself is wrong, the ConfigError also tells what is wrong with the DeepSpeed JSON
-    on its own, so that both files can be corrected at once.
+    If the YAML is wrong, the ConfigError also lists the problems of the DeepSpeed JSON on its own,
+    so that both files can be corrected at once.
     """
     try:
         config = load_run_config(name_or_path, overrides)
@@ -130,7 +129,7 @@ def facts_of(
     async_io: bool | None = None,
     model: ModelFigures = _UNKNOWN_MODEL,
 ) -> Facts:
-    """The facts `bigtrain.settings.compatibility.check` judges; values of a wrong type count as
+    """The facts for `bigtrain.settings.compatibility.check`; values of a wrong type count as
     absent."""
     zero = value_at(raw, "zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
@@ -197,7 +196,7 @@ def facts_of(
 
 
 def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:
-    rule = f"the run has {world_size} process{'es' if world_size != 1 else ''}, counted from 0"
+    rule = f"the run has {world_size} rank{'s' if world_size != 1 else ''}, counted from 0"
     remedy = f"ranks from 0 to {world_size - 1}" if world_size > 1 else "profile.ranks=[0]"
     return [
         Problem("profile.ranks", rank, rule, remedy)
@@ -223,7 +222,7 @@ def _topology_of(config: RunConfig, world_size: int) -> tuple[Topology | None, l
 def _choose(
     config: RunConfig, deepspeed_config: str | None, accelerate: AccelerateSettings | None
 ) -> tuple[str, Mapping[str, Any] | None, str, list[Problem]]:
-    """What configures the engine: its name, its keys, how problems call it, and problems."""
+    """The engine's configuration: its name, its keys, its label in problems, and problems."""
     name: str | None = deepspeed_config or config.engine.deepspeed_config
     if accelerate is not None:
         try:

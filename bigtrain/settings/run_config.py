@@ -1,8 +1,8 @@
 """The run YAML as frozen pydantic models: the one owner of everything that changes the mathematics.
 
 Pure: no I/O here (`bigtrain.settings.loading` reads files), no torch. Unknown keys are errors at
-any depth. Every field says its unit. What the engine does with memory and communication is owned by
-the DeepSpeed JSON (`ds_configs/`), where processes run by the launcher.
+any depth. Every field states its unit. The DeepSpeed JSON (`ds_configs/`) owns how the engine uses
+memory and communication; the launcher owns where processes run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who computes what: parallel degrees, and how the global batch falls to processes. Pure."""
+"""Parallel degrees, the rank's coordinates on each axis, and the groups of ranks. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bigtrain.settings.run_config import ParallelSection
 Axis = Literal["data", "pipeline", "sequence", "tensor"]
 
 AXES: tuple[Axis, ...] = ("data", "pipeline", "sequence", "tensor")
-"""From outermost to innermost. Tensor-parallel processes exchange most and are neighbours, so that
-a group of them stays on one host; replicas exchange once a step."""
+"""From outermost to innermost. Tensor-parallel ranks communicate most and are neighbours, so that a
+group of them stays on one host; data-parallel ranks communicate once a step."""
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a process stands on each axis of a topology."""
+    """The coordinates of a rank on the axes of a topology."""
 
     data_rank: int
     pipeline_rank: int
@@ -28,10 +28,10 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """Degrees of parallelism. `world_size` is their product with `data_size`.
+    """Degrees of parallelism. `world_size` is data x pipeline x sequence x tensor.
 
-    expert_size: neighbours among the ranks of data x sequence that divide the experts; no factor
-    of the world, for these ranks compute samples of their own.
+    expert_size: ranks among which the experts are divided, neighbours within data x sequence. It is
+    no factor of the world size, since these ranks also compute samples of their own.
     """
 
     world_size: int
@@ -42,12 +42,12 @@ class Topology:
     expert_size: int = 1
 
     def size(self, axis: Axis) -> int:
-        """Processes along `axis`."""
+        """Ranks along `axis`."""
         return int(getattr(self, f"{axis}_size"))
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where process `rank` stands: ``rank = ((data * pipeline_size + pipeline) *
-        sequence_size + sequence) * tensor_size + tensor``."""
+        """The coordinates of `rank`: ``rank = ((data * pipeline_size + pipeline) * sequence_size +
+        sequence) * tensor_size + tensor``."""
         assert 0 <= rank < self.world_size
         found = {}
         for axis in reversed(AXES):
@@ -55,7 +55,7 @@ class Topology:
         return Coordinates(**found)
 
     def describe(self) -> str:
-        """Degrees and the order of ranks, as a human-readable line; empty for one process."""
+        """Degrees and the order of ranks, as a human-readable line; empty for a single rank."""
         if self.world_size == 1:
             return ""
         axes = [axis for axis in AXES if axis == "data" or self.size(axis) > 1]
@@ -65,11 +65,11 @@ class Topology:
             place = f"({place})" if place != axes[0] else place
             place = f"{place} * {self.size(axis)} + {axis}"
         experts = "" if self.expert_size == 1 else f"; {self.expert_size} divide the experts"
-        return f"{self.world_size} processes = {degrees}-parallel{experts}; rank = {place}"
+        return f"{self.world_size} ranks = {degrees}-parallel{experts}; rank = {place}"
 
     def crossings(self, hosts: Sequence[str]) -> list[str]:
-        """Lines for people on groups that exchange in every layer and are on several of `hosts`,
-        the host of each rank."""
+        """Human-readable lines on the groups that communicate in every layer and yet span several
+        hosts. `hosts`: the host of each rank."""
         found = []
         layerwise = {
             "tensor": self.groups("tensor"),
@@ -83,12 +83,14 @@ class Topology:
                 found.append(
                     f"{len(over)} {axis}-parallel groups are on several hosts (ranks {ranks} on "
                     f"{', '.join(dict.fromkeys(hosts[rank] for rank in over[0]))}) and exchange in "
-                    f"every layer -> set parallel.{axis} to a divisor of the processes of a host"
+                    f"every layer -> set parallel.{axis} to a divisor of the number of ranks per "
+                    "host"
                 )
         return found
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """The groups of ranks that differ along `axes` alone, each ascending; together the world.
+        """The groups of ranks that differ along `axes` only, each in ascending order; every rank is
+        in one of them.
 
         ``groups("tensor")`` are the tensor-parallel groups, ``groups("data", "sequence")`` those
         that hold the same parameters.
@@ -117,11 +119,11 @@ class Topology:
         ]
 
     def holder_groups(self) -> list[list[int]]:
-        """The groups of ranks that hold all of the same parameters together, but for experts."""
+        """The groups of ranks that together hold one pipeline stage's parameters, experts aside."""
         return self.groups("data", "sequence", "tensor")
 
     def expert_holder_groups(self) -> list[list[int]]:
-        """The groups of ranks that hold all of the same experts together."""
+        """The groups of ranks that together hold the same experts."""
         places = {rank: group.index(rank) for group in self.expert_groups() for rank in group}
         return [
             [rank for rank in group if places[rank] == place]
@@ -133,7 +135,7 @@ class Topology:
 def derive_topology(
     parallel: ParallelSection, world_size: int
 ) -> tuple[Topology | None, list[Problem]]:
-    """The topology of `world_size` processes, or the reason why there is none."""
+    """The topology of `world_size` ranks, or the reason why there is none."""
     inner = parallel.tensor * parallel.pipeline * parallel.sequence
     if world_size % inner:
         below = world_size // inner * inner

@@ -1,7 +1,6 @@
-"""What the machine and its launcher give a process: cores, ranks, signals, ports, versions, files
-that appear whole.
+"""What a process needs from its operating system and launcher: rank and world size, cores, memory,
+signals, ports, library versions, atomic file writes.
 
-The ground floor: imports `bigtrain.errors` and the standard library alone (`files.file_checksum`
-takes xxhash when it is called), so anything may import it, also a probe on a bare host. Start with
-`world` (which rank this is) and `files`.
+The lowest layer: imports `bigtrain.errors`, the standard library and xxhash only, and everything
+may import it, also a probe on a bare host. Start with `world` (rank and world size) and `files`.
 """

@@ -1,9 +1,9 @@
-"""Threads and cores of one process of several on a host. Pure.
+"""How many threads and which cores each of a host's ranks uses. Pure.
 
-A GPU does the arithmetic, and one thread feeds it. Where the optimizer is in host memory, though,
-its update is the processor's work, and a launcher that gives each process one thread (torchrun
-sets ``OMP_NUM_THREADS=1`` where the user has not) leaves most of a host idle. The binding of cores
-alone took 15% off a step of ZeRO-Offload in DeepSpeed's figures (blogs/zenflow-corebinding).
+With a GPU one thread per rank is enough. Where the optimizer is offloaded to host memory, though,
+the CPU computes its update, and a launcher that gives each process one thread (torchrun sets
+``OMP_NUM_THREADS=1`` where the user has not) leaves most of a host idle. Binding cores alone took
+15% off a step of ZeRO-Offload in DeepSpeed's measurements (blogs/zenflow-corebinding).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_SIZE")
 
 @dataclass(frozen=True)
 class CpuShare:
-    """What a process is to use: threads of torch's own operators, and cores; None: as it is."""
+    """Threads for torch's operators, and cores to bind to; None: leave as it is."""
 
     num_threads: int | None = None
     cores: frozenset[int] | None = None
 
 
-def processes_here(environment: Mapping[str, str]) -> int:
-    """How many processes the launcher started on this host; 1 where it does not say."""
+def local_world_size(environment: Mapping[str, str]) -> int:
+    """Ranks on this host, as the launcher's environment says; 1 where it does not."""
     given = next((environment[name] for name in _LOCAL_SIZES if environment.get(name)), "1")
     return max(1, int(given)) if given.isdecimal() else 1
 
@@ -38,18 +38,19 @@ def cpu_share(
     threads: int | None = None,
     bind: bool | None = None,
 ) -> CpuShare:
-    """The share of the process `local_rank` of its host.
+    """The share of rank `local_rank` of its host.
 
-    allowed_cores: that the scheduler lets this process run on; num_cores: that all processes of
-    the host may use together, which a container may limit further. computes_on_cpu: whether there
-    is work for more than one thread: an optimizer in host memory, or no GPU. threads, bind: what
-    the run YAML says (``engine.cpu_threads``, ``engine.bind_cores``), which wins.
+    allowed_cores: cores this process may run on; num_cores: cores that all processes of the host
+    may use together, which a container may limit further. computes_on_cpu: whether there is work
+    for more than one thread (an offloaded optimizer, or no GPU). threads, bind: the run YAML's
+    ``engine.cpu_threads`` and ``engine.bind_cores``, which win if set.
 
-    Without these, OMP_NUM_THREADS counts, but for the 1 that torchrun sets for everybody. Cores
-    are bound where several processes compute, each to as many neighbours. They stay as they are
-    where there are too few, and where somebody has bound them (fewer are allowed than there are).
+    Without them OMP_NUM_THREADS decides, unless it is the 1 that torchrun sets by default. Cores
+    are bound where several ranks compute on the CPU: each gets equally many neighbouring cores.
+    They are not bound where there are fewer than two per rank, or where they are bound already
+    (fewer are allowed than there are).
     """
-    num_processes = processes_here(environment)
+    num_processes = local_world_size(environment)
     fair = max(1, num_cores // num_processes)
     by_torchrun = environment.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in environment
     said = "OMP_NUM_THREADS" in environment and not by_torchrun
@@ -57,7 +58,7 @@ def cpu_share(
         threads = fair
     wanted = (computes_on_cpu and num_processes > 1) if bind is None else bind
     cores = sorted(allowed_cores)
-    # As wide as its share: another process's cores are not among them, and there is nothing to do.
+    # Fewer allowed than there are: the launcher has bound the ranks already.
     if not wanted or len(cores) < 2 * num_processes or len(cores) < num_cores:
         return CpuShare(threads)
     each = len(cores) // num_processes

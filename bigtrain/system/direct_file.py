@@ -1,9 +1,9 @@
-"""A file written past the page cache, in large aligned pieces, by a thread of its own.
+"""A file written with O_DIRECT, past the page cache, in large aligned pieces by its own thread.
 
-A write through the page cache copies every byte in the kernel, and the disk mostly waits for the
-fsync. Here it writes from the memory that holds the content (`append`), or from one of two buffers
-while the other is filled (`write`). Where a file system takes no O_DIRECT (tmpfs, some network file
-systems), the same pieces are written without.
+A write through the page cache copies every byte in the kernel, and the disk is mostly idle until
+the fsync. Here the disk reads straight from the caller's memory (`append`), or from one of two
+buffers while the other is filled (`write`). Where a file system does not support O_DIRECT (tmpfs,
+some network file systems), the same pieces are written without it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux alone
 
 
 class DirectFile:
-    """A new file at `path` whose content from byte `begin` on (a multiple of `ALIGNMENT`) is
-    written in order, and what comes before it last. Raises OSError."""
+    """A new file at `path`: content from byte `begin` on (a multiple of `ALIGNMENT`) is written in
+    order, the header before it last (`finish`). Raises OSError."""
 
     def __init__(self, path: Path, begin: int) -> None:
         assert begin % ALIGNMENT == 0, begin
@@ -38,7 +38,7 @@ class DirectFile:
         self._pending: deque[Future[None]] = deque()
 
     def write(self, data: memoryview) -> None:
-        """Append `data`, which may change once this returns."""
+        """Append a copy of `data`: the caller may change it once this returns."""
         done = 0
         while done < len(data):
             taken = data[done : done + _PIECE_BYTES - self._filled]
@@ -49,8 +49,8 @@ class DirectFile:
                 self._send()
 
     def append(self, data: memoryview) -> None:
-        """Append `data` without a copy, by nothing but this before `finish`. It lies at a multiple
-        of `ALIGNMENT` in memory, and stays as it is until then."""
+        """Append `data` without a copy; must be the only append. `data` starts at a multiple of
+        `ALIGNMENT` in memory, and must not change before `finish` returns."""
         assert self._position == self._begin
         assert not self._filled
         aligned = len(data) // ALIGNMENT * ALIGNMENT
@@ -61,10 +61,7 @@ class DirectFile:
         self.write(data[aligned:])
 
     def finish(self, head: bytes) -> int:
-        """Write `head` before the rest and bring all of it to the disk; returns the file's bytes.
-
-        As many as `begin` says.
-        """
+        """Write the header `head` (`begin` bytes), fsync the file, and return its size in bytes."""
         assert len(head) == self._begin, (len(head), self._begin)
         num_bytes = self._position + self._filled
         if self._filled:
@@ -92,7 +89,7 @@ class DirectFile:
 
     def _send(self) -> None:
         """Let the thread write the filled buffer, and fill the other."""
-        size = -(-self._filled // ALIGNMENT) * ALIGNMENT  # what is too much is cut off at the end
+        size = -(-self._filled // ALIGNMENT) * ALIGNMENT  # `finish` truncates the excess
         self._submit(memoryview(self._buffers[0])[:size], self._position)
         self._position += self._filled
         self._filled = 0

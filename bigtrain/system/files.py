@@ -1,4 +1,4 @@
-"""Output files and directories that exist either whole or not at all."""
+"""Atomic writes: output files and directories exist either complete or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.errors import DataError, LaunchError, OutputError
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Raises OutputError, which names `path` and `remedy`, for an OSError of the block."""
+    """Turn an OSError of the block into an OutputError that names `path` and `remedy`."""
     try:
         yield
     except OSError as error:
@@ -31,11 +31,11 @@ def cannot_be_written(path: Path, error: Exception, remedy: str) -> str:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory to fill, which becomes `path` when the block ends without an exception.
+    """A directory to fill, which is renamed to `path` when the block ends without an exception.
 
-    Until then it is ``.NAME.partial`` beside `path`; after an exception nothing of it is left, and
-    what a killed process left is cleared by the next one. Files and directories are synced before
-    the rename, so after a crash of the machine `path` is either absent or whole.
+    Until then it is ``.NAME.partial`` beside `path`. An exception removes it; what a killed process
+    left of it is removed by the next one. Files and directories are synced before the rename, so
+    after a crash of the machine `path` is either absent or complete.
 
     Raises DataError where `path` exists and is not an empty directory, where another process is
     writing it, or where it cannot be written. Call it from one process.
@@ -47,7 +47,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     try:
         try:
             created = make_parents(path.parent)
-            lock = _claim(partial, path)
+            lock = _lock_empty(partial, path)
         except OSError as error:
             raise DataError(f"{path} cannot be written: {error}") from error
         yield partial
@@ -90,14 +90,14 @@ def require_free(path: Path) -> None:
 
 
 def make_parents(directory: Path) -> list[Path]:
-    """Create `directory` and what is missing above it; returns what was, innermost last."""
+    """Create `directory` and its missing parents; returns those created, innermost last."""
     missing = [p for p in (directory, *directory.parents) if not p.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     return list(reversed(missing))
 
 
-def _claim(partial: Path, path: Path) -> int:
-    """Lock `partial`, empty. The lock ends with the process, however it ends."""
+def _lock_empty(partial: Path, path: Path) -> int:
+    """Create, lock and empty `partial`. The lock is released with the process, however it ends."""
     while True:
         partial.mkdir(exist_ok=True)
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
@@ -126,7 +126,7 @@ def _clear(directory: Path) -> None:
 
 
 def existing_above(path: Path) -> Path:
-    """The nearest folder above `path` that is there."""
+    """The nearest existing parent folder of `path`."""
     return next(parent for parent in path.absolute().parents if parent.is_dir())
 
 
@@ -139,7 +139,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync_to_disk(path: Path) -> None:
-    """fsync a file or directory (of which that makes its entries durable)."""
+    """fsync a file or directory (for a directory, that makes its entries durable)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -148,11 +148,11 @@ def sync_to_disk(path: Path) -> None:
 
 
 def create_whole(path: Path, content: bytes, draft: Path, durable: bool = True) -> bool:
-    """Create `path` with all of `content`; False, and nothing is changed, where it exists already.
+    """Create `path` with `content` atomically; returns False where it exists already.
 
-    Of several processes that try, one alone succeeds. By a link to `draft`, a name of this process
-    alone on the same file system, so that `path` never exists without its content; by exclusive
-    creation where there are no hard links. `durable` as of `whole_file`.
+    Of several processes that try, only one succeeds: `path` is a hard link to `draft` (a name that
+    only this process uses, on the same file system), so it never exists without its content. Where
+    there are no hard links, it is created exclusively (O_EXCL). `durable`: as in `whole_file`.
     """
     try:
         draft.write_bytes(content)
@@ -175,17 +175,17 @@ def create_whole(path: Path, content: bytes, draft: Path, durable: bool = True) 
 
 
 def write_whole(path: Path, content: bytes, draft: Path | None = None) -> None:
-    """Write `path` as `whole_file` does."""
+    """Write `content` to `path` with `whole_file`."""
     with whole_file(path, draft or path.with_name(f"{path.name}.partial")) as file:
         file.write(content)
 
 
 @contextmanager
 def whole_file(path: Path, draft: Path, durable: bool = True) -> Iterator[IO[bytes]]:
-    """A file to write that is at `path` after the block, whole, or not at all after an exception.
+    """A file to write, which is renamed to `path` when the block ends without an exception.
 
-    `draft`: where it is written, on the same file system, and a name of its own for each of several
-    processes that may write `path` at once. `durable`: it stays after a crash of the machine.
+    `draft`: its temporary name, on the same file system; each of several processes that may write
+    `path` at once needs its own. `durable`: fsync, so that it survives a crash of the machine.
     """
     try:
         with draft.open("w+b") as file:
@@ -212,10 +212,10 @@ def file_checksum(path: Path) -> str:
 
 
 def write_new(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write `text` as UTF-8 to `path`, with what the umask leaves of `mode`.
+    """Write `text` as UTF-8 to `path` with permissions `mode` (minus the umask).
 
-    Raises LaunchError where another text stands there, which somebody may have edited, and where
-    it cannot be written; then nothing is left behind.
+    Raises LaunchError where the file exists with another text, which somebody may have edited, and
+    where it cannot be written; then nothing is left behind.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,7 +1,7 @@
-"""Leases: who works on what, told by files in a folder that all processes see.
+"""Leases: which process works on which item, as files in a folder that all processes share.
 
-A claim saves work, it guards nothing: two processes that work on the same thing write the same
-bytes under names of their own. So a claim may be lost or taken over without harm.
+A lease only avoids duplicate work, it protects nothing: two processes that work on the same item
+write the same bytes under names of their own. So a lease may be lost or taken over without harm.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ State = Literal["live", "dead", "expired"]
 
 @dataclass(frozen=True)
 class Owner:
-    """A process: `machine` tells boots and process namespaces apart, `started` reused numbers."""
+    """The process that holds a lease. `machine` identifies the boot and the PID namespace;
+    `started`, its start time, tells a reused PID apart."""
 
     machine: str
     pid: int
@@ -39,14 +40,14 @@ class Owner:
         return cls(_machine(), os.getpid(), _start_time(os.getpid()) or "", token)
 
     def is_known_dead(self) -> bool:
-        """Whether it ran here and has ended; False for a process elsewhere."""
+        """Whether it ran on this machine and has ended; False for a process of another machine."""
         return "" != self.machine == _machine() and _start_time(self.pid) != self.started
 
 
 class Leases:
-    """The leases in `directory`, made by process `token`.
+    """The leases in `directory`, as process `token` acquires them.
 
-    `clean(name, token)` is called for what process `token` left unfinished when it died.
+    `clean(name, token)` is called to remove what a process `token` left unfinished when it died.
     """
 
     def __init__(self, directory: Path, token: str, clean: Callable[[str, str], None]) -> None:
@@ -57,10 +58,8 @@ class Leases:
 
     @contextmanager
     def take(self, name: str) -> Iterator[bool]:
-        """Whether `name` is this process's for the block; kept alive meanwhile, then given up.
-
-        Takes over what belongs to a dead process.
-        """
+        """Yields whether this process acquired the lease on `name`, renews it during the block, and
+        then releases it. Takes over the lease of a dead process, or an expired one."""
         path = self._path(name)
         if not (self._create(path) or (self._clear_if_abandoned(path) and self._create(path))):
             yield False
@@ -76,12 +75,12 @@ class Leases:
             path.unlink(missing_ok=True)
 
     def is_live(self, name: str) -> bool:
-        """Whether somebody works on `name`, as far as can be told."""
+        """Whether a process holds a lease on `name` that has not expired."""
         path = self._path(name)
         return path.exists() and self._state(path)[0] == "live"
 
     def release(self, tokens: set[str]) -> None:
-        """Give up the leases of processes that have ended, of which the caller knows."""
+        """Release the leases of processes `tokens`, which the caller knows to have ended."""
         for path in list(self.directory.glob(f"*{SUFFIX}")):
             owner = _read(path)
             if owner is not None and owner.token in tokens:
@@ -98,7 +97,7 @@ class Leases:
             return False
         path.unlink(missing_ok=True)
         if state == "dead" and owner is not None:
-            # Not of one that only seems dead: it would find its files gone when it goes on.
+            # Only if it is known dead: one whose lease merely expired may still need its files.
             self._clean(path.name.removesuffix(SUFFIX), owner.token)
         return True
 
@@ -113,7 +112,7 @@ class Leases:
         return ("expired" if age_s > LEASE_S else "live"), owner
 
     def _file_system_time(self) -> float:
-        """Now by the clock that gives files their times: machines may not agree on theirs."""
+        """The current time by the file system's clock: the clocks of machines may differ."""
         clock = self.directory / f"clock.{self.token}"
         clock.touch()
         try:
@@ -137,7 +136,7 @@ def _keep_alive(path: Path, stop: threading.Event) -> None:
         try:
             os.utime(path)
         except FileNotFoundError:
-            return  # taken over, or all is finished
+            return  # taken over, or the folder was removed after the last item
 
 
 def _machine() -> str:
@@ -149,10 +148,10 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """When process `pid` of this machine started, in clock ticks; None where there is none."""
+    """When process `pid` of this machine started, in clock ticks; None if it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    # State Z: it has ended and only its parent has not looked yet.
+    # State Z, a zombie: it has ended, and its parent has not waited for it yet.
     return None if fields[0] in "ZX" else fields[19]

@@ -1,6 +1,6 @@
-"""Sockets for torch's store that listen at one address and not at all of a machine. Pure.
+"""Sockets that bind a TCPStore's server to one address instead of all of a machine's. Pure.
 
-The store asks nobody for a password, and torch lets its server listen at every address.
+A TCPStore has no authentication, and torch lets its server listen on every address.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from contextlib import suppress
 def listen_only_at(address: str, port: int) -> socket.socket | None:
     """A socket bound to `port` (0: any) of `address`, for TCPStore's ``master_listen_fd``.
 
-    None where `address` is a name other than localhost, by which other hosts may know another
-    address of this machine; where it is none of this machine's, as behind a translating router; and
-    where the port is taken.
+    None where `address` is a host name other than localhost (other hosts may resolve it to another
+    address of this machine), where it is not an address of this machine (behind NAT, say), and
+    where the port is in use.
     """
     if address != "localhost":
         try:
@@ -26,8 +26,8 @@ def listen_only_at(address: str, port: int) -> socket.socket | None:
 
 
 def listen_where_reached(host: str, port: int) -> socket.socket | None:
-    """As `listen_only_at`, also for a name: at the address that it has here, if others can reach
-    that."""
+    """As `listen_only_at`, also for a host name: at the address it resolves to here, unless that is
+    a loopback address, which other hosts cannot reach."""
     bound = _bound(host, port)
     if bound is not None and host != "localhost":
         own = ipaddress.ip_address(bound.getsockname()[0])
@@ -38,7 +38,7 @@ def listen_where_reached(host: str, port: int) -> socket.socket | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of this machine can be at `address`."""
+    """Whether `address` is a loopback address, which only this machine can reach."""
     if address == "localhost":
         return True
     with suppress(ValueError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 UNLIMITED_BYTES = 1 << 62
-"""Where nothing is known of memory, nothing limits."""
+"""Used where nothing is known of the memory, so that it limits nothing."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Machine:
 
 
 def this_machine(environment: Mapping[str, str], root: Path = ROOT) -> Machine:
-    """What the scheduler and the control groups (version 2) of Linux leave to this process.
+    """Cores and memory within the CPU affinity and the cgroup (version 2) limits of this process.
 
-    Of several processes that torchrun started here (LOCAL_WORLD_SIZE) each has its part.
+    Divided by LOCAL_WORLD_SIZE where torchrun started several processes on this host.
     """
     num_cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -43,7 +43,7 @@ def this_machine(environment: Mapping[str, str], root: Path = ROOT) -> Machine:
 
 
 def available_memory_bytes(root: Path = ROOT) -> int | None:
-    """MemAvailable of Linux. None where nothing is known, on another system."""
+    """MemAvailable of Linux; None on another system."""
     with suppress(OSError):
         for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
@@ -52,7 +52,7 @@ def available_memory_bytes(root: Path = ROOT) -> int | None:
 
 
 def _control_group(name: str, root: Path) -> Iterator[str]:
-    """What the file `name` says in this process's control group, and in each above it."""
+    """The contents of file `name` in this process's cgroup, and in each of its parents."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             if not line.startswith("0::"):

@@ -1,8 +1,8 @@
-"""Files that are made from others, by one of all processes that want them; the others wait.
+"""Derived files that many processes need: one process makes the file, the others wait for it.
 
-Thousands of ranks start at the same moment and want the same. Where they see one directory it is
-made once, where each host has its own, once a host. Nothing depends on the waiting: whoever finds
-no maker alive makes it, and where no directory can be written, every process makes its own.
+Thousands of ranks start at the same moment and need the same file. It is made once in a directory
+that they share, or once per host where each host has its own. Waiting is never required: a process
+that finds no live maker makes the file, and where no directory can be written, each makes its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bigtrain.system.files import whole_file
 from bigtrain.system.leases import Leases
 
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
-# To look whether somebody makes it costs several calls of the file system, to look for it one.
+# Checking the maker's lease takes several file-system calls, checking for the file itself one.
 _LOOK_FOR_MAKER_SECONDS = 5.0
 
 Found = TypeVar("Found")
@@ -28,10 +28,10 @@ def made_once(
     read: Callable[[Path], Found | None],
     make: Callable[[IO[bytes]], None],
 ) -> Found | None:
-    """What `read` gives of the first of `places` that has it, or once `make` has written it there.
+    """What `read` returns for the first of `places` that has the file; makes it where none has.
 
-    `read` returns None where there is no file, or another one than it expects. What `make` raises,
-    its caller gets; the next process tries again. None where no place can be written.
+    `read` returns None where there is no file, or not the one it expects. An exception of `make`
+    reaches the caller, and the next process tries again. None where no place can be written.
     """
     for place in places:
         found = read(place)

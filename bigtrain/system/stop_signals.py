@@ -1,9 +1,9 @@
-"""Signals that ask a run to stop, from the first line of its program on. Pure.
+"""Signals that ask a run to stop, handled from the first line of its program on. Pure.
 
-SIGTERM and SIGUSR1 come from schedulers and launchers before they take the machine away: the run
-leaves a marker, ``RUN/requeue``, and whoever started it may start it again. SIGINT comes from a
-person: no marker. Either way the exit code is `EXIT_STOPPED`; but launchers end with codes of their
-own, which is why there is a marker.
+Schedulers and launchers send SIGTERM or SIGUSR1 before they take the machine away: the run leaves a
+marker, ``RUN/requeue``, which says that it should be started again. SIGINT comes from a person and
+leaves no marker. The exit code is `EXIT_STOPPED` in both cases; the marker exists because launchers
+exit with codes of their own.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ REQUEUE = "requeue"
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-# Launchers send a second and a third signal as they go down, so only a person who insists is
-# believed: the fourth SIGINT does what the first would have done without all this.
-_PATIENCE = 3
+# Launchers send a second and a third SIGINT as they shut down, so only the fourth one raises
+# KeyboardInterrupt.
+_IGNORED_INTERRUPTS = 3
 
 
 class StopSignals:
-    """The first signal this process got; the ones after it change nothing.
+    """Records the first stop signal that this process receives; later ones change nothing.
 
-    Signals are only noted (`listen`), or end the process at once (`leave_by`). A context manager,
-    which puts the handlers of before back on leaving. One at a time in a process.
+    Signals are only recorded (`listen`), or end the process at once (`exit_after`). A context
+    manager, which restores the previous handlers on exit. One at a time in a process.
     """
 
     def __init__(self) -> None:
@@ -48,28 +48,28 @@ class StopSignals:
         self._wakeup_before = -1
 
     def listen(self) -> None:
-        """Only note signals from now on: this process asks for them (`received`), or is ending."""
+        """From now on only record signals in `received`."""
         with self._lock:
             self._action = None
         self._install()
 
-    def leave_by(self, action: Callable[[signal.Signals], None]) -> None:
-        """At a signal from now on, or one that came before, do `action` and end by EXIT_STOPPED.
+    def exit_after(self, action: Callable[[signal.Signals], None]) -> None:
+        """At the next signal, or now if one was received, run `action` and exit by EXIT_STOPPED.
 
-        For times when there is nothing to save. `action` runs in a thread, for the main one may be
-        in C code, waiting for ranks that do not start.
+        For phases in which there is nothing to save. `action` runs in a thread, since the main
+        thread may be in C code, waiting for ranks that never join.
         """
         self._install()
         with self._lock:
             self._action = action
             if self.received:
-                self._leave(self.received)
+                self._exit(self.received)
 
     def restore(self) -> None:
-        """Put the handlers of before back. May be called again."""
+        """Restore the previous handlers. May be called again."""
         while self._before:
             number, handler = self._before.popitem()
-            # None: of a handler that was not made in Python.
+            # None: the previous handler was not installed from Python.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         if self._pipe is not None:
             signal.set_wakeup_fd(self._wakeup_before)
@@ -83,12 +83,12 @@ class StopSignals:
         self.restore()
 
     def _install(self) -> None:
-        # Python asks for the main thread.
+        # Python installs handlers in the main thread only.
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         reading, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
-        # Written by Python's handler in C, whatever the main thread does.
+        # Python's C-level handler writes to it, whatever the main thread is doing.
         self._wakeup_before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reading,), name="signals", daemon=True).start()
         for number in SIGNALS:
@@ -97,7 +97,7 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
         self._num_interrupts += number == signal.SIGINT
-        if self._num_interrupts > _PATIENCE:
+        if self._num_interrupts > _IGNORED_INTERRUPTS:
             raise KeyboardInterrupt
 
     def _watch(self, reading: int) -> None:
@@ -105,12 +105,12 @@ class StopSignals:
             while number := pipe.read(1):
                 with self._lock:
                     if self._action is not None and number[0] in SIGNALS:
-                        self._leave(number[0])
+                        self._exit(number[0])
 
-    def _leave(self, number: int) -> None:
-        """Under the lock, so that the run cannot begin to write meanwhile."""
+    def _exit(self, number: int) -> None:
+        """Call it with the lock held, so that the run cannot start to write meanwhile."""
         assert self._action is not None
-        with suppress(Exception):  # a disk that is full, say; this process ends in any case
+        with suppress(Exception):  # a full disk, say; this process exits in any case
             self._action(signal.Signals(number))
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):
@@ -119,10 +119,10 @@ class StopSignals:
 
 
 def ask_for_restart(run_directory: Path, reason: str, step: int | None) -> None:
-    """Leave the marker that Slurm scripts go by: each by that of its own start alone.
+    """Write the requeue marker, by which a Slurm script requeues its job.
 
-    `step`: None where the run had not begun. A node that was cut off may come back when a later
-    start has been cancelled.
+    `step`: None if training had not begun. The marker names the launch that wrote it, and a script
+    obeys only its own: a node that was cut off may come back after a later launch was cancelled.
     """
     marker: dict[str, Any] = {"signal": reason, "step": step}
     if "SLURM_JOB_ID" in os.environ:

@@ -1,9 +1,9 @@
-"""Facts that cost seconds to find out and stay true, kept in the user's cache directory.
+"""Results that take seconds to compute and never change, kept in the user's cache directory.
 
 That is ``$BIGTRAIN_CACHE``, else ``$XDG_CACHE_HOME/bigtrain``, else ``~/.cache/bigtrain``; it may
-be removed at any time. All that a fact depends on is in its key (files by content, libraries by
-version, this package by its source), so an entry is never outdated. A cache that cannot be read or
-written is no error: the fact is found out again.
+be removed at any time. The key covers everything a result depends on (files by content, libraries
+by version, this package by its source), so an entry is never stale. A cache that cannot be read or
+written is no error: the result is computed again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bigtrain.system.made_once import made_once
 
 
 def key_of(parts: Sequence[str | bytes]) -> str:
-    """What an entry is found by: SHA-256 of `parts`, each with its length."""
+    """The key of an entry: SHA-256 of `parts`, each with its length."""
     digest = hashlib.sha256()
     for part in parts:
         content = part.encode() if isinstance(part, str) else part
@@ -33,7 +33,7 @@ def key_of(parts: Sequence[str | bytes]) -> str:
 
 
 def cache_get(kind: str, key: str) -> dict[str, Any] | None:
-    """The fact that `cache_put` was given for `key`; None where there is none."""
+    """The result that `cache_put` stored for `key`; None where there is none."""
     try:
         return _read(_path(kind, key))
     except RuntimeError:
@@ -41,18 +41,18 @@ def cache_get(kind: str, key: str) -> dict[str, Any] | None:
 
 
 def cache_put(kind: str, key: str, fact: dict[str, Any]) -> None:
-    """Keep `fact`, which appears whole or not at all."""
+    """Store `fact` for `key`, atomically."""
     try:
         path = _path(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, path.with_name(uuid.uuid4().hex), durable=False) as file:
             file.write(json.dumps(fact).encode())
     except (OSError, ValueError, RuntimeError):
-        return  # no home, no space, no right to write: it is found out again next time
+        return  # no home, no space, no permission: it is computed again next time
 
 
 def cached(kind: str, key: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The fact for `key`, found out by one of all processes that ask for it at once, and kept."""
+    """The cached result for `key`; of all processes that need it at once, one calls `find`."""
     own: dict[str, Any] = {}
 
     def make(file: IO[bytes]) -> None:
@@ -75,15 +75,15 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def builds(*libraries: str) -> str:
-    """What is installed of `libraries`: versions, and checksums of all their files.
+    """Installed versions of `libraries`, with a checksum of their RECORD files.
 
-    Raises LookupError for one that is installed as editable, which may change at any time.
+    Raises LookupError for an editable install, which may change at any time.
     """
     return " ".join(_build(library) for library in libraries)
 
 
 def source_of(*files: str) -> bytes:
-    """Digest of modules' own files: their facts are only theirs."""
+    """Digest of modules' source files, a part of the keys of results that they compute."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(Path(file).read_bytes())
@@ -97,25 +97,25 @@ def _build(library: str) -> str:
         return f"{library} absent"
     if '"editable": true' in (installed.read_text("direct_url.json") or ""):
         raise LookupError(library)
-    # Installed from a repository, two states of it have the same version, but not these checksums.
+    # Two commits of a repository may be installed as the same version; the checksums differ.
     record = hashlib.sha256((installed.read_text("RECORD") or "").encode()).hexdigest()
     return f"{library} {installed.version} {record}"
 
 
 def cache_directory() -> Path:
-    """The user's cache directory, which may not be there. Raises RuntimeError where there is no
-    home, as in some containers."""
+    """The user's cache directory, which may not exist. Raises RuntimeError where there is no home
+    directory, as in some containers."""
     own, base = os.environ.get("BIGTRAIN_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
         return Path(own)
-    # Its specification has a relative XDG_CACHE_HOME ignored.
+    # The XDG specification says to ignore a relative path.
     root = Path(base) if base and os.path.isabs(base) else Path.home() / ".cache"
     return root / "bigtrain"
 
 
 def beside_or_cached(directory: Path, kind: str, name: str) -> list[Path]:
-    """Where a file that is made of `directory` may lie: in it, for all who read it, or else in the
-    user's cache."""
+    """Where a file derived from `directory` may be kept: in it, shared by all its readers, or else
+    in the user's cache."""
     places = [directory / kind / name]
     with suppress(RuntimeError):
         places.append(cache_directory() / kind / name)

@@ -1,4 +1,4 @@
-"""Versions of what processes of one run must have in common. Pure; imports none of it."""
+"""Versions of the libraries that all ranks of a run must share. Pure; imports none of them."""
 
 from __future__ import annotations
 

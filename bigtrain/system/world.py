@@ -1,4 +1,4 @@
-"""Which process of which world this is, read from the launcher's environment. Pure."""
+"""Rank, world size and local rank, read from the launcher's environment. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bigtrain.errors import LaunchError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-# The number of a host's processes: of torchrun and accelerate, of mpirun, of deepspeed.
+# The local world size: of torchrun and accelerate, of mpirun, of deepspeed.
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_SIZE")
 # What Open MPI's mpirun calls them (man mpirun, "Exported Environment Variables").
 _OF_MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -16,7 +16,7 @@ _OF_MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_L
 
 @dataclass(frozen=True)
 class World:
-    """This process's global rank, the number of processes, and its rank on its host."""
+    """This process's global rank, the world size, and its local rank on its host."""
 
     rank: int
     size: int
@@ -24,14 +24,14 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes files and talks to people."""
+        """Whether this is the main rank, which writes files and prints to the console."""
         return self.rank == 0
 
 
 def read_world(environment: Mapping[str, str]) -> World:
-    """The world that deepspeed, torchrun, accelerate launch or mpirun described; else one process.
+    """The world that deepspeed, torchrun, accelerate launch or mpirun set up; else a single rank.
 
-    Raises LaunchError for variables that are no numbers, incomplete, or contradict each other.
+    Raises LaunchError where variables are not numbers, incomplete, or contradict each other.
     """
     given = {name: environment[name] for name in _VARIABLES if name in environment}
     if not given and _OF_MPIRUN[0] in environment:
@@ -40,8 +40,8 @@ def read_world(environment: Mapping[str, str]) -> World:
         if "MASTER_ADDR" in environment:
             raise LaunchError(
                 "the environment has MASTER_ADDR but not RANK and WORLD_SIZE, so this process does "
-                "not know which of how many it is: start with deepspeed, torchrun or accelerate "
-                "launch --multi_gpu (also for CPUs: its --cpu starts one process, whatever "
+                "not know its rank: start with deepspeed, torchrun or accelerate launch "
+                "--multi_gpu (also for CPUs: its --cpu starts one process, whatever "
                 "--num_processes says), or unset MASTER_ADDR to run one process"
             )
         return World(0, 1, 0)
@@ -61,13 +61,13 @@ def read_world(environment: Mapping[str, str]) -> World:
 
 
 def has_other_hosts(world: World, environment: Mapping[str, str]) -> bool:
-    """Whether the launcher started processes elsewhere too; no, where it does not say."""
+    """Whether the launcher started ranks on other hosts too; False where it does not say."""
     here = next((environment[name] for name in _LOCAL_SIZE if environment.get(name)), "")
     return here.isdecimal() and int(here) < world.size
 
 
 def _given_by_mpirun(environment: Mapping[str, str]) -> dict[str, str]:
-    """mpirun's variables under the usual names. It names no address at which processes meet."""
+    """mpirun's variables under the usual names. mpirun does not set MASTER_ADDR."""
     missing = [name for name in _OF_MPIRUN if name not in environment]
     if missing:
         raise LaunchError(

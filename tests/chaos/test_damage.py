@@ -66,12 +66,12 @@ def test_the_files_are_all_there_are(uninterrupted: Path) -> None:
 def test_damage_is_named(run: Path, name: str, kind: str) -> None:
     directory = checkpoints.checkpoint_path(run, NEWEST)
     DAMAGES[kind](directory / name)
-    reason = checkpoints.damage(directory)
+    reason = checkpoints.corruption(directory)
     if name.startswith("tensors/") and kind == "flip":
         assert reason is None  # found when a resume reads it, and by `bigtrain verify`
         with pytest.raises(CorruptCheckpointError, match=rf"{name}: contents do not match"):
             read_full(directory / checkpoints.TENSORS)
-        reason = checkpoints.damage(directory, "all")
+        reason = checkpoints.corruption(directory, "all")
     assert reason is not None
     assert reason.startswith(str(directory / name)) or name == "manifest.json"
     assert str(directory) in reason
@@ -88,7 +88,7 @@ def test_no_flipped_byte_changes_what_is_read(run: Path, name: str) -> None:
     num_refused = 0
     for _ in range(60):
         flip(path, chooser.randrange(len(contents)), 1 << chooser.randrange(8))
-        if checkpoints.damage(directory) is not None:
+        if checkpoints.corruption(directory) is not None:
             num_refused += 1
         else:
             try:
@@ -166,7 +166,7 @@ def test_a_run_with_nothing_whole_is_refused(server: Server, run_yaml: Path, run
     codes, text = server.live(arguments(run_yaml, run))
     assert 2 in codes, text
     assert "Traceback" not in text
-    assert f"{run}: every checkpoint is corrupt, so the run cannot go on" in text
+    assert f"{run}: every checkpoint is corrupt, so the run cannot resume" in text
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
     assert (
         "step-00000022/tensors/rank-00000.safetensors: contents do not match their checksum" in text

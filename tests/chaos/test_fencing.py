@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.errors import EXIT_SUPERSEDED
+from bigtrain.errors import EXIT_STALE_LAUNCH
 from bigtrain.run.health import fencing
 from tests.chaos.conftest import arguments, assert_same_run
 from tests.support.lives import Server
@@ -37,11 +37,11 @@ def test_the_earlier_start_ends_and_changes_nothing(
         before_it_goes_on=lambda: before.update(contents(run)),
     )
     assert newer == [0, 0], newer_text
-    assert older[0] == EXIT_SUPERSEDED, older_text
+    assert older[0] == EXIT_STALE_LAUNCH, older_text
     assert "Traceback" not in older_text
     held_by = f"{run} is held by generation 2 (host {os.uname().nodename}, process "
     assert f"train.py: {held_by}" in older_text
-    assert "this is generation 1, which has been superseded and writes no more" in older_text
+    assert "this is generation 1, a stale launch, which writes no more" in older_text
     assert "held by" not in newer_text
     assert_same_run(run, uninterrupted)
     assert during or contents(run) == before

@@ -1,4 +1,4 @@
-"""Steps that go wrong on one process: left out on all of them, or gone back from."""
+"""Steps that go bad on one rank: skipped on all of them, or rolled back."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_bad_step_changes_nothing_on_any_process(
     assert second["loss"] is not None
     assert states[8]["guard"]["num_skipped"] == 3
     assert (
-        "step 4: update left out, loss is not finite (samples 12 to 15; 1 in a row, 2 in all)"
+        "step 4: update skipped, loss is not finite (samples 12 to 15; 1 in a row, 2 in all)"
         in (run / "log.txt").read_text()
     )
 
@@ -120,7 +120,7 @@ def test_bad_steps_that_do_not_end_are_gone_back_from(
     expected = {"first_sample": 32, "num_samples": 12, "to_step": 8}
     assert {key: back[key] for key in expected} == expected
     assert [event["step"] for event in events(run, "skipped")] == [9, 10, 11]
-    assert "step 11: 3 bad steps in a row; back to step 8, samples 32 to 43 passed over" in text
+    assert "step 11: 3 bad steps in a row; rolled back to step 8, samples 32 to 43 skipped" in text
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     state = checkpoints.read_state(checkpoints.find(run, STEPS))
     assert state["samples"] == (STEPS + 3) * SAMPLES_PER_STEP
@@ -140,10 +140,10 @@ def test_bad_steps_that_do_not_end_are_gone_back_from(
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        (range(1, 4), "has no checkpoint from before them to go back to -> look at the data"),
+        (range(1, 4), "has no checkpoint from before them to roll back to -> look at the data"),
         pytest.param(
             range(5, 100),
-            "steps went wrong again after the run went back to step 4 3 times",
+            "steps went bad again after the run rolled back to step 4 3 times",
             marks=pytest.mark.slow,
         ),
     ],

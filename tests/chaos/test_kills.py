@@ -56,7 +56,7 @@ def survive(server: Server, run_yaml: Path, run: Path, num_kills: int, seed: int
         assert "is corrupt" not in text, text
         for step in checkpoints.steps(run):
             directory = checkpoints.checkpoint_path(run, step)
-            assert checkpoints.damage(directory, "all") is None
+            assert checkpoints.corruption(directory, "all") is None
         if codes == [0, 0]:
             break
     codes, text = server.live(words)

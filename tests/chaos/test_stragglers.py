@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -26,3 +27,34 @@ def test_a_slow_process_is_named(
     assert {(event["rank"], event["host"]) for event in found} == {(1, socket.gethostname())}
     assert all(event["work_seconds"] > 1.5 * event["median_seconds"] for event in found)
     assert f"rank 1 on {socket.gethostname()} is slow: " in text
+
+
+@pytest.mark.slow
+def test_waiting_for_the_busiest_experts_is_not_being_slow(
+    server: Server, run_yaml: Path, tmp_path: Path
+) -> None:
+    """Two ranks divide experts, in modules without others inside as gpt-oss has them. The slow one
+    keeps its peer waiting in every layer's exchange."""
+    run = tmp_path / "run"
+    model = {
+        "model_type": "gpt_oss",
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["full_attention", "full_attention"],
+        "tie_word_embeddings": False,
+    }
+    words = arguments(
+        run_yaml,
+        run,
+        *(f"model.config.{key}={json.dumps(value)}" for key, value in model.items()),
+        "parallel.expert=2",
+        "watchdog.straggler_seconds=0.2",
+        "--deepspeed_config",
+        "zero1",
+    )
+    codes, text = server.live(words, slow={"rank": 1, "seconds": 0.01})
+    assert codes == [0, 0], text
+    found = events(run, "straggler")
+    assert {event["rank"] for event in found} == {1}, text
+    assert all(event["work_seconds"] > 3 * event["median_seconds"] for event in found)

@@ -128,7 +128,7 @@ def test_a_host_that_nobody_knows_is_named_by_the_run(lab: Lab) -> None:
     command = [BINARIES / "deepspeed", "--hostfile", "hosts", TRAIN, *ARGUMENTS]
     code, output = lab.run("n1", *command, "watchdog.rendezvous_timeout_seconds=5")
     assert code != 0, output
-    assert "1 of 2 ranks have not connected: n9 (rank 1); here are n1 (rank 0)" in output
+    assert "1 of 2 ranks have not joined: n9 (rank 1); joined: n1 (rank 0)" in output
     assert not (lab.folder / "run").exists()
 
 

@@ -109,7 +109,7 @@ def test_run_directory_is_whole(
         "step-00000008",
         "step-00000012",
     }
-    assert checkpoints.damage(run / "checkpoints" / "step-00000012", "all") is None
+    assert checkpoints.corruption(run / "checkpoints" / "step-00000012", "all") is None
     world_size = 1 if name == "python" else 2
     environment = read_json(run / "environment.json")
     assert environment["topology"]["world_size"] == world_size
@@ -122,7 +122,7 @@ def test_run_directory_is_whole(
     assert "auto" not in (run / "deepspeed.json").read_text()
     log = (run / "log.txt").read_text()
     assert f"step {STEPS}/{STEPS} loss" in log
-    assert ("2 processes = 2 data-parallel; rank = data" in log) == (world_size == 2)
+    assert ("2 ranks = 2 data-parallel; rank = data" in log) == (world_size == 2)
     assert f"checkpoint of step {STEPS}" in log
     assert "same logits" in log
 
@@ -249,7 +249,7 @@ def test_finished_run_started_again_stays_as_it_is(
         again = ["--config", inputs.run_yaml, f"output.directory={run}", *changes]
         finished = train(*again)
         assert finished.code == 0, finished.output
-        assert f"complete: the run stands at step {STEPS} of {steps}; nothing to do" in (
+        assert f"complete: the run is at step {STEPS} of {steps}; nothing to do" in (
             finished.output
         )
         assert "no step after" not in finished.output
@@ -310,7 +310,7 @@ def test_corrupt_newest_checkpoint_is_passed_over(
         assert "metrics.jsonl: dropped" in text
     for key in ("loss", "grad_norm", "lr", "samples", "held_out_loss"):
         assert metrics(run, key) == metrics(finished_run, key), key
-    assert checkpoints.damage(run / "checkpoints" / "step-00000012", "all") is None
+    assert checkpoints.corruption(run / "checkpoints" / "step-00000012", "all") is None
 
 
 def test_another_run_is_refused_with_what_differs(

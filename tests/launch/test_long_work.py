@@ -64,7 +64,7 @@ with process_group.process_group(world) as joined:
 RUN = """\
 import bigtrain.run.finish as finish
 import bigtrain.run.data_verification as verification
-from bigtrain.system.processes import leave
+from bigtrain.system.processes import exit_process
 from bigtrain.train import main
 
 process_group.PROCESS_GROUP_TIMEOUT = timedelta(seconds=15)
@@ -79,7 +79,7 @@ def slow_damage(share):
     return damage(share)
 
 finish.export_run, verification.damage = slow_export, slow_damage
-leave(main(sys.argv[1:]))
+exit_process(main(sys.argv[1:]))
 """
 
 

@@ -144,7 +144,7 @@ def test_stops_under_launcher(
     # Launchers end with codes of their own.
     assert finished.code == 75 if name == "python" else finished.code != 0, output
     step = checkpoints.steps(run)[-1]
-    assert checkpoints.damage(checkpoints.checkpoint_path(run, step), "all") is None
+    assert checkpoints.corruption(checkpoints.checkpoint_path(run, step), "all") is None
     assert max(metrics(run)) == step
     assert f"stopped by {received.name} after step {step} of 1000000" in output
     assert (run / "requeue").exists() == (received != signal.SIGINT)

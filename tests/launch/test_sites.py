@@ -124,7 +124,7 @@ def test_a_site_that_is_killed_is_named_and_all_go_on_after_a_new_start(
     codes, output = train_sites(inputs, tmp_path, ((), ()), *settings, die=(1, 12))
     assert codes == [2, -signal.SIGKILL], output
     assert output.count("resumed") == 0
-    assert "site 1 did not come to outer step 1 within sites.timeout_seconds = 3 " in output
+    assert "site 1 did not join outer step 1 within sites.timeout_seconds = 3 " in output
     # One goes on from step 4, the other begins anew: in the same window.
     codes, output = train_sites(inputs, tmp_path)
     assert codes == [0, 0], output
@@ -175,5 +175,5 @@ def test_sites_with_other_settings_are_refused_with_both_values(
 def test_a_site_that_does_not_come_is_named(inputs: Inputs, tmp_path: Path) -> None:
     codes, output = train_sites(inputs, tmp_path, [["sites.timeout_seconds=1"], ["sites.index=9"]])
     assert codes == [2, 2]
-    assert "site 1 did not come to the start within sites.timeout_seconds = 1 " in output
+    assert "site 1 did not join the start within sites.timeout_seconds = 1 " in output
     assert "sites.index = 9 is none of sites.count = 2 sites, counted from 0 -> 0 to 1" in output

@@ -151,8 +151,9 @@ def test_a_node_that_joins_after_the_end_is_told_so() -> None:
         ]
         server.terminate()
     assert [one.returncode for one in ended] == [7, 2]
-    assert "torchrun: process 0 ended first, with exit code 7" in ended[0].stderr
+    assert "torchrun: rank 0 failed first, with exit code 7" in ended[0].stderr
     assert (
-        f"the launch quick that met at 127.0.0.1:{port} has ended, so this node" in ended[1].stderr
+        f"the launch quick at the rendezvous 127.0.0.1:{port} has ended, so this node"
+        in ended[1].stderr
     )
     assert "Traceback" not in ended[0].stderr + ended[1].stderr

@@ -16,7 +16,7 @@ import torch
 
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.errors import BigtrainError
-from bigtrain.system.processes import leave
+from bigtrain.system.processes import exit_process
 from bigtrain.system.world import read_world
 from tests.parity.worker import run_case
 from tests.support.site_world import become_site
@@ -40,4 +40,4 @@ def main() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main()
-    leave(0)
+    exit_process(0)

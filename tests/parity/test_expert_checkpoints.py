@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +31,13 @@ class Point(NamedTuple):
     engine: str
     dtype: str = "float32"
     tensor: int = 1
+    pipeline: int = 1
 
     @property
     def name(self) -> str:
-        tensor = f"-tp{self.tensor}" if self.tensor > 1 else ""
-        return f"ep{self.expert}-of-{self.world_size}{tensor}-{self.engine}-{self.dtype}"
+        inner = {"tp": self.tensor, "pp": self.pipeline}
+        more = "".join(f"-{name}{size}" for name, size in inner.items() if size > 1)
+        return f"ep{self.expert}-of-{self.world_size}{more}-{self.engine}-{self.dtype}"
 
 
 Pair = tuple[Point, Point]
@@ -48,25 +51,55 @@ PAIRS: dict[Point, list[Point]] = {
         Point(2, 2, "zero3", "bfloat16"),
     ],
 }
+# Four processes, each of whose layouts writes and reads once.
 PAIRS_OF_FOUR: dict[Point, list[Point]] = {
+    Point(4, 2, "zero3", tensor=2): [Point(4, 4, "zero2")],
+    Point(4, 4, "zero1"): [Point(4, 2, "pipeline_zero1", pipeline=2)],
+    Point(4, 2, "zero0", pipeline=2): [Point(4, 2, "zero2", tensor=2), Point(1, 1, "zero0")],
+}
+# Where a rank has no replica that holds the same experts, and where it has one; in 16 bit.
+MORE_PAIRS: dict[Point, list[Point]] = {
     Point(4, 2, "zero3"): [
         Point(4, 2, "zero3"),
         Point(4, 4, "zero1"),
         Point(2, 2, "zero0"),
         Point(1, 1, "zero2"),
     ],
-    Point(4, 4, "zero2"): [Point(4, 4, "zero2"), Point(4, 2, "zero3"), Point(2, 1, "zero1")],
     Point(4, 2, "zero0"): [Point(4, 4, "zero3"), Point(4, 1, "zero1")],
     Point(4, 2, "zero2", "bfloat16"): [
         Point(4, 2, "zero2", "bfloat16"),
         Point(4, 4, "zero3", "bfloat16"),
         Point(4, 1, "zero1", "bfloat16"),
     ],
-    Point(4, 1, "zero3", tensor=2): [Point(4, 2, "zero1"), Point(4, 4, "zero3")],
-    Point(4, 4, "zero1"): [Point(4, 1, "zero2", tensor=2), Point(1, 1, "zero0")],
+    Point(4, 2, "pipeline_zero1", "bfloat16", pipeline=2): [
+        Point(4, 2, "pipeline_zero1", "bfloat16", pipeline=2),
+        Point(4, 2, "zero3", "bfloat16", tensor=2),
+        Point(4, 4, "zero1", "bfloat16"),
+    ],
 }
-FEW = [(wrote, read) for wrote, readers in PAIRS.items() for read in readers]
-MORE = [(wrote, read) for wrote, readers in PAIRS_OF_FOUR.items() for read in readers]
+# Every degree of experts with every one of tensor parallelism and pipeline stages, with the fewest
+# processes that have it; 4 x 2 x 2 needs sixteen. Each of them writes for each, itself as well.
+LAYOUTS = [
+    Point(1, 1, "zero0"),
+    Point(2, 1, "zero3", tensor=2),
+    Point(2, 1, "pipeline_zero1", pipeline=2),
+    Point(4, 1, "zero0", tensor=2, pipeline=2),
+    Point(2, 2, "zero2"),
+    Point(4, 2, "zero1", tensor=2),
+    Point(4, 2, "pipeline_zero1", pipeline=2),
+    Point(8, 2, "pipeline_zero1", tensor=2, pipeline=2),
+    Point(4, 4, "zero3"),
+    Point(8, 4, "zero2", tensor=2),
+    Point(8, 4, "zero0", pipeline=2),
+]
+FEW = [
+    (wrote, read)
+    for pairs in (PAIRS, PAIRS_OF_FOUR)
+    for wrote, readers in pairs.items()
+    for read in readers
+]
+MORE = [(wrote, read) for wrote, readers in MORE_PAIRS.items() for read in readers]
+EVERY = [pair for pair in product(LAYOUTS, LAYOUTS) if pair not in MORE]
 
 
 def name_of(pair: Pair) -> str:
@@ -77,9 +110,14 @@ def case(data: Path, point: Point, **steps: Any) -> dict[str, Any]:
     config = run_config(
         data,
         {"config": MODEL},
-        micro_batch_size=8 * point.tensor // point.world_size,
+        # Of two micro-batches, which fill two stages.
+        micro_batch_size=4 * point.tensor * point.pipeline // point.world_size,
         precision={"dtype": point.dtype},
-        parallel={"expert": point.expert, "tensor": point.tensor},
+        parallel={
+            "expert": point.expert,
+            "tensor": point.tensor,
+            "pipeline": point.pipeline,
+        },
     )
     return {"config": config, "deepspeed_config": point.engine, **steps}
 
@@ -119,13 +157,17 @@ def write_and_read(
 
 @pytest.fixture(scope="module")
 def few(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """What at most two processes write and read."""
     return write_and_read(dataset, FEW, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def more(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     return write_and_read(dataset, MORE, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def every(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return write_and_read(dataset, EVERY, tmp_path_factory)
 
 
 @pytest.mark.parametrize("pair", FEW, ids=name_of)
@@ -137,6 +179,14 @@ def test_goes_on(pair: Pair, few: tuple[Path, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("pair", MORE, ids=name_of)
 def test_goes_on_with_four(pair: Pair, more: tuple[Path, dict[str, Any]]) -> None:
     assert_goes_on(pair, *more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", EVERY, ids=name_of)
+def test_every_layout_goes_on_from_every_other(
+    pair: Pair, every: tuple[Path, dict[str, Any]]
+) -> None:
+    assert_goes_on(pair, *every)
 
 
 def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
@@ -160,7 +210,7 @@ def test_initial_weights_do_not_depend_on_the_degree(few: tuple[Path, dict[str, 
     """All begin with random weights and train the same samples."""
     _, found = few
     expected = found[Point(1, 1, "zero1").name]["losses"]
-    for wrote in PAIRS:
+    for wrote in (*PAIRS, *PAIRS_OF_FOUR):
         if wrote.dtype == "float32":
             assert found[wrote.name]["losses"] == pytest.approx(expected, abs=1e-5), wrote
 

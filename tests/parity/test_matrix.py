@@ -39,6 +39,7 @@ from tests.parity.plain import (
     root_mean_square,
     train,
 )
+from tests.parity.routing import Choices, Routing, checksum, differing
 from tests.support.datasets import write_dataset
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
@@ -86,6 +87,10 @@ class Point:
         )
 
     @property
+    def has_experts(self) -> bool:
+        return self.expert > 1
+
+    @property
     def facts(self) -> Facts:
         return Facts(
             zero_stage=self.zero,
@@ -117,13 +122,26 @@ AXES: dict[str, tuple[Any, ...]] = {
     "tied": (True, False),
     "documents": ("masked", "packed"),
     "loss": ("plain", "chunked"),
-    "expert": (1, 2),  # of a mixture of experts; 1 is a model without
+    "expert": (1, 2, 4),  # of a mixture of experts; 1 is a model without
 }
 assert list(AXES) == [field.name for field in fields(Point)]
 EIGHT = [  # what does not fit in four processes, once each
     Point(1, 2, 2, 1, 2, 4, "full", "float32", True, "packed", "chunked"),
     Point(1, 2, 2, 1, 2, 1, "none", "bfloat16", False, "masked", "plain"),
     Point(0, 2, 4, 1, 1, 4, "none", "float32", True, "masked", "chunked"),
+    # Divided experts with every ZeRO stage and all other degrees that eight processes have.
+    Point(0, 2, 2, 1, 2, 1, "none", "float32", False, "packed", "plain", 2),
+    Point(1, 2, 2, 1, 2, 2, "full", "float32", True, "masked", "chunked", 2),
+    Point(0, 1, 2, 1, 4, 2, "full", "float32", True, "packed", "plain", 4),
+    Point(1, 1, 2, 1, 4, 1, "none", "float32", False, "masked", "chunked", 4),
+    Point(0, 2, 1, 1, 4, 1, "full", "float32", False, "masked", "plain", 4),
+    Point(1, 2, 1, 1, 4, 2, "none", "float32", True, "packed", "plain", 4),
+    Point(2, 2, 1, 1, 4, 1, "none", "float32", True, "masked", "chunked", 4),
+    Point(3, 2, 1, 1, 4, 2, "full", "float32", False, "packed", "chunked", 4),
+    Point(0, 2, 1, 2, 2, 1, "none", "float32", True, "packed", "chunked", 4),
+    Point(1, 2, 1, 2, 2, 4, "full", "float32", False, "masked", "plain", 4),
+    Point(2, 2, 1, 2, 2, 4, "none", "float32", False, "packed", "plain", 4),
+    Point(3, 2, 1, 2, 2, 1, "full", "float32", True, "masked", "chunked", 4),
 ]
 
 
@@ -148,7 +166,7 @@ def legal_points() -> tuple[Point, ...]:
 
 def is_left_out(point: Point) -> bool:
     """In 16 bit a token's rounding may send it elsewhere: test_expert_parallel compares those."""
-    return point.expert > 1 and point.dtype == "bfloat16"
+    return point.has_experts and point.dtype == "bfloat16"
 
 
 def covering(points: Sequence[Point]) -> list[Point]:
@@ -198,23 +216,23 @@ class Matrix:
             ),
             "packed": write_dataset(directory / "packed", vocab_size=VOCAB_SIZE, num_documents=90),
         }
-        self.initial: dict[tuple[bool, int], dict[str, Any]] = {}
+        self.initial: dict[tuple[bool, bool], dict[str, Any]] = {}
         self.hf_directories = {
-            key: self._hf_directory(*key) for key in product(AXES["tied"], AXES["expert"])
+            key: self._hf_directory(*key) for key in product((True, False), repeat=2)
         }
         self.figures: dict[Point, dict[str, Any]] = {}
 
-    def _hf_directory(self, tied: bool, expert: int) -> Path:
-        section = ModelSection(config=model_of(tied=tied, expert=expert))
-        directory = self.directory / f"{'tied' if tied else 'untied'}-{expert}"
+    def _hf_directory(self, tied: bool, experts: bool) -> Path:
+        section = ModelSection(config=model_of(tied=tied, experts=experts))
+        directory = self.directory / f"{'tied' if tied else 'untied'}-{experts}"
         model = build_model(section, load_hf_config(section), seed=SEED)
         model.save_pretrained(directory)
-        self.initial[tied, expert] = dict(model.named_parameters())
+        self.initial[tied, experts] = dict(model.named_parameters())
         return directory
 
     def config_of(self, point: Point) -> dict[str, Any]:
         model = {
-            "config": model_of(tied=point.tied, expert=point.expert),
+            "config": model_of(tied=point.tied, experts=point.has_experts),
             "gradient_checkpointing": point.recompute,
             "loss": point.loss,
             "loss_chunk_tokens": 5,
@@ -256,6 +274,7 @@ class Matrix:
                 "deepspeed_config": point.engine,
                 "last_step": num_steps,
                 "watch_calls": True,
+                "watch_routing": point.has_experts,
                 "weights": {
                     str(step): str(place / f"{point.name}-{step}.pt") for step in (0, num_steps)
                 },
@@ -271,10 +290,20 @@ class Matrix:
             self.figures[point] = result
 
     @cache  # noqa: B019 (lives as long as the session)
-    def reference(self, tied: bool, expert: int, documents: str, num_steps: int) -> Training:
+    def reference(
+        self, tied: bool, experts: bool, documents: str, num_steps: int
+    ) -> tuple[Training, Routing]:
         config = self.config_of(replace(COVERING[0], documents=documents))
-        steps = read_steps(self.data[documents], config)
-        return train(self.hf_directories[tied, expert], steps, config, num_steps=num_steps)
+        steps = read_steps(self.data[documents], config)[:num_steps]
+        choices: list[Choices] = []
+        found = train(
+            self.hf_directories[tied, experts],
+            steps,
+            config,
+            watch=lambda model: choices.append(Choices(model)),
+        )
+        samples = [[checksum(row) for row in step.inputs] for step in steps]
+        return found, choices[0].of_one(samples)
 
     @cache  # noqa: B019
     def spread(
@@ -286,7 +315,7 @@ class Matrix:
         steps = read_steps(self.data[documents], config)
         runs = [
             train(
-                self.hf_directories[tied, 1],
+                self.hf_directories[tied, False],
                 steps,
                 config,
                 num_steps=num_steps,
@@ -300,9 +329,9 @@ class Matrix:
         return Spread.of(runs)
 
 
-def model_of(*, tied: bool, expert: int) -> dict[str, Any]:
+def model_of(*, tied: bool, experts: bool) -> dict[str, Any]:
     changes = {"num_hidden_layers": 4, "tie_word_embeddings": tied}
-    if expert == 1:
+    if not experts:
         return llama(**changes)
     # Every second layer has experts: some stages have none.
     return {
@@ -328,7 +357,12 @@ def compare(matrix: Matrix, point: Point, num_steps: int) -> None:
     assert_initial(matrix, point, initial)
     reference: Training | Spread
     if point.dtype == "float32":
-        reference = matrix.reference(point.tied, point.expert, point.documents, num_steps)
+        reference, chosen = matrix.reference(
+            point.tied, point.has_experts, point.documents, num_steps
+        )
+        if point.has_experts:
+            assert differing(result["choices"], chosen) == {}
+            assert result["choices"]["times"] == point.tensor * (1 + (point.recompute == "full"))
         limits = {"loss": LOSS, "norm": NORM, "weight": WEIGHT}
         weight = max(float((final[n] - w).abs().max()) for n, w in reference.weights.items())
     else:
@@ -355,7 +389,7 @@ def compare(matrix: Matrix, point: Point, num_steps: int) -> None:
 
 def assert_initial(matrix: Matrix, point: Point, initial: dict[str, torch.Tensor]) -> None:
     """Bit for bit the weights of one process, whatever the topology; rounded once in bfloat16."""
-    expected = matrix.initial[point.tied, point.expert]
+    expected = matrix.initial[point.tied, point.has_experts]
     assert initial.keys() == expected.keys()
     for name, weight in expected.items():
         if point.dtype == "bfloat16":
@@ -431,7 +465,7 @@ def test_halves_differ_by_rounding_alone(matrix: Matrix) -> None:
     config = matrix.config_of(COVERING[0])
     steps = read_steps(matrix.data[COVERING[0].documents], config)
     found, expected = (
-        train(matrix.hf_directories[True, 1], steps, config, num_steps=FEW_STEPS, halves=halves)
+        train(matrix.hf_directories[True, False], steps, config, num_steps=FEW_STEPS, halves=halves)
         for halves in (True, False)
     )
     assert found.losses == pytest.approx(expected.losses, abs=LOSS)

@@ -104,6 +104,25 @@ def test_the_command_passes(
 
 
 @pytest.mark.slow
+def test_the_command_passes_with_divided_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dataset: Path, forked: None
+) -> None:
+    run = run_config(
+        dataset,
+        {"config": ARCHITECTURES["qwen3_moe"]},
+        micro_batch_size=1,
+        parallel={"expert": 2},
+    )
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    assert main(["parity", "--config", str(tmp_path / "run.yaml"), "--world-size", "2"]) == 0
+    out = capsys.readouterr().out
+    for stage in range(4):
+        (line,) = [line for line in out.splitlines() if f"zero{stage}, data 2, expert 2 " in line]
+        assert "  same" in line
+    assert "DIFFERENT" not in out
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["muon", "lion", "adafactor"])
 def test_other_optimizers_pass(
     optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], dataset: Path, forked: None

@@ -31,8 +31,8 @@ from bigtrain.engine.checkpoint.fragments import MASTER, ensure_optimizer_states
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_engine, save_engine
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
 from bigtrain.engine.optimizers.skip_step import StepStats
-from bigtrain.engine.sites.meeting import Meeting
 from bigtrain.engine.sites.outer_step import OuterStep
+from bigtrain.engine.sites.site_rendezvous import SiteRendezvous
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.train_engine import TrainEngine
@@ -49,9 +49,9 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
-from bigtrain.system.processes import leave
+from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
-from tests.parity.routing import Choices
+from tests.parity.routing import Choices, checksum
 
 
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, model_plan)
     outer = None
     if config.sites is not None:
-        outer = OuterStep(engine, Meeting.join(config.sites, world, case.get("facts", {})), world)
+        outer = OuterStep(engine, SiteRendezvous.join(config.sites, world, case.get("facts", {})))
     if config.model.path is not None:
         read_weights(engine, find_weights(config.model.path, hf_config))
     place = mesh.coordinates
@@ -97,7 +97,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         torch.manual_seed(step_seed(config.seed, step, seat))
         lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
         micro_batches = batches.step(step * run.plan.global_batch_size)
-        samples.append([crc32(row.numpy()) for batch in micro_batches for row in batch.input_ids])
+        samples.append([checksum(row) for batch in micro_batches for row in batch.input_ids])
         is_watched = case.get("watch_calls") and step == last
         with watched(calls, "step") if is_watched else nullcontext():
             policy = skip if step in case.get("skipped", ()) else approve
@@ -133,7 +133,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "secondary_size": secondary_size(),
     }
     if choices is not None:
-        found["choices"] = choices.of_all_ranks(counted=place.tensor_rank == 0)
+        found["choices"] = choices.of_all_ranks(samples, place.sequence_rank)
     return found if masks is None else found | {"masks": masks.of_all_processes()}
 
 
@@ -307,4 +307,4 @@ def main() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main()
-    leave(0)
+    exit_process(0)

@@ -1,4 +1,5 @@
-"""Conversations to tokens and loss masks: which tokens the assistant wrote.
+"""Encodes conversations to tokens and loss masks, which mark the tokens of the assistant.
 
-Imports `documents` and `tokenizers`. Start with `encoder`.
+Imports `documents`, `shards` and `tokenizers`; only `tokenize_job` imports it. Start with
+`encoder`.
 """

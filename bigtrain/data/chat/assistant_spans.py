@@ -1,11 +1,11 @@
-"""What the assistant wrote, where a chat template does not say so itself.
+"""Finds the assistant's text in a rendering whose chat template has no ``{% generation %}`` marks.
 
-A turn begins where the prompt ends that a model would be given for it: the messages before it,
-rendered with the generation prompt. It ends where the rendering of the messages up to it ends, if
-the template writes the turn in a longer conversation as at the end of one. Templates that take the
-reasoning out of earlier turns do not: there the end is found by a rendering with other words for
-the turn's content. Every step is checked against the rendering of the whole conversation. White
-space after the control token that ends a turn is the template's, not the turn's.
+A turn begins at the end of the prompt that a model would be given for it: the earlier messages,
+rendered with the generation prompt. It ends where the rendering of the messages up to and including
+it ends, provided that the template renders a turn the same inside a longer conversation. Templates
+that remove the reasoning of earlier turns do not: there the end is found by rendering again with a
+placeholder as the turn's content. Every step is checked against the rendering of the full
+conversation. White space after the control token that ends a turn does not belong to the turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
 Spans = Sequence[tuple[int, int]]
 
-OTHER_WORDS = "\U0010fffb"
+PLACEHOLDER = "\U0010fffb"
 REMEDY = (
     "the chat template does not mark what the assistant wrote, and it cannot be told from its "
     "renderings ({}) -> give one with {{% generation %}} marks: --chat-template FILE"
@@ -36,10 +36,10 @@ WEIGHT_REMEDY = (
 def assistant_spans(
     template: ChatTemplate, control: ControlTokens, messages: Messages, tools: Tools, text: str
 ) -> list[tuple[int, int]]:
-    """Character ranges of `text`, the rendering of `messages`, that the assistant wrote, but for
+    """Character ranges of `text`, the rendering of `messages`, that are the assistant's, except
     messages of weight 0.
 
-    Raises ConversationError where they cannot be told.
+    Raises ConversationError if they cannot be determined.
     """
     spans = []
     for number, message in enumerate(messages):
@@ -56,11 +56,11 @@ def assistant_spans(
 def learned_blocks(
     template: ChatTemplate, messages: Messages, tools: Tools, blocks: Spans
 ) -> list[tuple[int, int]]:
-    """Those of `blocks`, the ``{% generation %}`` blocks of a rendering of `messages`, that are not
-    of a message of weight 0.
+    """`blocks`, the ``{% generation %}`` blocks of a rendering of `messages`, without those of
+    messages of weight 0.
 
-    Which message a block is of is told by how many blocks the renderings of prefixes have. Raises
-    ConversationError where that does not tell.
+    A block is assigned to a message by counting the blocks in renderings of prefixes. Raises
+    ConversationError if that is ambiguous.
     """
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     if all(is_learned(messages[number]) for number in turns):
@@ -94,7 +94,7 @@ def _span(
         if begin <= content:
             return begin, end
         raise ConversationError(REMEDY.format(f"message {number + 1} begins inside of its prompt"))
-    # The prompt may hold more than the turn does when it is written down: the begin of a thought.
+    # The prompt may contain more than the rendered turn: the opening of a reasoning block.
     before, _ = template.render(messages[:number], tools)
     begin, end = _around_content(template, messages, tools, text, number)
     if not text.startswith(before) or not prompt.startswith(text[:begin]) or begin < len(before):
@@ -108,12 +108,12 @@ def _around_content(
     """Where the content of a message begins in `text`, and where its turn ends."""
     other = [*messages]
     if isinstance(messages[number].get("content"), str):
-        other[number] = {**messages[number], "content": OTHER_WORDS}
-    before, found, after = template.render(other, tools)[0].partition(OTHER_WORDS)
-    ending = template.render(other[: number + 1], tools)[0].partition(OTHER_WORDS)[2]
+        other[number] = {**messages[number], "content": PLACEHOLDER}
+    before, found, after = template.render(other, tools)[0].partition(PLACEHOLDER)
+    ending = template.render(other[: number + 1], tools)[0].partition(PLACEHOLDER)[2]
     if (
         not found
-        or OTHER_WORDS in after + ending
+        or PLACEHOLDER in after + ending
         or not (text.startswith(before) and text.endswith(after) and after.startswith(ending))
         or len(before) + len(after) > len(text)
     ):

@@ -1,14 +1,14 @@
-"""Control tokens of a chat: those that the template writes, and no others.
+"""Against injection of control tokens: only those that the chat template itself writes are encoded.
 
-A tokenizer makes ``<|im_end|>`` in a text its control token whoever wrote it. A conversation whose
-own strings cannot make up a control token's text, whole or together with the template's text
-around them, is encoded as it is. Any other is rendered again with its strings cut by a mark
-wherever they hold a control token's text or could be part of one, so that one that is still whole
-is the template's; without the marks this must be the first rendering, or else the conversation is
-refused. Then it is encoded by a copy of the tokenizer that knows the control tokens by names of
-private-use characters, which are put in the place of the template's.
+A tokenizer turns the text ``<|im_end|>`` into its control token, whoever wrote it. A conversation
+whose strings cannot form a control token's text, alone or together with the template's text around
+them, is encoded as it is. Any other is rendered again with a mark inserted into its strings
+wherever they contain, or could be part of, a control token's text: control tokens that are then
+still intact were written by the template. Without the marks this must equal the first rendering,
+else the conversation is refused. It is encoded by a copy of the tokenizer in which the control
+tokens are renamed to private-use characters, which replace those of the template.
 
-A template that takes strings apart and joins the parts anew is not seen through.
+A template that splits strings and rejoins the pieces can defeat this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILLER = "\U0010fffd"
 KNOWN_ROLES = frozenset(
     ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
 )
-"""What templates build control tokens from, as in ``'<|' + role + '|>'``."""
+"""Roles from which templates build control tokens, as in ``'<|' + role + '|>'``."""
 
 
 class ControlTokens:

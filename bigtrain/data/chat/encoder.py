@@ -1,16 +1,16 @@
-"""Conversations to tokens, and which of them the assistant wrote.
+"""Encodes conversations to tokens and a mask of the assistant's tokens.
 
-A conversation is a list of messages as transformers' ``apply_chat_template`` takes them. Its tokens
-are that function's, with nothing added, and so is the mask (``return_assistant_tokens_mask``) of
-templates with ``{% generation %}`` blocks; of others it is that of
-`bigtrain.data.chat.assistant_spans`. A block's last character counts by the first token that holds
-a part of it. Where transformers does not find the token at the end of a block it marks all that
-follow, and where it does not find that at the beginning, no more blocks at all: here those tokens
-are marked that hold characters of the block. A message of ``weight: 0`` is not marked.
+A conversation is a list of messages as transformers' ``apply_chat_template`` takes them. The tokens
+are the same as that function's, and so is the mask (``return_assistant_tokens_mask``) of templates
+with ``{% generation %}`` blocks; for others see `bigtrain.data.chat.assistant_spans`. A block ends
+with the first token that holds a part of its last character. Where transformers does not find the
+last token of a block, it marks everything after it, and where it does not find the first, no
+further block: here the tokens that hold characters of the block are marked. A message of
+``weight: 0`` is not marked.
 
-Conversations are encoded many together. Which characters a token holds is summed up from the
-tokens' bytes; where these are not the text (a normalizer changed it), the conversation is encoded
-again by the reference tokenizer, which says it.
+Conversations are encoded in batches. The characters of each token follow from the tokens' bytes;
+where these do not add up to the text (a normalizer changed it), the conversation is encoded again
+by the reference tokenizer, which returns offsets.
 """
 
 from __future__ import annotations

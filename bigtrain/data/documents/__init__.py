@@ -1,5 +1,6 @@
-"""From bytes to documents: a reader for each kind of file, and what of a row is the document.
+"""From bytes to documents: a reader per file format, and which columns of a row are the document.
 
-Imports `sources`. Start with `open_reader`, which takes the reader that a file needs; to add a file
-format, add one to `line_readers` or `table_readers`.
+Imports `sources` and `shards`; `chat`, `tokenizers`, `tokenize_job` and the commands import it.
+Start with `open_reader`, which chooses the reader of a file; to add a file format, add a reader to
+`line_readers` or `table_readers`.
 """

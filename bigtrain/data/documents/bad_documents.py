@@ -1,4 +1,4 @@
-"""What happens to documents that cannot be read: an error at once, or they are listed. Pure."""
+"""Documents that cannot be read: an error at once, or skipped and listed. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bigtrain.errors import DataError
 
 @dataclass(frozen=True)
 class BadDocument:
-    """Where it stands, and why it cannot be used.
+    """The place of a document that cannot be used, and the reason.
 
     `line` counts from 1, `row` from 0; neither for a file that is one document. A line counts from
     the beginning of the file, or of the part of it that one unit reads
@@ -33,9 +33,9 @@ class BadDocument:
 
 @dataclass
 class Rejects:
-    """Takes the documents that cannot be read.
+    """Collects the documents that cannot be read.
 
-    Unless `allowed`, the first is an error. Otherwise each is counted and given to `keep`.
+    Unless `allowed`, the first is an error. Otherwise each is counted and passed to `keep`.
     """
 
     allowed: bool

@@ -1,7 +1,7 @@
-"""The shapes that people keep conversations in, and each as messages with roles. Pure.
+"""Common formats of conversations (ShareGPT, Alpaca, ...), converted to messages with roles. Pure.
 
-A `ChatFormat` says under which keys a row has what, and makes messages as transformers'
-``apply_chat_template`` takes them. `nearest` names the format that a row's keys look like.
+A `ChatFormat` defines the keys of a row, and converts their values to messages for transformers'
+``apply_chat_template``. `nearest` detects the format from a row's keys.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from bigtrain.data.documents.conversations import ConversationError
 
 Messages = list[dict[str, Any]]
 Values = Sequence[Any]
-"""What a row has under the keys of its format, None for what it has not."""
+"""A row's values under the keys of its format, None for missing ones."""
 
 TOOLS_KEY = "tools"
-"""Where data sets of conversations keep the tools of one, beside its messages."""
+"""The key of a conversation's tools, beside its messages."""
 ROLES = {
     "human": "user",
     "user": "user",
@@ -40,8 +40,8 @@ ROLES = {
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """name: of ``--format``. keys: the first one must be there, in a row of a table as in a line;
-    told: those that no other format has. make: of their values."""
+    """name: of ``--format``. keys: the first is required in every row; told: keys that identify the
+    format; make: converts their values to messages and tools."""
 
     name: str
     keys: tuple[str, ...]
@@ -124,7 +124,7 @@ def _is_text(value: object) -> bool:
 
 
 def _text(value: object, name: str) -> bool:
-    """Whether there is a text that is not empty. Raises ConversationError for anything else."""
+    """Whether `value` is a non-empty text. Raises ConversationError unless it is text or None."""
     if value is not None and not isinstance(value, str):
         raise ConversationError(f"its {name} is not text but {type(value).__name__}")
     return bool(value)
@@ -157,5 +157,5 @@ FORMATS: Mapping[str, ChatFormat] = {
 
 
 def nearest(keys: Collection[str]) -> ChatFormat | None:
-    """The format that these keys of a row are of, if they are of one."""
+    """The format that a row with these keys has; None if it is none of them."""
     return next((entry for entry in FORMATS.values() if entry.told <= set(keys)), None)

@@ -1,4 +1,4 @@
-"""What of a row or a JSON object is the document: some of its values as UTF-8. Pure."""
+"""Extracts the document, as UTF-8, from the values of a row or a JSON object. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keys the first row of an input has, for telling what it holds."""
+"""The keys of the first row of an input, from which its format is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read: a source or a part of one, and how documents are taken out of it. Pure."""
+"""Input splits: a source or a part of one, and how documents are extracted from it. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bigtrain.data.sources.discovery import Selection, Source
 class ReadOptions:
     """How documents are taken out of sources.
 
-    `text_keys`: of several, those that a document has and that are not empty are joined by a line
-    end; it must have one. `chat`: they are conversations; `chat_format` says what the keys hold, of
-    which a row must have the first, and `last_only` whether only the last answer is learned.
-    `max_document_bytes`: of a document's UTF-8, or of its whole line in a file of lines. `scratch`:
-    a folder, there once documents are read, for what `Source.is_unpacked`.
+    `text_keys`: a row must have one of them; its non-empty ones are joined by a newline. `chat`:
+    documents are conversations; `chat_format` defines what the keys hold, of which a row must have
+    the first, and `last_only` whether only the last answer has loss. `max_document_bytes`: of a
+    document's UTF-8, or of its line in a file of lines. `scratch`: a folder for sources with
+    `Source.is_unpacked`; must exist when documents are read.
     """
 
     selection: Selection
@@ -42,7 +42,7 @@ class ReadOptions:
 
     @cached_property
     def conversations(self) -> Conversations | None:
-        """How rows are conversations, where they are."""
+        """How rows are converted to conversations; None for text."""
         if not self.chat:
             return None
         known = FORMATS[self.chat_format]
@@ -57,9 +57,9 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What of a source is read at once: `begin` and `end` as in `PartRecord`.
+    """An input split: the part of a source that is read at once. `begin`, `end`: see `PartRecord`.
 
-    `num_bytes`: its share of the source's bytes, 0 where these are not known.
+    `num_bytes`: its share of the source's bytes, 0 if unknown.
     """
 
     source: Source

@@ -1,4 +1,4 @@
-"""What readers of all kinds of sources have in common: documents once, and what was read of them.
+"""Base of the readers of all kinds of sources: documents, checksums, progress.
 
 `bigtrain.data.documents.line_readers` and `bigtrain.data.documents.table_readers` have the kinds.
 """
@@ -21,9 +21,10 @@ from bigtrain.errors import DataError
 class PartReader(ABC):
     """Iterates once over the documents of `part`.
 
-    `bytes_done` follows for progress. At the end `num_lines` is how many lines of a file of lines
-    started in the part, and `checksum` and `layout` what was read. `places` are the lines or rows
-    of the documents of the last block, as `BadDocument` counts them; of conversations alone.
+    `bytes_done` is updated for progress. After the iteration `num_lines` is the number of lines
+    that started in the part (of a file of lines), and `checksum` and `layout` identify what was
+    read. `places`: lines or rows of the documents of the last block, as `BadDocument` counts them;
+    for conversations only.
     """
 
     def __init__(self, part: Part, options: ReadOptions, rejects: Rejects) -> None:
@@ -50,14 +51,14 @@ class PartReader(ABC):
         self.bytes_done = self.part.num_bytes
 
     def checksum(self) -> str:
-        """Of what was read so far; see `PartRecord`."""
+        """Checksum of what was read so far; see `PartRecord`."""
         return self._hash.hexdigest()
 
     def layout(self) -> str:
-        """Checksum of what decides the documents besides the bytes of `checksum`.
+        """Checksum of everything besides the bytes of `checksum` that determines the documents.
 
-        Of a byte range what of its first and last line lies outside; of tables where documents
-        begin, and the rows that are none.
+        For a byte range, the parts of its first and last line that lie outside of it; for a table,
+        where documents begin, and the rows that are rejected.
         """
         return self._layout.hexdigest()
 
@@ -66,7 +67,7 @@ class PartReader(ABC):
         self.bytes_done += len(data)
 
     def skim(self) -> None:
-        """Read what `checksum` and `layout` are of; of bytes of a file, without decompressing or
+        """Compute `checksum` and `layout` only; for a checksum of bytes, without decompressing or
         parsing them. Raises as `blocks`."""
         try:
             with open_file(self.part.source) as file:
@@ -75,7 +76,7 @@ class PartReader(ABC):
             raise DataError(f"{self.part.source.path} cannot be read: {error}") from error
 
     def reject_at(self, place: int, why: str) -> None:
-        """Reject a document of `places` for what was found wrong with it later."""
+        """Reject a document of `places` for a problem that was found later."""
         self.rejects.add(BadDocument(self.part.source.path, why, row=place))
 
     @abstractmethod

@@ -22,18 +22,18 @@ from bigtrain.data.sources.lines import split_lines
 from bigtrain.errors import DataError, first_line
 
 READ_BYTES = 1 << 21
-"""Of rows are read together, about, whatever their size: a document may have many megabytes."""
+"""About so many bytes of rows are read at a time, since a document may have many megabytes."""
 MAX_ROWS_PER_READ = 4096
 STREAMED_ROWS_PER_READ = 32
-"""Of a dataset that does not know its size."""
+"""For a dataset of unknown size."""
 
 Rows = list[list[Any]]
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Columns to read: one of `wanted` must be there, named by a command's `argument`. A row has
-    the values of those wanted that are there, then of all optional ones, None where one is not."""
+    """Columns to read. One of `wanted`, which a command's `argument` names, must exist. A row has
+    the values of the existing `wanted` ones, then of all `optional` ones, None for missing ones."""
 
     wanted: Sequence[str]
     optional: Sequence[str] = ()
@@ -42,9 +42,9 @@ class Keys:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that were read together, the first of them number `row` of the source.
+    """Rows that were read together, beginning with row `row` of the source.
 
-    `done`: which share of what is read at once came before, for progress; 0.0 where not known.
+    `done`: share of the part that was read before, for progress; 0.0 if unknown.
     """
 
     row: int
@@ -55,7 +55,7 @@ class Block:
 def parquet_rows(
     path: str, keys: Keys, begin: int, end: int | None, unpacked: IO[bytes] | None = None
 ) -> Iterator[Block]:
-    """Rows of row groups [begin, end). `unpacked`: what `path` holds, where that is compressed."""
+    """Rows of row groups [begin, end). `unpacked`: the decompressed file of a compressed `path`."""
     from pyarrow import parquet
 
     with _reading(path):
@@ -89,7 +89,7 @@ def arrow_rows(
 ) -> Iterator[Block]:
     """Rows of record batches [begin, end) of an IPC file or stream; `unpacked` as for parquet.
 
-    A stream can only be read whole: `begin` 0 and no `end`.
+    A stream can only be read completely: `begin` 0 and no `end`.
     """
     with _reading(path), _mapped(path, unpacked) as mapped:
         row = 0

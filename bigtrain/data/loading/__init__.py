@@ -1,5 +1,5 @@
-"""From samples to the micro-batches of one rank, read ahead by threads.
+"""The data loader: from samples to the micro-batches of one rank, prefetched by threads.
 
-The top of the data layer, what the engine's loop reads. Start with `loader`; `collator` makes a
-`micro_batch`.
+The top of the data layer: imports `samples`, `shards` and `tokenizers`; `engine`, `parity` and
+`run` import it. Start with `loader`; `collator` makes a `micro_batch`.
 """

@@ -1,8 +1,8 @@
 """From rows of tokens to the tensors of a forward pass, many rows at a time.
 
-Rows are read and checked as they are stored (`BatchReader`), in a thread and long before they are
-needed; the tensors of a step, four to eight times the bytes of that, are made when it begins
-(`Collator`), in memory that the last step has left in the processor's cache.
+`BatchReader` reads and checks rows in their stored type, in a thread, long before they are needed.
+`Collator` makes the int64 tensors of a step, four to eight times as many bytes, when the step
+begins, in memory that is still in the CPU's cache from the last step.
 
 Shapes: R = rows, B = samples of a micro-batch, T = sequence length.
 """
@@ -23,11 +23,11 @@ from bigtrain.data.samples.rows import Indices, Samples, TokenRows
 from bigtrain.errors import DataError
 
 CHUNK_TOKENS = 1 << 19
-"""Tokens that are read and checked in one go: what stays in a core's cache, in as few calls of
-numpy as that allows, each of which gives the interpreter to another thread and takes it back."""
+"""Tokens that are read and checked at a time: as many as fit a core's cache, so that there are few
+calls of numpy, each of which releases and reacquires the GIL."""
 
-WIDEN_TOKENS = 1 << 17
-"""Tokens of which tensors are made in one go, for the same reason."""
+COLLATED_TOKENS = 1 << 17
+"""Tokens of which tensors are made at a time, for the same reason."""
 
 MAX_KEPT_ARRAYS = 12
 
@@ -93,7 +93,7 @@ class BatchReader:
         self._unsigned = np.dtype(dataset.token_dtype.str.replace("i", "u"))
         length = dataset.sequence_length
         self._places = np.arange(length, dtype=np.min_scalar_type(length))
-        self._widener = Collator(options.pin)
+        self._collator = Collator(options.pin)
 
     def read(self, samples: Indices, rows: int) -> MicroBatch:
         """One batch of `rows` rows; those beyond `samples` are padding, token 0 without loss.
@@ -102,7 +102,7 @@ class BatchReader:
         """
         stored = new_rows(self.dataset, self.options, rows, padded=len(samples) < rows)
         self.read_rows(samples, stored)
-        return self._widener.widen(stored)
+        return self._collator.collate(stored)
 
     def read_rows(
         self, samples: Indices, out: StoredRows, stop: Callable[[], bool] = lambda: False
@@ -169,16 +169,16 @@ class BatchReader:
 
 
 class Collator:
-    """Makes the tensors of a step from rows as they are stored. For one thread at a time.
+    """Makes the tensors of a step from stored rows. For one thread at a time.
 
-    `pin`: page-locked ones.
+    `pin`: in page-locked memory.
     """
 
     def __init__(self, pin: bool) -> None:
         self.pin = pin
         self._arrays: list[npt.NDArray[np.int64]] = []
 
-    def widen(self, rows: StoredRows) -> MicroBatch:
+    def collate(self, rows: StoredRows) -> MicroBatch:
         """One batch of all `rows`; shares no memory with them."""
         count, width = rows.tokens.shape
         if rows.targets is None and rows.positions is None:
@@ -186,9 +186,9 @@ class Collator:
             np.copyto(array, rows.tokens)
             return MicroBatch.of_tokens(tokens)
         parts, arrays = self._new((count, width - 1), 2 if rows.positions is None else 3)
-        step = max(1, WIDEN_TOKENS // (width - 1))
+        step = max(1, COLLATED_TOKENS // (width - 1))
         for low in range(0, count, step):
-            _widen(rows.part(low, low + step), *(array[low : low + step] for array in arrays))
+            _fill(rows.part(low, low + step), *(array[low : low + step] for array in arrays))
         return MicroBatch(*parts)
 
     def _new(
@@ -203,19 +203,19 @@ class Collator:
         return [torch.from_numpy(array) for array in arrays], arrays
 
     def _unused(self, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
-        """An array that no tensor uses any more: the pages of new memory cost more than filling it.
+        """An array that no tensor uses any more: page faults of new memory cost more than a fill.
 
-        A tensor holds a reference to the array it was made from until its last view is gone.
+        A tensor references the array it was made from until its last view is gone.
         """
         arrays = self._arrays
         for number in range(len(arrays)):
-            # In use by nobody: the references are that of the list and that of the argument.
+            # Unused: the only references are the list's and the argument's.
             if arrays[number].shape == shape and sys.getrefcount(arrays[number]) == 2:
                 return arrays.pop(number)
         return np.empty(shape, np.int64)
 
 
-def _widen(
+def _fill(
     rows: StoredRows,
     input_ids: npt.NDArray[np.int64],
     labels: npt.NDArray[np.int64],

@@ -1,4 +1,4 @@
-"""What a dataset must be for a run, found out before any process starts. No torch.
+"""Checks that the datasets fit the run, before training starts. No torch.
 
 Each function returns problems instead of raising, so that they can be reported with all others.
 """
@@ -28,8 +28,8 @@ this for speed and tensor parallelism; more is rather another tokenizer."""
 def open_checked(
     config: RunConfig, check: Level = "sizes"
 ) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
-    """The datasets of the mixture, in its order, or else what is wrong with each that cannot be
-    opened. `check` as of `open_dataset`."""
+    """The datasets of the mixture, in its order, or a problem for each that cannot be opened.
+    `check`: see `open_dataset`."""
     problems: list[Problem] = []
     datasets: list[TokenDataset] = []
     for number, source in enumerate(config.data.mixture):
@@ -172,7 +172,7 @@ def _num_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int:
 
 
 def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
-    """Whether conversations are kept apart: an answer must not be learned from another chat."""
+    """Whether conversations are isolated: attention must not see another conversation."""
     if config.data.isolates:
         return []
     return [

@@ -30,8 +30,8 @@ HELD_OUT_ORDER_SEED = 0
 """Not the run's seed: two runs on the same data are measured on the same samples."""
 
 STEPS_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 19
-"""Of one process, at most. Handing a request from thread to thread costs as much as reading dozens
-of samples, so that a thread reads several steps for one if they are small."""
+"""Most steps, and tokens, of one request. Passing a request between threads costs as much as
+reading dozens of samples, so a thread reads several steps at once if they are small."""
 
 
 class TrainingBatches:
@@ -65,11 +65,11 @@ class TrainingBatches:
         self._step_rows = plan.accumulation * plan.micro_batch_size
         tokens = self._step_rows * plan.sequence_length
         self._steps_at_once = min(STEPS_AT_ONCE, max(1, TOKENS_AT_ONCE // tokens))
-        self._widener = Collator(options.pin)
+        self._collator = Collator(options.pin)
         self._workers = [_Worker(self._make_read()) for _ in range(workers)]
         self._next_worker = cycle(self._workers)
-        # What was read and not given yet, with the sample that it begins with, and the memory that
-        # it lies in; what is being read, in the order it will be asked for; memory for more.
+        # Rows that were read but not returned yet, with their first sample, and the buffer they are
+        # in; requests being read, in order; free buffers.
         self._ready: tuple[int, StoredRows] | None = None
         self._given: StoredRows | None = None
         self._ahead: deque[tuple[_Request, _Worker]] = deque()
@@ -78,23 +78,23 @@ class TrainingBatches:
     def step(self, first_sample: int) -> list[MicroBatch]:
         """The `plan.accumulation` micro-batches of the step that begins with `first_sample`.
 
-        Every data-parallel rank calls it with the same argument. Raises DataError where a shard
-        turns out to be corrupt, be it that of a step soon after.
+        Every data-parallel rank calls it with the same argument. Raises DataError if a shard is
+        corrupt, also one of a step that was prefetched.
         """
         assert not self._closed.is_set()
         if self._ready is None or self._ready[0] != first_sample:
             rows = self._wait(first_sample)
         else:
             rows = self._ready[1]
-        step = self._widener.widen(rows.part(0, self._step_rows))
+        step = self._collator.collate(rows.part(0, self._step_rows))
         rest = rows.part(self._step_rows, len(rows.tokens))
         following = first_sample + self.plan.global_batch_size
         self._ready = (following, rest) if len(rest.tokens) else None
         return step.split(self.plan.micro_batch_size)
 
     def _wait(self, first_sample: int) -> StoredRows:
-        """The rows of the request that begins with `first_sample`; asks for what follows it."""
-        if self._given is not None:  # to nobody who holds it: tensors have memory of their own
+        """The rows of the request that begins with `first_sample`; prefetches what follows it."""
+        if self._given is not None:  # free again: tensors do not share its memory
             self._spare.append(self._given)
             self._given = None
         if not self._ahead or self._ahead[0][0].first_sample != first_sample:
@@ -102,7 +102,7 @@ class TrainingBatches:
                 worker.results.get()
                 self._spare.append(request.rows)
             self._ahead.clear()
-            self._read_ahead(first_sample, num_steps=1)  # somebody waits for it
+            self._read_ahead(first_sample, num_steps=1)  # one step, since the caller waits
         request, worker = self._ahead.popleft()
         last = self._ahead[-1][0] if self._ahead else request
         while len(self._ahead) < len(self._workers):
@@ -159,13 +159,13 @@ class _Request:
 
 
 class _Worker:
-    """A thread that answers one request after another: with nothing, or what it raised."""
+    """A thread that serves requests in order; the result is None, or the exception raised."""
 
     def __init__(self, read: Callable[[_Request], None]) -> None:
         self.requests: SimpleQueue[_Request | None] = SimpleQueue()
         self.results: SimpleQueue[BaseException | None] = SimpleQueue()
         self._read = read
-        # A run that fails may leave without `close`: the thread must not keep the process.
+        # A failing run may exit without `close`: a daemon thread does not keep the process alive.
         self.thread = Thread(target=self._work, name="batches", daemon=True)
         self.thread.start()
 

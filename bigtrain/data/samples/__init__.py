@@ -1,6 +1,7 @@
-"""Which tokens sample i of a run is: a pure function of the seed and i.
+"""Maps sample i of a run to its tokens: a pure function of the seed and i.
 
-Shuffle, mixture, packing and the phases of a run that changed its batch. No rank is known here, so
-that a run goes on anywhere. Start with `phases` and `mixture`; `token_stream`, `windows` and
-`packed_samples` are what samples are cut from.
+Shuffle, mixture, packing, and the phases of a run whose data or sequence length changed. Nothing
+here depends on ranks, so a run can resume with any world size. Imports `shards`; `loading` and
+`run` import it. Start with `phases` and `mixture`; samples are cut from `token_stream` by
+`windows`, or packed by `packed_samples`.
 """

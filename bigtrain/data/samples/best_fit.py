@@ -1,11 +1,11 @@
-"""Documents kept whole: which of them share a sample, by best-fit-decreasing. numpy only.
+"""Best-fit-decreasing packing of whole documents into samples. numpy only.
 
 A sample of sequence length T has room for T + 1 tokens, T inputs and the last label. Documents are
-taken by falling length, and each goes where the least room is left in which it fits (Johnson 1973;
+taken by decreasing length, and each goes into the fullest sample in which it fits (Johnson 1973;
 for training, Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830).
-A document longer than that is truncated, or cut into pieces that share one token, so that each of
-its targets is predicted once. Packed are about a million pieces at a time, so memory is bounded for
-any number of documents, and the result depends on nothing but the dataset and T.
+A longer document is truncated, or cut into pieces that share one token, so that each of its targets
+is predicted once. About a million pieces are packed at a time, so memory is bounded for any number
+of documents, and the result depends only on the dataset and T.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int
     placed: list[int] = []  # packs of the items by falling length
     num_packs = 0
 
-    def leave(packs: list[int], room: int) -> None:
+    def add_room(packs: list[int], room: int) -> None:
         if not room:
             return
         others = packs_with.get(room)
@@ -124,15 +124,15 @@ def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int
             if each == 1:
                 placed += chosen
                 remaining -= len(chosen)
-                leave(chosen, room - length)
+                add_room(chosen, room - length)
                 continue
             last = min(each, remaining - (len(chosen) - 1) * each)
             placed += np.repeat(chosen, each).tolist()[: (len(chosen) - 1) * each + last]
             remaining -= (len(chosen) - 1) * each + last
             if last < each:
-                leave([chosen.pop()], room - last * length)
+                add_room([chosen.pop()], room - last * length)
             if chosen:
-                leave(chosen, room - each * length)
+                add_room(chosen, room - each * length)
     found = np.empty(num_items, np.int64)
     found[np.argsort(-lengths, kind="stable")] = placed
     return found, num_packs

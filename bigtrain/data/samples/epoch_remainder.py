@@ -1,9 +1,9 @@
-"""What an epoch has left when the chunks of a run change: samples joined of unread pieces.
+"""The unread rest of an epoch when a run changes its chunk length: samples joined from pieces.
 
-The chunks of an epoch in permuted order are one stream of tokens, of which a run has read a
-beginning. Samples of any length are cut from what follows, so that nothing is read twice and less
-than one sample is left out. Where a sample goes on in the next chunk, that is told as the beginning
-of a document, and is no target. numpy only.
+The chunks of an epoch in permuted order form one stream of tokens, of which a run has read a
+prefix. Samples of any length are cut from the rest, so that nothing is read twice and less than one
+sample is skipped. Where a sample continues in the next chunk, that position counts as the beginning
+of a document and is not a target. numpy only.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from bigtrain.data.samples.windows import PackedWindows, count_windows
 
 @dataclass(frozen=True)
 class EpochRemainder:
-    """What is left of epoch `epoch` of a source, in chunks of `chunk_length` tokens: all but the
-    first `tokens_read` in the order of that epoch."""
+    """The rest of epoch `epoch` of a source, in chunks of `chunk_length` tokens: all but the first
+    `tokens_read` in the order of that epoch."""
 
     chunk_length: int
     epoch: int
     tokens_read: int
 
     def num_samples(self, num_tokens: int, sequence_length: int) -> int:
-        """Samples that can be joined, of a source of `num_tokens`."""
+        """Number of samples that can be joined, for a source of `num_tokens`."""
         total = count_windows(num_tokens, self.chunk_length) * self.chunk_length
         return (total - self.tokens_read) // sequence_length
 
     def pieces(
         self, samples: Indices, num_tokens: int, sequence_length: int, seed: int, source: int
     ) -> Pieces:
-        """Of what `samples`, counted from 0, are joined, one after another.
+        """The pieces of which `samples`, counted from 0, are joined.
 
         `seed`, `source`: of the order of the epoch (`bigtrain.data.samples.shuffle`).
         """

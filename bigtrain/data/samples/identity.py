@@ -1,4 +1,4 @@
-"""What a dataset is, wherever it lies: hashes of what its manifest says. Reads no shard."""
+"""Identity of a dataset independent of its path: hashes of its manifest. Reads no shard."""
 
 from __future__ import annotations
 

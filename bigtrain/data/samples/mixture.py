@@ -106,7 +106,7 @@ class MixtureOrder:
         return np.concatenate(parts)
 
     def counts(self, sample: int) -> list[int]:
-        """Samples that each source gives before `sample`, those before this order began left out.
+        """Samples of each source before `sample`, counted from `first_sample` of this order.
 
         In the time of one block, wherever `sample` lies.
         """

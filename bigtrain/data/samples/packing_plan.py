@@ -1,8 +1,8 @@
-"""Packing plans on disk: which pieces of documents every sample is, computed once. numpy only.
+"""Packing plans on disk: the pieces of documents in every sample, computed once. numpy only.
 
-A plan is a pure function of the dataset, so it is a cache: where it is missing or of another size
-than its header says, it is made again (`bigtrain.system.made_once`). It lies in ``DATASET/plans/``,
-or where that cannot be written in ``plans/`` of the user's cache (`bigtrain.system.user_cache`), or
+A plan is a pure function of the dataset, so the file is a cache: if it is missing or its size does
+not match its header, it is made again (`bigtrain.system.made_once`). It is in ``DATASET/plans/``,
+or if that cannot be written in ``plans/`` of the user's cache (`bigtrain.system.user_cache`), or
 else in a temporary file of the process.
 
 A file is, little-endian::
@@ -163,7 +163,7 @@ def _write_arrays(
 
 
 def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> PackingPlan | None:
-    """The plan in `file`; None where it is not a whole one."""
+    """The plan in `file`; None if it is not complete."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     header = file.read(HEADER.size)

@@ -1,11 +1,11 @@
-"""What a run has read when its data changes, so that nothing is read twice in an epoch.
+"""Tracks what a run has read across changes of its data, so that no epoch reads anything twice.
 
 A phase is a stretch of a run with the same sources, weights and sequence length. Sample ``i`` of
 the run is a pure function of the seed, ``i`` and the last phase, a few numbers for each source.
 
-Chunks of tokens are permuted, by default of one sample. To another sequence length that divides
-them the order itself is converted. To any other, other chunks are permuted from the next epoch of
-each source on, and what its epoch has left is joined to samples
+Chunks of tokens, by default of one sample, are permuted. If a new sequence length divides them, the
+position in the order is converted. Otherwise chunks of the new length are permuted from the next
+epoch of each source on, and the rest of its current epoch is joined to samples
 (`bigtrain.data.samples.epoch_remainder`).
 """
 
@@ -140,11 +140,11 @@ def first_phase(
 def next_phase(
     last: Phase, config: RunConfig, sources: Sequence[SourceIdentity], sample: int
 ) -> Phase:
-    """The phase in which a run goes on at `sample` after `last`; `last` itself where nothing of
-    the data has changed.
+    """The phase in which a run continues at `sample` after `last`; `last` itself if the data has
+    not changed.
 
-    A source is continued where it stands, also one that was left out for a while. Raises
-    CheckpointError where that is not possible: other tokens at the same path.
+    A source continues at its position, also one that was removed for a while. Raises
+    CheckpointError if the path of a source now holds other tokens.
     """
     length = config.batch.sequence_length
     _refuse_other_contents(last, sources)
@@ -158,7 +158,7 @@ def next_phase(
 
 
 def _converted(source: SourcePhase, last: Phase, following: Phase) -> SourcePhase:
-    """A source of `last` where it stands, as one of `following` that is not read yet."""
+    """A source of `last` at its position, as a source of `following` with weight 0."""
     windows = following.num_chunks(source) * following.windows_per_chunk
     rest, num_chunks = source.rest, last.num_chunks(source)
     if rest is None and following.chunk_length == last.chunk_length:
@@ -181,7 +181,7 @@ def _appear(
     chunk_length: int,
     known: Sequence[SourcePhase],
 ) -> tuple[SourcePhase, ...]:
-    """The `sources` of a phase with their weights, and those of the `known` that it leaves out."""
+    """The `sources` of a phase with their weights, then the `known` ones that it does not read."""
     windows = chunk_length // sequence_length
     sizes = [count_windows(source.num_tokens, chunk_length) * windows for source in sources]
     weights = integer_weights(mixture, sizes)

@@ -1,13 +1,13 @@
 """Sample order without a shuffled index: a keyed permutation computed where it is needed.
 
 Sample ``i`` of a run is window ``permutation(seed, i // N)[i % N]`` of ``N`` windows: a pure
-function of the seed and ``i``. So the order is the same for every number of processes, every
-micro-batch and every resume point, and the state of a run is one integer. numpy only.
+function of the seed and ``i``. So the order is the same for every world size, micro-batch size and
+resume point, and the state of a run is one integer. numpy only.
 
 Where the sequence length may change, chunks of the longest one are permuted and cut into windows.
-Chunks come in groups, in permuted order; of a group first the first window of every chunk is read,
-then the second of every chunk, and so on. So one group alone is partly read at any time: all of its
-chunks up to the same token, but for one window.
+Chunks are read in groups, in permuted order: first the first window of every chunk of a group, then
+the second of every chunk, and so on. So only one group is partly read at any time, and all of its
+chunks up to the same token, plus or minus one window.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from bigtrain.data.samples.rows import Indices
 
 ROUNDS = 6
 _SMALL = 64
-"""Up to this many windows are sorted by their image instead: on so few bits a network reaches too
-few of the permutations, and walking costs more than sorting."""
+"""Up to this many windows are sorted by a hash instead: a Feistel network on so few bits reaches
+too few permutations, and cycle walking costs more than sorting."""
 
 GROUP_CHUNKS = 4096
-"""At most, of a group; in a small dataset a 64th of it."""
+"""Most chunks of a group; in a small dataset a 64th of all chunks."""
 
 
 @dataclass(frozen=True)
 class SampleOrder:
     """The order in which a run reads `num_windows` windows, epoch after epoch.
 
-    Every epoch is its own permutation: no window repeats in it and none is left out. `source`
+    Every epoch is its own permutation: every window occurs in it exactly once. `source`
     tells the datasets of a mixture apart (`bigtrain.data.samples.mixture`). Windows are numbered as
     they lie in the data, `windows_per_chunk` of them in every chunk. `start` is the place in the
     order, epochs included, that counts as sample 0. Before it come `num_joined` samples which are
@@ -92,7 +92,7 @@ def convert_place(place: int, num_chunks: int, per_chunk: int, new_per_chunk: in
     the same chunks with `per_chunk` windows.
 
     Nothing that was read before `place` in its epoch is read after it; at most one old and one new
-    window of each chunk of one group are left out.
+    window of each chunk of one group are skipped.
     """
     if per_chunk == new_per_chunk:
         return place

@@ -146,9 +146,9 @@ class TokenStream:
             self._read_parts(parts, out)
             return
         packed = np.cumsum(parts.lengths) - parts.lengths
-        narrow = np.empty(int(parts.lengths.sum()), self.token_dtype)
-        self._read_parts(replace(parts, places=packed), narrow)
-        parts.put(narrow, packed, out)
+        stored = np.empty(int(parts.lengths.sum()), self.token_dtype)
+        self._read_parts(replace(parts, places=packed), stored)
+        parts.put(stored, packed, out)
 
     def read_mask(self, starts: Indices, lengths: Indices, out: Mask, places: Indices) -> None:
         """Which tokens of ranges of the stream are targets, as `read` does with the tokens.

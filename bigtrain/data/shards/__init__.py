@@ -1,5 +1,6 @@
-"""Token datasets on disk: their format, their manifest, reading, writing, checking.
+"""Token datasets on disk: file format, manifest, reading, writing, verification.
 
-No torch and no tokenizer: numpy over files. Start with `format` (the files of a shard) and
-`dataset` (all shards of a split as one); `block_checksums` verifies what is read.
+No torch and no tokenizer: numpy over files. Imports `settings` and `system`; every other part of
+the data layer, `run` and the commands may import it. Start with `format` (the files of a shard)
+and `dataset` (all shards of a split); `block_checksums` verifies what is read.
 """

@@ -1,9 +1,9 @@
-"""Checksums of the blocks of a shard: what is read of it is verified as it is read. numpy only.
+"""Block checksums of a shard, by which data is verified as it is read. numpy only.
 
-The whole-file checksums of a manifest cost reading the whole file. A `.blocks` file beside a shard
-has one for every 16 KiB of its `.bin` and of its `.mask`; the manifest has that of the `.blocks`
-file, so what vouches for a block is the manifest: a file of the same size from another dataset is
-found as well. The `.idx` needs none: whoever looks into one verifies all of it.
+The manifest's checksums cover full files, and comparing one reads the full file. A `.blocks` file
+beside a shard has a checksum for every 16 KiB of its `.bin` and of its `.mask`, and the manifest
+has the checksum of the `.blocks` file: so a file of the same size from another dataset is detected
+too. The `.idx` needs no blocks: it is verified completely when it is first used.
 
 A `.blocks` file is, little-endian::
 
@@ -14,9 +14,9 @@ A `.blocks` file is, little-endian::
     uint64   [B]  XXH3-64 of each block of the .bin
     uint64   [M]  XXH3-64 of each block of the .mask
 
-A process verifies each block once, and reads it as a whole for that: larger blocks would cost a
-data-parallel rank, which reads a few samples of each, several times its own reading, and smaller
-ones a call for every few samples.
+A rank verifies each block once, and must read the full block for that: with larger blocks a
+data-parallel rank, which reads a few samples of each, would read several times its own data, and
+smaller ones would cost a call for every few samples.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> Block
             f"{path} is that of another shard -> restore it, or "
             "remove the dataset and tokenize again"
         )
-    # Mapped, so that what all processes of a host know is in its memory once.
+    # Memory-mapped, so that all ranks of a host share one copy.
     sums = np.memmap(path, "<u8", "r", HEADER.size) if of_bin + of_mask else np.empty(0, "<u8")
     return BlockSums(path, np.asarray(sums[:of_bin]), np.asarray(sums[of_bin:]))
 

@@ -9,8 +9,8 @@
       train-00000.blocks                checksums of blocks, `bigtrain.data.shards.block_checksums`
       held_out-00000.bin  ...
       tokenizer/                        what made the tokens, loadable by AutoTokenizer
-      errors.jsonl                      documents that were left out, if any
-      .units/                           work so far, of a dataset that is not finished yet
+      errors.jsonl                      documents that were skipped, if any
+      .units/                           finished units of a dataset that is not complete yet
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Times = tuple[int | None, int | None]
 
 
 def same_times(known: Times, listed: Times) -> bool:
-    """Whether a file `listed` with these times was not touched after what is `known` of it.
+    """Whether a file `listed` with these times was not modified since the `known` ones.
 
-    A newer change than the listed one is as good: of two processes that list a file before and
-    after a change of its mode, both accept what the second has confirmed.
+    A `known` change newer than the listed one is accepted too: if two processes list a file before
+    and after a change of its mode, both accept what the second has confirmed.
     """
     if known[0] != listed[0]:
         return False
@@ -191,7 +191,7 @@ class ShardRecord(Record):
         return {suffix: xxh3 for suffix, xxh3 in found.items() if xxh3 is not None}
 
     @model_validator(mode="after")
-    def _mask_is_whole(self) -> Self:
+    def _mask_is_complete(self) -> Self:
         if (self.mask_xxh3 is None) != (self.target_tokens is None):
             raise ValueError("of mask_xxh3 and target_tokens only one is given")
         if self.target_tokens is not None and self.target_tokens > self.tokens:
@@ -200,7 +200,7 @@ class ShardRecord(Record):
 
 
 class Manifest(Record):
-    """The whole of `manifest.json`."""
+    """The contents of `manifest.json`."""
 
     format: Literal["bigtrain-tokens"] = FORMAT
     version: Literal[2] = VERSION
@@ -292,7 +292,7 @@ def _why_invalid(path: Path, content: bytes, error: ValidationError) -> DataErro
         tree = json.loads(content)
     except (ValueError, RecursionError) as not_json:
         return DataError(f"{path} is corrupt: not JSON: {not_json}")
-    # Another format version is not damage.
+    # Another format version is not corruption.
     if isinstance(tree, dict) and tree.get("format") == FORMAT and tree.get("version") != VERSION:
         return DataError(
             f"{path} has format version {tree.get('version')!r}; this bigtrain reads {VERSION} -> "

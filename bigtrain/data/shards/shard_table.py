@@ -1,9 +1,9 @@
-"""What a manifest says of its shards, in columns of numbers. numpy only.
+"""The manifest's shards as columns of numbers. numpy only.
 
-As objects, 100,000 shards take a rank 300 MB and seconds; in columns 8 MB and, of a large manifest,
-no parsing: they lie in a file that all ranks of a host map. It is a cache of the manifest, with
-whose checksum it is named, and made once (`bigtrain.system.made_once`) in ``DATASET/tables/`` or,
-where that cannot be written, in ``tables/`` of the user's cache. A file is::
+As objects, 100,000 shards take a rank 300 MB and seconds; as columns 8 MB and, for a large
+manifest, no parsing: all ranks of a host memory-map one file. It is a cache of the manifest, named
+by its checksum, and made once (`bigtrain.system.made_once`) in ``DATASET/tables/`` or, if that
+cannot be written, in ``tables/`` of the user's cache. A file is::
 
     8 bytes  b"BTSHARD1"
     uint64   bytes of the head, little-endian
@@ -160,7 +160,7 @@ def _pack(manifest: Manifest) -> bytes:
 
 
 def _map(path: Path) -> ShardTable | None:
-    """The table in a file; None where it is not a whole one."""
+    """The table in a file; None if it is not complete."""
     try:
         return _parse(np.asarray(np.memmap(path, np.uint8, "r")))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a dataset says about itself without any model. numpy only."""
+"""Statistics of a dataset: document lengths, token counts, unigram entropy. numpy only."""
 
 from __future__ import annotations
 

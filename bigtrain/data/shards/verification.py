@@ -1,4 +1,4 @@
-"""Whether the files of datasets are what their manifests say, byte for byte, divided among many."""
+"""Verifies the files of datasets against the manifests' checksums, divided among ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ListedShard:
 
     files: tuple[tuple[Path, str], ...]
 
-    def damage(self) -> list[str]:
-        """What is wrong with its files, one text for each that is; reads all of them."""
+    def problems(self) -> list[str]:
+        """A text for each missing or corrupt file of the shard; reads all of them."""
         found = []
         for path, listed in self.files:
             try:
@@ -78,7 +78,7 @@ class ListedShards(Sequence[ListedShard]):
 
 
 def share_of(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """The numbers of those that rank `rank` reads: about as many bytes as every other rank."""
+    """The indices of the items that `rank` reads, so that all ranks read about as many bytes."""
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, owner) for owner in range(world_size)]
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
@@ -89,9 +89,9 @@ def share_of(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
 
 
 def corrupt_files(path: str | Path) -> list[str]:
-    """What is wrong with each file of the dataset in directory `path`, by its checksum.
+    """A text for each missing or corrupt file of the dataset in directory `path`.
 
-    Reads all of it. Raises DataError where there is no dataset.
+    Reads all files. Raises DataError if there is no dataset.
     """
     problems = []
     shards = ListedShards(DataSection(path=str(path)))

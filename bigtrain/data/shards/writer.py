@@ -19,14 +19,14 @@ from bigtrain.data.shards.manifest import ShardRecord
 from bigtrain.errors import DataError
 
 SYNC_BYTES = 1 << 24
-"""Of a file that is being written are sent to the disk at once."""
+"""Bytes of a file being written after which they are synced to the disk."""
 
 
 class _HashingFile:
-    """A file being written, and the XXH3-64 of what was, and of each of its blocks.
+    """A file being written, with the XXH3-64 of its content and of each of its blocks.
 
-    A thread of its own waits for the disk while more is written: whoever syncs the finished file
-    would wait for all of it, half as long as it took to encode.
+    A thread syncs it to the disk while more is written: a single sync at the end would take half as
+    long as encoding.
     """
 
     def __init__(self, path: Path) -> None:

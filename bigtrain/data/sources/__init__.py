@@ -1,4 +1,5 @@
-"""Which files an input names, and their bytes: found, opened, decompressed, cut into lines.
+"""The files that an input names, and their bytes: discovery, opening, decompression, lines.
 
-The lowest room of the data layer. Start with `discovery`.
+Imports `shards` for the manifest's records; `documents`, `tokenize_job` and the commands import it.
+Start with `discovery`.
 """

@@ -1,6 +1,6 @@
-"""Compressed files of a format that is read at any place: decompressed whole before they are read.
+"""Decompresses files whose format needs random access (parquet, arrow) before they are read.
 
-Into a file that has no name, so that nothing is left of it however the process ends.
+Into an unnamed temporary file, so that nothing is left of it however the process ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which files and datasets an input means, and what is known of them without reading them.
+"""Finds the files and datasets that an input names, with their sizes and times.
 
 What an input is, by its name without .gz, .zst, .xz or .bz2: ``.jsonl`` and ``.ndjson`` one JSON
 object per line, ``.parquet``, ``.arrow``, ``.csv`` and ``.tsv`` a column, ``.json`` through

@@ -1,4 +1,4 @@
-"""Files of sources: opened, decompressed, hashed as they lie there, and as they were listed."""
+"""Opens the files of sources: decompressed, hashed as stored, and checked to be unchanged."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
 
 @contextmanager
 def open_file(source: Source) -> Iterator[IO[bytes]]:
-    """The source's file, which must be as it was listed, and still be so at the end.
+    """The source's file, checked to be unchanged since it was listed, before and after the block.
 
-    Raises as `require_unchanged`; whatever opening and reading raise are `READ_ERRORS`.
+    Raises as `require_unchanged`; opening and reading raise `READ_ERRORS`.
     """
     with open(source.path, "rb", buffering=0) as file:
         require_unchanged(source, file.fileno())
@@ -49,7 +49,7 @@ def open_file(source: Source) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def open_stream(source: Source, digest: Digest) -> Iterator[IO[bytes]]:
-    """All that the file holds, decompressed; `digest` is given the bytes of the file itself.
+    """The decompressed content of the file; `digest` gets the bytes of the file as stored.
 
     Raises as `open_file`.
     """
@@ -65,14 +65,14 @@ def open_stream(source: Source, digest: Digest) -> Iterator[IO[bytes]]:
 
 
 def stream_bytes(source: Source) -> int | None:
-    """How many bytes `open_stream` gives, where that is known."""
+    """The number of bytes of `open_stream`, if known."""
     return None if source.compressed or source.read_once else source.record.bytes
 
 
 def require_unchanged(source: Source, descriptor: int | None = None) -> None:
-    """Raises DataError where size or time of the file are not as it was listed.
+    """Raises DataError if size or time of the file have changed since it was listed.
 
-    `descriptor`: of the file, where it is open.
+    `descriptor`: of the file, if it is open.
     """
     if source.read_once or source.record.modified_ns is None or os.path.isdir(source.path):
         return

@@ -1,7 +1,7 @@
 """Lines of streams and of byte ranges of files, in memory bounded by the longest line allowed.
 
-A file is cut at any bytes: the lines of a range [begin, end) are those that start in it, so every
-line belongs to exactly one range, and the ranges can be read in any order by anybody.
+A file can be split at any byte: the lines of a range [begin, end) are those that start in it, so
+every line belongs to exactly one range, and ranges can be read independently.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import IO, Any, Protocol
 
 BLOCK_BYTES = 1 << 20
 READ_AHEAD_BYTES = 1 << 25
-"""A disk or a file server is asked for so much before it is needed: 0.2 s of what is tokenized."""
+"""Bytes that are requested from the disk or file server in advance: 0.2 s of tokenizing."""
 
 
 class Digest(Protocol):
@@ -25,9 +25,9 @@ class Digest(Protocol):
 
 
 class ReadAhead:
-    """Has what follows in `file` read while what came before is used. Does nothing for pipes.
+    """Requests read-ahead in `file` (posix_fadvise). Does nothing for pipes.
 
-    From `begin` on, as far as `end`; without, to the end of the file.
+    From `begin` to `end`, or to the end of the file.
     """
 
     def __init__(self, file: IO[bytes], begin: int = 0, end: int | None = None) -> None:
@@ -36,7 +36,7 @@ class ReadAhead:
         self._end = end
 
     def follow(self, num_bytes: int) -> None:
-        """To be called before each read, of `num_bytes`."""
+        """Call it before each read of `num_bytes`."""
         self._position += num_bytes
         ahead = self._position + READ_AHEAD_BYTES
         if self._end is not None:
@@ -86,9 +86,9 @@ def range_chunks(
 ) -> Iterator[bytes]:
     """The bytes of the lines of `file` that start in [begin, end).
 
-    `digest` is given the bytes of [begin, end) itself, `around` what else decides the lines:
-    whether one goes on at `begin`, and the rest of the last one. Raises EOFError where the file
-    ends before `end`.
+    `digest` gets the bytes of [begin, end), `around` what else determines the lines: whether a line
+    continues at `begin`, and the rest of the last line. Raises EOFError if the file ends before
+    `end`.
     """
     file.seek(max(0, begin - 1))
     inside_line = begin > 0 and file.read(1) != b"\n"
@@ -117,9 +117,9 @@ def range_chunks(
 
 
 def split_lines(chunks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes | None]]:
-    """The lines in `chunks` with their ends, in lists of those that came together.
+    """The lines in `chunks` with their newlines, in a list per chunk.
 
-    A line of more than `max_bytes` before its end is None and is never held whole.
+    A line of more than `max_bytes` (without its newline) is None, and is never held in memory.
     """
     parts: list[bytes] = []  # of the line that has not ended yet
     size = 0

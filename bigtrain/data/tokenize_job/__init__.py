@@ -1,5 +1,6 @@
-"""`bigtrain tokenize`: units of work, workers, and the commit of the result.
+"""`bigtrain tokenize`: units of work, worker processes, and the commit of the result.
 
-Imports every other room of the data layer but `samples` and `loading`. Start with `job`, then
-`units` (what is divided) and `commit` (how the output appears whole).
+Imports the other parts of the data layer except `samples` and `loading`; only the command imports
+it. Start with `job`, then `units` (how the input is divided) and `commit` (how the finished dataset
+appears atomically).
 """

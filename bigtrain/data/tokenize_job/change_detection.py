@@ -1,8 +1,8 @@
-"""Whether inputs still hold what was read of them, where their times cannot tell.
+"""Detects whether inputs have changed since they were tokenized.
 
-As git does it: where size and times are as they were the content is taken to be the same. After a
-copy, a checkout or `touch` it is hashed and compared with what was hashed while it was tokenized:
-of a file of lines or text that costs reading it, of a table reading its documents.
+As git does: if size and times are the same, so is the content. If times differ (after a copy, a
+checkout or `touch`), the input is hashed and compared with the hash computed while tokenizing: that
+costs reading a file of lines or text, or the documents of a table.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from bigtrain.errors import DataError
 
 
 def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool:
-    """Whether `unit` was done of what its touched inputs hold now; then its record says so.
+    """Whether the touched inputs of `unit` still hold what it was built from; updates its record.
 
-    Otherwise it has no record afterwards. Call it while holding the unit's claim.
+    If not, the record is removed. Call it while holding the unit's lease.
     """
     record = workspace.unconfirmed([unit]).get(unit.key)
     if record is None:

@@ -1,7 +1,7 @@
-"""From finished units to the dataset: shards get their names, the manifest comes last.
+"""Commits finished units as a dataset: shards get their final names, the manifest is written last.
 
-Before the first file moves, `assembly.json` says which will go where. So a process that was killed
-is continued by the next one; and where the plan has changed meanwhile, the files go back first.
+Before the first file is renamed, a journal (`assembly.json`) lists all renames. So the next process
+can finish the commit of one that was killed, or roll it back if the plan has changed meanwhile.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from bigtrain.data.tokenizers.tokenizer import Tokenizer
 from bigtrain.errors import DataError
 from bigtrain.system.files import sync_to_disk, sync_tree, whole_file, write_whole
 
-CLAIM = "assembly"
+COMMIT_LEASE = "assembly"
 
 
 @dataclass(frozen=True)
-class Finish:
-    """A plan whose units are all done, and what the manifest says of it."""
+class Commit:
+    """The commit of a plan whose units are all done."""
 
     workspace: Workspace
     sources: Sequence[Source]
@@ -55,7 +55,7 @@ class Finish:
     def run(self, records: dict[str, UnitRecord]) -> Manifest:
         """Make the dataset of the units' `records`. Raises DataError where they hold too little.
 
-        Call it while holding the claim `CLAIM`.
+        Call it while holding the lease `COMMIT_LEASE`.
         """
         done = [records[unit.key] for unit in self.units]
         self._write_errors(done)
@@ -107,7 +107,7 @@ class Finish:
             splits=splits,
         )
         if not manifest.num_tokens("train"):
-            # With bad documents their list stays, to be looked at.
+            # If there are bad documents, their list is kept for the user.
             raise (DataError if manifest.skipped_documents else EmptyDataset)(
                 f"there is no training token in the input: {manifest.num_documents('train')} "
                 f"training documents, {manifest.num_documents('held_out')} held-out documents with "
@@ -174,16 +174,16 @@ class EmptyDataset(DataError):
     """The input was read and there is nothing in it."""
 
 
-def planned(workspace: Workspace) -> str | None:
-    """The `plan_key` of the assembly that has begun; None where none has."""
+def begun_plan(workspace: Workspace) -> str | None:
+    """The `plan_key` of the commit that has begun; None if none has."""
     try:
         return str(_journal(workspace)["plan"])
     except FileNotFoundError:
         return None
 
 
-def undo(workspace: Workspace) -> None:
-    """Bring the files of an assembly that has begun back to where its units' records name them."""
+def roll_back(workspace: Workspace) -> None:
+    """Move the files of a begun commit back to the names in their units' records."""
     for source, target in _journal(workspace)["moves"]:
         if (workspace.output / target).exists():
             (workspace.output / target).rename(workspace.directory / source)

@@ -1,4 +1,4 @@
-"""What an output holds already: nothing, a dataset, begun or finished, or files of others."""
+"""What an output already holds: nothing, an unfinished or finished dataset, or foreign files."""
 
 from __future__ import annotations
 

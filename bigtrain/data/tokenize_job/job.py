@@ -1,7 +1,7 @@
-"""From a request to a finished dataset, begun or gone on with, alone or beside other processes.
+"""Builds a dataset from a request: started or resumed, alone or together with other processes.
 
-The input is cut into `units`, each of which somebody builds (`worker_pool`, `worker`) and records
-(`workspace`); whoever finds all records makes the dataset of them (`commit`). Every process does
+The input is cut into `units`; a worker builds each (`worker_pool`, `worker`) and records it
+(`workspace`); the process that finds all records commits the dataset (`commit`). Every process does
 the same with the same arguments, so any of them may be killed and started again.
 """
 
@@ -19,7 +19,13 @@ from bigtrain.data.chat.encoder import ChatEncoder
 from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import Manifest
 from bigtrain.data.sources.discovery import Source, find_sources
-from bigtrain.data.tokenize_job.commit import CLAIM, EmptyDataset, Finish, planned, undo
+from bigtrain.data.tokenize_job.commit import (
+    COMMIT_LEASE,
+    Commit,
+    EmptyDataset,
+    begun_plan,
+    roll_back,
+)
 from bigtrain.data.tokenize_job.existing_output import finished_manifest, inputs_outside, is_own
 from bigtrain.data.tokenize_job.progress import Progress
 from bigtrain.data.tokenize_job.request import BuildRequest
@@ -38,12 +44,12 @@ from bigtrain.system.machine import this_machine
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""How often a process looks whether others have finished what they claimed."""
+"""Seconds between checks whether other processes have finished the units they hold leases on."""
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The dataset's manifest, whether it was there already, and what this process did of it."""
+    """The manifest, whether the dataset existed already, and the tokens that this process built."""
 
     manifest: Manifest
     already_finished: bool
@@ -53,9 +59,9 @@ class BuildResult:
 def build_dataset(request: BuildRequest) -> BuildResult:
     """Tokenize `request.selection` into `request.output`.
 
-    An output that is the finished dataset of the same inputs (by path and size, and by times or
-    else content), tokenizer and options is left alone; one that was begun is gone on with. Raises
-    DataError for anything wrong: finished units are kept, without any nothing is left behind.
+    If the output is the finished dataset of the same inputs (same paths and sizes, and same times
+    or else same content), tokenizer and options, nothing is done; an unfinished one is resumed.
+    Raises DataError for any problem: finished units are kept, and if there are none, nothing is.
     """
     sources = inputs_outside(request.output, find_sources(request.selection))
     for source in sources:
@@ -75,7 +81,7 @@ def build_dataset(request: BuildRequest) -> BuildResult:
 
 @contextmanager
 def _work_folder(workspace: Workspace) -> Iterator[None]:
-    """The work folder exists; after an exception it goes, unless there is work in it."""
+    """Create the work folder; after an exception remove it, unless there is work in it."""
     created: list[Path] = []
     try:
         try:
@@ -96,7 +102,7 @@ def _work_folder(workspace: Workspace) -> Iterator[None]:
 
 @dataclass
 class _Build:
-    """One process's way from a plan to the dataset."""
+    """One process's work from a plan to the dataset."""
 
     request: BuildRequest
     sources: Sequence[Source]
@@ -119,13 +125,13 @@ class _Build:
         self.built_tokens = 0
 
     def run(self) -> Manifest:
-        """Work until the dataset is there, whoever finishes it."""
+        """Work until the dataset is finished, by this process or another."""
         try:
             return self._run()
         except (OSError, DataError) as error:
             # Another process may have finished the dataset and removed the work folder meanwhile.
             if self.workspace.is_finished():
-                return self._of_others()
+                return self._finished_by_other()
             if not self.workspace.directory.exists():
                 raise DataError(
                     f"{self.workspace.directory} was removed meanwhile, by another process that "
@@ -136,7 +142,7 @@ class _Build:
             raise DataError(f"{self.workspace.output} cannot be written: {error}") from error
 
     def _run(self) -> Manifest:
-        self._undo_other_assembly()
+        self._roll_back_other_commit()
         records = self._records()
         others = [unit for unit in self.units if unit.key not in records]
         if touched := len(self.workspace.unconfirmed(others)):
@@ -151,14 +157,14 @@ class _Build:
         with Progress(total, done, self._workers(others).num_processes) as progress:
             while len(records) < len(self.units):
                 if self.workspace.is_finished():
-                    return self._of_others()
+                    return self._finished_by_other()
                 self._work(records, progress)
                 records = self._records()
             self.built_tokens = progress.counts().num_tokens
         while not self.workspace.is_finished():
-            with self.workspace.leases.take(CLAIM) as mine:
+            with self.workspace.leases.take(COMMIT_LEASE) as mine:
                 if mine:
-                    return Finish(
+                    return Commit(
                         self.workspace,
                         self.sources,
                         self.units,
@@ -167,7 +173,7 @@ class _Build:
                         self.template,
                     ).run(records)
             time.sleep(POLL_S)
-        return self._of_others()
+        return self._finished_by_other()
 
     def _workers(self, units: Sequence[Unit]) -> Workers:
         """For `units`, of which other commands of known number take their part."""
@@ -177,10 +183,10 @@ class _Build:
         return divide(self.request.workers, num_units, num_bytes, this_machine(os.environ))
 
     def _records(self) -> dict[str, UnitRecord]:
-        return self.workspace.records(self.units, moved=planned(self.workspace) == self.plan)
+        return self.workspace.records(self.units, moved=begun_plan(self.workspace) == self.plan)
 
     def _work(self, records: dict[str, UnitRecord], progress: Progress) -> None:
-        """One round of workers over what is not done, or a pause where others are at it."""
+        """One round of workers over the units that are not done; a pause if others build them."""
         left = tuple(unit for unit in self.units if unit.key not in records)
         leases = self.workspace.leases
         if all(leases.is_live(unit.key) for unit in left):
@@ -217,7 +223,7 @@ class _Build:
             progress.end_round()
 
     def _trusted_encoders(self) -> EncoderQueue:
-        """The current one is not among those that any process has found wrong."""
+        """The encoders, advanced past those that any process has found wrong."""
         if self.encoders is None:
             reference = self.tokenizer.encoder(self.request.options.parse_special_tokens)
             if self.request.options.chat:  # special tokens are the template's, and ends as well
@@ -232,14 +238,14 @@ class _Build:
             self.encoders.reject(rejected[engine])
         return self.encoders
 
-    def _of_others(self) -> Manifest:
+    def _finished_by_other(self) -> Manifest:
         return finished_manifest(self.request, self.sources, self.workspace)
 
-    def _undo_other_assembly(self) -> None:
-        """Where one of another plan was cut short. Waits for one that is still going on."""
-        while planned(self.workspace) not in (None, self.plan):
-            with self.workspace.leases.take(CLAIM) as mine:
-                if mine and planned(self.workspace) not in (None, self.plan):
-                    undo(self.workspace)
+    def _roll_back_other_commit(self) -> None:
+        """Roll back an interrupted commit of another plan; wait for one that is in progress."""
+        while begun_plan(self.workspace) not in (None, self.plan):
+            with self.workspace.leases.take(COMMIT_LEASE) as mine:
+                if mine and begun_plan(self.workspace) not in (None, self.plan):
+                    roll_back(self.workspace)
                     return
             time.sleep(POLL_S)

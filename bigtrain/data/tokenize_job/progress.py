@@ -1,4 +1,4 @@
-"""How far a tokenization is, human-readable: bars on a terminal, an occasional line elsewhere."""
+"""Progress of a tokenization: bars on a terminal, an occasional line elsewhere."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_INPUT_BARS = 8
 
 @dataclass
 class Progress:
-    """Follows the workers of one process: all inputs in total, and the one each worker reads.
+    """The progress of one command's workers: of all inputs, and of the input each worker reads.
 
-    `total_bytes` of the inputs (0: not known), `done_bytes` of them done before it began.
+    `total_bytes` of the inputs (0: unknown), `done_bytes` of them finished before it began.
     """
 
     total_bytes: int

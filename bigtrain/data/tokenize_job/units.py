@@ -1,10 +1,10 @@
-"""The units of work of a tokenization: what of the inputs becomes one shard, and under which key.
+"""The units of work of a tokenization: which parts of the inputs become one shard, and their keys.
 
-A unit is a part of a file (`PartRecord` says which), a file that cannot be cut (compressed, csv,
-text), or several small files together. The plan depends on the inputs, the tokenizer and the
-options alone, not on who works on it. A unit's key says how, and of which ranges of which inputs,
-it is made; what these held is in its record (`bigtrain.data.tokenize_job.change_detection`). So
-work of an earlier plan is taken over wherever key and content are the same.
+A unit is a part of a file (`PartRecord`), a file that cannot be split (compressed, csv, text), or
+several small files together. The plan depends only on the inputs, the tokenizer and the options,
+not on the workers. A unit's key covers the options and the ranges of its inputs; checksums of their
+content are in its record (`bigtrain.data.tokenize_job.change_detection`). So units of an earlier
+plan are reused if key and content are the same.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def plan_units(
 
 
 def plan_key(units: Sequence[Unit]) -> str:
-    """One key for the whole plan: equal where all units and their order are, and their times."""
+    """A key of the plan: equal if the units, their order and the times of their inputs are."""
     described = [[unit.key, [part.source.record.times for part in unit.parts]] for unit in units]
     return xxhash.xxh3_128_hexdigest(json.dumps(described).encode())
 
@@ -76,7 +76,7 @@ def _key(common: Sequence[object], parts: Sequence[Part]) -> str:
 def _groups(
     sources: Sequence[Source], options: ReadOptions, shard_bytes: int
 ) -> Iterator[list[Part]]:
-    """Large sources cut, small ones put together.
+    """Groups of parts: large sources are split, small ones grouped.
 
     Where a group of small files ends is decided by the files around that place: by the hash of a
     path, once the group has half its size. So a file that is fixed, added or removed changes

@@ -1,4 +1,4 @@
-"""How many processes build shards, and with how many threads, where the user does not say. Pure."""
+"""How many worker processes and threads build shards, and which units each takes first. Pure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ GOLDEN = 0.6180339887498949
 
 @dataclass(frozen=True)
 class WorkerRank:
-    """Process `rank` of `size`; a size of None is one that nobody told."""
+    """Rank `rank` of `size` tokenizing commands or workers; a size of None is unknown."""
 
     rank: int = 0
     size: int | None = 1

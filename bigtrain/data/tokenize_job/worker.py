@@ -244,7 +244,7 @@ class _UnitReader:
             )
 
     def _keep(self, bad: BadDocument) -> None:
-        """Lines count from the beginning of the part: `assembly` knows the lines before it."""
+        """Lines count from the beginning of the part: `commit` adds the lines before it."""
         if self._errors is None:
             self._errors = self._errors_path.open("w", encoding="utf-8")
         part = len(self.done) if self._part_of_bad is None else self._part_of_bad

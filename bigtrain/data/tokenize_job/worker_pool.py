@@ -1,7 +1,7 @@
-"""One process's part of a tokenization: its worker processes, each of which takes units.
+"""The worker processes of one tokenizing command.
 
 There is no queue: every worker goes through all units, its own share first, and builds those that
-are neither done nor claimed; `bigtrain.data.tokenize_job.job` looks again at the end.
+are neither done nor leased by another; `bigtrain.data.tokenize_job.job` checks again at the end.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def new_token() -> str:
 
 
 def run_round(work: Round, workers: Workers, update: Update) -> None:
-    """Build what of `work` nobody else has claimed.
+    """Build the units of `work` on which no other process holds a lease.
 
-    Where several are started, the first error of any is raised, and the others are ended.
+    With several workers, the first error of any is raised, and the others are killed.
     """
     num_processes, num_threads = workers.num_processes, workers.num_threads
     if not workers.started:
@@ -98,8 +98,8 @@ def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], update: Updat
             except EOFError:
                 process.join()
                 raise DataError(
-                    f"a tokenizing process died (exit code {process.exitcode}), most likely for "
-                    "want of memory -> fewer --workers"
+                    f"a tokenizing process died (exit code {process.exitcode}), most likely out of "
+                    "memory -> fewer --workers"
                 ) from None
             if isinstance(message, Counts):
                 update(number, message)
@@ -126,7 +126,7 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
         if workspace.is_done(unit):
             continue
         with leases.take(unit.key) as mine:
-            # Its last owner may have finished it just before the claim was free.
+            # Its last owner may have finished it just before releasing the lease.
             if mine and not workspace.is_done(unit):
                 if work.job.encoder.engine() in workspace.rejected():
                     return  # by another process; the next round takes another encoder

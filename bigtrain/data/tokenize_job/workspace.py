@@ -1,4 +1,4 @@
-"""The work folder of a dataset that is not finished: what is done, and what must not be trusted.
+"""The work folder of an unfinished dataset: finished units, leases, and rejected encoders.
 
 ::
 
@@ -6,7 +6,7 @@
       KEY.TOKEN.train.bin  .idx ...  shards of a unit, written by process TOKEN
       KEY.TOKEN.errors               its bad documents
       KEY.json                       its record: the unit is done once this names those files
-      KEY.claim                      who works on it, `bigtrain.system.leases`
+      KEY.claim                      the lease on it, `bigtrain.system.leases`
       rejected-ENGINE                an encoder found wrong; what it wrote is done again
       assembly.json                  `bigtrain.data.tokenize_job.commit` has begun
       (a file without a name)        what a unit reads, decompressed (`sources.decompression`)
@@ -42,7 +42,7 @@ from bigtrain.system.files import write_whole
 from bigtrain.system.leases import Leases
 
 JOURNAL_NAME = "assembly.json"
-RECORD_OR_CLAIM = re.compile(r"[0-9a-f]{32}\.(json|claim)|assembly\.(json|claim)")
+RECORD_OR_LEASE = re.compile(r"[0-9a-f]{32}\.(json|claim)|assembly\.(json|claim)")
 
 
 @pydantic_dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
@@ -108,32 +108,32 @@ class Workspace:
 
     @property
     def leases(self) -> Leases:
-        """Made anew: a claim names the process that asks."""
+        """A new object for each use: a lease names the process that acquires it."""
         return Leases(self.directory, self.token, self._clean)
 
     def draft(self, name: str) -> Path:
-        """Where this process writes what will be called `name`, here or in the dataset."""
+        """This process's temporary name for a file `name` of this folder or of the dataset."""
         return self.directory / f"{name}.{self.token}.partial"
 
     def is_finished(self) -> bool:
-        """Whether the dataset is there, so that this folder is or will be gone."""
+        """Whether the dataset is complete, so that this folder is or will be removed."""
         return (self.output / MANIFEST_NAME).exists()
 
     def is_recorded(self, key: str) -> bool:
         return self._record_path(key).exists()
 
     def write_record(self, record: UnitRecord) -> None:
-        """What makes the unit done."""
+        """Write the record, which makes the unit done."""
         content = record.model_dump_json().encode("utf-8")
         write_whole(self._record_path(record.key), content, self.draft(record.key))
 
     def records(self, units: Sequence[Unit], moved: bool = False) -> dict[str, UnitRecord]:
-        """Of all units that are done, by key: of untouched inputs, by a trusted encoder, with whole
-        files, unless these have `moved` on their way into the dataset."""
+        """Records of the units that are done, by key: inputs unchanged, encoder trusted, files
+        complete (not checked if a commit has `moved` them)."""
         return {u.key: r for u, r in self._trusted(units, moved) if r.is_current(u)}
 
     def unconfirmed(self, units: Sequence[Unit]) -> dict[str, UnitRecord]:
-        """Those that `records` would count, had the times of the inputs not changed."""
+        """Records that `records` would return if the times of their inputs had not changed."""
         return {u.key: r for u, r in self._trusted(units) if not r.is_current(u)}
 
     def is_done(self, unit: Unit) -> bool:
@@ -176,7 +176,7 @@ class Workspace:
 
     def has_work(self) -> bool:
         names = (path.name for path in self.directory.glob("*.*"))
-        return any(RECORD_OR_CLAIM.fullmatch(name) for name in names)
+        return any(RECORD_OR_LEASE.fullmatch(name) for name in names)
 
     def _clean(self, key: str, token: str) -> None:
         """Remove what process `token`, which has ended, left of a unit it did not finish."""

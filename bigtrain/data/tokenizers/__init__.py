@@ -1,5 +1,6 @@
-"""Tokenizers: loaded, trained, identified, and the fast encoders proven equal to the reference.
+"""Tokenizers: loading, training, identity, and fast encoders that are compared with the reference.
 
-The only room of the data layer with transformers. Start with `tokenizer`; `selection` takes the
-fastest encoder that agrees with it (`equivalence`).
+The only part of the data layer that imports transformers; `chat`, `tokenize_job`, `loading`,
+`models` and the commands import it. Start with `tokenizer`; `selection` chooses the fastest encoder
+that agrees with it (`equivalence`).
 """

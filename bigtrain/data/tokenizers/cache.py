@@ -1,10 +1,10 @@
-"""Tokenizers of local directories that transformers has loaded before, without transformers.
+"""Disk cache of tokenizers that transformers has loaded, so that later loads need no transformers.
 
 Importing transformers and loading cost each process of a tokenize job 6.4 s of CPU time
-(transformers 5.23, two cores), more than tokenizing 100 MB. What it makes of a directory is a
-function of the directory's files and of the libraries' versions, so the first load leaves in
-`bigtrain.system.user_cache` what of ``tokenizer.json`` it changed, and which files it would save.
-Where it changed the vocabulary or the merges nothing is left, and every load is by transformers.
+(transformers 5.23, two cores), more than tokenizing 100 MB. The result is a function of the
+directory's files and of the libraries' versions, so the first load stores in
+`bigtrain.system.user_cache` what it changed in ``tokenizer.json``, and the files it would save. If
+it changed the vocabulary or the merges, nothing is cached, and every load uses transformers.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class CachedTokenizer:
 
 
 def fingerprint(directory: Path, name: str) -> str | None:
-    """What loading `directory` by `name` depends on; None where its files are not to be read.
+    """The cache key of loading `directory` by `name`; None if its files cannot be read.
 
-    Its files but weights, the name (transformers knows some models by it), the versions of the
-    libraries and this module.
+    Covers its files except weights, the name (transformers knows some models by it), the versions
+    of the libraries and this module.
     """
     try:
         parts: list[str | bytes] = [name, builds(*LIBRARIES), source_of(__file__)]
@@ -93,8 +93,8 @@ def fingerprint(directory: Path, name: str) -> str | None:
     return key_of(parts)
 
 
-def recall_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:
-    """What was left for `key`, the fingerprint of `directory`; None where nothing was."""
+def get_cached_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:
+    """The cached tokenizer for `key`, the fingerprint of `directory`; None if there is none."""
     fact = cache_get(KIND, key)
     if fact is None:
         return None
@@ -103,19 +103,19 @@ def recall_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:
     return None
 
 
-def remember_tokenizer(
+def put_cached_tokenizer(
     directory: Path, key: str, huggingface: Any, facts: dict[str, Any], decodes_plainly: bool
 ) -> CachedTokenizer | None:
-    """Leave what transformers made of `directory` for the next load.
+    """Cache what transformers loaded from `directory`.
 
-    None where it has no ``tokenizer.json``, or loads another vocabulary or merges. `facts`: `hash`,
-    `vocab_size` and `end_of_document_id`.
+    None if it has no ``tokenizer.json``, or transformers changed vocabulary or merges. `facts`:
+    `hash`, `vocab_size` and `end_of_document_id`.
     """
     try:
         content = (directory / BACKEND_FILE).read_bytes()
         changes = _changes(content, json.loads(huggingface.backend_tokenizer.to_str()))
         files = _saved_files(huggingface)
-    except Exception:  # of whatever class a foreign tokenizer's: then it is loaded anew every time
+    except Exception:  # whatever a foreign tokenizer raises: it is not cached then
         return None
     if changes is None or files is None:
         return None

@@ -1,4 +1,4 @@
-"""Chat templates: conversations rendered to text, and which of it the assistant wrote."""
+"""Chat templates: render conversations to text, with the assistant's character ranges."""
 
 from __future__ import annotations
 

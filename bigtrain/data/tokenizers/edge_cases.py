@@ -1,5 +1,5 @@
-"""Texts that tokenizers disagree about, for proving one equal to another. Fixed, no randomness
-beyond a seeded generator: the same for every run and machine with the same Python."""
+"""Edge cases on which tokenizers tend to disagree, for comparing two of them. Fixed texts and a
+seeded generator: the same for every run and machine with the same Python."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Encoders: documents to tokens. The reference is `tokenizers`, which `transformers` encodes with.
+"""Encoders: documents to tokens. The reference is `tokenizers`, with which `transformers` encodes.
 
 gigatoken and fastokens are 20 to 40 times faster, but young: `bigtrain.data.tokenizers.selection`
-takes one only while `bigtrain.data.tokenizers.equivalence` finds it equal.
+uses one only as long as `bigtrain.data.tokenizers.equivalence` finds it equal.
 """
 
 from __future__ import annotations

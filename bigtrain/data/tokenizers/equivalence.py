@@ -1,7 +1,7 @@
-"""Whether a fast encoder is equal to the reference: on a hard sample once, then on the documents.
+"""Compares a fast encoder with the reference: on edge cases once, then on a share of the documents.
 
-The hard sample is fixed, and compared once per tokenizer, versions and processor; of an input's
-documents a share is compared in every run.
+The edge cases (`edge_cases`) are compared once per tokenizer, library versions and CPU; of an
+input's documents a share is compared in every run.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def _compare(
 
 
 def prove(fast: Encoder, reference: Encoder) -> None:
-    """Compare on the hard sample, once for these encoders, versions, tokenizer and processor.
+    """Compare on the edge cases, once for these encoders, versions, tokenizer and CPU.
 
-    Raises EncoderError where they differ; that is found out, and said, every time.
+    Raises EncoderError if they differ; a difference is not cached, so it is raised every time.
     """
     key = _proof_key(fast, reference)
     if key is not None and cache_get("encoders", key) is not None:
@@ -84,7 +84,7 @@ def _proof_key(fast: Encoder, reference: Encoder) -> str | None:
 
 
 def _processor() -> str:
-    """What a library may choose its instructions by: a home directory serves many machines."""
+    """CPU features, by which libraries choose code paths: machines may share a home directory."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
             if line.startswith(("flags", "Features")):
@@ -94,7 +94,7 @@ def _processor() -> str:
 
 @dataclass(frozen=True)
 class Checks:
-    """What of a batch is compared: documents as encoded, and pieces of long ones on their own."""
+    """What is compared of a batch: documents as encoded, and pieces of long ones by themselves."""
 
     documents: tuple[int, ...] = ()
     pieces: tuple[bytes, ...] = ()

@@ -1,4 +1,4 @@
-"""Whether a tokenizer's files are those a dataset was made with, without loading it."""
+"""Checks whether a tokenizer's files are those a dataset was made with, without loading it."""
 
 from __future__ import annotations
 

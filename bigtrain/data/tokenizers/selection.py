@@ -1,6 +1,7 @@
-"""The fastest encoder that is proven equal to the reference, and the next where it is not.
+"""Selects the fastest encoder that equals the reference, and the next one if it does not.
 
-What a fast one wrote before it was found wrong is written again, so no token depends on the choice.
+Units that a fast encoder wrote before it was found wrong are built again, so no token depends on
+the choice.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 @dataclass
 class EncoderQueue:
-    """The encoders to try, fastest first, and why those before the current one were left.
+    """The encoders to try, fastest first, and the reasons why earlier ones were rejected.
 
-    `current` is proven on the hard sample. Raises nothing: the reference is always the last.
+    `current` agrees with the reference on the edge cases. Raises nothing: the reference is always
+    the last.
     """
 
     reference: ReferenceEncoder
@@ -40,7 +42,7 @@ class EncoderQueue:
         return "; ".join(self.reasons)
 
     def reject(self, why: str) -> None:
-        """Leave the current encoder for the next, and say so in the log."""
+        """Reject the current encoder, take the next, and log it."""
         self._note(self.current, why)
         self._advance()
 
@@ -70,11 +72,11 @@ class EncoderQueue:
 def choose_encoder(
     reference: ReferenceEncoder, choice: Choice, read_once: bool = False
 ) -> EncoderQueue:
-    """The encoders that `choice` allows, the current one proven on the hard sample.
+    """The encoders that `choice` allows; the current one agrees on the edge cases.
 
-    `read_once`: the input can be read only once, so that nothing could be written again
-    after a fast encoder is found wrong; then it is the reference from the beginning. Raises
-    DataError for an unknown choice.
+    `read_once`: the input can be read only once, so that no unit could be built again after a fast
+    encoder was found wrong; then only the reference is used. Raises DataError for an unknown
+    choice.
     """
     if choice not in CHOICES:
         raise DataError(f"--encoder {choice}: not one of {', '.join(CHOICES)}")

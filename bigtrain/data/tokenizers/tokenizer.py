@@ -21,8 +21,8 @@ import numpy.typing as npt
 from bigtrain.data.tokenizers.cache import (
     CachedTokenizer,
     fingerprint,
-    recall_tokenizer,
-    remember_tokenizer,
+    get_cached_tokenizer,
+    put_cached_tokenizer,
 )
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import ReferenceEncoder
@@ -41,7 +41,7 @@ class Tokenizer:
     """A loaded Hugging Face tokenizer and what a dataset records of it.
 
     Token ids are below `vocab_size`, which counts added tokens and holes. `hash` is
-    `tokenizer_hash`. It was `loaded` by transformers, or is `remembered`, or both.
+    `tokenizer_hash`. It was `loaded` by transformers, or is `cached`, or both.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Tokenizer:
     vocab_size: int
     end_of_document_id: int
     loaded: Any = None
-    remembered: CachedTokenizer | None = None
+    cached: CachedTokenizer | None = None
 
     @cached_property
     def huggingface(self) -> Any:
@@ -62,8 +62,8 @@ class Tokenizer:
         `ends`: each document gets the end-of-document token.
         """
         end = self.end_of_document_id if ends else None
-        if self.remembered is not None:
-            content = self.remembered.backend_json
+        if self.cached is not None:
+            content = self.cached.backend_json
         else:
             content = str(self.huggingface.backend_tokenizer.to_str())
         return ReferenceEncoder(content, end, parse_special_tokens)
@@ -97,8 +97,8 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
         ids = [int(token) for token in tokens]
-        if self.remembered is not None and self.remembered.decodes_plainly:
-            return self.remembered.decode(ids)
+        if self.cached is not None and self.cached.decodes_plainly:
+            return self.cached.decode(ids)
         return str(
             self.huggingface.decode(
                 ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -107,8 +107,8 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         """Write what ``AutoTokenizer.from_pretrained(directory)`` loads."""
-        if self.remembered is not None:
-            self.remembered.save(directory)
+        if self.cached is not None:
+            self.cached.save(directory)
         else:
             self.huggingface.save_pretrained(str(directory))
 
@@ -141,16 +141,16 @@ def load_tokenizer(name: str) -> Tokenizer:
     if not directory.is_dir():
         return describe(name, _load_with_transformers(name))
     key = fingerprint(directory, name)
-    known = recall_tokenizer(directory, key) if key else None
+    known = get_cached_tokenizer(directory, key) if key else None
     if known is not None:
         facts: Any = {fact: getattr(known, fact) for fact in FACTS}
-        return Tokenizer(name=name, remembered=known, **facts)
+        return Tokenizer(name=name, cached=known, **facts)
     tokenizer = describe(name, _load_with_transformers(name))
     if key and fingerprint(directory, name) == key:  # its files are those that were loaded
         facts = {fact: getattr(tokenizer, fact) for fact in FACTS}
         plain = decodes_plainly(tokenizer.loaded)
-        known = remember_tokenizer(directory, key, tokenizer.loaded, facts, plain)
-    return replace(tokenizer, remembered=known)
+        known = put_cached_tokenizer(directory, key, tokenizer.loaded, facts, plain)
+    return replace(tokenizer, cached=known)
 
 
 def _load_with_transformers(name: str) -> Any:

@@ -1,5 +1,5 @@
-"""What a machine reaches, measured for the planner by ``bigtrain plan --calibrate``.
+"""Measurements of this machine for the planner (``bigtrain plan --calibrate``).
 
-Imports the rest of `engine`; only the command imports it. `device` measures products, memory and
-links, `engine` what DeepSpeed itself costs.
+Imports the rest of `engine`; only the command imports it. Start with `device`, which measures
+matrix products, memory and links; `engine` measures what DeepSpeed itself costs.
 """

@@ -1,8 +1,8 @@
-"""What the device of this machine reaches, measured in about a minute for the planner.
+"""The speed of this machine's device, measured in about a minute for the planner.
 
-Products in several shapes, copies in memory, fused attention, AdamW in main memory, copies to the
-host, and sums over two processes (each with a device of its own, or on CPUs). The figures become a
-`bigtrain.planner.tables.hardware.Device` whose stated figures are the best that was measured.
+Matrix products of several sizes, copies in memory, fused attention, AdamW in main memory, copies to
+the host, and all-reduce over two ranks (each with a device of its own, or on CPUs). They become a
+`bigtrain.planner.tables.hardware.Device` whose peaks are the best rates measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MIB = 2**20
 
 
 def calibrate(say: Callable[[str], None]) -> Device:
-    """Measure this machine's first device, or one process on its CPUs. Not collective."""
+    """Measure this machine's first device, or one rank on its CPUs. Not collective."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
     threads = torch.get_num_threads()
@@ -50,7 +50,8 @@ def _measure(device: torch.device, say: Callable[[str], None]) -> Device:
     half = torch.float32 if is_cpu else torch.bfloat16
     rates = {size: _product(device, size, half) for size in _sizes(device)}
     peak = max(rates.values())
-    say("products: " + ", ".join(f"{n}: {rate / 1e12:.3g} TFLOP/s" for n, rate in rates.items()))
+    shown = ", ".join(f"{n}: {rate / 1e12:.3g} TFLOP/s" for n, rate in rates.items())
+    say(f"matrix products: {shown}")
     memory = _copy(device)
     say(f"memory: {memory / 1e9:.3g} GB/s")
     attention = _attention(device, half)
@@ -59,7 +60,7 @@ def _measure(device: torch.device, say: Callable[[str], None]) -> Device:
     adam = _adam()
     say(f"AdamW in main memory: {adam / 1e9:.3g} GB/s on one process")
     start, link = _link(device)
-    say(f"two processes: {link / 1e9:.3g} GB/s, {start * 1e6:.0f} us at least")
+    say(f"two ranks: {link / 1e9:.3g} GB/s, {start * 1e6:.0f} us latency")
     count = _num_devices(device)
     properties = None if is_cpu else torch.cuda.get_device_properties(device)
     depth = _depth(rates)
@@ -87,7 +88,7 @@ def _sizes(device: torch.device) -> tuple[int, ...]:
 
 
 def _rate(device: torch.device, work: Callable[[], object]) -> float:
-    """Rounds of `work` a second, the first ones left out."""
+    """Rounds of `work` per second, after a warm-up round."""
     work()
     _wait(device)
     rounds, begun = 0, time.perf_counter()
@@ -104,13 +105,13 @@ def _wait(device: torch.device) -> None:
 
 
 def _product(device: torch.device, size: int, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of square products."""
+    """FLOP/s of square matrix products."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return _rate(device, lambda: a @ b) * 2 * size**3
 
 
 def _depth(rates: dict[int, float]) -> float:
-    """What a product of depth n loses, as if it were deeper: from the smaller ones' rates."""
+    """Overhead of a product, as if its inner dimension were that much larger."""
     (small, slow), *_, (_, fast) = sorted(rates.items())
     return max(0.0, min(2000.0, small * (fast / slow - 1)))
 
@@ -158,8 +159,8 @@ def _main_memory() -> int:
 
 
 def _link(device: torch.device) -> tuple[float, float]:
-    """Seconds of the smallest sum over two ranks, and bytes a second of a large one; of one GPU
-    alone, which has nobody to talk to, what it copies."""
+    """Latency (seconds) and bandwidth (bytes per second) of all-reduce over two ranks; on a single
+    GPU, its copy bandwidth instead."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         return 1e-5, _copy(device) / 2
     with tempfile.TemporaryDirectory() as name:
@@ -167,7 +168,7 @@ def _link(device: torch.device) -> tuple[float, float]:
         try:
             run_local_world(2, ["-m", "bigtrain.engine.calibration.device", str(output)], {})
         except LaunchError as error:
-            raise LaunchError(f"two processes cannot talk to each other: {error}") from error
+            raise LaunchError(f"two ranks cannot reach each other: {error}") from error
         found: dict[str, Any] = json.loads(output.read_text())
     return found["start"], found["bandwidth"]
 
@@ -188,7 +189,7 @@ def _exchange(output: Path) -> None:
             _wait(joined.device)
             seconds.append((time.perf_counter() - begun) / rounds)
         if world.is_main:
-            # Of two ranks, a ring moves the whole size once through each link.
+            # With two ranks, a ring moves the whole size once through each link.
             bandwidth = 16 * _MIB / max(seconds[1] - seconds[0], 1e-9)
             output.write_text(json.dumps({"start": seconds[0], "bandwidth": bandwidth}))
 

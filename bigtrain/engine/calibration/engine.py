@@ -1,9 +1,9 @@
-"""What DeepSpeed itself costs on this machine's CPUs: real engines of two small models, timed.
+"""The overhead of DeepSpeed on this machine's CPUs: real engines of two small models, timed.
 
-A GPU's host runs ahead of it, and what the engine moves is hidden behind products; on CPUs all of
-it adds up, and decides between layouts. Two models, on one process and on two: a wide one, where
-almost all time goes into moving gradients and parameters, and a deep one of tiny layers, where it
-goes into launching operations and into ZeRO 3's hooks.
+A GPU's host runs ahead of it, and communication overlaps with computation; on CPUs all of it adds
+up, and decides between layouts. Two models, on one rank and on two: a wide one, which spends almost
+all time moving gradients and parameters, and a deep one of tiny layers, which spends it launching
+operations and in ZeRO 3's hooks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.processes import leave
+from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
 
 _TOKENS = 8
@@ -112,13 +112,13 @@ def _seconds(world_size: int) -> dict[str, float]:
         try:
             run_local_world(world_size, ["-m", __name__, str(output)], {})
         except LaunchError as error:
-            raise LaunchError(f"an engine of {world_size} processes failed: {error}") from error
+            raise LaunchError(f"an engine of {world_size} ranks failed: {error}") from error
         found: dict[str, float] = json.loads(output.read_text())
     return found
 
 
 def _measure(output: Path) -> None:
-    """What each process of the world does. Collective."""
+    """What each rank of the world runs. Collective."""
     world = read_world(os.environ)
     torch.set_num_threads(1)
     cases = [("wide", _WIDE, zero, n) for zero in range(4) for n in _ACCUMULATIONS]
@@ -156,4 +156,4 @@ def _step(values: dict[str, Any], zero: int, accumulation: int, world: World) ->
 
 if __name__ == "__main__":
     _measure(Path(sys.argv[1]))
-    leave(0)
+    exit_process(0)

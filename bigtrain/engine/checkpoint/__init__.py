@@ -1,6 +1,7 @@
-"""Engine state to and from files, in a form that knows no topology.
+"""Engine state to and from files, in a form that does not depend on the topology.
 
-Start with `snapshot`. `fragments` finds who holds which part of a parameter under every ZeRO
-stage, `division` who writes it, `io` writes and reads them, `tensor_files` is the format, `lazy`
-reads a part of it, `layout` says in which files to look.
+Imports `models` and the rest of `engine` but `sites`; `run`, `parity` and `sites` import it. Start
+with `snapshot`. `fragments` are the parts of parameters that a rank holds under every ZeRO stage,
+`division` says which rank writes which, `io` writes and reads them, `tensor_files` is the format,
+`lazy` reads a part of it, `layout` says which files hold what.
 """

@@ -1,7 +1,7 @@
 """What each rank writes of a checkpoint, so that every element is written once.
 
-Who holds what is a function of the topology: ZeRO gives each replica a range of its own, or all
-replicas hold the same. So each rank finds its share by itself, whatever the number of ranks.
+Which rank holds what is a function of the topology: ZeRO gives each replica a range of its own, or
+all replicas hold the same. So each rank computes its share without communication.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bigtrain.engine.startup.mesh import Mesh
 
 @dataclass(frozen=True)
 class Division:
-    """keys: of the tensors of which this rank writes what it has. rows: its part of the layout."""
+    """keys: the tensors of which this rank writes its part. rows: its part of the layout."""
 
     keys: frozenset[str]
     rows: tuple[Row, ...]
@@ -33,9 +33,9 @@ def divide(
 ) -> Division:
     """This rank's share of fragments and buffers. Collective over `mesh.pipeline`.
 
-    What all replicas hold falls to the one that has the least to write so far; all of them compute
-    the same, and of experts those that hold the same ones. Of what several tensor-parallel ranks or
-    stages hold, the `primary` one's counts.
+    A tensor that all replicas hold (for experts: all ranks with the same experts) is assigned to
+    the one with the least to write so far; all of them compute the same assignment. Of a tensor
+    that several tensor-parallel ranks or stages hold, the `primary` one writes.
     """
     groups = {"tensor": mesh.replicas, "expert": mesh.expert_replicas}
     rows: list[Row] = []

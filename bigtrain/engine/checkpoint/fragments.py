@@ -1,4 +1,4 @@
-"""What each rank owns of the model and its optimizer, as parts of full parameters.
+"""The parts of full parameters and optimizer states that a rank owns.
 
 DeepSpeed keeps fp32 masters and optimizer states in a different shape for every ZeRO stage. Here
 they all become `Fragment`s: live views into DeepSpeed's own storage, described in terms of the
@@ -49,10 +49,10 @@ class Fragment:
 def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
     """All fragments that this rank has of `model`, which `engine` trains.
 
-    Parameters that are replicated appear on every rank that holds them; `shard.primary` is true
-    on those that answer for them.
+    Replicated parameters appear on every rank that holds them; `shard.primary` is true on the one
+    that writes and counts them.
 
-    Optimizer states are among them once they exist (`ensure_optimizer_states`). Not collective.
+    Includes optimizer states once they exist (`ensure_optimizer_states`). Not collective.
     """
     optimizer = inner_optimizer(engine)
     states = optimizer.state
@@ -71,9 +71,9 @@ def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
 
 
 def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> list[Fragment]:
-    """Optimizer states that are not shaped like masters, whole on every rank (`RuleOptimizer`).
+    """Optimizer states that are not shaped like masters, full on every rank (`RuleOptimizer`).
 
-    Of tensor-parallel ranks the first answers for them.
+    Among tensor-parallel ranks the first writes them.
     """
     optimizer = inner_optimizer(engine)
     if not isinstance(optimizer, RuleOptimizer):
@@ -93,8 +93,8 @@ def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> li
 def ensure_optimizer_states(engine: Any) -> None:
     """Make a fresh optimizer allocate its states, leaving masters as they are.
 
-    One update with zero gradients and zero learning rate: every optimizer allocates its states on
-    its first update. It is not counted: where the first steps were bad, there has been none.
+    It makes one update with zero gradients and zero learning rate, since optimizers allocate their
+    states on the first update. That one is not counted.
     """
     optimizer = inner_optimizer(engine)
     if optimizer.state:

@@ -1,8 +1,8 @@
 """Fragments to and from the tensor files of a checkpoint
 (`bigtrain.engine.checkpoint.tensor_files`).
 
-Each rank writes the parts that fall to it to a file of its own, and reads what it owns from the
-files of all. Keys are ``KIND/PARAMETER`` (`master/...`, `exp_avg/...`) and ``buffer/NAME``.
+Each rank writes its share of the parts to its own file, and reads what it owns from the files of
+all ranks. Keys are ``KIND/PARAMETER`` (`master/...`, `exp_avg/...`) and ``buffer/NAME``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.division import Division, divide
 from bigtrain.engine.checkpoint.fragments import Fragment
-from bigtrain.engine.checkpoint.gather import gather_on_main
 from bigtrain.engine.checkpoint.layout import Layout, merge
 from bigtrain.engine.checkpoint.lazy import (
     BUFFER,
@@ -36,7 +34,9 @@ from bigtrain.engine.checkpoint.tensor_files import (
     in_file_order,
     write_parts,
 )
+from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.engine.startup.trees import gather_on_main
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.system.direct_file import ALIGNMENT
 
@@ -74,11 +74,11 @@ def _chunks(fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]) 
 
 
 class Staging:
-    """Host memory that saves are copied to, page-locked beside a GPU, and used again by the next.
+    """Host memory that saves are copied to (pinned for GPUs), reused by the next save.
 
-    copies: False to divide the work alone, and write from the live tensors. pinned_limit_bytes: how
-    much of this rank's memory may be page-locked, which nothing can move or swap; a larger copy
-    goes to ordinary memory, several times slower.
+    copies: False to write from the live tensors and only divide the work. pinned_limit_bytes: how
+    much memory this rank may pin, since pinned memory cannot be swapped; a larger copy goes to
+    pageable memory, several times slower.
     """
 
     def __init__(self, *, copies: bool = True, pinned_limit_bytes: int | None = None) -> None:
@@ -90,7 +90,7 @@ class Staging:
     def division(
         self, fragments: Sequence[Fragment], buffers: Mapping[str, torch.Tensor], mesh: Mesh
     ) -> Division:
-        """What this rank writes, found at the first call, which is collective."""
+        """What this rank writes; computed at the first call, which is collective."""
         if self._division is None:
             self._division = divide(fragments, buffers, mesh)
         return self._division
@@ -116,7 +116,7 @@ class Staging:
         return copies, memory_of(content)
 
     def _memory(self, num_bytes: int, on_gpu: bool) -> torch.Tensor:
-        """So many bytes at a multiple of `ALIGNMENT`, the same at every call for as many."""
+        """A buffer of `num_bytes`, aligned to `ALIGNMENT`; reused while the size stays."""
         if self._arena.numel() != num_bytes + ALIGNMENT:
             self._arena = torch.empty(0, dtype=torch.uint8)  # before there is another
             room, limit = num_bytes + ALIGNMENT, self._pinned_limit_bytes
@@ -126,14 +126,15 @@ class Staging:
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """What torch takes for so many page-locked bytes: the next power of two, where it cannot be
-    told otherwise (2.11)."""
+    """What torch allocates for `num_bytes` pinned bytes: the next power of two, in versions (2.11)
+    without a setting for it."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 @dataclass(frozen=True)
 class Written:
-    """On the main rank; empty on the others. files: bytes and checksum of the header by name."""
+    """What all ranks wrote, on the main rank; empty on the others. files: bytes and checksum of the
+    header by name."""
 
     files: Mapping[str, tuple[int, str]]
     layout: Layout
@@ -184,7 +185,7 @@ class TensorSnapshot:
             path = directory / file_name(rank)
             entry = write_parts(path, identity or Identity(), rank, parts, self._content)
 
-        _together(write, group)
+        _on_all_ranks(write, group)
         everyone = gather_on_main((entry, self._rows), group)
         files = {file_name(number): there for number, (there, _) in enumerate(everyone)}
         return Written(files, merge(row for _, rows in everyone for row in rows))
@@ -213,27 +214,31 @@ def read_tensors(
         for chunk in chunks:
             stored[chunk.key].fill(chunk.offsets, chunk.view.detach())
 
-    _together(read, None)
+    _on_all_ranks(read, None)
 
 
-def _together(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Let every rank do `action`. Collective over `group`.
+def _on_all_ranks(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """Run `action` on every rank. Collective over `group`.
 
     Raises on all of them if one has failed: CorruptCheckpointError if that is all that is wrong,
-    or else CheckpointError, since another model's checkpoint is no damage.
+    or else CheckpointError, since another model's checkpoint is not corrupt.
     """
-    failure: tuple[bool, str] | None = None
-    try:
-        action()
-    except Exception as error:
-        is_damage = isinstance(error, CorruptCheckpointError)
-        failure = (is_damage, str(error) or type(error).__name__)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, failure, group=group)
-    failures = {found for found in everyone if found is not None}
-    if failures:
-        kind = CorruptCheckpointError if all(d for d, _ in failures) else CheckpointError
-        raise kind("; ".join(sorted({text for _, text in failures})))
+
+    def attempt() -> None:
+        try:
+            action()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(str(error) or type(error).__name__) from error
+
+    on_all_ranks(attempt, group, _joined)
+
+
+def _joined(errors: Sequence[BaseException]) -> BaseException:
+    is_corrupt = all(isinstance(error, CorruptCheckpointError) for error in errors)
+    kind = CorruptCheckpointError if is_corrupt else CheckpointError
+    return kind("; ".join(sorted({str(error) for error in errors})))
 
 
 def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:

@@ -1,10 +1,10 @@
-"""Which rank wrote which part of a checkpoint's tensors, in a few numbers a parameter.
+"""Which rank wrote which part of a checkpoint's tensors, in a few numbers per parameter.
 
-ZeRO-3 cuts every parameter into as many parts as there are replicas. To say so part by part takes
-replicas x parameters entries; here it is one row a parameter and tensor-parallel rank, "equal
-ranges of so many elements". What is not cut evenly has a row for each part, of which there are
-about as many as parameters and ranks together. So a reader finds the few files that hold what it
-needs. It trusts none of this: their headers prove what was read. Imports no torch.
+ZeRO-3 cuts every parameter into as many parts as there are replicas. A list of parts would have
+replicas x parameters entries; here one row per parameter and tensor-parallel rank says "equal
+ranges of so many elements". Parts that are not cut evenly have a row each; there are about as many
+as parameters plus ranks. With it a reader opens only the files that it needs. The layout is a hint:
+the files' headers verify what is read. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Cut:
     local_size: int = 0
 
     def flat_ranges(self, offsets: Numbers, sizes: Numbers) -> Iterator[tuple[int, int]]:
-        """First and last flat position in the shard of what it holds of a rectangle of the full
-        parameter; one for each of `ranges` that it touches."""
+        """First and last flat position in the shard of its overlap with a rectangle of the full
+        parameter; one pair for each of `ranges` that the rectangle touches."""
         if self.dim is None:
             yield _ends(self.shape, offsets, sizes)
             return
@@ -70,7 +70,7 @@ class Row:
     count: int
 
     def writers(self, offsets: Numbers, sizes: Numbers) -> set[int]:
-        """Of the rectangle of the full tensor; more than that where it is narrow."""
+        """The ranks that wrote a rectangle of the full tensor, and perhaps a few more."""
         found: set[int] = set()
         for first, last in self.cut.flat_ranges(offsets, sizes):
             low = max(0, (first - self.start) // self.count)
@@ -91,7 +91,7 @@ class Layout:
         return {rank for row in self.rows.get(key, ()) for rank in row.writers(*place)}
 
     def to_json(self) -> dict[str, Any]:
-        """What many rows share is there once."""
+        """As JSON values; what many rows share is stored once."""
         groups: dict[Numbers, int] = {}
         cuts: dict[Cut, int] = {}
         tensors = {

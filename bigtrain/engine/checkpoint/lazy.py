@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint, read a rectangle at a time: resume, export and weights go this way.
+"""The tensors of a checkpoint, read a rectangle at a time; used by resume, export and weights.
 
-Of every block that is read the checksum is compared (`bigtrain.engine.checkpoint.tensor_files`).
+The checksum of every block read is compared (`bigtrain.engine.checkpoint.tensor_files`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def open_tensors(
     listing: Listing | None = None,
     kinds: Collection[str] | None = None,
 ) -> dict[str, LazyTensor]:
-    """Tensors by key, of some or all kinds, of which nothing is read yet. Not collective.
+    """Lazy tensors by key, of some or all kinds; only headers are read. Not collective.
 
-    `listing`: as for `find_parts`. That and reading raise CorruptCheckpointError.
+    `listing`: as for `find_parts`. Opening and reading raise CorruptCheckpointError.
     """
     return _opened(find_parts(directory, listing, kinds))
 
@@ -65,10 +65,10 @@ def open_boxes(
     wanted: Mapping[str, Wanted],
     listing: Listing | None = None,
 ) -> dict[str, LazyTensor]:
-    """Tensors by key, of which what is `wanted` can be read, and nothing else. Not collective.
+    """Lazy tensors by key, of which only the rectangles `wanted` can be read. Not collective.
 
-    Looks into the files that the layout of `listing` names, and into all without one, or if those
-    do not hold what they should. Raises as `find_boxes`.
+    Opens the files that the layout of `listing` names; all files without a layout, or if those do
+    not hold what they should. Raises as `find_boxes`.
     """
     layout = None if listing is None else listing.layout
     if layout is None:
@@ -108,7 +108,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in parts, which cover it."""
+    """A tensor stored in parts that cover it."""
 
     parts: Sequence[Part]
 

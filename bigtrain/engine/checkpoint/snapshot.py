@@ -1,7 +1,7 @@
-"""Saving and restoring a whole training engine, in a form that does not know the topology.
+"""Saving and restoring a training engine, in a form that does not depend on the topology.
 
-Both functions are collective. What a checkpoint directory is, and when it exists, is the business
-of `bigtrain.run.checkpointing.checkpoints`.
+All functions are collective unless they say otherwise. Checkpoint directories and commits are
+`bigtrain.run.checkpointing.checkpoints`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.fragments import (
     MASTER,
@@ -32,8 +31,8 @@ from bigtrain.engine.deepspeed_patches.optimizers import (
     scaler_state,
 )
 from bigtrain.engine.optimizers.update_rule import state_bytes_by_name
+from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import ModelError
 from bigtrain.models.layers.adapters import base_name, has_adapters
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.models.weights.adapted import with_magnitudes
@@ -51,9 +50,9 @@ class EngineSnapshot:
 
 
 def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> EngineSnapshot:
-    """Masters, optimizer states and buffers, or what `staging` takes of them. Collective.
+    """Masters, optimizer states and buffers, or copies of them in `staging`. Collective.
 
-    Where adapters are trained, nothing of the weights beside them, which no step changes.
+    A run with adapters saves only what is trained, not the frozen base weights.
     """
     ensure_optimizer_states(engine.engine)
     tensors = TensorSnapshot(_all_fragments(engine), _buffers(engine), engine.mesh, staging)
@@ -65,12 +64,12 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
 
 
 def checkpoint_bytes(engine: TrainEngine) -> int:
-    """Of the tensors that a checkpoint holds of this rank's pipeline stage, all ranks together.
+    """Bytes of a checkpoint's tensors for this rank's pipeline stage, all ranks together.
 
-    Masters in float32 and the optimizer's states, frozen parameters and buffers as they are; no
-    frozen parameters beside adapters. Added states are float32 too.
+    Masters, optimizer states and added states in float32; frozen parameters and buffers in their
+    own dtype; no frozen parameters in a run with adapters.
     """
-    left_out = has_adapters(engine.module)
+    skips_frozen = has_adapters(engine.module)
     state_bytes = state_bytes_by_name(inner_optimizer(engine.engine))
     # The same kinds for every parameter, of which this rank may have no part.
     num_added = max(map(len, engine.added_states.values()), default=0)
@@ -82,7 +81,7 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
             else parameter.element_size()
         )
         for name, parameter in engine.module.named_parameters()
-        if parameter.requires_grad or not left_out
+        if parameter.requires_grad or not skips_frozen
     )
     return parameters + sum(b.numel() * b.itemsize for b in _buffers(engine).values())
 
@@ -132,14 +131,13 @@ def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | Non
 def read_weights(engine: TrainEngine, weights: Weights) -> None:
     """Fill masters and buffers from the files of a Hugging Face model. Collective.
 
-    Those of adapters, which no file has, stay as they are but for what begins as a function of the
-    files' (`with_magnitudes`). Each rank reads the parts that it owns,
-    and masters are what the files hold, rounded nowhere.
-    Raises ModelError on every rank where one of them cannot read its parts.
+    Adapters, which are in no file, keep their initial values, except for those that are a function
+    of the base weights (`with_magnitudes`). Each rank reads the parts that it owns; masters are
+    exactly what the files hold. Raises ModelError on every rank if one cannot read its parts.
     """
-    failure: str | None = None
     weights = with_magnitudes(weights, engine.module)
-    try:
+
+    def read() -> None:
         for fragment in owned_fragments(engine.engine, engine.module):
             name = base_name(fragment.name)
             if name not in weights.tensors and has_adapters(engine.module):
@@ -149,13 +147,8 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
         for name, buffer in _buffers(engine).items():
             if (name := base_name(name)) in weights.tensors:
                 weights.fill(name, (0,) * buffer.ndim, buffer)
-    except ModelError as error:
-        failure = str(error)
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, failure)
-    first = next((text for text in everyone if text is not None), None)
-    if first is not None:
-        raise ModelError(first)
+
+    on_all_ranks(read)
     refresh_parameters(engine.engine)
 
 
@@ -166,7 +159,7 @@ def _all_fragments(engine: TrainEngine) -> list[Fragment]:
         for fragment in owned_fragments(engine.engine, engine.module)
     ]
     if has_adapters(engine.module):
-        # The rest is read from the files of the base again.
+        # Frozen weights are read from the files of the base model again.
         owned = [fragment for fragment in owned if _is_trained(engine, fragment.name)]
     return [
         *owned,

@@ -1,4 +1,4 @@
-"""Tensor files of a checkpoint: plain data, every block of which proves what it is.
+"""Tensor files of a checkpoint: safetensors with a checksum for every block.
 
 A file is in the safetensors layout (huggingface.co/docs/safetensors): 8 bytes with the length of
 the header (little-endian), the header in JSON, filled up with spaces so that the data begins at a
@@ -10,9 +10,9 @@ tensor's shape and the XXH3-64 of each `BLOCK_BYTES` of the part::
     "__metadata__": {"format", "run", "step", "attempt", "rank",
                      "exp_avg/model.norm.weight@0": "64 0011223344556677"}
 
-The checksum of the header stands for the whole file, so a manifest with that of every file vouches
-for every byte, and a reader compares only the blocks that it reads. Headers are not trusted: what
-does not hold together is a CorruptCheckpointError. Nothing here is collective. Imports no torch.
+The checksum of the header stands for the whole file, so a manifest that lists it for every file
+covers every byte, and a reader verifies only the blocks that it reads. Headers are validated:
+inconsistent ones raise CorruptCheckpointError. Nothing here is collective. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bigtrain.system.direct_file import ALIGNMENT, DirectFile
 FORMAT = "bigtrain.checkpoint/2"
 SUFFIX = ".safetensors"
 BLOCK_BYTES = 1 << 20
-"""What one checksum is of: the least that is read to verify a byte."""
+"""The bytes that one checksum covers: the least that is read to verify a byte."""
 
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -57,14 +57,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class MissingPartsError(CorruptCheckpointError):
-    """Files that were read do not hold all of what is wanted."""
+    """The files that were read do not hold everything wanted."""
 
 
 @dataclass(frozen=True)
 class Identity:
     """The save that a file belongs to.
 
-    run: drawn when the run began, and kept by all of its starts. attempt: names this start.
+    run: drawn when the run began, the same for all of its launches. attempt: names the launch.
     """
 
     run: str = ""
@@ -74,7 +74,7 @@ class Identity:
 
 @dataclass
 class Wanted:
-    """What a reader wants of a tensor: rectangles of it, which has this shape."""
+    """The rectangles that a reader wants of a tensor, and the tensor's expected shape."""
 
     shape: tuple[int, ...]
     boxes: list[Box]
@@ -84,8 +84,8 @@ class Wanted:
 class Listing:
     """What is known of tensor files before they are opened.
 
-    headers: checksum of the header of each by its name, as the manifest has them. identity: the
-    save that all of them are of; layout: which of them hold what. None where it is not known.
+    headers: checksum of each file's header by file name, from the manifest. identity: the save that
+    wrote them all; layout: which of them hold what. None if not known.
     """
 
     headers: Mapping[str, str]
@@ -94,7 +94,7 @@ class Listing:
 
 
 def files_there(directory: Path) -> Listing:
-    """The files of `directory`, of which nothing is known."""
+    """A listing of the files in `directory`, without checksums or identity."""
     names = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
     return Listing(dict.fromkeys(names, ""))
 
@@ -174,9 +174,9 @@ def write_parts(
 ) -> tuple[int, str]:
     """Write and fsync a new file; returns its bytes and the XXH3-64 of its header.
 
-    content: the data of all parts in `in_file_order`, one after another, where they lie so at an
-    aligned address (`DirectFile.append`). Each byte is hashed once; the header, whose length is
-    known before, comes last.
+    content: the data of all parts in `in_file_order`, contiguous and at an aligned address
+    (`DirectFile.append`), if they are in memory like that. Each byte is hashed once; the header,
+    whose length is known before, is written last.
     """
     ordered = in_file_order(parts)
     blank = {p.name: "0" * _DIGEST_DIGITS * _num_blocks(p.num_bytes) for p in ordered}
@@ -305,10 +305,10 @@ def refuse_other_shape(directory: Path, key: str, shape: tuple[int, ...], wanted
 
 
 def verify_files(directory: Path, listing: Listing) -> None:
-    """Read every byte of all files, which are to cover their tensors exactly, one after another.
+    """Read every byte of all files, which must cover their tensors exactly.
 
-    In memory is one header. Raises CorruptCheckpointError where one is not as it was written, is of
-    another save than is listed, or does not fit the others.
+    Holds one header in memory. Raises CorruptCheckpointError if a file is not as it was written,
+    belongs to another save than is listed, or does not fit the others.
     """
     covers: dict[str, _Cover] = {}
     for parts in _read_headers(directory, listing):
@@ -413,7 +413,7 @@ def _parse(
 
 
 class _Cover:
-    """What is to cover a box of `sizes`, each element once; takes the same memory for any number.
+    """Checks in constant memory that rectangles cover a box of `sizes`, each element once.
 
     Corners of rectangles cancel in pairs, but those of the sum of all rectangles modulo 2: if they
     are the box's own, every element is covered an odd number of times, and by the volume just once.

@@ -1,8 +1,8 @@
-"""What DeepSpeed has to know of experts that bigtrain divides: which they are, and their groups.
+"""What DeepSpeed has to know about bigtrain's expert parallelism: the experts and their groups.
 
-DeepSpeed 0.19.8 takes expert parallelism for a property of its own layers, and then treats their
-parameters as these functions have it treat ours: partitions and sums of gradients over the ranks
-that hold the same experts, divided by all replicas, whose tokens they have seen
+DeepSpeed 0.19.8 supports expert parallelism for its own MoE layers only. These functions make it
+treat our experts in the same way: partitions and gradient sums over the ranks that hold the same
+experts, divided by the number of all replicas, whose tokens they have seen
 (runtime/engine.py:3899, zero/stage_1_and_2.py:1688, zero/stage3.py:689).
 """
 
@@ -25,15 +25,15 @@ _GATHER = "_PartitionedParameterCoordinator__all_gather_params"
 
 
 def name_of_experts(size: int) -> str:
-    """What DeepSpeed knows the groups of `size` ranks by that divide experts, and the groups of
-    those that hold the same ones; it reads the number (0.19.8, utils/groups.py:671)."""
+    """DeepSpeed's name for the expert-parallel groups of `size` ranks and their data-parallel
+    groups; it parses the number (0.19.8, utils/groups.py:671)."""
     return f"ep_size_{size}"
 
 
-def remember_expert_groups(experts: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
-    """Let DeepSpeed's group functions know who divides the experts and who holds the same ones.
+def set_expert_groups(experts: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
+    """Set DeepSpeed's expert-parallel group, and the group of ranks that hold the same experts.
 
-    It forgets those of an earlier engine. Dicts of utils/groups.py:38 (0.19.8).
+    Removes those of an earlier engine. Dicts of utils/groups.py:38 (0.19.8).
     """
     size = dist.get_world_size(experts)
     for table, group in (
@@ -46,9 +46,9 @@ def remember_expert_groups(experts: dist.ProcessGroup, replicas: dist.ProcessGro
 
 
 def mark_expert(parameter: nn.Parameter, name: str) -> None:
-    """Say that `parameter` is alike on the replicas of the experts' group `name` alone.
+    """Mark `parameter` as replicated over the experts' data-parallel group `name` only.
 
-    Before ZeRO-3 partitions it. DeepSpeed 0.19.8 reads the first two marks in moe/utils.py:30
+    Call before ZeRO-3 partitions it. DeepSpeed 0.19.8 reads the first two marks in moe/utils.py:30
     (`is_moe_param`) and everywhere after, the others in zero/partition_parameters.py:1302 and
     zero/stage3.py:676.
     """

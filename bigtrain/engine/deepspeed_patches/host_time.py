@@ -1,7 +1,7 @@
-"""How long the training thread is in DeepSpeed's own code while passes run.
+"""Time that the training thread spends in DeepSpeed's own code during the passes.
 
 DeepSpeed's hooks gather and release parameters and reduce gradients in the middle of the forward
-and backward passes; nothing but a clock in them tells its share from the model's.
+and backward passes; only a clock in the hooks separates its time from the model's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 class HostTime:
     """Seconds of the training thread since the process began; they only grow.
 
-    seconds: in DeepSpeed's hooks, waiting for collectives left out. waited: for collectives, as
-    far as somebody counts (`bigtrain.models.torch_patches.observed_waits`).
+    seconds: in DeepSpeed's hooks, without waiting for collectives. waited: for collectives, while
+    `bigtrain.models.torch_patches.observed_waits` measures it.
     """
 
     __slots__ = ("_is_inside", "seconds", "waited")
@@ -29,7 +29,7 @@ class HostTime:
         self.waited += seconds
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose time counts as DeepSpeed's; once where one calls another."""
+        """`function` with its time counted as DeepSpeed's; nested calls count once."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
@@ -46,7 +46,7 @@ class HostTime:
 
 
 def time_reductions(engine: Any, host_time: HostTime) -> None:
-    """Count what ZeRO does with each gradient as it is computed, and with all of them at the end.
+    """Measure ZeRO's reduction of each gradient as it is computed, and of all of them at the end.
 
     DeepSpeed 0.19.8 calls both through the object: `reduce_ready_partitions_and_remove_grads` in
     the hook of each parameter (runtime/zero/stage3.py:1508, stage_1_and_2.py:2291) and

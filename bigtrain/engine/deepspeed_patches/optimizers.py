@@ -37,7 +37,7 @@ def updating_optimizers(engine: Any) -> list[torch.optim.Optimizer]:
 
 @torch.no_grad()
 def undo_trial_update(engine: Any) -> None:
-    """Take back the update that DeepSpeed makes while it wraps a 16-bit optimizer of ZeRO 0.
+    """Undo the update that DeepSpeed makes while it wraps a 16-bit optimizer of ZeRO 0.
 
     It runs the optimizer once with zero gradients to allocate states (0.19.8,
     runtime/fp16/unfused_optimizer.py, `initialize_optimizer_states`). That decays the masters, and

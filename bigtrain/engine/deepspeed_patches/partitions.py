@@ -1,4 +1,4 @@
-"""Parameters that ZeRO-3 has partitioned: what it keeps of them, and how whole ones become such."""
+"""ZeRO-3's partitioned parameters: what a rank keeps of them, and how full ones are partitioned."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class MasterRange:
 
 
 class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
-    """As DeepSpeed's, but nobody is sent the first rank's uninitialized parameters.
+    """As DeepSpeed's, but without broadcasting the first rank's uninitialized parameters.
 
-    All of them would be whole in memory for that, one after the other, and the pieces that are
-    kept lie between, so that none of it is given back. Replaces `_zero_init_param` of 0.19.8
-    (runtime/zero/partition_parameters.py:1200), which converts, broadcasts and partitions.
+    For that every full parameter would be in memory once, one after the other, and the partitions
+    that are kept would fragment that memory, so that it is not freed. Replaces `_zero_init_param`
+    of 0.19.8 (runtime/zero/partition_parameters.py:1200), which also broadcasts.
     """
 
     def _zero_init_param(self, param: nn.Parameter) -> None:
@@ -61,7 +61,7 @@ def partition_of(parameter: Any) -> torch.Tensor | None:
 
 
 def frozen_range(parameter: Any) -> MasterRange:
-    """Where this rank has what it has of a parameter that no optimizer knows."""
+    """Where this rank has its part of a frozen parameter, which no optimizer knows."""
     if partition_of(parameter) is None:
         return MasterRange(parameter.data.view(-1), 0, parameter.numel(), 0)
     start, count = _partition_range(parameter, dist.get_rank(group=parameter.ds_process_group))
@@ -117,7 +117,7 @@ def _is_gathered_otherwise(parameter: Any) -> bool:
 
 
 def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:
-    """(start, count) of a ZeRO-3 partition within the full parameter, padding left out.
+    """(start, count) of a ZeRO-3 partition within the full parameter, without padding.
 
     Partitions are equally large (0.19.8, runtime/zero/partition_parameters.py, `_partition_param`).
     """

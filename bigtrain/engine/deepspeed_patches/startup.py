@@ -1,4 +1,4 @@
-"""Parts of DeepSpeed that belong to the whole process: compiled operators, the known groups."""
+"""Process-wide state of DeepSpeed: compiled operators and process groups."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.utils import groups
 
 
-def remember_groups(mpu: Any) -> None:
-    """Let DeepSpeed's group functions ask `mpu`, or nobody for None.
+def set_mpu(mpu: Any) -> None:
+    """Set the `mpu` that DeepSpeed's group functions ask; None for none.
 
-    An engine writes its own there (0.19.8, utils/groups.py:50, runtime/engine.py:2122) and leaves
-    that of an earlier one where it has none.
+    An engine writes its own there (0.19.8, utils/groups.py:50, runtime/engine.py:2122), but without
+    one it leaves that of an earlier engine.
     """
     groups.mpu = mpu
 

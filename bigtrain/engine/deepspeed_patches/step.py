@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer step: work that changes no number left out, and its figures taken."""
+"""DeepSpeed's optimizer step: redundant work skipped, and its gradient norm and loss scale read."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _HOOK_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
 
 def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: HostTime) -> None:
-    """Call once, right after `deepspeed.initialize`. Every number of a step stays what it was.
+    """Skip work of ZeRO 0 and 3 that changes no number. Call once, after `deepspeed.initialize`.
 
-    `replicas`: the ranks that gradients are averaged over. The work is of ZeRO 0 and 3.
-    `host_time` counts what ZeRO-3's hooks take from then on.
+    `replicas`: the ranks that gradients are averaged over. `host_time` counts the time of ZeRO-3's
+    hooks from then on.
     """
     if dist.get_world_size(replicas) == 1:
-        _leave_out_lone_reduction(engine)
-    leave_overflow_to_the_norm(engine.optimizer)
-    cheapen_hooks(engine.module)
+        _skip_lone_reduction(engine)
+    skip_overflow_check(engine.optimizer)
+    speed_up_hooks(engine.module)
     if replace_hooks(engine.optimizer, host_time):
         gather_persistent_at_once(engine.optimizer)
 
 
-def cheapen_hooks(model: nn.Module) -> None:
-    """Spare ZeRO-3's own hooks, where `replace_hooks` leaves them, a sixth of their host time.
+def speed_up_hooks(model: nn.Module) -> None:
+    """Save a sixth of the host time of ZeRO-3's own hooks, where `replace_hooks` keeps them.
 
-    DeepSpeed 0.19.8 marks ranges for Nsight around each (utils/nvtx.py, `enable_nvtx`), which are
-    kept where Nsight runs the program. Each passes tensors through a Function of its own
+    DeepSpeed 0.19.8 marks NVTX ranges around each (utils/nvtx.py, `enable_nvtx`), which stay on
+    under Nsight. Each passes tensors through a Function of its own
     (runtime/zero/parameter_offload.py, `pre_bwd_fn`, `post_bwd_fn`), and linear layers through
     another (runtime/zero/linear.py), whose signature torch inspects at every call
     (torch/autograd/function.py, `apply`) unless the function carries it.
@@ -52,13 +52,13 @@ def cheapen_hooks(model: nn.Module) -> None:
         kind.forward.__signature__ = inspect.signature(kind.forward)
 
 
-def leave_overflow_to_the_norm(optimizer: Any) -> None:
-    """Spare the optimizer that ZeRO 0 has in 16 bit its look at every gradient.
+def skip_overflow_check(optimizer: Any) -> None:
+    """Skip the overflow check of each gradient in the 16-bit optimizer of ZeRO 0.
 
-    DeepSpeed (0.19.8, runtime/fp16/unfused_optimizer.py:205) reads one by one whether it is
-    finite, for each of which a GPU's host waits. Then it takes the norm of all of them in float32,
-    and where that is not finite, as it is wherever a gradient is not, it leaves the step out by
-    the same path. Does nothing to other optimizers.
+    DeepSpeed (0.19.8, runtime/fp16/unfused_optimizer.py:205) reads for one gradient after the other
+    whether it is finite, and a GPU's host waits for each. Then it takes their norm in float32,
+    which is not finite if any gradient is not, and skips the step in that case by the same path.
+    Does nothing to other optimizers.
     """
     if isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.fused_lamb_legacy:
         optimizer.overflow_checker = _NotYetKnown()
@@ -71,11 +71,11 @@ class _NotYetKnown:
         return False
 
 
-def _leave_out_lone_reduction(engine: Any) -> None:
-    """Spare ZeRO 0 without replicas the copy of all gradients, reduced with nobody.
+def _skip_lone_reduction(engine: Any) -> None:
+    """Skip ZeRO 0's gradient reduction if there is only one replica.
 
-    DeepSpeed 0.19.8 (runtime/engine.py:3828) flattens them, multiplies by 1 and copies them back.
-    What it does before, giving zeros to parameters without a gradient, stays.
+    DeepSpeed 0.19.8 (runtime/engine.py:3828) flattens gradients, multiplies by 1 and copies them
+    back. What it does before, giving zeros to parameters without a gradient, stays.
     """
     if (
         isinstance(engine.optimizer, (torch.optim.Optimizer, FP16_UnfusedOptimizer))
@@ -87,10 +87,10 @@ def _leave_out_lone_reduction(engine: Any) -> None:
 
 
 def replace_clipping(engine: Any, clip: Callable[[], None]) -> None:
-    """Let `clip` clip the gradients of fp32 ZeRO 0, the only optimizer whose norm nobody keeps.
+    """Let `clip` clip the gradients of fp32 ZeRO 0, the only case in which the norm is not kept.
 
-    DeepSpeed 0.19.8 (runtime/engine.py:3502, `clip_fp32_gradients`) throws the norm away: measuring
-    it once more would be another pass over all gradients.
+    DeepSpeed 0.19.8 (runtime/engine.py:3502, `clip_fp32_gradients`) discards the norm: computing it
+    again would be another pass over all gradients.
     """
     engine.clip_fp32_gradients = clip
 
@@ -105,10 +105,10 @@ def measured_norm(optimizer: Any) -> Any:
 
 
 def scale_of_norm(optimizer: Any) -> float:
-    """How many times too large the next norm is that `optimizer` measures; a host number.
+    """The loss scale still in the next norm that `optimizer` measures; a host number.
 
-    ZeRO 0's wrapper for float16 gives out the norm of the scaled gradient (0.19.8,
-    runtime/fp16/unfused_optimizer.py:224), every other one divides it by its scale. Ask before the
+    ZeRO 0's wrapper for float16 returns the norm of the scaled gradient (0.19.8,
+    runtime/fp16/unfused_optimizer.py:224), every other one divides it by its scale. Call before the
     update, which may change the scale.
     """
     if not isinstance(optimizer, FP16_UnfusedOptimizer):
@@ -117,7 +117,7 @@ def scale_of_norm(optimizer: Any) -> float:
 
 
 def scaled_loss(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
-    """`loss` as it has to come into the backward pass of float16 under ZeRO 0; else itself.
+    """`loss` times the loss scale for the backward pass of float16 under ZeRO 0; else `loss`.
 
     DeepSpeed 0.19.8 multiplies it by the loss scale for ZeRO's optimizers alone (runtime/engine.py,
     `backward`: ``isinstance(self.optimizer, ZeROOptimizer)``), and divides the gradients by it for
@@ -131,7 +131,7 @@ def scaled_loss(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
 
 
 def has_overflowed(optimizer: Any) -> bool:
-    """Whether DeepSpeed left the last update out itself, since the gradient was not finite.
+    """Whether DeepSpeed skipped the last update itself because the gradient was not finite.
 
     `overflow` of its 16-bit wrappers (0.19.8, runtime/base_optimizer.py and runtime/fp16/).
     """

@@ -1,20 +1,20 @@
-"""ZeRO-3's hooks on every module, doing what DeepSpeed's do in less of the host's time.
+"""ZeRO-3's module hooks: the same work as DeepSpeed's in less host time.
 
-DeepSpeed 0.19.8 hangs four hooks on each module (runtime/zero/parameter_offload.py,
-`_register_deepspeed_module`), which let its coordinator gather parameters before a module computes
-and release them after (runtime/zero/partitioned_param_coordinator.py, `fetch_sub_module` and
-`release_sub_module`). Most of their cost is not that work: texts for logs that nobody reads, the
-rank asked for before each, decorators within decorators, attributes of modules, the same sets made
-anew, signatures bound. These hooks do the same gathers, releases and prefetches in the same order
-at the same points, and leave the same nodes in the autograd graph, so that every number and every
-peak of memory stays. `tests/unit/engine/test_zero3_hooks.py` compares both, call by call.
+DeepSpeed 0.19.8 registers four hooks on each module (runtime/zero/parameter_offload.py,
+`_register_deepspeed_module`), through which its coordinator gathers parameters before a module
+computes and releases them after (runtime/zero/partitioned_param_coordinator.py, `fetch_sub_module`
+and `release_sub_module`). Most of their cost is overhead: formatting of log lines that are not
+printed, a rank lookup in each, nested decorators, module attribute access, sets built again,
+signatures bound. These hooks do the same gathers, releases and prefetches in the same order at the
+same points, and leave the same nodes in the autograd graph, so every number and every memory peak
+stays. `tests/unit/engine/test_zero3_hooks.py` compares both, call by call.
 
-DeepSpeed's own functions do what is rare: passes in which the order of modules is learned or has
-changed, outputs that hold parameters. Its own hooks stay under leaf modules, parameters on NVMe,
+Rare cases call DeepSpeed's own functions: passes in which the order of modules is learned or has
+changed, outputs that hold parameters. Its own hooks stay for leaf modules, parameters on NVMe,
 secondary partitions (hpZ), quantized weights and ZenFlow.
 
-Llama of 48 layers, 434 parameters, one slow core (benchmarks/host_time.py): above a bare loop
-0.65 ms of host time a parameter and step before, 0.27 after; two processes 0.69 and 0.32.
+Llama of 48 layers, 434 parameters, one slow core (benchmarks/host_time.py): host time above a bare
+loop, per parameter and step, 0.65 ms before, 0.27 after; two ranks 0.69 and 0.32.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _STREAM = _PRIVATE + "allgather_stream"
 
 
 def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
-    """Put these hooks in the place of those of ZeRO-3's `optimizer`; whether it is one they fit.
+    """Replace the hooks of ZeRO-3's `optimizer`; returns False for one that they do not support.
 
-    `host_time` counts what they take.
+    `host_time` counts their time.
 
     Each takes the place of two of DeepSpeed's, under the handle of the first, so that
     `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays.
@@ -103,7 +103,7 @@ def _in_order_of_registration(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _ModuleHooks:
-    """The hooks of one module. Their clocks are written out: a call would cost as much again."""
+    """The hooks of one module. Clock reads are inlined: a call would double their cost."""
 
     __slots__ = (
         "_coordinator",
@@ -187,16 +187,16 @@ class _ModuleHooks:
         return value if value is None else apply_to_tensors_only(self._output, value, _unknown)
 
     def _all_params(self) -> tuple[Any, ...]:
-        """Those that a forward pass of this module has used of others among them."""
+        """This module's parameters and external ones that its forward pass has used."""
         external = self._module._external_params
         return tuple({*self._params, *external.values()}) if external else self._params
 
 
 class _StackCut:
-    """Before a forward pass of the model: takes off the stack of modules what the last one left.
+    """Before a forward pass of the model: pops what the last pass left on the module stack.
 
-    With torch's checkpointing a pass ends in the middle of a layer, by an exception, and none of
-    DeepSpeed's hooks takes those modules off: some 20 entries a layer and step, for ever.
+    With torch's checkpointing a pass ends in the middle of a layer, by an exception, and the hooks
+    of DeepSpeed never pop those modules: a leak of some 20 entries per layer and step.
     """
 
     def __init__(self) -> None:
@@ -207,9 +207,9 @@ class _StackCut:
 
 
 def _holds_no_parameter(output: Any) -> bool:
-    """Whether this is a tensor or some in a tuple, and none is known to be a parameter's alias.
+    """Whether this is a tensor or a tuple of tensors, none known to be a parameter's alias.
 
-    DeepSpeed's own hook looks into all else, and lets the module above gather what it finds.
+    DeepSpeed's own hook handles anything else, and lets the module above gather what it finds.
     """
     if type(output) is torch.Tensor:
         return not hasattr(output, "ds_param_alias")
@@ -227,10 +227,10 @@ def _unknown(value: Any) -> str:
 
 
 class _BeforeBackward(torch.autograd.Function):
-    """The identity on an output, whose gradient comes before the module's backward pass.
+    """Identity on an output; its backward runs before the module's backward pass.
 
-    Of the old kind, with the context in `forward`: torch binds the arguments of the other kind to
-    its signature at every call (torch/autograd/function.py, `apply`).
+    Old style, with the context in `forward`: for the other style torch binds the arguments to the
+    signature at every call (torch/autograd/function.py, `apply`).
     """
 
     @staticmethod
@@ -245,7 +245,7 @@ class _BeforeBackward(torch.autograd.Function):
 
 
 class _AfterBackward(torch.autograd.Function):
-    """The identity on an input, whose gradient comes after the module's backward pass."""
+    """Identity on an input; its backward runs after the module's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, hooks: _ModuleHooks) -> torch.Tensor:
@@ -264,9 +264,9 @@ _after_backward: Callable[[torch.Tensor, _ModuleHooks], torch.Tensor] = _AfterBa
 
 
 class _Coordinator:
-    """What a `PartitionedParameterCoordinator` does for modules in the order that it has learned.
+    """The work of a `PartitionedParameterCoordinator` once it has learned the order of modules.
 
-    Its state stays where DeepSpeed has it.
+    All state stays in DeepSpeed's own object.
     """
 
     def __init__(self, offload: Any) -> None:
@@ -335,7 +335,7 @@ class _Coordinator:
                 events.append(event)
 
     def _discard(self, params: tuple[Any, ...], step: int) -> None:
-        """Take `params` off the queue of what is to be prefetched."""
+        """Remove `params` from the prefetch queue."""
         fetched_for, queue = self._state[_FETCHED_FOR], self._state[_QUEUE]
         wanted = {param for param in params if fetched_for[param] < step}
         found: set[Any] = set()

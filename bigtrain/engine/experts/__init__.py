@@ -1,5 +1,7 @@
-"""What training does for a mixture of experts beside dividing it.
+"""Training a mixture of experts: load statistics, router losses and balancing biases.
 
-`load` counts which experts tokens choose and what ranks send each other; `router_losses` is what
-routers add to a loss; `selection_bias` balances without one.
+How experts are divided over ranks is `models.parallel.experts`. Imports `models` and
+`engine.startup`; `train_engine` and the loop import it. Start with `load`, which counts tokens per
+expert and exchanged bytes; `router_losses` are added to the loss, `selection_bias` balances without
+a loss.
 """

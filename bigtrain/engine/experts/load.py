@@ -17,12 +17,12 @@ from bigtrain.models.parallel.experts import exchange_of
 
 @dataclass(frozen=True)
 class LoadFigures:
-    """Of one step, the same on every rank.
+    """Load of the experts in one step, the same on every rank.
 
     imbalance: by name of a module of experts, tokens of its busiest expert over the mean of its
-    experts, of the whole global batch: 1 where all have as many. sent_bytes: that a rank sends to
-    others in exchanges of tokens and of their gradients, seconds: that these take, waiting for the
-    others included; both the mean over all ranks, None where experts are not divided.
+    experts, in the global batch: 1 if all have equally many. sent_bytes: what a rank sends to
+    others in exchanges of tokens and of their gradients; seconds: the time of these, waiting
+    included; both are means over all ranks, None without expert parallelism.
     """
 
     imbalance: dict[str, float]
@@ -50,21 +50,21 @@ class ExpertLoad:
         self._traffic = [e.traffic for e in exchanges if isinstance(e, GroupRows)]
 
     def begin_step(self, *, counting: bool, measuring: bool) -> None:
-        """Count the tokens of the step that begins, or do not; and measure exchanges, or do not."""
+        """Begin a step; `counting`: whether to count its tokens, `measuring`: its exchanges."""
         self.counts.begin(counting=counting)
         for traffic in self._traffic:
             traffic.begin(measuring=measuring)
 
     def of_replicas(self, name: str) -> torch.Tensor:
         """Tokens of the global batch so far that chose each expert of this stage's module `name`,
-        int64 [experts]. Collective over the mesh's replicas; nothing waits for the device."""
+        int64 [experts]. Collective over the mesh's replicas; does not wait for the device."""
         total = self.counts.of(name, self._device).clone()
         dist.all_reduce(total, group=self._mesh.replicas)
         return total
 
     def read(self) -> LoadFigures | None:
-        """Of the step that was counted and measured; None without experts. Collective over all
-        ranks; waits for the device."""
+        """The load of the counted step; None without experts. Collective over all ranks; waits for
+        the device."""
         if not self._num_experts:
             return None
         sizes = list(self._num_experts.values())

@@ -1,4 +1,4 @@
-"""What routers add to the loss of a micro-batch, beside the model's own auxiliary loss."""
+"""The router losses added to the loss of a micro-batch: auxiliary loss and z-loss."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RouterLosses:
         self._chosen = None
 
     def of(self, outputs: Any) -> torch.Tensor | None:
-        """Of what a model returned for a micro-batch; None where nothing is added to its loss.
+        """The router loss from a model's outputs for a micro-batch; None if nothing is added.
 
         Collective over the replicas with ``auxiliary_loss: global_batch``.
         """

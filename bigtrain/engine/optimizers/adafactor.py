@@ -1,10 +1,10 @@
-"""Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) as `torch.optim.Adafactor` has it (torch
-2.13, torch/optim/_adafactor.py), of parameters that ZeRO and the parallel degrees have cut.
+"""Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), as `torch.optim.Adafactor` (torch 2.13,
+torch/optim/_adafactor.py), for parameters cut by ZeRO and the parallel degrees.
 
-Its second moment is one number for each row and one for each column of a matrix, and its steps are
-measured by the root mean square of whole parameters. All of these are sums over elements: each rank
-adds up its own, one all-reduce of (rows + columns) numbers brings them together, and another of one
-number a parameter. So every rank has all states, which are small.
+Its second moment is one number for each row and one for each column of a matrix, and its step size
+depends on the root mean square of full parameters. All of these are sums over elements: each rank
+sums its own elements, then there is one all-reduce of (rows + columns) numbers and one of a number
+per parameter. So every rank has all states, which are small.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Adafactor(UpdateRule):
             for _, view in cut_parts(part.shard, part.start, part.of(part.master)):
                 held[part.name] += view.numel()
         total = self._summed(torch.tensor(list(held.values()), dtype=torch.float64))
-        # How many ranks have each element, all elements of a parameter equally many.
+        # How many ranks hold each element; the same for all elements of a parameter.
         self._copies = {
             name: count / math.prod(self._shapes[name])
             for name, count in zip(held, total.tolist(), strict=True)
@@ -86,7 +86,7 @@ class Adafactor(UpdateRule):
         for name in names:
             self._states.setdefault(name, self._new_state(self._shapes[name]))
         if group["lr"] == 0:
-            return  # a checkpoint has states allocated
+            return  # `ensure_optimizer_states` only allocates states
         rectangles = list(self._rectangles(masters))
         step = float(masters[0].step_count())
         values = self._follow_moments(names, rectangles, step**self._section.beta2_decay)
@@ -124,8 +124,8 @@ class Adafactor(UpdateRule):
     def _follow_moments(
         self, names: Sequence[str], rectangles: Sequence[_Rectangle], weight: float
     ) -> dict[str, float]:
-        """Take the squared gradients into the states with `weight`; returns each parameter's sum of
-        squared values."""
+        """Update the second moments with `weight`; returns each parameter's sum of squared
+        values."""
         fresh = {name: self._new_state(self._shapes[name]) for name in names}
         for box in rectangles:
             squares = box.gradient.square()
@@ -146,7 +146,7 @@ class Adafactor(UpdateRule):
         return self._totals(names, lambda box: box.values.square().sum(), rectangles)
 
     def _direction(self, box: _Rectangle) -> torch.Tensor:
-        """Make the gradient the update, in place; returns a copy to compute with."""
+        """Turn the gradient into the update, in place; returns a copy to compute with."""
         state = self._states[box.parameter]
         if "variance" in state:
             estimate = state["variance"][_place(state["variance"], box)].to(box.gradient.device)

@@ -1,4 +1,4 @@
-"""The optimizer of a run: its rules, and where they find what they update."""
+"""The optimizer of a run: its update rules, attached to DeepSpeed's masters."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 def optimizer_maker(
     section: OptimizerSection, model: nn.Module, mesh: Mesh, device: torch.device
 ) -> MakeOptimizer | None:
-    """What makes the optimizer of groups of `parameter_groups`; None where DeepSpeed makes it, by
-    its JSON. Collective over all ranks. Raises ConfigError for what does not fit the model."""
+    """The function that makes the optimizer from `parameter_groups`; None if DeepSpeed makes it by
+    its JSON. Collective over all ranks. Raises ConfigError for settings that do not fit the
+    model."""
     if not section.is_own:
         return None
     dtype = StateDtype(section.state_dtype)

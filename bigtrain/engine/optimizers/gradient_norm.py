@@ -1,4 +1,4 @@
-"""The norm of a gradient that lies in pieces on the ranks of one copy of the model."""
+"""The gradient norm of a model whose parameters are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_counted(parameter: Any, mesh: Mesh) -> bool:
     """Whether this rank's gradient of `parameter` enters the norm: every element does once.
 
     By the marks that DeepSpeed's own norms go by: shards count everywhere, replicated parameters
-    on the first process of a tensor-parallel group, tied ones on one pipeline stage.
+    on the first rank of a tensor-parallel group, tied ones on one pipeline stage.
     """
     if is_replicated(parameter):
         return False
@@ -63,7 +63,7 @@ def mark_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Mark gradients as their parameters are marked.
 
     DeepSpeed's FP16_UnfusedOptimizer (ZeRO 0 in 16 bit, 0.19.8, fp16/unfused_optimizer.py:214)
-    takes the norm of bare gradients, and would leave out the shards of all but the first process.
+    takes the norm of bare gradients, and would omit the shards of all ranks but the first.
     """
     for parameter in parameters:
         if parameter.grad is not None and is_model_parallel(parameter):

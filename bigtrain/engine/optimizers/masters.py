@@ -55,8 +55,8 @@ def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
     """All parts that this rank has of the parameters of `model`, which `engine` trains.
 
     Frozen parameters, which no optimizer knows, are their own masters. Parameters that are
-    replicated appear on every rank that holds them; `shard.primary` is true on those that answer
-    for them. Not collective. Raises CheckpointError where masters cannot be had.
+    replicated appear on every rank that holds them; `shard.primary` is true on the one that writes
+    and counts them. Not collective. Raises CheckpointError if the masters cannot be reached.
     """
     find = _finder(engine.optimizer)
     for name, parameter in model.named_parameters():
@@ -79,7 +79,7 @@ def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
 
 
 class _Whole(MasterRange):
-    """That of a parameter which every replica holds whole."""
+    """The range of a parameter that every replica holds in full."""
 
 
 def _finder(optimizer: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Whole matrices for an optimizer whose masters ZeRO and tensor parallelism have cut.
+"""Full matrices for an optimizer whose masters are cut by ZeRO and tensor parallelism.
 
-Each matrix has one owner among the ranks that hold it, chosen so that all compute equally much.
-Its parts are sent there, computed on once, and parts of the result sent back: two all-to-alls, in
-rounds that bound what is in memory. Each rank sends and receives what it has of the matrices, so
-2 x elements / ranks x bytes each way where ZeRO divides them.
+Each matrix has one owner among the ranks that hold it, chosen to balance the computation. Its parts
+are sent to the owner, which computes once and sends parts of the result back: two all-to-alls, in
+rounds that bound the memory. Each rank sends and receives its parts of the matrices: if ZeRO
+divides them, 2 x elements / ranks x bytes each way.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _Item = TypeVar("_Item", Piece, "_Place")
 
 @dataclass(frozen=True)
 class Holding:
-    """A piece of this rank. is_sent: to the owner of its matrix, by rank in the group; one of the
-    ranks that have the same sends it."""
+    """A piece that this rank holds. is_sent: whether this rank sends it to an owner (rank in the
+    group); of the ranks that hold the same piece, one does."""
 
     piece: Piece
     is_sent: Callable[[int], bool]
@@ -52,8 +52,8 @@ class _Place:
 
 @dataclass
 class _Round:
-    """By rank of the group: pieces that go there, rectangles that come from there; then the pieces
-    that are wanted back, and the rectangles to send."""
+    """Per rank of the group: pieces to send and rectangles to receive; then pieces to get back and
+    rectangles of results to return."""
 
     size: int
     sent: list[list[Piece]] = field(default_factory=list)
@@ -67,7 +67,7 @@ class _Round:
 
 
 class MatrixExchange:
-    """Brings matrices together, has them computed, and takes the results apart."""
+    """Gathers matrices at their owners, computes on them, and scatters the results."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class MatrixExchange:
             if holding.is_sent(owner):
                 plan.sent[owner].append(holding.piece)
         for plan in self._rounds:
-            plan.received = self._tell(plan.sent)
-            plan.returned = self._tell(plan.wanted)
+            plan.received = self._announce(plan.sent)
+            plan.returned = self._announce(plan.wanted)
         self._owned: list[list[int]] = [[] for _ in self._rounds]
         for number, owner in owners.items():
             if owner == rank:
@@ -131,18 +131,18 @@ class MatrixExchange:
             out = self._buffer(plan.sent, dtype)
             for piece, part in _parts(out, plan.sent):
                 read(piece, part)
-            arrived = self._exchange(out, plan.sent, plan.received)
+            incoming = self._exchange(out, plan.sent, plan.received)
             whole = {
                 n: torch.empty(self._shapes[n], dtype=dtype, device=self._device) for n in owned
             }
-            for place, part in _parts(arrived, plan.received):
+            for place, part in _parts(incoming, plan.received):
                 place.of(whole[place.matrix]).copy_(part)
             results = dict(zip(owned, compute([whole[n] for n in owned]), strict=True))
             out = self._buffer(plan.returned, dtype)
             for place, part in _parts(out, plan.returned):
                 part.copy_(place.of(results[place.matrix]))
-            arrived = self._exchange(out, plan.returned, plan.wanted)
-            for piece, part in _parts(arrived, plan.wanted):
+            incoming = self._exchange(out, plan.returned, plan.wanted)
+            for piece, part in _parts(incoming, plan.wanted):
                 write(piece, part)
 
     def _buffer(
@@ -159,14 +159,14 @@ class MatrixExchange:
         if len(sent) == 1:
             return out
         counts = [_numel(items) for items in received]
-        arrived = out.new_empty(sum(counts))
+        incoming = out.new_empty(sum(counts))
         dist.all_to_all_single(
-            arrived, out, counts, [_numel(items) for items in sent], group=self._group
+            incoming, out, counts, [_numel(items) for items in sent], group=self._group
         )
-        return arrived
+        return incoming
 
-    def _tell(self, lists: Sequence[Sequence[Piece]]) -> list[list[_Place]]:
-        """What the ranks of the group list for this one. Collective."""
+    def _announce(self, lists: Sequence[Sequence[Piece]]) -> list[list[_Place]]:
+        """Exchange the lists: what each rank of the group lists for this one. Collective."""
         rows = torch.tensor(
             [[p.matrix, p.row, p.column, *p.shape] for p in chain.from_iterable(lists)],
             dtype=torch.int64,
@@ -178,10 +178,10 @@ class MatrixExchange:
             others = torch.empty_like(own)
             dist.all_to_all_single(others, own, group=self._group)
             counts = others.tolist()
-            arrived = rows.new_empty(sum(counts), 5)
+            incoming = rows.new_empty(sum(counts), 5)
             sizes = [len(items) for items in lists]
-            dist.all_to_all_single(arrived, rows, counts, sizes, group=self._group)
-            rows = arrived
+            dist.all_to_all_single(incoming, rows, counts, sizes, group=self._group)
+            rows = incoming
         places = [_Place(n, row, column, (h, w)) for n, row, column, h, w in rows.tolist()]
         ends = list(accumulate(counts))
         return [places[end - count : end] for end, count in zip(ends, counts, strict=True)]
@@ -197,7 +197,8 @@ class MatrixExchange:
 
 
 def assign(costs: Mapping[int, int], num_owners: int) -> dict[int, int]:
-    """The owner of each matrix: the dearest first, to whoever has the least to do so far."""
+    """The owner of each matrix: the most expensive first, to the rank with the least work so
+    far."""
     loads = [(0, owner) for owner in range(num_owners)]
     owners = {}
     for number in sorted(costs, key=lambda n: (-costs[n], n)):
@@ -210,7 +211,7 @@ def assign(costs: Mapping[int, int], num_owners: int) -> dict[int, int]:
 def _rounds(
     shapes: Mapping[int, tuple[int, int]], owners: Mapping[int, int], num_owners: int
 ) -> dict[int, int]:
-    """In which round each matrix comes."""
+    """The round of each matrix."""
     rounds, filled = [0] * num_owners, [0] * num_owners
     numbers = {}
     for number, (rows, columns) in shapes.items():

@@ -1,4 +1,4 @@
-"""Which parts of the matrices of a stage a rank has, and where."""
+"""The parts of a stage's matrices that a rank holds, and where in its masters they are."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bigtrain.models.parallel.hidden_matrices import Box, Matrix
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of matrix number `matrix` at (row, column), which lies in a master.
+    """A rectangle of matrix number `matrix` at (row, column), stored in a master.
 
-    Of the master, flat, [begin, end) viewed in the shape `sizes`, and there `where`.
+    It is ``master.view(-1)[begin:end].view(sizes)[where]``.
     """
 
     matrix: int
@@ -40,8 +40,8 @@ class Piece:
 def pieces_of(
     part: MasterPart, master: int, matrices: Mapping[str, Sequence[tuple[int, Matrix]]]
 ) -> Iterator[Piece]:
-    """What `part`, which lies in master number `master`, has of the numbered matrices of its
-    parameter."""
+    """The pieces of its parameter's numbered `matrices` that `part`, stored in master number
+    `master`, holds."""
     candidates = matrices.get(part.name, ())
     for cut in rectangles(part.shard.local_shape, part.start, part.count) if candidates else ():
         for sub in part.shard.cuts(cut.offsets, cut.sizes):

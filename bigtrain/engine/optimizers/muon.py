@@ -1,9 +1,8 @@
-"""Muon on whole matrices, whatever ZeRO, tensor, expert or pipeline parallelism leave of them.
+"""Muon on full matrices, under ZeRO and tensor, expert and pipeline parallelism.
 
-The mathematics of `torch.optim.Muon` (torch 2.13, torch/optim/_muon.py). Momentum goes element by
-element where the masters are; the update is orthogonalized by the owner of the matrix, in bfloat16
-if nothing else is asked for, which is also how it travels there and back: 2 x 2 bytes an element,
-once a step.
+The mathematics of `torch.optim.Muon` (torch 2.13, torch/optim/_muon.py). Momentum is updated
+elementwise where the masters are; the owner of a matrix orthogonalizes its update, by default in
+bfloat16, in which it is also sent there and back: 2 x 2 bytes per element and step.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Muon(UpdateRule):
         mesh: Mesh,
         device: torch.device,
     ) -> None:
-        """model: whose hidden matrices are to be updated; of it, this stage. Collective over all
-        ranks. Raises ConfigError for a `split` that does not fit the model."""
+        """model: this rank's stage, whose hidden matrices are updated. Collective over all ranks.
+        Raises ConfigError for a `split` that does not fit the model."""
         self._section, self._state_dtype, self._device = section, state_dtype, device
         self.state_bytes = state_dtype.torch_dtype.itemsize
         found = hidden_matrices(model)
@@ -70,7 +69,7 @@ class Muon(UpdateRule):
             for gradient, held in chunks(master.gradient, buffer):
                 store(held, held.float().lerp_(gradient, 1 - momentum), gradient)
         if self._parts is None or group["lr"] == 0:
-            return  # DeepSpeed, or a checkpoint, has states allocated
+            return  # DeepSpeed or `ensure_optimizer_states` only allocates states
         exchange = self._exchange(masters, group)
         exchange.run(
             _DTYPES[self._section.ns_dtype],
@@ -87,7 +86,7 @@ class Muon(UpdateRule):
         return gradient.lerp(buffer, self._section.momentum)
 
     def _orthogonalized(self, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """On a GPU those of one shape together, since small ones leave it idle."""
+        """On a GPU, matrices of one shape in a batch, since small ones leave it idle."""
         section = self._section
         options = (section.ns_coefficients, section.ns_steps, section.eps)
         if self._device.type != "cuda":
@@ -113,7 +112,7 @@ class Muon(UpdateRule):
         )
 
     def _exchange(self, masters: Sequence[Master], group: Mapping[str, Any]) -> MatrixExchange:
-        """That of these masters. Collective when they come for the first time."""
+        """The exchange for these masters. Collective when it is first made."""
         places = {id(master.values): number for number, master in enumerate(masters)}
         key = tuple(places)
         if key not in self._exchanges:
@@ -148,13 +147,13 @@ class Muon(UpdateRule):
         )
 
     def _sends(self, part: MasterPart, ranks: Sequence[int], owner: int) -> bool:
-        """Whether this rank answers for `part` to the owner: of replicas that have the same, that
-        of the owner's tensor-parallel group."""
+        """Whether this rank sends `part` to the owner: of replicas that hold the same, the one in
+        the owner's tensor-parallel group does."""
         return part.shard.primary and (not part.is_replicated or ranks[owner] in self._tensor_ranks)
 
 
 def _of_this_rank(matrices: Sequence[Matrix], parameter: nn.Parameter) -> list[Matrix]:
-    """Without those of experts that other ranks have."""
+    """The matrices without those of experts on other ranks."""
     shard = shard_of(parameter)
     if shard is None or shard.over != "expert":
         return list(matrices)

@@ -1,4 +1,4 @@
-"""The orthogonal matrix next to a given one, by Newton-Schulz iterations."""
+"""Orthogonalizing a matrix by Newton-Schulz iterations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Coefficients = tuple[float, float, float]
 def orthogonalized(
     matrices: torch.Tensor, coefficients: Coefficients, num_steps: int, eps: float
 ) -> torch.Tensor:
-    """U V^T of each matrix U S V^T, nearly: singular values come to lie about 1, not on it.
+    """Approximately U V^T of each matrix U S V^T: singular values end near 1, not at it.
 
     The iteration X <- a X + (b A + c A A) X, with A = X X^T, of `torch.optim.Muon` (Jordan 2024,
     https://kellerjordan.github.io/posts/muon/), in the dtype of `matrices` [..., rows, columns].
@@ -35,8 +35,8 @@ def _fused(
 ) -> torch.Tensor:
     """beta added + alpha left right.
 
-    In 16 bit a CPU computes in float32 and rounds the result, which is what its own products in 16
-    bit do, thirty times slower where the processor has no instruction for them.
+    On a CPU in 16 bit it computes in float32 and rounds the result: the same as the CPU's own
+    16-bit products, which are thirty times slower if the processor has no instruction for them.
     """
     if left.dtype != torch.float32 and left.device.type == "cpu":
         wide = None if added is None else added.float()

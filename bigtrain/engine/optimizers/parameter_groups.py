@@ -1,4 +1,4 @@
-"""Which parameters are updated alike: the groups that a torch optimizer is made with."""
+"""The parameter groups of the optimizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bigtrain.settings.run_config import OptimizerSection
 def parameter_groups(
     model: nn.Module, section: OptimizerSection, expert_size: int
 ) -> list[dict[str, Any]]:
-    """What decays and what does not, in this order, and under Muon the matrices that it updates;
-    then likewise of experts where `expert_size` ranks divide them. Each may be without parameters.
+    """Groups with and without weight decay, in this order, and with Muon its matrices; then the
+    same groups of experts if `expert_size` ranks divide them. Any may be empty.
     """
     split = split_by_decay(model, decay_embeddings=section.decay_embeddings)
     found: list[dict[str, Any]] = [
@@ -41,7 +41,7 @@ def parameter_groups(
 def _take_matrices(
     model: nn.Module, section: OptimizerSection, groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The group of Muon's parameters, taken from the other `groups`."""
+    """Muon's group; its parameters are removed from the other `groups`."""
     chosen = {id(model.get_parameter(name)) for name in hidden_matrices(model)}
     matrices = [p for group in groups for p in group["params"] if id(p) in chosen]
     for group in groups:
@@ -57,6 +57,6 @@ def _take_matrices(
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Give every group the rate `lr`, of `optimizer.lr`, in its own proportion to that."""
+    """Set every group's learning rate to `lr` times its own ratio to ``optimizer.lr``."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)

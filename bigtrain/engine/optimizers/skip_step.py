@@ -1,10 +1,10 @@
-"""Leaving out an optimizer update once a step's loss and gradient norm are known.
+"""Skipping an optimizer update once a step's loss and gradient norm are known.
 
-DeepSpeed measures the norm, clips and updates in one call. Whatever the ZeRO stage, the update is
-the `step` of the torch optimizer inside, and by then the norm is known: that call is what is left
-out. Weights, optimizer states and their count of updates stay as they were to the bit; DeepSpeed
-goes on as after any step, and drops the gradients. Where the norm is not finite DeepSpeed leaves
-the update out by itself (its path for overflows), and no process reaches the inner call.
+DeepSpeed measures the norm, clips and updates in one call. At every ZeRO stage the update is the
+`step` of the inner torch optimizer, and by then the norm is known: that call is skipped. Weights,
+optimizer states and their update counts stay bit for bit; DeepSpeed continues as after any step,
+and drops the gradients. If the norm is not finite, DeepSpeed skips the update by itself (its
+overflow path), and no rank reaches the inner call.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from bigtrain.models.torch_patches import shadow, unshadow
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a step is judged by, the same on every rank: mean `loss` of the global batch in nats
-    per token, and `grad_norm` before clipping; either may be not finite."""
+    """Stats by which an update may be skipped, the same on every rank: mean `loss` of the global
+    batch in nats per token, and `grad_norm` before clipping; either may be not finite."""
 
     loss: float
     grad_norm: float
@@ -41,18 +41,18 @@ def mean_loss(loss_share: torch.Tensor, num_targets: torch.Tensor) -> torch.Tens
 
 
 SkipPolicy = Callable[[StepStats], bool]
-"""Whether the update of a step with these figures is to be made. Called on every rank."""
+"""Whether the update of a step with these stats is to be made. Called on every rank."""
 
 
 class SkipStepHook:
-    """Stands before the update of one DeepSpeed engine. Open unless a skip_policy is given."""
+    """Wraps the update of one DeepSpeed engine; without a `skip_policy` every update is made."""
 
     def __init__(self, engine: Any, norm: Callable[[], Any]) -> None:
         """`norm`: the gradient norm as this rank knows it when the update is about to begin."""
         self._engine = engine
         self._norm = norm
         self._skip_policy: SkipPolicy | None = None
-        self._is_open: bool | None = None
+        self._makes_update: bool | None = None
         self._found: StepStats | None = None
         self._optimizers = updating_optimizers(engine)
         for optimizer in self._optimizers:
@@ -71,19 +71,19 @@ class SkipStepHook:
         Parameters: `loss_share`, what this rank adds to the summed loss of the global batch;
         `num_targets`, of all of it. Both stay on the device until the update is about to begin.
         """
-        self._skip_policy, self._is_open = skip_policy, None
+        self._skip_policy, self._makes_update = skip_policy, None
         self._loss_share, self._num_targets = loss_share, num_targets
 
     def close(self) -> StepStats | None:
-        """After the update: what it was judged by, None where it was not.
+        """After the update: its stats; None without a `skip_policy`.
 
-        Collective where DeepSpeed left the update out itself.
+        Collective if DeepSpeed skipped the update itself.
         """
-        skip_policy, is_open, found = self._skip_policy, self._is_open, self._found
-        self._skip_policy = self._is_open = self._found = None
-        if is_open is not None:
-            for optimizer in () if is_open else self._optimizers:
-                # Looked at by DeepSpeed after what should have been the first update.
+        skip_policy, makes_update, found = self._skip_policy, self._makes_update, self._found
+        self._skip_policy = self._makes_update = self._found = None
+        if makes_update is not None:
+            for optimizer in () if makes_update else self._optimizers:
+                # Empty states that DeepSpeed creates by reading them after a skipped first update.
                 for key in [key for key, value in optimizer.state.items() if not value]:
                     del optimizer.state[key]
             return found
@@ -98,16 +98,16 @@ class SkipStepHook:
 
     def _guarded(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
-            if self._skip_policy is not None and self._is_open is None:
-                # ZeRO 1 to 3 call once for each group of parameters; they are judged together.
+            if self._skip_policy is not None and self._makes_update is None:
+                # ZeRO 1 to 3 call this once for each parameter group; one decision holds for all.
                 self._found = self._figures(self._norm())
-                self._is_open = self._skip_policy(self._found)
-            return update(*args, **kwargs) if self._is_open in (None, True) else None
+                self._makes_update = self._skip_policy(self._found)
+            return update(*args, **kwargs) if self._makes_update in (None, True) else None
 
         return step
 
     def _figures(self, norm: Any) -> StepStats:
-        """The same numbers on every rank, by one small reduction; waits for the device."""
+        """The stats, the same on every rank, by one small all-reduce; waits for the device."""
         size = dist.get_world_size()
         share = mean_loss(self._loss_share, self._num_targets)
         own = torch.as_tensor(norm, device=share.device).detach().double().reshape(()) / size
@@ -115,5 +115,5 @@ class SkipStepHook:
         if size > 1:
             dist.all_reduce(figures)
         loss, norm_mean = figures.tolist()
-        # Below zero is how DeepSpeed says not finite in places.
+        # In places DeepSpeed returns a negative norm for one that is not finite.
         return StepStats(loss, norm_mean if norm_mean >= 0 else math.nan)

@@ -1,8 +1,8 @@
-"""In which dtype optimizer states are kept, and how values get there.
+"""The dtype of optimizer states, and stochastic rounding to bfloat16.
 
-A moment that changes by less than a bfloat16 can say stays where it is for ever if it is rounded to
-the nearest. So it is rounded up or down by chance, with the right mean. The chance is a hash of the
-element's gradient and value: a resumed run, which has the same, rounds the same.
+With round-to-nearest, a moment whose change is below bfloat16's resolution would never change. So
+rounding is stochastic, with the right mean. The randomness is a hash of the element's gradient and
+value, so a resumed run rounds in the same way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 
 _CHUNK = 1 << 24
-"""Elements that are float32 at a time."""
+"""Elements converted to float32 at a time."""
 
 
 class StateDtype(Enum):

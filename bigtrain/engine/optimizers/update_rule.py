@@ -1,8 +1,8 @@
-"""What an optimizer is to bigtrain: one rule in one file, which updates masters where they lie.
+"""The interface of bigtrain's own optimizers: one update rule per file, on masters in place.
 
-DeepSpeed gives the torch optimizer inside its wrappers whole parameters (ZeRO 0) or flat ranges of
-many (ZeRO 1 to 3), group by group. A rule sees them as `Master`s. One that goes element by element
-needs no more; one that needs whole matrices finds them by `UpdateRule.attach`.
+DeepSpeed gives the inner torch optimizer full parameters (ZeRO 0) or flat ranges of many (ZeRO 1 to
+3), group by group. A rule sees them as `Master`s. An elementwise rule needs no more; one that needs
+full matrices learns from `UpdateRule.attach` what the masters hold.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Master:
         return moment
 
     def step_count(self) -> torch.Tensor:
-        """How many updates there were before, a float32 scalar where the values are."""
+        """Updates before this one, a float32 scalar on the device of the values."""
         if "step" not in self.state:
             self.state["step"] = torch.zeros((), device=self.values.device)
         count: torch.Tensor = self.state["step"]
@@ -47,7 +47,7 @@ class Master:
 def names_in_update(
     parts: Sequence[MasterPart], masters: Sequence[Master], group: Mapping[str, Any]
 ) -> list[str]:
-    """Names of the parameters that an update of `masters` is of, the same on all ranks that hold
+    """Names of the parameters that an update of `masters` covers, the same on all ranks that hold
     the same stage.
 
     ZeRO 1 and 2 update a group's parameters together, and give a rank no part of some; ZeRO 3
@@ -61,19 +61,19 @@ def names_in_update(
 class UpdateRule(ABC):
     """How the masters of a group are updated.
 
-    States that are shaped like their master are saved, loaded and cut anew by checkpoints with no
-    more ado; `step` counts updates. state_bytes: of an element, in such states.
+    Checkpoints save, load and reshard states that are shaped like their master without further
+    code; `step` counts updates. state_bytes: bytes per element in such states.
     """
 
     state_bytes: int = 0
 
     def attach(self, parts: Sequence[MasterPart]) -> None:  # noqa: B027
-        """Learn what the masters are of, once DeepSpeed has made them. Collective over the ranks
-        that hold the same stage. Updates before change nothing but states."""
+        """Learn which parameters the masters hold, once DeepSpeed has made them. Collective over
+        the ranks that hold the same stage. Updates before this only allocate states."""
 
     def small_states(self) -> Iterable[tuple[str, dict[str, torch.Tensor]]]:
-        """States of parameters that are not shaped like masters, by name and kind: whole, on the
-        CPU and alike on every rank of a stage."""
+        """States that are not shaped like masters, by parameter name and kind: full, on the CPU and
+        the same on every rank of a stage."""
         return ()
 
     @abstractmethod
@@ -118,7 +118,8 @@ class RuleOptimizer(torch.optim.Optimizer):
 
 
 def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of an element's states, of parameters that a `RuleOptimizer` updates."""
+    """Bytes of optimizer states per element, by name of parameters that a `RuleOptimizer`
+    updates."""
     if not isinstance(optimizer, RuleOptimizer):
         return {}
     return {

@@ -1,4 +1,4 @@
-"""A model cut into stages becomes a pipeline engine of DeepSpeed."""
+"""Building DeepSpeed's pipeline engine for a model cut into stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bigtrain.engine.deepspeed_patches.experts import (
     engine_with_experts,
     mark_expert,
     name_of_experts,
-    remember_expert_groups,
+    set_expert_groups,
 )
 from bigtrain.engine.deepspeed_patches.marks import mark_replicated
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
@@ -82,12 +82,12 @@ def build_pipeline_engine(
     with redirect_stdout(io.StringIO()):
         pipeline = StagesModule(module, ProcessTopology(list(axes), list(axes.values())))
     decay_groups = parameter_groups(stage.model, config.optimizer, topology.expert_size)
-    remember_expert_groups(mesh.expert, mesh.expert_replicas)
+    set_expert_groups(mesh.expert, mesh.expert_replicas)
     _fill_groups(pipeline, decay_groups, mesh, device)
     _mark_copies(stage)
     has_experts = any("moe" in group and group["params"] for group in decay_groups)
-    told = engine_with_experts() if has_experts else nullcontext()
-    with redirect_stdout(io.StringIO()), told:
+    patches = engine_with_experts() if has_experts else nullcontext()
+    with redirect_stdout(io.StringIO()), patches:
         engine, *_ = deepspeed.initialize(
             model=pipeline,
             optimizer=optimizer_maker(config.optimizer, stage.model, mesh, device),
@@ -105,7 +105,7 @@ def build_pipeline_engine(
 
 
 def _mark_copies(stage: Stage) -> None:
-    """Of a parameter on several stages, let the first answer for it, in norms and checkpoints."""
+    """If several stages hold a parameter, let only the first count it in norms and checkpoints."""
     parameters: dict[str, Any] = dict(stage.model.named_parameters())
     for name, holders in stage.replicas.items():
         if stage.index in holders[1:]:
@@ -121,7 +121,8 @@ def _fill_groups(
     """Give every stage the parameter groups that any stage has.
 
     DeepSpeed drops empty ones, and ZeRO 1 then waits for a norm per group that some stages do not
-    have (runtime/engine.py:2348, zero/stage_1_and_2.py:2943): a lone zero without a gradient fills.
+    have (runtime/engine.py:2348, zero/stage_1_and_2.py:2943): empty ones get a single zero without
+    a gradient.
     """
     present = torch.tensor(
         [len(group["params"]) > 0 for group in decay_groups], device=device

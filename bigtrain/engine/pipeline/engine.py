@@ -1,9 +1,9 @@
 """Pipeline parallelism: a Hugging Face model in stages, driven by DeepSpeed's 1F1B schedule.
 
-DeepSpeed's engine (0.19.8, runtime/pipe/engine.py) gives the schedule, the exchange between stages
-and the optimizer. What it gets wrong or leaves to the module is done here: the loss of a step, the
-gradient norm of fp32 ZeRO 0, the gradients of parameters that several stages hold, parameter groups
-that a stage has nothing for, parameters without a gradient.
+DeepSpeed's engine (0.19.8, runtime/pipe/engine.py) provides the schedule, the exchange between
+stages and the optimizer. What it gets wrong or leaves to the module is done here: the loss of a
+step, the gradient norm of fp32 ZeRO 0, the gradients of parameters that several stages hold,
+parameter groups that are empty on a stage, parameters without a gradient.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class PipelineTrainEngine(TrainEngine):
         return logits.float()
 
     def _in_turn(self, input_ids: torch.Tensor) -> tuple[Any, list[P2PLayout]]:
-        """What the last stage computes, on the CPU of every rank, and the layouts between."""
+        """Run the stages one after another; returns the last stage's outputs, on the CPU of every
+        rank, and the layouts between stages."""
         ranks = dist.get_process_group_ranks(self.mesh.pipeline)
         handed: Any = None
         layouts: list[P2PLayout] = []
@@ -163,7 +164,7 @@ class PipelineTrainEngine(TrainEngine):
         raise AssertionError
 
     def _learn_layouts(self) -> None:
-        """Try one small forward pass, so that every stage knows what it will be sent."""
+        """Run one small forward pass, so that every stage knows the layout of what it receives."""
         tokens = min(_TRIAL_TOKENS, self.plan.sequence_length)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.enable_grad():
@@ -194,7 +195,7 @@ class PipelineTrainEngine(TrainEngine):
         optimizer = self.engine.optimizer
         for parameter in self.engine.module.parameters():
             if parameter.requires_grad and accumulated_gradient(parameter, optimizer) is None:
-                # One that is missing here and there on a replica would never be waited for.
+                # If it were missing here and present on another replica, the reduction would hang.
                 parameter.grad = torch.zeros_like(parameter)
         parameters = dict(self.module.named_parameters())
         for name, group in self._replicas.items():
@@ -204,7 +205,7 @@ class PipelineTrainEngine(TrainEngine):
     def _optimizer_step(self, engine: Any) -> None:
         self.mark(OPTIMIZER_UPDATE)
         self._norm = self._gradient_norm_before_step()
-        self._gate.watch(self._skip_policy, self._own_share(self._loss_sum), self._num_targets)
+        self._skip_hook.watch(self._skip_policy, self._own_share(self._loss_sum), self._num_targets)
         run_optimizer_step(engine)
 
 

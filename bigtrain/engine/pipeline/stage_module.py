@@ -23,7 +23,7 @@ class StageModule(nn.Module):
     The rest of a micro-batch (positions, and token ids where layers need them) comes from `feed`:
     every stage reads the same few kilobytes from the dataset instead of passing them on.
 
-    computes_loss: whether the last stage's model does, instead of giving logits.
+    computes_loss: whether the last stage's model returns the loss instead of logits.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class StageModule(nn.Module):
         self._added = added or _nothing
 
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
-        """On the last stage logits or the summed loss, and what routers add to it if anything;
-        else what to send."""
+        """The last stage returns logits or the summed loss, and the router loss if there is one;
+        other stages return the tensors to send."""
         batch = next(self._batches)
         if self.incoming is None:
             assert torch.is_tensor(received)
@@ -81,8 +81,8 @@ class StageModule(nn.Module):
         positions: torch.Tensor | None,
         **loss: torch.Tensor,
     ) -> Any:
-        """A Payload, or the last stage's logits (with what a `ChunkedLoss` wants its summed loss)
-        and what routers add to it. `positions` are on the host."""
+        """A Payload, or the last stage's logits (with arguments for a `ChunkedLoss`, its summed
+        loss) and the router loss. `positions` are on the host."""
         if self.stage.needs_tokens:
             input_ids = input_ids.to(self._device, non_blocking=True).contiguous()
         moved = None if positions is None else positions.to(self._device, non_blocking=True)
@@ -106,13 +106,14 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
 
 
 def _nothing(_outputs: Any) -> None:
-    """What routers add to a loss that nothing is trained by."""
+    """The router loss in evaluation: none."""
 
 
 def _with_gradient(payload: Payload) -> Payload:
-    """`payload`, with a tensor that asks for a gradient: DeepSpeed sends one back in any case.
+    """`payload` with at least one tensor that requires a gradient, which DeepSpeed always sends
+    back.
 
-    Nothing does by itself where all parameters up to here are frozen.
+    If all parameters up to here are frozen, no tensor requires one by itself.
     """
     asked = False
 

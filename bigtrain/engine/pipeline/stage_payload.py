@@ -1,4 +1,4 @@
-"""What one pipeline stage sends the next, as the flat tuple of tensors that DeepSpeed passes on.
+"""What one pipeline stage sends the next, as the flat tuple of tensors that DeepSpeed transfers.
 
 DeepSpeed sends a gradient back for every floating tensor, into buffers it numbers by position
 whatever their dtype (0.19.8, runtime/pipe/engine.py): so differentiable tensors come first, and
@@ -38,7 +38,7 @@ class P2PLayout:
 
     @staticmethod
     def of(payload: Payload) -> P2PLayout:
-        """The packing of payloads like this one, computed with gradients enabled."""
+        """The layout of payloads like this one, computed with gradients enabled."""
         counts = {True: 0, False: 0}
 
         def slot(tensor: torch.Tensor) -> _Slot:
@@ -49,7 +49,7 @@ class P2PLayout:
         return P2PLayout(payload.map(slot), counts[True])
 
     def pack(self, payload: Payload) -> tuple[torch.Tensor, ...]:
-        """Differentiable tensors first. `payload` must have this packing's form."""
+        """Differentiable tensors first. `payload` must have this layout's form."""
         differentiable: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         slots = iter(_slots(self.form))

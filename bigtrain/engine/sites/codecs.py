@@ -1,4 +1,4 @@
-"""What travels between sites: numbers of how many bits, and of what. No communication."""
+"""How weights are encoded for the exchange between sites. No communication."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Codec:
-    """How the weights of a site are written down.
+    """How the weights of a site are encoded.
 
     dtype: of the codes. is_relative: whether they are differences to the global weights, which are
     the same on all sites before an outer step; else they are the weights themselves.
@@ -29,8 +29,8 @@ class Codec:
 
 
 CODECS = {
-    "float32": Codec(torch.float32, is_relative=False),  # so that nothing at all is rounded
-    "bfloat16": Codec(torch.bfloat16, is_relative=True),  # of weights 16 bits would be lost
+    "float32": Codec(torch.float32, is_relative=False),  # absolute, so that nothing is rounded
+    "bfloat16": Codec(torch.bfloat16, is_relative=True),  # absolute weights would lose 16 bits
 }
 
 

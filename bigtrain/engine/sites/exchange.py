@@ -1,4 +1,4 @@
-"""The mean over sites of what ranks of the same place hold, with the bytes it takes."""
+"""The mean over sites of the weights that the same rank of each site holds."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Exchange:
 
         Parameters: `local`, `weights` (global, the same on all sites), float32 [N] on the CPU.
 
-        Every site takes the mean of one part, in float64 and in the order of the sites, and sends
-        its code to all: so all have the same to the bit, and nothing is rounded on the way round a
-        ring. Collective over the group. Raises RuntimeError where a site is gone or too slow.
+        Every site computes the mean of one part, in float64 and in the order of the sites, and
+        sends its code to all: all sites get the same bits, without the intermediate rounding of a
+        ring. Collective over the group. Raises RuntimeError if a site is gone or too slow.
         """
         if self._group is None:
             return local
@@ -51,5 +51,5 @@ class Exchange:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory: gloo does not know every dtype, and adds nothing up here."""
+    """The same memory as bytes: gloo does not support every dtype, and here it only copies."""
     return tensor.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The outer step of one site: from the masters of its engine to the other sites and back."""
+"""The outer step of a site: exchange its engine's masters with other sites and update them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from bigtrain.engine.deepspeed_patches.optimizers import refresh_parameters
 from bigtrain.engine.optimizers.masters import MasterPart, master_parts
 from bigtrain.engine.sites.codecs import sent_bytes
 from bigtrain.engine.sites.exchange import Exchange
-from bigtrain.engine.sites.meeting import Meeting, in_site, refuse_differences
 from bigtrain.engine.sites.outer_update import outer_update
+from bigtrain.engine.sites.site_rendezvous import SiteRendezvous
+from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.settings.sections.sites import SitesSection
-from bigtrain.system.world import World
 
 GLOBAL, MOMENTUM = "outer_global", "outer_momentum"
 """Kinds of tensors of a checkpoint: the global weights, and the momentum of their optimizer."""
 ELEMENTS_AT_ONCE = 1 << 24
-"""Of a rank's masters, about: what an outer step takes beside its state is some times as large."""
+"""Elements of a rank's masters per exchange, which bounds the temporary memory of an outer step."""
 
 
 @dataclass(frozen=True)
 class OuterFigures:
     """What an outer step did; the same on every rank of a site.
 
-    number: of outer steps, from 1. sent_bytes: by this site, all ranks together. seconds: of all of
-    it on this rank, `waited_seconds` of them until all sites were there. change: root mean square
-    of what this site has changed of the global weights since the last outer step. distance: that of
-    its weights' differences to the mean over sites.
+    number: of the outer step, from 1. sent_bytes: by all ranks of this site. seconds: its duration
+    on this rank, `waited_seconds` of it waiting for the other sites. change: root mean square of
+    this site's change to the global weights since the last outer step. distance: root mean square
+    of the difference between its weights and the mean over sites.
     """
 
     number: int
@@ -54,11 +54,10 @@ class OuterStep:
     averaging), and part of the engine's checkpoints. Methods are collective over all sites.
     """
 
-    def __init__(self, engine: TrainEngine, meeting: Meeting, world: World) -> None:
+    def __init__(self, engine: TrainEngine, rendezvous: SiteRendezvous) -> None:
         self._engine = engine
-        self._meeting = meeting
-        self._world = world
-        self._exchange = Exchange(meeting.group, self.sites.count, self.sites.codec)
+        self._rendezvous = rendezvous
+        self._exchange = Exchange(rendezvous.group, self.sites.count, self.sites.codec)
         self.number = 0
         parts = self._parts()
         assert all(part.master.dtype == torch.float32 for part in parts)
@@ -76,35 +75,32 @@ class OuterStep:
 
     @property
     def sites(self) -> SitesSection:
-        return self._meeting.sites
+        return self._rendezvous.sites
 
     def begin(self, number: int, *, is_new: bool) -> None:
-        """The engine is filled, after `number` outer steps; a new run's weights become the global
-        ones, any other's were in its checkpoint.
+        """Begin after `number` outer steps, with the engine filled. The weights of a new run become
+        the global ones; a resumed run has those of its checkpoint.
 
-        Raises LaunchError where other sites hold other weights, or stand elsewhere.
+        Raises LaunchError if other sites have other global weights or another number.
         """
         self.number = number
         if is_new:
             for window, weights in self._windows():
                 weights.copy_(self._gathered(window))
-
-        def compare() -> None:
-            facts = {
-                "the number of outer steps": number,
-                "the parts of parameters of a rank": _digest_of_text(repr(self._layout)),
-                "the global weights": _digest(self.weights),
-            }
-            refuse_differences(self._meeting.gather("the beginning", facts))
-
-        in_site(compare, self._world)
+        facts = {
+            "the number of outer steps": number,
+            "the parts of parameters of a rank": _digest_of_text(repr(self._layout)),
+            "the global weights": _digest(self.weights),
+        }
+        self._rendezvous.compare("the beginning", facts)
 
     def step(self) -> OuterFigures:
-        """Make one outer step. Raises LaunchError on all ranks of a site where one of them cannot:
-        a site does not come, is lost, or holds other global weights."""
+        """Make one outer step. Raises LaunchError on all ranks of a site if one of them cannot: a
+        site does not join, is lost, or has other global weights."""
         begun = time.perf_counter()
         self.number += 1
-        in_site(self._meet, self._world)
+        facts = {"outer step": self.number, "the global weights": _digest(self.weights)}
+        self._rendezvous.compare(f"outer step {self.number}", facts)
         waited = time.perf_counter() - begun
         sent_before = self._exchange.num_bytes
         squares = torch.zeros(3, dtype=torch.float64)
@@ -117,11 +113,11 @@ class OuterStep:
                 raise LaunchError(
                     f"outer step {self.number}: another site was lost, or took longer than "
                     f"sites.timeout_seconds = {self.sites.timeout_seconds:g} for a transfer: "
-                    f"{error} -> see what the other sites say; started again, all go on from "
+                    f"{error} -> see what the other sites say; started again, all resume from "
                     "their newest checkpoints"
                 ) from error
 
-        in_site(update, self._world)
+        on_all_ranks(update)
         refresh_parameters(self._engine.engine)
         sent = self._exchange.num_bytes - sent_before
         assert sent == sent_bytes(len(self.weights), self.sites.count, self.sites.codec)
@@ -129,15 +125,10 @@ class OuterStep:
 
     def close(self) -> None:
         """After the last step: leave when all ranks of all sites do."""
-        self._meeting.close()
-
-    def _meet(self) -> None:
-        """Wait for all sites, and see that they are where this one is."""
-        facts = {"outer step": self.number, "the global weights": _digest(self.weights)}
-        refuse_differences(self._meeting.gather(f"outer step {self.number}", facts))
+        self._rendezvous.close()
 
     def _update(self, window: list[_Piece], weights: torch.Tensor) -> torch.Tensor:
-        """Take a window of masters to the new global weights; sums for the figures."""
+        """Set a window of masters to the new global weights; returns sums for the figures."""
         local = self._gathered(window)
         mean = self._exchange.mean(local, weights)
         change, distance = _square(local, weights), _square(local, mean)
@@ -157,7 +148,7 @@ class OuterStep:
         return torch.cat([piece.master.detach().cpu() for piece in window])
 
     def _windows(self) -> Iterator[tuple[list[_Piece], torch.Tensor]]:
-        """The pieces of masters that travel together, and the global weights of them."""
+        """The pieces of masters that are exchanged together, and their global weights."""
         # A multiple of the sites, so that only the last part is filled up.
         most = max(1, ELEMENTS_AT_ONCE // self.sites.count) * self.sites.count
         window: list[_Piece] = []

@@ -1,4 +1,4 @@
-"""What this machine trains on, asked of torch alone."""
+"""The kind of device that this machine trains on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def device_kind() -> Literal["cpu", "cuda"]:
 
 
 def refuse_for_device(config: RunConfig, world_size: int) -> None:
-    """Raise ConfigError for what was legal on paper and is not on this machine's devices.
+    """Raise ConfigError for settings that are legal in general and not on this machine's devices.
 
-    float16 on a CPU, say; a login node cannot know. Not collective: all ranks come to the same
-    end on like devices.
+    For example float16 on a CPU; a login node cannot know. Not collective: all ranks decide alike
+    on the same kind of device.
     """
     accelerate = read_accelerate(os.environ)
     async_io = find_library("aio") is not None

@@ -15,10 +15,10 @@ from bigtrain.settings.topology import Coordinates, Topology
 
 
 def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
-    """All groups that anybody asks for, by name, in the order every rank creates them in.
+    """All groups by name, in the order in which every rank creates them.
 
-    "replicas" hold the same parameters, but for experts: ZeRO partitions over them and gradients
-    are averaged over them.
+    "replicas" hold the same parameters, except for experts: ZeRO partitions and gradients are
+    averaged over them.
     """
     return {
         "tensor": topology.groups("tensor"),
@@ -37,10 +37,10 @@ class Mesh:
     """A rank's place in a topology and the groups it belongs to.
 
     Every group is a real one, also where it has this rank alone: to torch and DeepSpeed None
-    means the whole world. replicas: the processes with the same parameters. model: the processes
-    that hold one copy of the model together (a gradient norm is summed over them). expert: those
-    of the replicas that divide the experts and exchange tokens. expert_replicas: those of the
-    replicas that hold the same experts.
+    means the whole world. replicas: the ranks with the same parameters. model: the ranks that hold
+    one copy of the model together (a gradient norm is summed over them). expert: the replicas that
+    divide the experts and exchange tokens. expert_replicas: the replicas that hold the same
+    experts.
     """
 
     topology: Topology
@@ -66,12 +66,12 @@ def open_mesh(
 ) -> Mesh:
     """Create the groups of `topology` for rank `rank`. Collective over the whole world.
 
-    An axis of one process costs nothing, and equal groups are made once. They live as long as the
+    An axis of size 1 costs nothing, and equal groups are made once. They live as long as the
     default process group.
     """
     assert dist.get_world_size() == topology.world_size
     assert dist.get_rank() == rank
-    # Not torch's own, which for a group of NCCL is 10 minutes whatever the world's is.
+    # Not torch's default, which for NCCL groups is 10 minutes whatever the world's timeout is.
     timeout = timedelta(seconds=collective_timeout_seconds)
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
     found = {}
@@ -84,8 +84,8 @@ def open_mesh(
 
 
 def open_holders(mesh: Mesh) -> dict[bool, dist.ProcessGroup]:
-    """The groups of ranks that hold all of the same parameters together, and (True) all of the same
-    experts. Collective over the whole world; for those who need them, so not part of every mesh."""
+    """The groups of all ranks that hold parts of the same parameters (False) and of the same
+    experts (True). Collective over the whole world; not in every mesh, since few runs need them."""
     topology = mesh.topology
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     dense = _new_group(topology.holder_groups(), mesh.rank, timeout)
@@ -98,7 +98,7 @@ def warm_up(mesh: Mesh, device: torch.device) -> None:
     """Use every group of `mesh` that has several ranks once. Collective over the whole world.
 
     NCCL opens a group's connections at its first collective, which takes seconds at scale. Here a
-    card or cable that does not work is an error with that name, not one in the first step.
+    broken card or cable is an error that names the group, instead of one in the first step.
     """
     seen: set[int] = set()
     for name in groups_of(mesh.topology):
@@ -109,7 +109,7 @@ def warm_up(mesh: Mesh, device: torch.device) -> None:
         total = torch.ones((), device=device)
         dist.all_reduce(total, group=group)
         size = dist.get_world_size(group)
-        if int(total) != size:  # waits, so that an error is this group's
+        if int(total) != size:  # waits for the device, so that an error belongs to this group
             raise LaunchError(
                 f"the {name} group of {size} ranks adds up to {int(total)} -> bigtrain doctor "
                 "tries every pair of hosts"
@@ -134,8 +134,8 @@ class ModelParallelUnit:
     ``runtime/zero`` and ``runtime/utils.py`` ask for ``model_parallel`` (norms, overflow),
     ``utils/bwc.py`` for ``tensor_model_parallel`` and ``pipeline_model_parallel``,
     ``utils/groups.py`` for ``data_parallel`` (partitions, averages). Each comes as
-    ``get_NAME_group``, ``_world_size`` and ``_rank``. Processes that share samples are shown as
-    replicas: told of sequence parallelism, DeepSpeed would not count them when it averages.
+    ``get_NAME_group``, ``_world_size`` and ``_rank``. Sequence-parallel ranks are shown as
+    replicas: DeepSpeed would not count them as such when it averages.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -147,8 +147,8 @@ class ModelParallelUnit:
         }
 
     def __getattr__(self, name: str) -> Any:
-        # DeepSpeed tells what kind of mpu it has by which methods there are, so nothing is
-        # answered beyond the table.
+        # DeepSpeed tells the kind of an mpu by the methods it has, so there are none beyond the
+        # table.
         for kind, group in self.__dict__.get("_groups", {}).items():
             if name == f"get_{kind}_group":
                 return lambda: group

@@ -1,15 +1,15 @@
-"""DeepSpeed's compiled operators: built once, and no start waits for a build whose owner is gone.
+"""DeepSpeed's compiled operators: built once, and never blocked by a build that was killed.
 
-torch 2.13 takes a lock at every load of an operator, also when nothing is to be compiled: a file,
-which outlives a process that is killed, and for which every later load on the same home directory
-then waits for ever (utils/file_baton.py). So its lock is never shared here. An operator is compiled
-in a private folder and its library renamed into place, from where it is loaded without a lock. The
-place is named by what the library is made of (sources, flags, versions, CPU), so that two paths to
-one environment share it, and two environments do not undo each other's.
+torch 2.13 takes a lock file at every load of an operator, even when nothing has to be compiled. The
+file outlives a process that is killed, and then every later load on the same home directory waits
+for ever (utils/file_baton.py). So its lock is never shared here. An operator is compiled in a
+private folder and its library renamed into place, from where it is loaded without a lock. The name
+is a hash of what the library is built from (sources, flags, versions, CPU), so that two paths to
+one environment share it, and two environments do not overwrite each other's.
 
-That is right without any lock. The one that there is, flock, only keeps processes from compiling
-the same at once, and the kernel frees it with its holder. NFS has it since Linux 2.6.12; a file
-system without it costs needless compiling and nothing else.
+This is correct without any lock. flock only keeps processes from compiling the same operator at
+once, and the kernel releases it with its holder. NFS supports it since Linux 2.6.12; on a file
+system without it, the only cost is compiling twice.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def operators_folder() -> Path:
 
 
 def _identity(name: str, sources: Sequence[str], build: dict[str, Any]) -> str:
-    """Of all that a library depends on, but for the compiler: what one has made stays good."""
+    """A hash of everything that a library depends on, except the compiler, whose output stays
+    valid."""
     include = [Path(path).resolve() for path in build.get("extra_include_paths") or ()]
     ours = [path for path in include if path.is_relative_to(_PACKAGE)]
     headers = sorted(file for path in ours for file in path.rglob("*.h*") if file.is_file())
@@ -104,7 +105,7 @@ def _cpu_features() -> str:
 
 @contextmanager
 def _one_at_a_time(library: Path) -> Iterator[None]:
-    """Until `library` is there or nobody else makes it; goes on without that after a time."""
+    """Wait until `library` exists or no other process compiles it, for ten minutes at most."""
     descriptor = os.open(library.parent / "flock", os.O_RDWR | os.O_CREAT, 0o644)
     until = time.monotonic() + _PATIENCE_SECONDS
     try:

@@ -20,27 +20,27 @@ import torch.distributed as dist
 from bigtrain.engine.startup.device import device_kind
 from bigtrain.engine.startup.long_work import LongWork
 from bigtrain.engine.startup.operators import operators_without_locks
-from bigtrain.engine.startup.rendezvous import all_arrived
+from bigtrain.engine.startup.rendezvous import all_ranks_joined
 from bigtrain.errors import LaunchError
-from bigtrain.launchers.doctor.verdicts import judge_versions
+from bigtrain.launchers.doctor.verdicts import check_versions
 from bigtrain.settings.sections.failures import (
-    ARRIVAL_TIMEOUT_SECONDS,
     COLLECTIVE_TIMEOUT_SECONDS,
+    RENDEZVOUS_TIMEOUT_SECONDS,
 )
 from bigtrain.system.listening import is_loopback
 from bigtrain.system.versions import library_versions
 from bigtrain.system.world import World
 
-# From here on gloo connects ranks when they first talk, which few pairs do, and not each to all
-# others: with two groups on the CPU those are 8,190 sockets of a rank of 4,096, where the usual
-# limit of open files is 1,024. What the limit can be raised to without being root, it is.
+# From this world size on, gloo connects two ranks when they first communicate, which few pairs do,
+# and not each rank to all others: with two CPU groups of 4,096 ranks those are 8,190 sockets per
+# rank, and the usual limit of open files is 1,024. That is also raised to its hard limit.
 _MANY_RANKS = 64
 DEFAULT_PORT = "29500"  # torch's and DeepSpeed's, where a launcher names none
 
 
 @dataclass(frozen=True)
 class Joined:
-    """This rank's device, the host of every rank, and how they wait for each other's work."""
+    """This rank's device, the host of every rank, and the world's `LongWork`."""
 
     device: torch.device
     hosts: tuple[str, ...]
@@ -50,16 +50,16 @@ class Joined:
 @contextmanager
 def process_group(
     world: World,
-    rendezvous_timeout_seconds: float = ARRIVAL_TIMEOUT_SECONDS,
+    rendezvous_timeout_seconds: float = RENDEZVOUS_TIMEOUT_SECONDS,
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> Iterator[Joined]:
     """Join the world's process group (nccl on GPUs, gloo on CPUs).
 
-    Collective over all ranks, on entry and on exit. On an exception nobody waits for the
-    others: they may be stuck in a collective, and it is the launcher that ends them.
+    Collective over all ranks, on entry and on exit. After an exception no rank waits for the
+    others: they may be stuck in a collective, and the launcher ends them.
 
-    Raises LaunchError where the processes cannot meet, where some have not come within
-    `rendezvous_timeout_seconds`, and where hosts have different versions.
+    Raises LaunchError if ranks cannot reach the main rank, if some have not joined within
+    `rendezvous_timeout_seconds`, or if hosts have different versions.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     added = _complete_environment(world)
@@ -68,7 +68,7 @@ def process_group(
     if kind == "cuda":
         torch.cuda.set_device(device)
     with operators_without_locks():
-        with all_arrived(world, rendezvous_timeout_seconds):
+        with all_ranks_joined(world, rendezvous_timeout_seconds):
             deepspeed.init_distributed(
                 dist_backend="nccl" if kind == "cuda" else "gloo",
                 auto_mpi_discovery=False,
@@ -78,8 +78,8 @@ def process_group(
         try:
             hosts, token = _gather_hosts(world)
             yield Joined(device, hosts, LongWork(world, token))
-            # Who leaves while a peer still talks may abort at exit: without this 7 of 37 runs that
-            # had succeeded did, with it none.
+            # A rank that leaves while a peer still communicates may abort at exit: without this
+            # barrier 7 of 37 successful runs did, with it none.
             dist.barrier()
         finally:
             if dist.is_initialized():
@@ -102,16 +102,16 @@ def cpu_group(
 
 
 def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
-    """The host of every rank, and a word for this start of the processes. Collective.
+    """The host of every rank, and a token for this launch. Collective.
 
-    Raises LaunchError on all ranks where a host has other versions than the rest.
+    Raises LaunchError on all ranks if a host has other versions than the rest.
     """
     if world.size == 1:
         return (socket.gethostname(),), ""
     facts: list[Any] = [None] * world.size
     dist.all_gather_object(facts, (socket.gethostname(), library_versions(), secrets.token_hex(8)))
     by_host = {host: {"versions": versions} for host, versions, _ in facts}
-    different = [finding for finding in judge_versions(by_host) if finding.failed]
+    different = [finding for finding in check_versions(by_host) if finding.failed]
     if different:
         lines = [f"  {finding.host}: {finding.text}" for finding in different]
         rule = f"hosts have other versions than the rest -> {different[0].remedy}"
@@ -120,11 +120,11 @@ def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
 
 
 def _complete_environment(world: World) -> list[str]:
-    """Give torch what the launcher left out: of mpirun's world, or of one process without any.
+    """Set the variables that torch needs and the launcher did not set (mpirun, or no launcher).
 
-    Returns the variables that were added. Raises LaunchError, on the main rank, where the port
-    that the others will look for is taken: torch would only say so in a traceback. Likewise where
-    mpirun was told of another host than the main rank's: the others would look there for long.
+    Returns the variables that were added. Raises LaunchError, on the main rank, if the rendezvous
+    port is taken (torch would only say so in a traceback), or if mpirun was given another host's
+    address than the main rank's (the others would wait there for long).
     """
     values = {
         "RANK": str(world.rank),
@@ -162,7 +162,7 @@ def _complete_environment(world: World) -> list[str]:
 
 
 def _refuse_other_host(address: str) -> None:
-    """Raises LaunchError where `address` is none of this host's."""
+    """Raises LaunchError if `address` is not one of this host's."""
     try:
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError:

@@ -1,4 +1,4 @@
-"""Which ranks connected, and who did not, before any process group exists."""
+"""Rendezvous before any process group exists: waits for all ranks, and names those missing."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ log = logging.getLogger(__name__)
 
 _CONNECT = timedelta(seconds=10)  # one try; between two a signal is heard
 _SAY_AFTER_SECONDS = 30.0
-_TOLD_WITHIN_SECONDS = 5.0
-_VERDICT = "bigtrain/verdict"  # of the main process: empty, or why it gave up
-_NUM_TOLD = "bigtrain/num_told"
+_ACKNOWLEDGE_SECONDS = 5.0
+_OUTCOME = "bigtrain/outcome"  # set by the main rank: empty, or why it gave up
+_NUM_ACKNOWLEDGED = "bigtrain/num_acknowledged"
 
 
 @contextmanager
-def all_arrived(world: World, patience_seconds: float) -> Iterator[None]:
-    """Wait until every rank of `world` has come to MASTER_ADDR:MASTER_PORT. Collective.
+def all_ranks_joined(world: World, timeout_seconds: float) -> Iterator[None]:
+    """Wait until every rank of `world` has joined at MASTER_ADDR:MASTER_PORT. Collective.
 
-    torch's own wait for them only counts who came. Inside the context the main rank keeps the
-    server over which torch then makes the process group, at the same port. Where MASTER_ADDR is a
-    number, it listens at that address alone.
+    torch's own wait only counts ranks. Inside the context the main rank keeps the server over which
+    torch then makes the process group, at the same port. If MASTER_ADDR is an IP address, it
+    listens at that address alone.
 
-    Raises LaunchError on every rank that came if some did not within `patience_seconds`, with
-    the ranks of those and the hosts of the others; and where the main rank cannot be reached.
+    Raises LaunchError on every rank that joined if some did not within `timeout_seconds`, with the
+    missing ranks and the hosts of the others; and if the main rank cannot be reached.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        yield  # torchrun's agents have met already, and started every process themselves
+        yield  # torchrun's agents have had their rendezvous and started all ranks themselves
         return
-    store = _join(world, time.monotonic() + patience_seconds)
+    store = _join(world, time.monotonic() + timeout_seconds)
     store.set(_key(world.rank), socket.gethostname())
-    # Both count from here, when the main rank, which may be a late one itself, is there.
+    # The timeout counts from here on, when the main rank has joined.
     if world.is_main:
-        verdict = _wait_for_all(store, world, time.monotonic() + patience_seconds)
+        failure = _wait_for_all(store, world, time.monotonic() + timeout_seconds)
     else:
-        verdict = _wait_for_main(store, patience_seconds)
-    if verdict:
-        raise LaunchError(verdict)
+        failure = _wait_for_main(store, timeout_seconds)
+    if failure:
+        raise LaunchError(failure)
     yield
 
 
@@ -82,7 +82,7 @@ def _join(world: World, end: float) -> dist.TCPStore:
 
 
 def _looks() -> Iterator[float]:
-    """The time now, again and again. A wait of the store's own would print a warning each time."""
+    """The time of each poll. The store's own wait would print a warning each time."""
     pause = 0.01
     while True:
         yield time.monotonic()
@@ -92,14 +92,14 @@ def _looks() -> Iterator[float]:
 
 def _wait_for_all(store: dist.TCPStore, world: World, end: float) -> str:
     missing = list(range(world.size))
-    verdict = ""
+    failure = ""
     said = time.monotonic()
     for now in _looks():
         missing = [rank for rank in missing if not store.check([_key(rank)])]
         if not missing:
             break
         if now > end:
-            verdict = (
+            failure = (
                 f"{_who_is_missing(store, world, missing)} -> see what the launcher printed for "
                 "them; bigtrain doctor tries every host; "
                 "watchdog.rendezvous_timeout_seconds is how long they are waited for"
@@ -108,40 +108,40 @@ def _wait_for_all(store: dist.TCPStore, world: World, end: float) -> str:
         if now - said > _SAY_AFTER_SECONDS:
             said = now
             log.warning("waiting: %s", _who_is_missing(store, world, missing))
-    store.set(_VERDICT, verdict)
-    if verdict:  # the server ends with this process
+    store.set(_OUTCOME, failure)
+    if failure:  # the server ends with this process, so let the others read it first
         num_others = world.size - len(missing) - 1
         for now in _looks():
-            if store.add(_NUM_TOLD, 0) >= num_others or now > end + _TOLD_WITHIN_SECONDS:
+            if store.add(_NUM_ACKNOWLEDGED, 0) >= num_others or now > end + _ACKNOWLEDGE_SECONDS:
                 break
-    return verdict
+    return failure
 
 
-def _wait_for_main(store: dist.TCPStore, patience_seconds: float) -> str:
-    # The main rank gives up first, and says why.
-    limit = timedelta(seconds=patience_seconds + 2 * _TOLD_WITHIN_SECONDS)
+def _wait_for_main(store: dist.TCPStore, timeout_seconds: float) -> str:
+    # Longer than the main rank's, which gives up first and says why.
+    limit = timedelta(seconds=timeout_seconds + 2 * _ACKNOWLEDGE_SECONDS)
     try:
-        store.wait([_VERDICT], limit)
-        verdict = store.get(_VERDICT).decode()
-        store.add(_NUM_TOLD, 1)
+        store.wait([_OUTCOME], limit)
+        failure = store.get(_OUTCOME).decode()
+        store.add(_NUM_ACKNOWLEDGED, 1)
     except dist.DistError:
         return "the main rank ended, or fell silent, before all ranks connected: see what it says"
-    return verdict
+    return failure
 
 
 def _who_is_missing(store: dist.TCPStore, world: World, missing: list[int]) -> str:
     absent = set(missing)
-    came: dict[str, list[int]] = {}
+    joined: dict[str, list[int]] = {}
     for rank in range(world.size):
         if rank not in absent:
-            came.setdefault(store.get(_key(rank)).decode(), []).append(rank)
+            joined.setdefault(store.get(_key(rank)).decode(), []).append(rank)
     expected = _hosts_of_deepspeeds_launcher()
-    gone: dict[str, list[int]] = {}
+    absentees: dict[str, list[int]] = {}
     for rank in missing:
-        gone.setdefault(expected[rank] if rank < len(expected) else "", []).append(rank)
+        absentees.setdefault(expected[rank] if rank < len(expected) else "", []).append(rank)
     return (
-        f"{len(missing)} of {world.size} ranks have not connected: {_by_host(gone)}; "
-        f"here are {_by_host(came)}"
+        f"{len(missing)} of {world.size} ranks have not joined: {_by_host(absentees)}; "
+        f"joined: {_by_host(joined)}"
     )
 
 

@@ -1,6 +1,6 @@
-"""Process-wide settings of a run's processes, applied on entry and undone on exit.
+"""Process-wide settings of a run (NCCL, allocator, threads), applied on entry, undone on exit.
 
-A user's own setting always wins: a variable of the environment, or a field of the run YAML.
+A user's own setting always wins: an environment variable or a field of the run YAML.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from bigtrain.engine.startup.device import device_kind
 from bigtrain.models.torch_patches import set_allocator
 from bigtrain.settings.resolve import ResolvedRun
-from bigtrain.system.cpu_share import CpuShare, cpu_share, processes_here
+from bigtrain.system.cpu_share import CpuShare, cpu_share, local_world_size
 from bigtrain.system.gpu_environment import allocator_settings, nccl_defaults
 from bigtrain.system.machine import this_machine
 from bigtrain.system.world import World
@@ -28,8 +28,7 @@ def runtime_settings(
     """Settings of NCCL, the allocator, float32 products, threads and cores, for `run`.
 
     Yields human-readable lines of what was set. Must come before the process group is opened and
-    before the first memory of a GPU is asked for. Not collective. The allocator keeps its settings:
-    what it holds by then was made with them.
+    before the first GPU allocation. Not collective. The allocator's settings are not undone.
     """
     lines: list[str] = []
     added: dict[str, str] = {}
@@ -80,11 +79,11 @@ def _set_allocator(environment: MutableMapping[str, str]) -> list[str]:
 def _cpu_share(run: ResolvedRun, world: World, environment: MutableMapping[str, str]) -> CpuShare:
     engine = run.config.engine
     if device_kind() == "cpu":
-        # Ranks on CPUs are for trying a run out: torch's own number, divided, and no binding.
-        own = max(1, torch.get_num_threads() // processes_here(environment))
+        # CPU ranks are for trials: torch's own number of threads, divided, and no binding.
+        own = max(1, torch.get_num_threads() // local_world_size(environment))
         unsaid = "OMP_NUM_THREADS" not in environment
         return CpuShare(engine.cpu_threads or (own if unsaid else None))
-    # Divided by LOCAL_WORLD_SIZE there, which only torchrun sets; asked for the host as a whole.
+    # For the whole host: with an environment it would be divided by LOCAL_WORLD_SIZE.
     num_cores = this_machine({}).num_cores
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(num_cores)
     return cpu_share(
@@ -117,5 +116,5 @@ def _describe_share(share: CpuShare, environment: MutableMapping[str, str]) -> l
     if share.cores is None and (share.num_threads is None or device_kind() == "cpu"):
         return []
     cores = f", bound to {len(share.cores)} cores" if share.cores is not None else ""
-    of = f" of {processes_here(environment)} processes here" if cores else ""
+    of = f" of {local_world_size(environment)} processes here" if cores else ""
     return [f"each{of} has {torch.get_num_threads()} CPU threads{cores}"]

@@ -1,5 +1,6 @@
-"""`bigtrain doctor`: probes that run on hosts, and the verdicts on what they say.
+"""`bigtrain doctor`: probes that run on hosts, and the verdicts on their results.
 
-Start with `examination`, which sends `host_probe` everywhere (`transport`), gathers what it prints
-and asks `verdicts`. `collective_probe` is the only file here with torch: it runs on the hosts.
+Imports the rest of `launchers` and `system`; only the command imports it. Start with
+`examination`, which runs `host_probe` on every host (`transport`), collects its output and applies
+the checks of `verdicts`. `collective_probe` is the only file here with torch: it runs on the hosts.
 """

@@ -24,7 +24,7 @@ _REPEATS = 5
 
 
 def main(seconds: str) -> int:
-    """Measure, collectively over all processes that torchrun started."""
+    """Measure. Collective over all ranks that torchrun started."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -58,8 +58,8 @@ def main(seconds: str) -> int:
 
 
 def _matmul_seconds(device: torch.device, size: int) -> float:
-    """The best time of one product of two `size` x `size` matrices: what the device can do,
-    whatever else ran meanwhile."""
+    """The best time of a product of two `size` x `size` matrices, least disturbed by other
+    programs."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left = torch.ones(size, size, device=device, dtype=dtype)
 
@@ -83,7 +83,7 @@ def _all_reduce(
 
 
 def _times(work: Callable[[], object], device: torch.device) -> list[float]:
-    """Seconds of each repeat, after one to warm up."""
+    """Seconds of each repeat, after a warm-up."""
     times = []
     for _ in range(_REPEATS + 1):
         started_at = time.perf_counter()

@@ -1,6 +1,6 @@
-"""The order in which `bigtrain doctor` looks at hosts; those without an answer are left out.
+"""The steps of `bigtrain doctor`; hosts that do not answer the first one are skipped afterwards.
 
-Nothing here waits without a limit, and what is written is deleted.
+Nothing here waits without a limit, and the files it writes are deleted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import LaunchError
-from bigtrain.launchers.doctor import verdicts as judge
+from bigtrain.launchers.doctor import verdicts
 from bigtrain.launchers.doctor.transport import (
     MOST_AT_ONCE,
     Reply,
@@ -29,8 +29,9 @@ from bigtrain.launchers.hostfile import Host
 
 @dataclass(frozen=True)
 class Examination:
-    """What to look at: hosts, the directory that runs will write below, a port (None: any free
-    one), the limit of each step in seconds, and whether devices are to compute."""
+    """What to check: hosts, the directory that runs will write below, a port (None: any free one),
+    the limit of each step in seconds, the free GiB required, and whether to test devices and
+    collectives."""
 
     hosts: Sequence[Host]
     transport: Transport
@@ -42,9 +43,9 @@ class Examination:
 
 
 def examine(what: Examination, say: Callable[[str], None]) -> tuple[list[Finding], list[str]]:
-    """Look at every host. Returns the findings, and lines of figures.
+    """Check every host. Returns the findings, and lines of measurements.
 
-    `say` gets a line before each step.
+    `say` is called with a line before each step.
     """
     say(f"{len(what.hosts)} hosts: reachable, versions, devices, memory, clock")
     replies = ask_all(
@@ -55,16 +56,16 @@ def examine(what: Examination, say: Callable[[str], None]) -> tuple[list[Finding
         },
         what.transport,
         what.limit_seconds,
-        _as_they_come(len(what.hosts), say),
+        _report_replies(len(what.hosts), say),
     )
-    found = [judge.judge_reachable(host, replies[host.name].problem) for host in what.hosts]
+    found = [verdicts.check_reachable(host, replies[host.name].problem) for host in what.hosts]
     there = [host for host in what.hosts if replies[host.name].problem is None]
     if not there:
         return found, []
     facts = {host.name: replies[host.name].result for host in there}
-    found += judge.judge_versions(facts)
+    found += verdicts.check_versions(facts)
     for host in there:
-        found += _judge_facts(host, replies[host.name], what.least_gib, alone=len(what.hosts) == 1)
+        found += _check_facts(host, replies[host.name], what.least_gib, alone=len(what.hosts) == 1)
     say(f"{len(there)} hosts: {what.directory} shared")
     found += _shared(what, there)
     groups = _groups(there)
@@ -86,8 +87,8 @@ def examine(what: Examination, say: Callable[[str], None]) -> tuple[list[Finding
     return found, lines
 
 
-def _as_they_come(num_hosts: int, say: Callable[[str], None]) -> Callable[[Host, Reply], None]:
-    """Says at once which hosts do not answer, and of many how many have."""
+def _report_replies(num_hosts: int, say: Callable[[str], None]) -> Callable[[Host, Reply], None]:
+    """Reports at once which hosts do not answer, and with many hosts the progress."""
     answered = itertools.count(1)
 
     def tell(host: Host, reply: Reply) -> None:
@@ -101,9 +102,9 @@ def _as_they_come(num_hosts: int, say: Callable[[str], None]) -> Callable[[Host,
 
 
 def _groups(hosts: Sequence[Host]) -> list[Sequence[Host]]:
-    """As many hosts as can be asked at once, for steps in which they have to do with each other.
+    """Groups of as many hosts as can run a probe at once, for probes in which hosts communicate.
 
-    The last of one group is the first of the next, so that a host cut off from the rest shows.
+    The last host of a group is the first of the next, so that a group cut off from the rest shows.
     """
     size = most_at_once()
     if len(hosts) <= size or size < 2:
@@ -111,19 +112,19 @@ def _groups(hosts: Sequence[Host]) -> list[Sequence[Host]]:
     return [hosts[begin : begin + size] for begin in range(0, len(hosts) - 1, size - 1)]
 
 
-def _judge_facts(host: Host, reply: Reply, least_gib: float, *, alone: bool) -> list[Finding]:
+def _check_facts(host: Host, reply: Reply, least_gib: float, *, alone: bool) -> list[Finding]:
     fact = reply.result
     return [
-        judge.judge_devices(host, fact),
-        *judge.judge_memory(host.name, fact, least_gib),
-        judge.judge_clock(host.name, fact["time"], reply.sent_at, reply.received_at),
-        judge.judge_interface(host.name, fact, alone=alone),
-        judge.judge_environment(host.name, fact),
+        verdicts.check_devices(host, fact),
+        *verdicts.check_memory(host.name, fact, least_gib),
+        verdicts.check_clock(host.name, fact["time"], reply.sent_at, reply.received_at),
+        verdicts.check_interface(host.name, fact, alone=alone),
+        verdicts.check_environment(host.name, fact),
     ]
 
 
 def _shared(what: Examination, hosts: Sequence[Host]) -> list[Finding]:
-    """Write here, read there; write there, read here."""
+    """Whether every host sees a file written here, and this machine the files written there."""
     directory, token = str(what.directory), secrets.token_hex(8)
     written = _ask_here(what, "announce", directory=directory, token=token)
     if written.problem or written.result["problem"]:
@@ -144,13 +145,13 @@ def _shared(what: Examination, hosts: Sequence[Host]) -> list[Finding]:
         problem = reply.problem or reply.result["problem"] or read.problem
         if problem is None and host.name not in read.result["hosts"]:
             problem = "what it writes there is not seen here"
-        found.append(judge.judge_shared(host.name, directory, problem))
+        found.append(verdicts.check_shared(host.name, directory, problem))
     return found
 
 
 def _ask_here(what: Examination, probe: str, **arguments: Any) -> Reply:
-    """Of this machine, in a process of its own as well: a file system that does not answer would
-    hold this one for ever."""
+    """Run a probe on this machine, in a process of its own: a file system that does not answer
+    would block this one for ever."""
     here = Host("localhost", 1, 0)
     command = probe_command(probe, what.limit_seconds, **arguments)
     return ask_all([here], {here.name: command}, "ssh", what.limit_seconds)[here.name]
@@ -172,7 +173,7 @@ def _network(what: Examination, hosts: Sequence[Host], facts: dict[str, Any]) ->
         for host in hosts
     }
     replies = ask_all(hosts, probes, what.transport, what.limit_seconds)
-    return [judge.judge_network(n, reply.result, reply.problem) for n, reply in replies.items()]
+    return [verdicts.check_network(n, reply.result, reply.problem) for n, reply in replies.items()]
 
 
 def _compute(
@@ -184,7 +185,7 @@ def _compute(
     address = ["--master_addr", main, "--master_port", str(port)]
     commands = {
         host.name: [
-            # Ended on its own host as well, where nobody is left to be told.
+            # `timeout` also ends it on its host if the connection from here is lost.
             *(
                 "timeout",
                 "-k",
@@ -204,7 +205,7 @@ def _compute(
     main_reply = replies[hosts[0].name]
     if main_reply.problem is None:
         devices = main_reply.result
-        return judge.judge_compute(hosts, devices), judge.describe_collectives(devices)
+        return verdicts.check_compute(hosts, devices), verdicts.describe_collectives(devices)
     said = [
         f"{host.name}: {replies[host.name].problem}" for host in hosts if replies[host.name].problem
     ]

@@ -1,7 +1,7 @@
-"""What `bigtrain doctor` runs on each host: looks, says one line of JSON, ends in time.
+"""What `bigtrain doctor` runs on each host: a probe that prints one line of JSON within a limit.
 
 ``python -m bigtrain.launchers.doctor.host_probe NAME ARGUMENTS`` with ARGUMENTS as a JSON object.
-Imports the standard library only: a host on which torch is broken must still be able to say so.
+Imports the standard library only, so that it also works on a host on which torch is broken.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def facts(directory: str) -> dict[str, Any]:
         "own_address": _address(socket.gethostname()),
         "free_port": _free_port(),
         "environment_files": [p for path in sorted(files) for p in inspect_environment_file(path)],
-        "time": time.time(),  # last, and so the nearest to when it is received
+        "time": time.time(),  # last, so that it is closest to when the reply is received
     }
 
 
 def announce(directory: str, token: str) -> dict[str, Any]:
-    """Leave a file in `directory` for other hosts to read; `made` are the folders it took."""
+    """Write a file into `directory` for other hosts to read; `made`: folders created for it."""
     folder = Path(directory)
     made = [str(path) for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -84,7 +84,7 @@ def collect(directory: str, token: str, made: list[str]) -> dict[str, Any]:
 
 
 def shared(directory: str, token: str, name: str) -> dict[str, Any]:
-    """Read what the doctor wrote into `directory`, and leave a file of this host's there."""
+    """Read the file that `announce` wrote into `directory`, and write one of this host there."""
     folder = Path(directory)
     try:
         read = (folder / f".doctor-{token}").read_text(encoding="utf-8")
@@ -97,9 +97,9 @@ def shared(directory: str, token: str, name: str) -> dict[str, Any]:
 
 
 def network(port: int, peers: dict[str, int], me: str, seconds: float) -> dict[str, Any]:
-    """Listen at `port`, connect to every peer's, until all have met or `seconds` are over.
+    """Listen on `port` and connect to every peer, until all have connected or `seconds` are over.
 
-    Returns the peers that could not be connected to, with the last reason.
+    Returns the peers that could not be reached, with the last error of each.
     """
     try:
         listener = socket.create_server(("", port), backlog=len(peers) + 1)
@@ -157,7 +157,7 @@ def _num_devices() -> int | None:
 
 
 def _left_behind_bytes(folder: Path) -> int:
-    """Of DeepSpeed's buffers in `folder`, those that no process uses as far as this one may see."""
+    """Bytes of DeepSpeed's buffers in `folder` that no process (visible to this one) has mapped."""
     buffers = {str(path): path.lstat().st_size for path in folder.glob(SHARED_BUFFERS)}
     for maps in Path("/proc").glob("[0-9]*/maps") if buffers else ():
         try:

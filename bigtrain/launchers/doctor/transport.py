@@ -1,4 +1,4 @@
-"""Running a command on hosts: here, over ssh, as a step of a Slurm job; never without a limit."""
+"""Runs a command on hosts: locally, over ssh or as a step of a Slurm job, always with a timeout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bigtrain.system.shipped_files import checkout
 
 Transport = Literal["ssh", "srun"]
 MOST_AT_ONCE = 128
-"""Hosts that are asked at the same time; each takes a process and some open files here."""
+"""Hosts that run a probe at the same time; each takes a process and some open files here."""
 _FILES_PER_HOST, _SPARE_FILES = 4, 16
 _GRACE_SECONDS = 15  # for the connection, on top of what the probe itself may take
 _KILLED_SECONDS = 5
@@ -35,7 +35,7 @@ _TIMED_OUT = 124  # exit code of `timeout`
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back from a host: the probe's result, or in one line why there is none.
+    """A host's reply: the probe's result, or the reason, in one line, why there is none.
 
     sent_at, received_at: this machine's clock, in seconds since the epoch.
     """
@@ -47,7 +47,7 @@ class Reply:
 
 
 def most_at_once() -> int:
-    """How many hosts can be asked at the same time within this process's limit of open files."""
+    """How many hosts can run a probe at the same time, within this process's open-file limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = soft - len(os.listdir("/dev/fd")) - _SPARE_FILES
     return max(1, min(MOST_AT_ONCE, free // _FILES_PER_HOST))
@@ -62,8 +62,8 @@ def ask_all(
 ) -> dict[str, Reply]:
     """Run each host's command on it, `most_at_once` at the same time. Returns replies in order.
 
-    `tell` gets each as it comes, in this thread. Every command ends within `limit_seconds` and a
-    little.
+    `tell` is called with each reply as it arrives, in this thread. Every command is killed
+    `_GRACE_SECONDS` after `limit_seconds`.
     """
     if not hosts:
         return {}
@@ -93,7 +93,7 @@ def _ask(host: Host, command: Sequence[str], transport: Transport, limit_seconds
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
-                _carried(host, command, transport),
+                _remote_command(host, command, transport),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
@@ -105,7 +105,7 @@ def _ask(host: Host, command: Sequence[str], transport: Transport, limit_seconds
             code = process.wait(limit_seconds + _GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # held by a file system that is gone
+            with suppress(subprocess.TimeoutExpired):  # blocked by a file system that is gone
                 process.wait(_KILLED_SECONDS)
             return Reply(None, silent, sent_at, time.time())
         received_at = time.time()
@@ -125,8 +125,8 @@ def _lines(file: IO[bytes]) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _carried(host: Host, command: Sequence[str], transport: Transport) -> list[str]:
-    """`command` as it is started here so that it runs on `host`, in this working directory."""
+def _remote_command(host: Host, command: Sequence[str], transport: Transport) -> list[str]:
+    """The local command line that runs `command` on `host`, in this working directory."""
     variables = select_environment(os.environ).variables
     variables["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(checkout()), variables.get("PYTHONPATH")])
@@ -148,5 +148,5 @@ def _carried(host: Host, command: Sequence[str], transport: Transport) -> list[s
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether `name` is this machine's own, so that no ssh is needed."""
+    """Whether `name` is this machine, so that no ssh is needed."""
     return name in ("localhost", "127.0.0.1", socket.gethostname())

@@ -1,4 +1,4 @@
-"""What the doctor's probes found, judged: one verdict per host and check, with the remedy. Pure."""
+"""Checks of what the doctor's probes measured: one verdict per host and check. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from bigtrain.launchers.hostfile import Host
 
 MOST_CLOCK_SKEW_SECONDS = 2.0
-SLOW_DEVICE_FACTOR = 1.25  # a device this much slower than the median holds every step back
+SLOW_DEVICE_FACTOR = 1.25  # a device this much slower than the median slows down every step
 LEAST_SHM_GIB = 1.0
-# Of DeepSpeed's launcher on CPUs, which never removes them; bigtrain's runs make none.
+# DeepSpeed's CPU collectives create them and never remove them; bigtrain's runs create none.
 SHARED_BUFFERS = "deepspeed_allreduce_buffer_*"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check of one host. `text` says what is there; a failed one has a remedy."""
+    """The result of one check of one host: what was found, and a remedy if the check failed."""
 
     host: str
     check: str
@@ -32,8 +32,8 @@ class Finding:
         return self.remedy is not None
 
 
-def judge_reachable(host: Host, problem: str | None) -> Finding:
-    """Whether the first probe came back at all."""
+def check_reachable(host: Host, problem: str | None) -> Finding:
+    """Whether the host answered the first probe."""
     if problem is None:
         return Finding(host.name, "reachable", "yes")
     remedy = (
@@ -43,8 +43,8 @@ def judge_reachable(host: Host, problem: str | None) -> Finding:
     return Finding(host.name, "reachable", problem, remedy)
 
 
-def judge_versions(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Every version that is not the one most hosts have."""
+def check_versions(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Versions that differ from those of most hosts."""
     usual = {
         name: Counter(fact["versions"][name] for fact in facts.values()).most_common(1)[0][0]
         for name in next(iter(facts.values()))["versions"]
@@ -63,8 +63,8 @@ def judge_versions(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     return findings
 
 
-def judge_devices(host: Host, fact: Mapping[str, Any]) -> Finding:
-    """Whether there is a GPU, or where there are none a core, for every slot."""
+def check_devices(host: Host, fact: Mapping[str, Any]) -> Finding:
+    """Whether every slot has a GPU, or a core on hosts without GPUs."""
     kind, number = ("GPUs", fact["devices"]) if fact["devices"] is not None else ("cores", None)
     number = fact["cores"] if number is None else number
     text = f"{number} {kind} for {host.slots} slots"
@@ -74,7 +74,7 @@ def judge_devices(host: Host, fact: Mapping[str, Any]) -> Finding:
     return Finding(host.name, "devices", text, remedy)
 
 
-def judge_memory(host: str, fact: Mapping[str, Any], least_gib: float) -> list[Finding]:
+def check_memory(host: str, fact: Mapping[str, Any], least_gib: float) -> list[Finding]:
     """Free memory, /dev/shm and disk."""
     findings = []
     more_shared = "give the container more: --shm-size 16g"
@@ -97,8 +97,8 @@ def judge_memory(host: str, fact: Mapping[str, Any], least_gib: float) -> list[F
     return findings
 
 
-def judge_clock(host: str, remote: float, sent_at: float, received_at: float) -> Finding:
-    """The clock, as far as the time that the question took allows to tell."""
+def check_clock(host: str, remote: float, sent_at: float, received_at: float) -> Finding:
+    """Clock skew, up to the uncertainty of the probe's round-trip time."""
     ahead, behind = remote - received_at, sent_at - remote
     skew = max(ahead, behind, 0.0)
     if skew <= MOST_CLOCK_SKEW_SECONDS:
@@ -107,10 +107,10 @@ def judge_clock(host: str, remote: float, sent_at: float, received_at: float) ->
     return Finding(host, "clock", f"{skew:.1f} s {way}", "let it follow NTP (timedatectl)")
 
 
-def judge_interface(host: str, fact: Mapping[str, Any], *, alone: bool) -> Finding:
-    """Whether gloo and NCCL can find the network card that others reach this host by.
+def check_interface(host: str, fact: Mapping[str, Any], *, alone: bool) -> Finding:
+    """Whether gloo and NCCL can find the network interface by which others reach this host.
 
-    A host that is `alone` may as well talk to itself.
+    A single host (`alone`) may use its loopback interface.
     """
     named = fact["interface_variables"]
     for variable, value in named.items():
@@ -126,24 +126,24 @@ def judge_interface(host: str, fact: Mapping[str, Any], *, alone: bool) -> Findi
     return Finding(host, "interface", ", ".join(named.values()) or str(address))
 
 
-def judge_environment(host: str, fact: Mapping[str, Any]) -> Finding:
-    """``.deepspeed_env`` files with secrets that others may read, or that DeepSpeed dies of."""
+def check_environment(host: str, fact: Mapping[str, Any]) -> Finding:
+    """``.deepspeed_env`` files with secrets, or with lines on which DeepSpeed crashes."""
     problems = fact["environment_files"]
     if not problems:
         return Finding(host, ".deepspeed_env", "safe")
     return Finding(host, ".deepspeed_env", "unsafe", "; ".join(problems))
 
 
-def judge_shared(host: str, directory: str, problem: str | None) -> Finding:
-    """Whether the host sees what others write below `directory`, and they what it writes."""
+def check_shared(host: str, directory: str, problem: str | None) -> Finding:
+    """Whether the host shares `directory` with this machine, in both directions."""
     if problem is None:
         return Finding(host, "shared", "yes")
     remedy = f"mount the same file system at {directory} on every host, or name another --directory"
     return Finding(host, "shared", problem, remedy)
 
 
-def judge_network(host: str, result: Mapping[str, Any] | None, problem: str | None) -> Finding:
-    """Whether the host could listen, and reach every other one."""
+def check_network(host: str, result: Mapping[str, Any] | None, problem: str | None) -> Finding:
+    """Whether the host could listen on its port and reach every other host."""
     if result is None:
         return Finding(host, "network", problem or "", "see what the host says; run it again")
     if result["port"]:
@@ -155,7 +155,7 @@ def judge_network(host: str, result: Mapping[str, Any] | None, problem: str | No
     return Finding(host, "network", "reaches all")
 
 
-def judge_compute(hosts: Sequence[Host], devices: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def check_compute(hosts: Sequence[Host], devices: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Devices that are slower than their peers, by host."""
     median = statistics.median(device["matmul_seconds"] for device in devices)
     findings = []
@@ -177,7 +177,7 @@ def judge_compute(hosts: Sequence[Host], devices: Sequence[Mapping[str, Any]]) -
 
 
 def describe_collectives(devices: Sequence[Mapping[str, Any]]) -> list[str]:
-    """All-reduce within hosts and over all of them: the slowest process counts."""
+    """Lines on all-reduce within hosts and over all of them; the slowest rank counts."""
     lines = []
     for key, where in (("within", "within each host"), ("between", "over all hosts")):
         found = [device[key] for device in devices if device[key] is not None]

@@ -1,11 +1,11 @@
-"""How a model keeps documents apart that share a sample: tried on a proxy model of it.
+"""Whether a model isolates documents that share a sample: tried on a proxy model.
 
-transformers sees from ``position_ids`` which start anew where documents begin, and builds a
-block-diagonal causal mask (``masking_utils.find_packed_sequence_indices``), of sequence squared.
-Where the model takes its attention from transformers' registry, documents attend each for itself
-instead, without it. Both are up to every architecture's own code: some bring masks of their own
-(ALiBi, chunks), some have state that runs through (recurrent layers, convolutions), and nothing
-says so. So it is tried, not looked up.
+From ``position_ids`` that restart at each document, transformers builds a block-diagonal causal
+mask (``masking_utils.find_packed_sequence_indices``), of sequence squared. If the model takes its
+attention from transformers' registry, attention runs for each document separately instead, without
+a mask. Both depend on the architecture's own code: some have masks of their own (ALiBi, chunks),
+some have state across tokens (recurrent layers, convolutions), and no configuration says so. So it
+is tried, not looked up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     VOCABULARY,
     build_proxy_model,
-    sharpen,
+    rescale_weights,
     with_heads,
 )
 from bigtrain.models.layers.document_attention import attend_by_document
@@ -39,7 +39,7 @@ _DOCUMENT_TOKENS = ((7, 9, 8), (1, 20, 3))
 def plan_isolation(
     config: RunConfig, hf_config: PreTrainedConfig
 ) -> tuple[Isolation, list[Problem]]:
-    """How a run of `config` keeps documents apart, if it does, and what is wrong with that."""
+    """How a run of `config` isolates documents, if it does, and problems with that."""
     if not config.data.isolates:
         return NOT_ISOLATED, []
     found, reason = find_isolation(
@@ -50,7 +50,7 @@ def plan_isolation(
     )
     if not reason:
         return found, []
-    rule = f"cannot be had of model_type {hf_config.model_type}: {reason}"
+    rule = f"is not supported for model_type {hf_config.model_type}: {reason}"
     key, value, remedy = "data.document_boundaries", "isolate", "data.document_boundaries=ignore"
     if config.data.packing == "best_fit":
         key, value, remedy = "data.packing", "best_fit", "data.packing=concatenate"
@@ -60,19 +60,19 @@ def plan_isolation(
 def find_isolation(
     hf_config: PreTrainedConfig, attention: str, sequence_length: int, *, compiled: bool = False
 ) -> tuple[Isolation, str]:
-    """How models of `hf_config` keep documents apart in samples of `sequence_length`, and why they
-    do not, or nothing.
+    """How models of `hf_config` isolate documents in samples of `sequence_length`, and the reason
+    if they do not (else empty).
 
-    Builds a few narrow layers with random weights on the CPU and compares the logits of two samples
-    of three documents each with those of the six documents alone. Takes a second or so.
+    Builds a proxy model with random weights on the CPU and compares the logits of two samples of
+    three documents each with those of the six documents alone. Takes a second or so.
     """
     try:
-        # Kernels that a CPU does not have get masks and lengths from the same code.
+        # A CPU lacks other kernels, but those get masks and lengths from the same code.
         tried = attention if attention in ("sdpa", "eager") else "auto"
         model = build_proxy_model(
             hf_config, tried, [with_heads(2)], sequence_length=sequence_length
         )
-        sharpen(model).eval()
+        rescale_weights(model).eval()
         own = attention_name(model)
         if own not in ("sdpa", "eager"):
             return MASKED, f"its attention is {own}"
@@ -80,17 +80,17 @@ def find_isolation(
             lengths = Isolation("lengths")
             with document_attention(model):
                 return lengths, _difference(model, lengths)
-        # A graph that knows lengths would be compiled anew for others.
+        # A compiled graph would be specialized to the lengths and recompiled for others.
         if attention in ("auto", "sdpa", "eager") and not compiled:
             documents = Isolation("documents")
-            give_back = attend_by_document(model)
+            undo = attend_by_document(model)
             try:
                 reason = _difference(model, documents)
             except (ModelError, *MODEL_FAILURES) as error:
                 reason = str(error)
             if not reason:
                 return documents, ""
-            give_back()
+            undo()
         return MASKED, _difference(model, MASKED)
     except MODEL_FAILURES as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -98,7 +98,7 @@ def find_isolation(
 
 
 def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
-    """How documents that share a sample differ from documents alone, or nothing."""
+    """How documents that share a sample differ from documents alone; empty if they do not."""
     alone, packed, mixed = _logits(model, isolation)
     limit = TOLERANCE * float(alone.abs().max())
     if not float((mixed - alone).abs().max()) > 10 * limit:

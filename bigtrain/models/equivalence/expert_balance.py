@@ -1,7 +1,7 @@
-"""What of a run's `moe` section a model can do: tried on a proxy model of it.
+"""Whether a model supports a run's `moe` section: tried on a proxy model.
 
-Nothing in a configuration says that a model's auxiliary loss is Switch Transformer's, or what of
-its router it calls logits. So the loss is computed once more from these, and compared.
+No configuration says that a model's auxiliary loss is Switch Transformer's, or what its router
+returns as logits. So the loss is computed again from these, and compared.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _AUXILIARY, _Z_LOSS, _BIAS = (
 
 
 def check_expert_balance(config: RunConfig, hf_config: PreTrainedConfig) -> list[Problem]:
-    """Problems with what `config` asks of routers of a model of `hf_config`; or none.
+    """Problems with the section `moe` of `config` for a model of `hf_config`; empty if none.
 
-    Takes a second or two where a loss is to be computed of them.
+    Takes a second or two if a router loss is asked for.
     """
     section, problems = config.moe, []
     kind = hf_config.model_type
@@ -84,7 +84,7 @@ def _without_biases(hf_config: PreTrainedConfig) -> str | None:
 
 
 def _other_auxiliary_loss(hf_config: PreTrainedConfig, attention: str) -> str | None:
-    """What keeps the auxiliary loss from being computed from router logits; None: nothing."""
+    """Why the auxiliary loss cannot be computed from router logits; None if it can."""
     kind = hf_config.model_type
     try:
         outputs, model = _tried(hf_config, attention)
@@ -110,7 +110,7 @@ def _other_auxiliary_loss(hf_config: PreTrainedConfig, attention: str) -> str | 
 
 
 def _without_logits(hf_config: PreTrainedConfig, attention: str) -> str | None:
-    """What keeps a loss of router logits from being computed; None: nothing."""
+    """Why no loss can be computed from router logits; None if it can."""
     kind = hf_config.model_type
     try:
         outputs, model = _tried(hf_config, attention)
@@ -135,17 +135,17 @@ def _are_probabilities(layer: torch.Tensor) -> bool:
 
 
 def _tried(hf_config: PreTrainedConfig, attention: str) -> tuple[Any, PreTrainedModel]:
-    """What a proxy model with router logits returns, and it."""
-    narrow = with_heads(2)
+    """The outputs of a proxy model with router logits, and the model."""
+    fewer_heads = with_heads(2)
 
-    def narrowest(config: Any) -> None:
+    def smallest(config: Any) -> None:
         fewer_experts(config)
-        narrow(config)
+        fewer_heads(config)
 
     if attention not in ("auto", "sdpa", "eager"):
         attention = "sdpa"  # other kernels have no float32
     model = build_proxy_model(
-        deterministic(hf_config), attention, [narrowest, fewer_experts, narrow]
+        deterministic(hf_config), attention, [smallest, fewer_experts, fewer_heads]
     )
     ask_for_router_logits(model)
     randomize(model)

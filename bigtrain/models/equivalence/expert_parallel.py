@@ -1,9 +1,10 @@
-"""Whether a model's experts compute the same divided among ranks: tried on a proxy model of it.
+"""Whether a model's experts compute the same when ranks divide them: tried on a proxy model.
 
-A plan says which modules hold experts, not that they keep the contract that dividing them rests on
-(`bigtrain.models.parallel.experts`): that outputs are weighted last, say, or that a token's output
-is its own business alone. So it is tried, before there is a process group: threads take the ranks'
-part, with other samples each, and every gradient is compared with the whole model's.
+A plan names the modules that hold experts, but does not say that they follow the contract that
+expert parallelism needs (`bigtrain.models.parallel.experts`): for example that outputs are weighted
+last, or that a token's output does not depend on other tokens. So it is tried before there is a
+process group: threads stand in for ranks, each with its own samples, and every gradient is compared
+with the full model's.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _LOSS = 1e-5
 def check_expert_parallel(
     hf_config: PreTrainedConfig, attention: str, size: int, *, sequence_length: int
 ) -> list[Problem]:
-    """Problems with a model of `hf_config` whose experts `size` ranks divide; or none.
+    """Problems with dividing the experts of a model of `hf_config` among `size` ranks; or none.
 
     `sequence_length`: tokens of the run's samples. The proxy model is divided among as many ranks
-    as the smallest prime factor of `size`: what each does is the same for any number of them.
-    Takes a second or two.
+    as the smallest prime factor of `size`: each does the same for any number of them. Takes a
+    second or two.
     """
     try:
         for experts in expert_modules(empty_model(hf_config)):
@@ -68,11 +69,11 @@ def check_expert_parallel(
 def _proxy_model(
     hf_config: PreTrainedConfig, attention: str, ranks: int, sequence_length: int
 ) -> PreTrainedModel:
-    narrow = with_heads(2)
+    fewer_heads = with_heads(2)
 
-    def narrowest(config: Any) -> None:
+    def smallest(config: Any) -> None:
         fewer_experts(config, ranks)
-        narrow(config)
+        fewer_heads(config)
 
     def fewer(config: Any) -> None:
         fewer_experts(config, ranks)
@@ -89,14 +90,14 @@ def _proxy_model(
     return build_proxy_model(
         deterministic(hf_config),
         attention,
-        [narrowest, fewer, narrow],
+        [smallest, fewer, fewer_heads],
         usable,
         sequence_length=sequence_length,
     )
 
 
 def _difference(model: PreTrainedModel, ranks: int) -> str | None:
-    """What differs between `model` with its experts divided and whole; None where nothing does."""
+    """The difference between `model` with and without divided experts; None if there is none."""
     kind = model.config.model_type
     divided = [copy.deepcopy(model) for _ in range(ranks)]
     losses = [_loss(model, rank) for rank in range(ranks)]
@@ -122,7 +123,7 @@ def _difference(model: PreTrainedModel, ranks: int) -> str | None:
 
 
 def _divided_losses(models: list[PreTrainedModel]) -> list[float]:
-    """Of each rank's samples; gradients are in `models`."""
+    """The loss of each rank's samples; gradients are in `models`."""
     exchange = RankThreads(len(models))
 
     def compute(rank: int) -> float:
@@ -140,7 +141,7 @@ def _divided_losses(models: list[PreTrainedModel]) -> list[float]:
 
 
 def _joined(parameters: list[Any], like: torch.Tensor) -> torch.Tensor:
-    """The gradient of a whole parameter, of what each rank has: their sum, or their experts'."""
+    """The gradient of a full parameter from all ranks: the sum, or for experts each rank's part."""
     total = torch.zeros_like(like)
     for parameter in parameters:
         shard = shard_of(parameter)
@@ -155,7 +156,7 @@ def _joined(parameters: list[Any], like: torch.Tensor) -> torch.Tensor:
 
 
 def _loss(model: PreTrainedModel, rank: int) -> torch.Tensor:
-    """Of samples that rank `rank` has alone."""
+    """The loss of samples that only rank `rank` has."""
     generator = torch.Generator().manual_seed(rank)
     vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
     ids = torch.randint(3, vocabulary, (2, TOKENS), generator=generator)

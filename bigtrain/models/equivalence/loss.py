@@ -1,7 +1,7 @@
-"""How a run computes its loss: of all logits at once, in chunks, or by Liger's fused kernel.
+"""How a run computes its loss: from all logits at once, in chunks, or by Liger's fused kernel.
 
-Chunks pay where logits are large, and hold for every model whose forward method calls its base
-model and its head. Whether a model's does is tried on a proxy model of it: loss and every gradient.
+Chunks pay off if logits are large, and work for every model whose forward method calls its base
+model and its head. Whether a model's does is tried on a proxy model: loss and every gradient.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 
 CHUNK_BYTES = 256 * 2**20
-"""Of a chunk's logits in float32. Smaller ones save no memory worth having, and cost: every chunk
-adds its gradient of the whole head to those before."""
+"""Float32 logits of a chunk. Smaller chunks save little memory, and each costs an addition of the
+head's full gradient."""
 
 _TOLERANCE = 1e-5
 """Of the loss and of the largest gradient; float32 sums in another order make 1e-6."""
@@ -40,10 +40,10 @@ LIGER_REMEDY = "pip install 'bigtrain[gpu]', or set {key}"
 def choose_loss(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[LossPlan, list[Problem]]:
-    """How a run of micro-batches as in `plan` computes its loss, and what is wrong with that.
+    """How a run with the micro-batches of `plan` computes its loss, and problems with that.
 
-    ``auto`` takes chunks where the logits are larger than one, if a proxy model of the model shows
-    them to be right. Takes a second at most, and nothing where the logits are small.
+    ``auto`` takes chunks if the logits exceed one and the proxy model computes the same with them.
+    Takes a second at most, and no time if the logits are small.
     """
     section, vocabulary = config.model, vocabulary_size(hf_config)
     num_tokens = plan.micro_batch_size * plan.sequence_length // config.parallel.sequence
@@ -52,7 +52,7 @@ def choose_loss(
     size = f"logits of {num_tokens} tokens x {vocabulary} words take {gib:.2g} GiB in float32"
 
     def plain(reason: str) -> tuple[LossPlan, list[Problem]]:
-        return LossPlan("plain", chunk_tokens, f"loss: of all logits at once ({reason})"), []
+        return LossPlan("plain", chunk_tokens, f"loss: from all logits at once ({reason})"), []
 
     if section.loss == "plain":
         return plain("model.loss=plain")
@@ -61,14 +61,14 @@ def choose_loss(
     kind: Literal["liger", "chunked"] = "liger" if section.loss == "liger" else "chunked"
     softcap, reason = _try(hf_config, section.attention, kind, plan.sequence_length)
     if reason and section.loss == "auto":
-        return plain(f"{size}; chunks cannot be had of {hf_config.model_type}: {reason}")
+        return plain(f"{size}; chunks are not supported for {hf_config.model_type}: {reason}")
     text = f"loss: in chunks of {chunk_tokens} tokens ({size})"
     if kind == "liger":
         text = "loss: Liger's fused linear cross-entropy"
     chosen = LossPlan(kind, chunk_tokens, text, softcap)
     problems = []
     if reason:
-        rule = f"cannot be had of model_type {hf_config.model_type}: {reason}"
+        rule = f"is not supported for model_type {hf_config.model_type}: {reason}"
         other = "chunked or plain" if kind == "liger" else "plain"
         problems.append(Problem("model.loss", section.loss, rule, f"model.loss={other}"))
     elif kind == "liger" and importlib.util.find_spec("liger_kernel") is None:
@@ -83,12 +83,15 @@ def _try(
     kind: Literal["liger", "chunked"],
     sequence_length: int,
 ) -> tuple[float | None, str]:
-    """The softcap of the logits, for Liger, and why `kind` is wrong for such models, or nothing."""
+    """The softcap of the logits, for Liger, and why `kind` does not work; empty if it does."""
     if attention not in ("auto", "sdpa", "eager"):
         attention = "auto"  # other kernels have no float32 on a CPU
     try:
         model = build_proxy_model(
-            hf_config, attention, [_narrow, with_heads(2)], sequence_length=sequence_length
+            hf_config,
+            attention,
+            [_fewer_heads_and_experts, with_heads(2)],
+            sequence_length=sequence_length,
         ).eval()
         softcap = getattr(text_config(model.config), "final_logit_softcapping", None)
         if kind == "liger":
@@ -99,8 +102,8 @@ def _try(
 
 
 def difference(model: PreTrainedModel, chunk_tokens: int = 7) -> str:
-    """How the loss of `model` in chunks, or a gradient of it, differs from the plain one, or
-    nothing. Some labels are masked. Leaves `model` as it was, without gradients."""
+    """How the chunked loss of `model`, or a gradient of it, differs from the plain one; empty if
+    not. Some labels are masked. Leaves `model` as it was, without gradients."""
     ids, labels = _sample(model)
     plain = model(input_ids=ids, use_cache=False)
     cross_entropy = F.cross_entropy(
@@ -141,7 +144,8 @@ def _gradients(
 
 @torch.no_grad()
 def _is_linear(model: PreTrainedModel, softcap: float | None) -> str:
-    """Why Liger's kernel, which knows a matrix, a bias and a softcap, does not fit; or nothing."""
+    """Why Liger's kernel, which supports a matrix, a bias and a softcap, does not fit; empty if it
+    does."""
     kept: list[torch.Tensor] = []
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
@@ -167,6 +171,6 @@ def _sample(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def _narrow(config: Any) -> None:
+def _fewer_heads_and_experts(config: Any) -> None:
     with_heads(2)(config)
     fewer_experts(config)

@@ -1,4 +1,4 @@
-"""What is chosen for a model before it is built: each tried on a proxy model of it."""
+"""The plan for a run's model before it is built, each part tried on a proxy model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bigtrain.settings.run_config import RunConfig
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """How a run's model is cut, told of documents, and asked for its loss.
+    """How a run's model is cut into stages, isolates documents, and computes its loss.
 
     stages: None without pipeline stages.
     """
@@ -36,7 +36,7 @@ class ModelPlan:
     loss: LossPlan
 
     def lines(self, accumulation: int) -> list[str]:
-        """What people are told; `accumulation` micro-batches are in a pipeline together."""
+        """The plan as human-readable lines; `accumulation`: micro-batches in a pipeline at once."""
         stages = self.stages.describe(accumulation) if self.stages else ""
         return [line for line in (stages, self.isolation.reason, self.loss.reason) if line]
 
@@ -44,7 +44,7 @@ class ModelPlan:
 def choose(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[ModelPlan | None, list[Problem]]:
-    """The choices for a run of micro-batches as in `plan`, or what its model's own code rules out.
+    """The plan for a run with the micro-batches of `plan`, or what its model's code rules out.
 
     A second or so for each kind of parallelism and packing; `check_tensor_size` comes first.
     """
@@ -68,7 +68,7 @@ def require_model_plan(
 def try_model(
     config: RunConfig, hf_config: PreTrainedConfig
 ) -> tuple[list[Problem], StagePlan | None, Isolation]:
-    """What the model's own code rules out of `config`, and how it is cut and told of documents."""
+    """What the model's own code rules out of `config`, its stages and its document isolation."""
     attention, parallel = config.model.attention, config.parallel
     length = config.batch.sequence_length
     problems: list[Problem] = []

@@ -1,10 +1,10 @@
-"""Trials of proxy models, made by one rank and kept for every later start.
+"""Trials of proxy models, made by one rank and cached for later launches.
 
-A trial takes seconds of a processor and up to 2 GB, and comes out the same on every rank. What it
-found is a fact of the user's cache (`bigtrain.system.user_cache`), whose key has all that it
-depends on: the settings that it reads, the model's configuration, the kind of device, libraries by
-their checksums and this package by its source. A trial that ends in a refusal is not kept, and
-neither is one of a model whose code is not transformers' own.
+A trial takes seconds of a CPU and up to 2 GB, and has the same result on every rank. The result is
+stored in the user's cache (`bigtrain.system.user_cache`); the key covers everything that it depends
+on: the settings that it reads, the model's configuration, the kind of device, libraries by their
+checksums and this package by its source. Refusals are not cached, nor results for a model whose
+code is not transformers' own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _RefusedError(Exception):
 def choose_once(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[ModelPlan | None, list[Problem]]:
-    """As `choose`, which one of all ranks calls that see the same cache, while the others wait."""
+    """As `choose`; of the ranks that share a cache one calls it, while the others wait."""
     key = trial_key(
         hf_config,
         config.model.model_dump(mode="json", exclude={"path", "config", "overrides"}),
@@ -67,7 +67,7 @@ def choose_once(
 
 
 def trial_key(hf_config: PreTrainedConfig, *settings: object) -> str | None:
-    """What a trial with these `settings`, of JSON's types, is kept by; None: it is not kept."""
+    """The cache key of a trial with these `settings` (JSON types); None: it is not cached."""
     if not type(hf_config).__module__.startswith("transformers."):
         return None
     try:

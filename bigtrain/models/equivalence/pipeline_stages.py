@@ -1,7 +1,7 @@
-"""Whether a model computes the same in stages: tried on a proxy model of it, before a run begins.
+"""Whether a model computes the same in pipeline stages: tried on a proxy model before a run.
 
-All stages run one after another in this rank; logits and every gradient are compared with the
-whole model's. What an architecture does that the cut does not know of shows here, and is refused.
+All stages run one after another in this process; logits and every gradient are compared with the
+full model's. Anything that cutting into stages would break shows here, and is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a model in stages from the whole one, relative to the largest value there is.
+    """Differences between a model in stages and the full one, relative to the largest value.
 
     parameter: the one whose gradient differs most. auxiliary: of the router's loss, relative to it.
     """
@@ -75,7 +75,7 @@ def plan_stages(
         model = build_proxy_model(
             hf_config,
             attention,
-            _NARROWER,
+            _REDUCTIONS,
             _runs,
             all_layers=True,
             sequence_length=sequence_length,
@@ -88,16 +88,16 @@ def plan_stages(
         if problems := check_model(facts):
             return None, problems
         cuts = balanced_cuts(stage_costs(hf_config, layout), num_stages)
-        plan, reason = prove(model, layout, cuts, ids, router_losses=router_losses)
+        plan, reason = find_stage_plan(model, layout, cuts, ids, router_losses=router_losses)
     except (ModelError, *MODEL_FAILURES) as error:
         plan, reason = None, " ".join(str(error).split())[:300] or type(error).__name__
     if plan is None:
-        rule = f"cannot be had of model_type {hf_config.model_type}: {reason}"
+        rule = f"is not supported for model_type {hf_config.model_type}: {reason}"
         return refused(rule, f"{without}, or another architecture")
     return plan, []
 
 
-def prove(
+def find_stage_plan(
     model: PreTrainedModel,
     layout: StageLayout,
     cuts: Sequence[int],
@@ -105,10 +105,9 @@ def prove(
     *,
     router_losses: bool = False,
 ) -> tuple[StagePlan | None, str]:
-    """The plan that makes `model` compute the same in stages, or the reason why none does.
+    """The plan with which `model` computes the same in stages, or the reason why none does.
 
-    Where the layout has tokens on the first stage alone, and that is wrong, tokens on every stage
-    are tried.
+    If token ids on the first stage alone do not work, token ids on every stage are tried.
     """
     reason = ""
     for everywhere in sorted({layout.tokens_everywhere, True}):
@@ -137,8 +136,8 @@ def difference(
     *,
     router_losses: bool = False,
 ) -> Difference:
-    """Of `model` cut at `cuts` from itself whole, for a random gradient of the logits and, if it
-    has one, the router's auxiliary loss; with `router_losses` of every router logit, too."""
+    """Compare `model` cut at `cuts` with the full one, for a random gradient of the logits and the
+    router's auxiliary loss, if it has one; with `router_losses`, of every router logit, too."""
     model.zero_grad(set_to_none=True)
     whole = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     expected: torch.Tensor = whole.logits.detach()
@@ -146,7 +145,7 @@ def difference(
 
     def objective(outputs: Any) -> torch.Tensor:
         total: torch.Tensor = (outputs.logits * direction).sum()
-        # About as large as the rest of it.
+        # So that both terms are about equally large.
         weight = expected.numel() ** 0.5
         if router_losses:
             total = total + weight * z_loss(router_logits_of(outputs))
@@ -193,8 +192,8 @@ def run_in_turn(
     position_ids: torch.Tensor | None,
     objective: Callable[[Any], torch.Tensor],
 ) -> Any:
-    """The last stage's outputs, of stages run one after another, and the gradients of a scalar
-    `objective` of these in the stages' parameters."""
+    """Run stages one after another; returns the last one's outputs, and leaves gradients of a
+    scalar `objective` of these in the stages' parameters."""
     sent: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
     payload: Any = None
     for stage in stages[:-1]:
@@ -224,7 +223,7 @@ def _cut(payload: Payload, leaving: list[torch.Tensor], arriving: list[torch.Ten
 
 
 def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
-    """Multiply-adds per token, and parameters, of a model's parts; nothing of it is allocated."""
+    """Multiply-adds per token and parameters of a model's parts; allocates no weights."""
     text: Any = hf_config.get_text_config()
     model = empty_model(hf_config)
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
@@ -254,23 +253,23 @@ def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
     )
 
 
-def _slim(config: Any) -> None:
+def _smaller_heads(config: Any) -> None:
     key_heads = getattr(config, "num_key_value_heads", None)
     set_heads(config, 2, 2 if key_heads == config.num_attention_heads else 1, head_size=16)
     fewer_experts(config)
 
 
-def _narrow(config: Any) -> None:
+def _fewer_heads_and_experts(config: Any) -> None:
     with_heads(2)(config)
     fewer_experts(config)
 
 
-_NARROWER = (_slim, _narrow, with_heads(2))
+_REDUCTIONS = (_smaller_heads, _fewer_heads_and_experts, with_heads(2))
 
 
 @torch.no_grad()
 def _runs(model: PreTrainedModel) -> None:
-    """Raise whatever an architecture says to sizes that do not fit together; in evaluation mode."""
+    """Run one forward pass in evaluation mode; raises if the reduced sizes do not fit together."""
     model.eval()
     model(input_ids=_tokens(model), use_cache=False)
 

@@ -1,7 +1,7 @@
-"""A proxy model of an architecture: few narrow layers with every option of the real one.
+"""A proxy model of an architecture: a few small layers with every option of the real one.
 
-What a model does with masks or process groups is up to its own code, and is the same code in the
-copy. So it is tried there, in a second, instead of looked up.
+How a model handles masks or process groups depends on its own code, which the proxy shares. So it
+is tried there, in a second, instead of looked up in a table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 MODEL_FAILURES = (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError)
-"""What the code of a model raises where it is used as its author did not think of."""
+"""What a model's code may raise if it is used in a way that its author did not expect."""
 
 Change = Callable[[Any], None]
 
@@ -43,26 +43,26 @@ Change = Callable[[Any], None]
 def build_proxy_model(
     hf_config: PreTrainedConfig,
     attention: str,
-    narrower: Sequence[Change],
+    reductions: Sequence[Change],
     usable: Callable[[PreTrainedModel], None] = lambda model: None,
     *,
     all_layers: bool = False,
     sequence_length: int = 0,
     tokens: int = TOKENS,
 ) -> PreTrainedModel:
-    """A float32 model on the CPU, as narrow as its class can be built; the same on every rank.
+    """A float32 model on the CPU, as small as its class can be built; the same on every rank.
 
-    `narrower` are ways to change the widths of a text configuration, the narrowest first. `usable`
-    raises for a copy that cannot be used, and the next larger one is tried. It has a few layers, of
-    every kind one, or `all_layers`. Samples of `tokens` cross every length that those of
-    `sequence_length` do (`bigtrain.models.equivalence.thresholds`). Raises ValueError with the
-    first reason where none can.
+    `reductions`: changes that make a text configuration smaller, the smallest result first.
+    `usable` raises for a model that cannot be used, and the next larger one is tried. It has a few
+    layers, at least one of every kind, or `all_layers`. Samples of `tokens` cross every length that
+    those of `sequence_length` do (`bigtrain.models.equivalence.thresholds`). Raises ValueError with
+    the first reason if none can be built.
     """
     failure: Exception | None = None
     shorter: tuple[Change, ...] = () if all_layers else (fewer_layers,)
     steps: tuple[tuple[Change, ...], ...] = (
-        *((*shorter, fewer_tokens, change) for change in narrower),
-        *((fewer_tokens, change) for change in narrower),
+        *((*shorter, fewer_tokens, change) for change in reductions),
+        *((fewer_tokens, change) for change in reductions),
         (*shorter, fewer_tokens),
         shorter,
         (),
@@ -82,7 +82,7 @@ def build_proxy_model(
                 model = _build(config, attention)
             usable(model)
             return model
-        except Exception as error:  # whatever an architecture's constructor says to odd values
+        except Exception as error:  # constructors raise anything for odd values
             failure = failure or error
     raise ValueError(failure)
 
@@ -98,11 +98,11 @@ def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def sharpen(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` with matrices that keep the size of what they are given.
+def rescale_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with matrices scaled to preserve the norm of their inputs.
 
-    As they are drawn, narrow layers hardly add to what passes by them and their attention is almost
-    the same everywhere: what depends on which token attends to which would not show.
+    With initial weights, small layers hardly change the residual stream and attention is almost
+    uniform: which token attends to which would not show in the logits.
     """
     for parameter in model.parameters():
         if parameter.ndim >= 2 and (spread := float(parameter.std())) > 0:
@@ -132,8 +132,8 @@ def fewer_tokens(config: Any) -> None:
 
 
 def set_heads(config: Any, heads: int, key_value_heads: int, head_size: int | None = None) -> None:
-    """`heads` attention heads of `head_size` (None: as they are, since rotary embeddings depend on
-    it), and inner widths in proportion; `key_value_heads` only where it is set at all."""
+    """Set `heads` attention heads of `head_size` (None: unchanged, since rotary embeddings depend
+    on it), and inner widths in proportion; `key_value_heads` only if the configuration has it."""
     own = getattr(config, "head_dim", None)
     if head_size is None:
         head_size = own or config.hidden_size // config.num_attention_heads
@@ -154,8 +154,8 @@ def set_heads(config: Any, heads: int, key_value_heads: int, head_size: int | No
 
 
 def with_heads(heads: int) -> Change:
-    """The change to `heads` attention heads of the size they have, half as many for keys where the
-    model groups them."""
+    """The change to `heads` attention heads of unchanged size, with half as many key-value heads
+    for grouped-query attention."""
 
     def change(config: Any) -> None:
         key_heads = getattr(config, "num_key_value_heads", None)
@@ -166,7 +166,7 @@ def with_heads(heads: int) -> Change:
 
 
 def fewer_experts(config: Any, divisor: int = 2) -> None:
-    """Twice as many experts as a token is sent to, or a few more that `divisor` divides."""
+    """Twice as many experts as a token is routed to, rounded up to a multiple of `divisor`."""
     chosen = [getattr(config, name) for name in _CHOSEN if getattr(config, name, None)]
     for name in _EXPERTS:
         if isinstance(getattr(config, name, None), int) and chosen:

@@ -1,4 +1,4 @@
-"""Threads that take the part of ranks, where a trial comes before there is a process group."""
+"""Threads that stand in for ranks in trials before there is a process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEADLOCK_SECONDS = 60.0
 
 
 class RankThreads:
-    """An exchange among the threads of this process; each says first which rank it is."""
+    """An exchange among threads of this process; each enters `as_rank` first."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -28,9 +28,9 @@ class RankThreads:
 
     @contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
-        """The thread that takes the part of rank `rank`.
+        """Inside, this thread is rank `rank`.
 
-        When it fails it lets the others go, which would wait for it.
+        If it fails, it releases the others, which would wait for it.
         """
         self._local.rank = rank
         try:

@@ -1,8 +1,8 @@
-"""Plain PyTorch with its sums in another order: how far rounding alone takes a training run.
+"""Plain PyTorch with its sums in another order: the effect of rounding alone on a training run.
 
-A parallel run adds up the same products in another order, and float32 sums depend on it. How much
-of that reaches the weights is up to the model: a norm over small numbers makes large ones of the
-last bits, and an optimizer that divides by the size of gradients does so again. So it is measured.
+A parallel run adds up the same products in another order, and float32 sums depend on the order. How
+much of that reaches the weights depends on the model: a norm over small values amplifies the last
+bits, and so does an optimizer that divides by the size of gradients. So it is measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether a model computes the same on parts of samples: tried on a proxy model of it.
+"""Whether a model computes the same under sequence parallelism: tried on a proxy model.
 
-Convolutions and recurrent layers see beyond the tokens of one process, and nothing in a
-configuration says so; attention outside transformers' registry, or with a parameter for each head,
-does not divide. So it is tried, before there is a process group: threads take the processes' part.
+Convolutions and recurrent layers see beyond the tokens of one rank, and no configuration says so;
+attention outside transformers' registry, or with a parameter for each head, cannot be divided. So
+it is tried before there is a process group: threads stand in for ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     VOCABULARY,
     build_proxy_model,
-    sharpen,
+    rescale_weights,
     with_heads,
 )
 from bigtrain.models.equivalence.rank_threads import RankThreads
@@ -42,11 +42,11 @@ def check_sequence_parallel(
     isolate: bool,
     tensor_size: int = 1,
 ) -> list[Problem]:
-    """Problems with samples of a model of `hf_config` split over `size` ranks; or none.
+    """Problems with splitting samples of a model of `hf_config` over `size` ranks; empty if none.
 
-    `sequence_length`: tokens of these samples. `isolate`: documents in a sample are kept apart.
-    `tensor_size`: processes that the attention heads are divided among already. Builds a few narrow
-    layers of it with random weights on the CPU and compares logits. Takes a second or so.
+    `sequence_length`: tokens of these samples. `isolate`: documents in a sample are isolated.
+    `tensor_size`: tensor-parallel ranks, which divide the attention heads already. Builds a proxy
+    model with random weights on the CPU and compares logits. Takes a second or so.
     """
     text = text_config(hf_config)
     heads = getattr(text, "num_attention_heads", None)
@@ -67,7 +67,7 @@ def check_sequence_parallel(
             sequence_length=sequence_length,
             tokens=size * _TOKENS_OF_PART,
         )
-        sharpen(model).eval()
+        rescale_weights(model).eval()
         (whole, loss), parts, lonely = _outputs(model, size, isolate=isolate)
     except BigtrainError as error:
         return [_refusal(size, str(error))]
@@ -110,7 +110,7 @@ _Outputs = tuple[torch.Tensor, float]
 def _outputs(
     model: PreTrainedModel, size: int, *, isolate: bool
 ) -> tuple[_Outputs, list[_Outputs], list[_Outputs]]:
-    """Of whole samples, of `size` parts together, and of parts each alone."""
+    """Outputs for whole samples, for `size` parts with exchange, and for each part alone."""
     length = size * _TOKENS_OF_PART
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, VOCABULARY, (2, length), generator=generator)
@@ -120,11 +120,11 @@ def _outputs(
         positions = positions.clone()
         positions[:, 4:] -= 4
         positions[1, length - 3 :] = torch.arange(3)
-    if isolate:  # what `find_isolation` has found right
+    if isolate:  # as `find_isolation` has tried it
         undo = choose_by_document(model)
         whole = _run(model, {"input_ids": ids, "position_ids": positions})
         undo()
-    else:  # as it is on its own: some do not count positions from 0
+    else:  # with the model's own positions: some do not count from 0
         whole = _run(model, {"input_ids": ids})
     lonely = [
         _run(model, {"input_ids": part, "position_ids": place})

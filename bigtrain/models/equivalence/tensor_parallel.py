@@ -1,8 +1,8 @@
 """Whether a model's own tensor-parallel plan is right: tried on a proxy model before a run.
 
-Plans come from transformers and some are wrong, silently: a parameter that only sees its rank's
-heads gets a part of its gradient, or a mean is taken over a part of a dimension. The copy runs
-whole and cut on the processes themselves, and every gradient is compared.
+Plans come from transformers and some are silently wrong: a parameter that only sees its rank's
+heads gets a part of its gradient, or a mean is taken over a part of a dimension. The proxy model
+runs full and cut on the run's own ranks, and every gradient is compared.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def check_tensor_plan(
     device: torch.device,
     adapters: AdaptersSection | None = None,
 ) -> None:
-    """Raise ModelError, on every rank, unless a proxy model computes cut what it does whole.
+    """Raise ModelError, on every rank, unless a cut proxy model computes the same as the full one.
 
-    `sequence_length`: tokens of the run's samples. `adapters`: of the run; the proxy model has them
-    beside the layers of the same kinds, and all of it is trained. The message names the parameter
+    `sequence_length`: tokens of the run's samples. `adapters`: the run's; the proxy model has them
+    on layers of the same kinds, and all parameters are trained. The message names the parameter
     whose gradient is wrong. Collective over `group`; takes a second or two.
     """
     size = dist.get_world_size(group)
@@ -69,14 +69,14 @@ def check_tensor_plan(
     if attention not in ("auto", "sdpa", "eager"):
         attention = "sdpa"  # other kernels have no float32
 
-    def narrow(config: Any) -> None:
+    def fewer_heads(config: Any) -> None:
         set_heads(config, *_heads(config, size))
 
-    def narrower(config: Any) -> None:
+    def fewer_heads_and_experts(config: Any) -> None:
         fewer_experts(config)
-        narrow(config)
+        fewer_heads(config)
 
-    def narrowest(config: Any) -> None:
+    def smallest(config: Any) -> None:
         fewer_experts(config)
         set_heads(config, *_heads(config, size), head_size=16)
 
@@ -91,7 +91,7 @@ def check_tensor_plan(
         whole = build_proxy_model(
             deterministic(hf_config),
             attention,
-            [narrowest, narrower, narrow],
+            [smallest, fewer_heads_and_experts, fewer_heads],
             run_whole,
             sequence_length=sequence_length,
         )
@@ -115,7 +115,7 @@ def check_tensor_plan(
 
 @torch.no_grad()
 def _adapt(proxy: PreTrainedModel, hf_config: PreTrainedConfig, section: AdaptersSection) -> None:
-    """Random adapters beside the layers of `proxy` that are of the kinds that the run adapts."""
+    """Add random adapters to the layers of `proxy` of the kinds that the run adapts."""
     names, _ = find_targets(empty_model(hf_config), section)
     kinds = tuple(sorted({name.rpartition(".")[2] for name in names}))
     changes = {"rank": 4, "targets": kinds, "dropout": 0.0}
@@ -129,10 +129,10 @@ def _adapt(proxy: PreTrainedModel, hf_config: PreTrainedConfig, section: Adapter
 
 
 def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
-    """What differs between `model` cut over `group` and whole; None where nothing does.
+    """The difference between `model` cut over `group` and the full one; None if there is none.
 
-    `model` is whole, the same on every rank, deterministic, and on the group's device; its
-    weights are used up. Collective; every rank returns the same.
+    `model` is full, the same on every rank, deterministic, and on the group's device; do not use it
+    afterwards. Collective; every rank returns the same.
     """
     model.zero_grad()
     cut = copy.deepcopy(model)
@@ -192,7 +192,7 @@ def _forward(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _heads(config: Any, size: int) -> tuple[int, int]:
-    """The fewest heads, and key-value heads, that fall to `size` ranks as the real ones do."""
+    """The fewest heads, and key-value heads, that `size` ranks divide as they do the real ones."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     if key_heads < size:
@@ -212,10 +212,10 @@ def deterministic(hf_config: PreTrainedConfig) -> PreTrainedConfig:
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel) -> None:
-    """Noise on every parameter: ones and zeros hide what is done with them."""
+    """Add noise to every parameter: ones and zeros would hide errors."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        if not torch.isfinite(parameter).all():  # never written by the constructor's rules
+        if not torch.isfinite(parameter).all():  # not initialized by the constructor
             parameter.zero_()
         parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
 
@@ -223,10 +223,10 @@ def randomize(model: PreTrainedModel) -> None:
 def check_tensor_size(
     hf_config: PreTrainedConfig, tensor_size: int, adapters: AdaptersSection | None = None
 ) -> list[Problem]:
-    """Problems with `parallel.tensor`; empty where the model's plan can be carried out.
+    """Problems with `parallel.tensor`; empty if the model's plan can be carried out.
 
     Builds the model without memory (`meta`). Raises ModelError for an architecture without a plan,
-    and for a parameter that cannot be cut. Whether the plan is right is `plan_check`'s business.
+    and for a parameter that cannot be cut. `check_tensor_plan` tries whether the plan is right.
     """
     if tensor_size == 1:
         return []
@@ -245,7 +245,8 @@ def check_tensor_size(
 
 
 def _check_adapted(model: PreTrainedModel, plan: Plan, section: AdaptersSection) -> list[Problem]:
-    """Layers that are to have adapters and are cut in a way that no adapter is known for."""
+    """Problems with layers that are to have adapters and are cut in a style without support for
+    them."""
     names, _ = find_targets(model, section)
     styles = {name: plan.get(name, "replicate") for name in names}
     return [
@@ -262,7 +263,7 @@ def _check_adapted(model: PreTrainedModel, plan: Plan, section: AdaptersSection)
 
 
 def _check_heads(config: Any, plan: Plan, size: int) -> list[Problem]:
-    """Heads fall to ranks whole; several ranks may share a key-value head."""
+    """Problems with dividing heads: each is on one rank; ranks may share a key-value head."""
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
     heads = config.num_attention_heads if cut & {"q_proj", "query_key_value"} else None
     key_heads = getattr(config, "num_key_value_heads", None) if "k_proj" in cut else None

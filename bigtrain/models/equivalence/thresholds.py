@@ -1,10 +1,9 @@
-"""Lengths at which a model begins to compute something else, brought within reach of few tokens.
+"""Lengths at which a model's computation changes, scaled down for proxy models.
 
-A sliding window does nothing until a sample is longer than it; so with chunks of attention, with
-the factors of long rotary embeddings and with scales that grow with the position. A proxy model
-that is tried on 24 tokens would never come to what the run does at 8192. So its lengths are made
-small with it: those that the run's samples pass, and only those. What a run never comes to cannot
-rule it out.
+A sliding window has no effect until a sample is longer; likewise chunked attention, factors of long
+rotary embeddings and position-dependent scales. A proxy model tried on 24 tokens would never reach
+what the run does at 8192. So its lengths are scaled down: those that the run's samples cross, and
+only those, since a threshold that a run never reaches must not rule it out.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 
 TOKENS = 24
-"""Of the samples that proxy models are tried on."""
+"""Length of the samples on which proxy models are tried."""
 
-# Keys of text configurations, and what is to be added for the longest sample that is the same with
-# and without. Sizes of blocks in which kernels compute the same thing are none.
+# Keys of text configurations, with the offset from the value to the longest sample that it does not
+# affect. Block sizes of kernels, which change no result, are not among them.
 _LENGTHS = {
     "attention_chunk_size": 0,
     "attention_window_size": 0,
@@ -37,9 +36,9 @@ _ROTARY = "original_max_position_embeddings"
 def cross_thresholds(config: Any, sequence_length: int, tokens: int = TOKENS) -> None:
     """Make `tokens` tokens cross what samples of `sequence_length` do in a text configuration.
 
-    The shortest length becomes half of `tokens`, the next one more, equal ones stay equal. So of
-    any equal parts of a sample the first do not cross what the whole does. Those that samples of
-    `sequence_length` do not pass stay. Raises ValueError where `tokens` are too few for all.
+    The shortest length becomes half of `tokens`, the next one more, equal ones stay equal. So half
+    a sample crosses no length that the whole sample does. Lengths that samples of
+    `sequence_length` do not cross stay. Raises ValueError if `tokens` are too few for all.
     """
     crossed = sorted(length for length, _, _ in _lengths(config) if length < sequence_length)
     ranks = {length: rank for rank, length in enumerate(dict.fromkeys(crossed))}
@@ -56,10 +55,10 @@ def cross_thresholds(config: Any, sequence_length: int, tokens: int = TOKENS) ->
 
 
 def document_positions(samples: int, tokens: int = TOKENS) -> torch.Tensor:
-    """Positions in documents on both sides of what `cross_thresholds` makes of lengths.
+    """Positions in documents shorter and longer than the lengths that `cross_thresholds` sets.
 
-    int64 [samples, tokens], counted from 0 in each document. Every other sample has short documents
-    alone, so that what depends on all of a micro-batch depends on how samples are divided.
+    int64 [samples, tokens], counted from 0 in each document. Every other sample has only short
+    documents, so that a dependence on the other samples of a micro-batch shows.
     """
     long, short = [3, tokens - 5, 2], [5] * (tokens // 5) + [tokens % 5]
     return torch.stack(
@@ -78,13 +77,13 @@ def rotary_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def _lengths(config: Any) -> list[tuple[int, Any, str]]:
-    """The longest sample that each length leaves as it is, and where it stands."""
+    """The longest sample that each length does not affect, and where the length is set."""
     found: list[tuple[int, Any, str]] = []
     for key, more in _LENGTHS.items():
         length = getattr(config, key, None)
         if isinstance(length, int) and length > 0:
             found.append((length + more, config, key))
-    # By others than these it only sets the frequencies.
+    # In other rope types it only sets the frequencies.
     holders: list[Any] = [
         parameters
         for parameters in rotary_parameters(config)

@@ -1,5 +1,5 @@
-"""What is read of a model's experts as it trains: choices, logits of routers, selection biases.
+"""What is read from a model's experts during training: choices, router logits, selection biases.
 
-What divides experts among processes is in `parallel`. Imported by `parallel`, `equivalence` and the
-engine; start reading with `router_logits`.
+How ranks divide experts is in `parallel`. Imports the patch modules alone; `parallel`,
+`equivalence` and the engine import it. Start with `router_logits`.
 """

@@ -1,4 +1,4 @@
-"""How many tokens choose each expert, counted on the device as a model trains."""
+"""Counting on the device how many tokens choose each expert during training."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bigtrain.models.transformers_patches import modules_of_experts
 
 
 class ExpertCounts:
-    """Watches the modules of experts of `model` that transformers' decorator has made.
+    """Counts by hooks on the experts modules of `model` that transformers' decorator marks.
 
-    Nothing is counted until `begin`, nor in evaluation mode, nor where the backward pass computes
-    a layer again: what is counted is every token of a forward pass in training, once. Nothing waits
-    for the device. Not for compiled layers: what is counted inside would be a part of their graphs.
+    Counts every token of a training forward pass once: nothing before `begin`, in evaluation mode,
+    or when the backward pass recomputes a layer. Does not wait for the device. Not for compiled
+    layers: the counting would become a part of their graphs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,7 +33,7 @@ class ExpertCounts:
         ]
 
     def begin(self, *, counting: bool) -> None:
-        """Forget what was counted, and count from here on, or do not."""
+        """Reset the counts; `counting`: whether to count from here on."""
         self._counts.clear()
         self._is_counting = counting
 
@@ -46,7 +46,7 @@ class ExpertCounts:
         return counted[:-1]
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -59,9 +59,9 @@ class ExpertCounts:
         last = self.num_experts[name]
         counts = self._counts.get(name)
         if counts is None:
-            # One more for what is no expert: some routers may choose to leave a token as it is.
+            # One more for "no expert": some routers may choose to leave a token unchanged.
             counts = chosen.new_zeros(last + 1, dtype=torch.int64)
             self._counts[name] = counts
-        # Not `bincount`, for whose length the host waits.
+        # Not `bincount`, whose output length makes the host wait.
         places = chosen.clamp(max=last).long()
         counts.scatter_add_(0, places, torch.ones_like(places))

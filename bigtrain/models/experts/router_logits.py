@@ -1,7 +1,7 @@
-"""What transformers records of routers in a forward pass, for the model's auxiliary loss.
+"""The router logits that transformers records in a forward pass, for the model's auxiliary loss.
 
 The loss (``load_balancing_loss_func``, Switch Transformer's equations 4 to 6) multiplies two means
-over all tokens and layers, so it is no sum over parts of either: a part needs the others' logits.
+over all tokens and layers, so it is not a sum over parts: each part needs the others' logits.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ KEY = "router_logits"
 
 
 def recorded() -> list[torch.Tensor] | None:
-    """The router logits of the forward pass under way, in the order of layers; append what layers
-    elsewhere computed. None where they are not asked for (``output_router_logits``)."""
-    # A model whose logits do not come here computes another loss in stages, which the proof finds.
+    """The router logits of the current forward pass, in the order of layers; append those of other
+    stages' layers. None unless they are asked for (``output_router_logits``)."""
+    # If a model's logits do not come here, its loss in stages differs, which the trial finds.
     collected = collected_outputs()
     return None if collected is None else collected.get(KEY)
 
 
 def auxiliary_loss(outputs: Any) -> torch.Tensor | None:
-    """The loss that a model computed of its router logits; None where there is none."""
+    """The loss that a model computed from its router logits; None if there is none."""
     loss = getattr(outputs, "aux_loss", None)
     return loss if torch.is_tensor(loss) else None
 
 
 def ask_for_router_logits(model: Any) -> None:
-    """Let a model return its router logits, as if its configuration said so."""
+    """Make a model return its router logits, as if its configuration said so."""
     model.config.output_router_logits = True
 
 
 def router_logits_of(outputs: Any) -> tuple[torch.Tensor, ...]:
     """The logits of each layer's router [tokens, experts] that a model returned.
 
-    Raises ModelError where it returned none.
+    Raises ModelError if it returned none.
     """
     found = getattr(outputs, KEY, None)
     if not isinstance(found, tuple) or not found or not all(map(torch.is_tensor, found)):
@@ -49,7 +49,7 @@ def router_logits_of(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Routing:
-    """What the auxiliary loss is made of: of all layers together, as transformers has it.
+    """The terms of the auxiliary loss, over all layers together, as in transformers.
 
     chosen: float32 [experts], tokens that choose each. probabilities: float32 [experts], means
     over `num_rows`, the tokens times layers; with gradients.

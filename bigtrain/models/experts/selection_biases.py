@@ -1,4 +1,4 @@
-"""The biases by which tokens choose experts, where an architecture has them as buffers."""
+"""The biases added to router scores when tokens choose experts, for architectures with them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _NAME = "e_score_correction_bias"
 def selection_biases(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers [experts] by name of the module of experts that tokens choose from.
 
-    Such a buffer has DeepSeek-V3's name, which others have taken over, an element for each expert,
-    and is in the block that holds the experts.
+    Such a buffer has DeepSeek-V3's name, which others have adopted, an element for each expert, and
+    is in the block that holds the experts.
     """
     modules = dict(model.named_modules())
     experts = set(modules_of_experts(model))

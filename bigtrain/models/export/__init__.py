@@ -1,4 +1,5 @@
-"""What others are given: a directory of Hugging Face's or of peft's, compared before it is named.
+"""Exports: a Hugging Face or peft directory, verified before it gets its name.
 
-Imported by `run.checkpointing`; start reading with `verified`.
+Imports `models.build`, `layers` and `weights`; `run.checkpointing` and the commands import it.
+Start with `verified`.
 """

@@ -1,4 +1,4 @@
-"""Trained adapters as a directory of peft's, and merged into the weights that they are beside."""
+"""Exporting trained adapters: as a peft directory, or merged into the base weights."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def export_adapter(
     probe: Probe,
     replace: bool = False,
 ) -> None:
-    """Write a directory that peft's `PeftModel.from_pretrained` puts beside `base`.
+    """Write a directory that peft's `PeftModel.from_pretrained` loads on top of `base`.
 
-    Parameters: `weights`, trained ones by the names that the run has for them; `base`, a directory
-    or hub name, written down as it is given; the others and errors as of `export_model`: the
-    directory appears once plain peft has loaded it and `probe` is answered as by the trained model.
-    Holds the base in memory for that. One process.
+    Parameters: `weights`, the trained ones by the run's names; `base`, a directory or hub name,
+    written down as given; the others and errors as in `export_model`: the directory appears once
+    plain peft has loaded it and gives the trained model's logits for `probe`. Holds the base in
+    memory for that. One process.
     """
     state = adapter_state(weights, dtype)
     if not state:
@@ -72,7 +72,7 @@ def export_adapter(
 
 
 def adapter_state(weights: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
-    """The adapters among a run's `weights` by the names of peft's files, in memory."""
+    """The adapters among a run's `weights`, by their names in peft's files, in memory."""
     found = {}
     for name, tensor in sorted(weights.items()):
         if f".{ADAPTER}." in name:  # a checkpoint holds the base's buffers as well
@@ -87,10 +87,10 @@ def merged_weights(
     base: Weights,
     hf_config: PreTrainedConfig,
 ) -> dict[str, torch.Tensor]:
-    """The base's weights with the trained adapters added, by Hugging Face name, in float32.
+    """The base's weights with the trained adapters merged, by Hugging Face name, in float32.
 
-    A merged weight is computed when it is read, and no other is: of lazy tensors nothing is read
-    here. Raises ModelError where an adapter is missing.
+    With lazy tensors a merged weight is computed when it is read, and nothing is read here. Raises
+    ModelError if an adapter is missing.
     """
     model = empty_model(hf_config)
     merged: dict[str, torch.Tensor] = dict(base.tensors)
@@ -171,7 +171,7 @@ def _load(base: str, hf_config: PreTrainedConfig, directory: Path, dtype: torch.
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """peft 0.21 asks transformers 5.23 by names that it will drop."""
+    """Without warnings: peft 0.21 uses deprecated names of transformers 5.23."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

@@ -17,13 +17,13 @@ _MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
     """Ids of the first special token that the tokenizer's chat template writes after an answer;
-    none where it has no template, or writes none."""
+    empty without a template, or if it writes none."""
     if not tokenizer.chat_template:
         return []
     try:
         text = tokenizer.apply_chat_template(_MESSAGES, tokenize=False)
     except (TemplateError, ValueError, TypeError, KeyError):
-        return []  # a template for other messages
+        return []  # a template that does not accept these messages
     ending = text.rpartition(_ANSWER)[2] if _ANSWER in text else ""
     added = tokenizer.added_tokens_decoder.items()
     special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
@@ -34,9 +34,9 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
 
 
 def stop_at_end_of_turn(directory: Path) -> None:
-    """Let the generation settings of a Hugging Face directory stop at the end of an answer as well.
+    """Make generation from a Hugging Face directory also stop at the end of an answer.
 
-    Those that the settings name already come first, and stay.
+    End tokens that the settings already name stay, and come first.
     """
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     endings = end_of_turn_ids(tokenizer)

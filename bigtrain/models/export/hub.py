@@ -22,8 +22,8 @@ _OPTION = "--push-to-hub"
 
 
 def refuse_unreachable(repository: str) -> None:
-    """Find out before an export is made whether `repository` could be written to, as far as that
-    can be told without writing: its name, the network, the login.
+    """Check before an export whether `repository` can be written, as far as possible without
+    writing: its name, the network, the login.
 
     Raises ConfigError, with what to do.
     """
@@ -51,10 +51,10 @@ def refuse_unreachable(repository: str) -> None:
 
 
 def push_to_hub(directory: Path, repository: str, *, private: bool, message: str) -> str:
-    """Send the files of `directory` as one commit to `repository`, which is made where there is
-    none; returns its address. Files of its own that have other names stay.
+    """Push the files of `directory` as one commit to `repository`, which is created if missing;
+    returns its address. Its other files stay.
 
-    Raises OutputError where the hub does not take them; the directory stays as it is.
+    Raises OutputError if the hub does not accept them; the directory stays as it is.
     """
     shown = not are_progress_bars_disabled()
     disable_progress_bars()

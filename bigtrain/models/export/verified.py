@@ -1,4 +1,4 @@
-"""Writing a Hugging Face directory, and proving that it is the model that was trained."""
+"""Writing a Hugging Face directory, and verifying that it is the trained model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
 
 @dataclass(frozen=True)
 class Probe:
-    """A fixed input and what the trained model answered.
+    """A fixed input and the trained model's logits for it.
 
     input_ids: int64 [samples, tokens]. logits: float32 [samples, tokens, vocabulary].
     dtype: name of the dtype the trained model computed in.
@@ -76,20 +76,19 @@ def export_model(
     replace: bool = False,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write `weights` as a Hugging Face directory that answers `probe` as the trained model did.
+    """Write `weights` as a Hugging Face directory whose logits for `probe` are the trained model's.
 
     Parameters: `weights`, full tensors by Hugging Face name, tied ones once; `dtype`, name of the
-    dtype they are stored in; `generation_config`, a file to take over as it is, where it exists
-    (otherwise transformers makes one of `hf_config`), to which the end of an answer is added where
-    the tokenizer has a chat template; `card`, the text of its README.md; `max_shard_size`, of a
-    file, such as 5GB.
-    One process. Of `LazyTensor`s it holds one file's at a time, and for the comparison one layer's.
+    dtype they are stored in; `generation_config`, a file to copy if it exists (otherwise
+    transformers makes one from `hf_config`), with the end of an answer added if the tokenizer has a
+    chat template; `card`, the text of its README.md; `max_shard_size`, of a file, such as 5GB.
+    One process. Of `LazyTensor`s it holds one file's at a time, and one layer's when verifying.
     The directory appears under its name only after it has been reloaded with plain transformers and
-    has answered right. Raises ModelError otherwise, or if `output` exists and is not to be
-    replaced; OutputError where it cannot be written. What is to be replaced stays until then.
+    its logits agree. Raises ModelError otherwise, or if `output` exists and may not be replaced;
+    OutputError if it cannot be written. What is replaced stays until then.
     """
     with writing_directory(output, replace=replace) as temporary:
-        hf_config.use_cache = True  # whatever the base's says: it is for those who generate
+        hf_config.use_cache = True  # for generation, whatever the base's says
         is_sharded = write_model(weights, hf_config, temporary, dtype, max_shard_size)
         if generation_config is not None and generation_config.is_file():
             shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
@@ -102,10 +101,10 @@ def export_model(
 
 @contextmanager
 def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
-    """Where to write what becomes `output`, whole and with checksums, once the block has ended.
+    """Yields a temporary directory that becomes `output`, with checksums, when the block ends.
 
-    Nothing of it stays after an error. Raises ModelError if `output` exists and is not to be
-    replaced, OutputError where it cannot be written.
+    It is removed after an error. Raises ModelError if `output` exists and may not be replaced,
+    OutputError if it cannot be written.
     """
     if output.exists() and not replace:
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
@@ -128,7 +127,7 @@ def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
 
 @torch.no_grad()
 def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn: bool) -> None:
-    """Compare what the model in `directory` answers; `in_turn`: a layer of it at a time."""
+    """Compare the logits of the model in `directory`; `in_turn`: load one layer at a time."""
     if in_turn:
         section = ModelSection(path=str(directory))
         hf_config = load_hf_config(section)
@@ -141,9 +140,10 @@ def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn:
 
 @torch.no_grad()
 def compare_logits(model: Any, probe: Probe, output: Path, dtype: str) -> None:
-    """Raises ModelError where `model`, reloaded from files of `dtype`, does not answer `probe`.
+    """Raises ModelError if the logits of `model`, reloaded from files of `dtype`, differ from the
+    probe's.
 
-    `output`: what the error calls the directory."""
+    `output`: the directory's name in the error."""
     model.eval()
     tolerance = max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype])
     logits = model(input_ids=probe.input_ids, use_cache=False).logits.float()

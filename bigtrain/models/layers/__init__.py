@@ -1,6 +1,7 @@
-"""What is done inside a model at run time: attention of documents, loss, kernels, compilation,
+"""Changes inside a model: isolated documents, chunked loss, kernels, compilation, adapters,
 freezing.
 
-Each file changes one thing in a model that transformers built, and can be left out. Imported by
-`parallel`, `equivalence` and the engine.
+Each file changes one thing in a model that transformers built, and is optional. Imports
+`models.configuration` and the patch modules; `parallel`, `equivalence`, `export` and the engine
+import it. Start with `isolation` and `loss_plan`.
 """

@@ -1,10 +1,10 @@
-"""What recomputation starts from, kept in host memory: for sequences whose activations do not fit.
+"""Offloading activation checkpoints to host memory, for sequences whose activations do not fit.
 
-A checkpointed layer saves its input alone: layers x tokens x hidden size elements in all, and with
-long sequences most of what there is. torch's `save_on_cpu` copies them out in the forward pass and
-back in the backward pass, on the computing stream, to pinned memory: every step gets slower by
-the time of these copies. (DeepSpeed 0.19.8 has `CheckpointHiddenStatesOffload` with a stream of its
-own; it knows tensors by identity, and the hooks of ZeRO-3 give layers others: nothing moves.)
+A checkpointed layer saves only its input: layers x tokens x hidden size elements in all, most of
+the activation memory with long sequences. torch's `save_on_cpu` copies them to pinned memory in the
+forward pass and back in the backward pass, on the compute stream, so every step gets slower by the
+time of these copies. (DeepSpeed 0.19.8 has `CheckpointHiddenStatesOffload` with a stream of its
+own; it finds tensors by identity, and ZeRO-3's hooks pass other ones to layers: nothing is moved.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bigtrain.models.transformers_patches import Checkpoint, replace_checkpoint
 
 
 def offload_checkpoints(model: PreTrainedModel, device_type: str) -> int:
-    """Let the checkpointed layers of `model` save their inputs on the host; how many there are.
+    """Let the checkpointed layers of `model` save their inputs on the host; returns their number.
 
     Gradient checkpointing must be on. Raises ModelError for a model without such layers.
     """

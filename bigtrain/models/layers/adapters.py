@@ -1,9 +1,9 @@
-"""LoRA adapters beside the layers of a model: peft's own modules, put in place.
+"""LoRA adapters on the layers of a model: peft's own modules, injected in place.
 
 peft wraps a layer: its weight `q_proj.weight` becomes `q_proj.base_layer.weight`, and the two
 trained matrices are `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Everything
-else keeps its name. `base_name` leads back to the names of the files. Importing peft takes seconds,
-which only runs with adapters should.
+else keeps its name. `base_name` gives the name in the base model's files. Importing peft takes
+seconds, so only runs with adapters do it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ KEY = "adapters.targets"
 SAVED_KEY = "adapters.modules_to_save"
 PARAMETERS_KEY = "adapters.target_parameters"
 ADAPTER = "default"
-"""peft's name of the adapter, of which a run has one."""
+"""peft's name of the adapter; a run has one."""
 MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"
-"""End of the name of what DoRA trains beside the two matrices."""
+"""End of the name of DoRA's magnitude vector."""
 
 COPY = f".modules_to_save.{ADAPTER}."
 _OWN = re.compile(r"(\.base_layer)+\.|\.original_module\.|" + re.escape(COPY))
@@ -42,35 +42,35 @@ _LINEAR = (nn.Linear, Conv1D)
 
 
 def base_name(name: str) -> str:
-    """The name that a parameter or buffer has in a model without adapters; copies have it, too."""
+    """The name of a parameter or buffer in the model without adapters; also for trained copies."""
     return _OWN.sub(".", name)
 
 
 def weight_of(name: str) -> str:
-    """The weight of the model itself that parameter `name` is, or that its adapter is beside."""
+    """The base weight that parameter `name` is, or that its adapter is added to."""
     adapter = _TRAINED.search(name)
     return base_name(name) if adapter is None else f"{name[: adapter.start()]}.weight"
 
 
 def peft_name(name: str) -> str:
-    """The name that peft's files have for a parameter of an adapter."""
+    """The name of an adapter's parameter in peft's files."""
     if name.endswith(MAGNITUDE):
         name = name.removesuffix(".weight") + "."
     return f"base_model.model.{name.replace(COPY, '.')}".replace(f".{ADAPTER}.", ".").rstrip(".")
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether adapters are trained in `model`, and its own weights are constants.
+    """Whether `model` has adapters, and its own weights are frozen.
 
-    True of every pipeline stage of such a model, also of one whose layers have no adapters.
+    True for every pipeline stage of such a model, even one whose layers have none.
     """
-    return hasattr(model, "peft_config")  # where peft puts adapters, it leaves their configuration
+    return hasattr(model, "peft_config")  # which peft sets when it injects adapters
 
 
 def find_targets(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[str], list[str]]:
     """(names of the layers that get adapters, patterns that match none), in the model's order.
 
-    Linear layers alone; the head is none of them, whatever the patterns say.
+    Only linear layers, and never the head, whatever the patterns match.
     """
     head = model.get_output_embeddings()
     linear = [
@@ -96,8 +96,8 @@ def find_parameters(
 
 
 def parameter_layers(model: nn.Module) -> dict[str, Any]:
-    """Of a model with adapters, the layer of peft's for each stacked weight that has some, by its
-    `base_name` and the layer's own name."""
+    """For each stacked weight with adapters, by its `base_name`: the name of peft's layer, and the
+    layer."""
     from peft.tuners.lora.layer import ParamWrapper
 
     return {
@@ -108,7 +108,7 @@ def parameter_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def find_saved(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[str], list[str]]:
-    """(names of the modules of which a copy is trained, patterns that match none)."""
+    """(names of the modules in ``modules_to_save``, patterns that match none)."""
     own = [name for name, m in model.named_modules() if any(True for _ in m.parameters(False))]
     patterns = section.modules_to_save
     missing = [p for p in patterns if not any(_matches(name, p) for name in own)]
@@ -116,7 +116,7 @@ def find_saved(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[s
 
 
 def trained_copy(module: Any) -> Any:
-    """What computes for `module`: the copy of it that is trained (`modules_to_save`), or itself."""
+    """The trained copy of `module` (`modules_to_save`), which computes in its place, or itself."""
     copies = getattr(module, "modules_to_save", None)
     return copies[ADAPTER] if isinstance(copies, nn.ModuleDict) else module
 
@@ -126,7 +126,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Problem]:
-    """What is wrong with `section` for this model, which may be on the meta device."""
+    """Problems with `section` for this model, which may be on the meta device."""
     _, unknown = find_parameters(model, section)
     if unknown:
         rule = "matches no stacked weight of experts; those alone can have such adapters"
@@ -168,7 +168,7 @@ def _check_saved(
 
 
 def lora_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
-    """What peft calls these adapters of `model`, without the name of the base."""
+    """peft's configuration of these adapters of `model`, without the base's name."""
     from peft import LoraConfig
 
     names, _ = find_targets(model, section)
@@ -190,19 +190,19 @@ def lora_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
 def add_adapters(
     model: PreTrainedModel, section: AdaptersSection, seed_of: Callable[[str], int]
 ) -> None:
-    """Put adapters beside the layers of `model`, in place, and let nothing else be trained.
+    """Inject adapters into the layers of `model`, in place, and freeze everything else.
 
-    Their initial values are peft's, each layer's from a random stream of its own: `seed_of` the
-    layer's name. So they are the same whatever device and dtype the model has, and whether or not
-    its own parameters are partitioned; those of the adapters are whole. What begins as a function
-    of the model's own weights is for `models.weights.adapted` to fill. Collective where those are
-    partitioned and some are copied (`modules_to_save`).
+    Their initial values are peft's, from a random stream per layer: `seed_of` the layer's name. So
+    they do not depend on the model's device and dtype, nor on whether its own parameters are
+    partitioned; the adapters' are full. `models.weights.adapted` fills initial values that are a
+    function of the model's weights. Collective if those are partitioned and some are copied
+    (`modules_to_save`).
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # Of layers that peft knows in other forms as well, and of Conv1D.
+        # About layers that peft supports in several ways, and Conv1D.
         warnings.simplefilter("ignore")
         inject_adapter_in_model(lora_config(model, section), model)
         for name, module in model.named_modules():

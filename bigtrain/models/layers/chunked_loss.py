@@ -5,12 +5,12 @@ of a few billion parameters. Here the head gets a few tokens at a time; loss and
 chunk are computed at once and its logits forgotten (as Liger's fused linear cross-entropy does,
 arXiv 2410.10989).
 
-What an architecture does around its head (multipliers, soft-capping, biases) is its own code, and
-is run, not copied: the model's forward method runs once as always, up to the head. There, for
-every chunk, it is entered anew with its base model standing aside for the chunk's hidden states.
-The chunks are inside the one call of the head module, so that whatever hooks it has (ZeRO-3 gathers
-its weight and reduces its gradient there) act once. That the result is that of the plain loss is
-tried on a proxy model before a run (`bigtrain.models.equivalence.loss`).
+What an architecture does around its head (multipliers, soft-capping, biases) is its own code, which
+is run, not copied: the model's forward method runs once up to the head. There it is called again
+for every chunk, with the base model replaced by the chunk's hidden states. All chunks are inside
+one call of the head module, so that its hooks (ZeRO-3 gathers its weight and reduces its gradient
+there) run once. A proxy model is tried before a run to give the same result as the plain loss
+(`bigtrain.models.equivalence.loss`).
 
 Shapes: B = samples, T = tokens of a sample, H = hidden size, V = vocabulary, N = tokens in all.
 """
@@ -51,8 +51,8 @@ class ChunkedLoss:
     """Gives `model` a forward method that takes `targets` and then returns a `SummedLoss`.
 
     chunk_tokens: tokens whose logits exist at a time.
-    fused: computes hidden states, head and loss in one, instead of chunks; only for models whose
-        logits are what the head gives (`bigtrain.models.equivalence.loss` finds out).
+    fused: computes head and loss in one kernel, instead of chunks; only for models whose logits are
+        the head's output (`bigtrain.models.equivalence.loss` checks).
 
     Install it when the model is complete: cut, sharded, its head's forward final. Without `targets`
     the forward method is the model's own. Raises ModelError for a model whose parts are not found.
@@ -80,7 +80,7 @@ class ChunkedLoss:
         shadow(self._head, "forward", self._head_forward)
 
     def remove(self) -> None:
-        """Give the model its own forward method back."""
+        """Restore the model's own forward method."""
         shadow(self._model, "forward", self._plain_forward)
         shadow(self._head, "forward", self._plain_head)
 
@@ -93,11 +93,11 @@ class ChunkedLoss:
     ) -> Any:
         """As the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`.
 
-        `targets` are the labels of the very tokens (not shifted), -100 for none. They may lie on
-        the host: then tokens without a label take no time. `factor` float32 [], above zero: what
-        the loss is going to be multiplied by. With it, 16-bit gradients are rounded as those of the
-        plain loss are: all but a power of two of it (which might leave float16's range) is
-        multiplied before they are rounded, not after.
+        `targets` are the labels of the tokens themselves (already shifted), -100 for none. They may
+        be on the host: then tokens without a label take no time. `factor` float32 [], above zero:
+        what the loss will be multiplied by. With it, 16-bit gradients are rounded as the plain
+        loss's: its mantissa is multiplied in before rounding, and only a power of two (which might
+        leave float16's range) after.
         """
         if targets is None:
             return self._plain_forward(*args, **inputs)
@@ -121,7 +121,7 @@ class ChunkedLoss:
         return self._base_outputs
 
     def _run_head(self, *_: Any, **__: Any) -> torch.Tensor:
-        """What stands in for the head: keeps the loss, and gives logits that nobody looks at."""
+        """Replaces the head: keeps the loss, and returns placeholder logits that nobody reads."""
         if self._base_outputs is None:
             raise ModelError(f"the forward method does not call {self._base_name}")
         hidden = self._base_outputs.last_hidden_state
@@ -131,7 +131,7 @@ class ChunkedLoss:
         return unused
 
     def _head_forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The head module's forward: in a pass with targets the loss, between all its hooks."""
+        """The head module's forward: in a pass with targets the loss, inside the module's hooks."""
         if self._labels is None:
             output: torch.Tensor = self._plain_head(hidden, *args, **kwargs)
             return output
@@ -204,7 +204,7 @@ class ChunkedLoss:
 
     @contextmanager
     def _standing_in(self, base: Callable[..., Any], head: Callable[..., Any]) -> Iterator[None]:
-        """Let the forward method call these; the modules stay where they are."""
+        """Inside, the forward method calls these instead; the modules stay registered."""
         calls = {
             self._base_name: _Call(self._base, base),
             self._head_name: _Call(self._head, head),
@@ -214,9 +214,9 @@ class ChunkedLoss:
 
     @contextmanager
     def _weights(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let the head find `leaves` in place of its parameters, whose hooks so do not see chunks.
+        """Inside, the head uses `leaves` instead of its parameters, so that no hooks run per chunk.
 
-        ZeRO-3's own parameters are gathered here, since the head's forward is running.
+        ZeRO-3's parameters are gathered here, since the head's forward is running.
         """
         places: list[tuple[nn.Module, str]] = []
         found = dict(zip(map(id, self._head.parameters()), leaves, strict=True))
@@ -232,7 +232,7 @@ class ChunkedLoss:
 
 
 class _Call:
-    """Stands in for a module, and those inside it, in its model's forward method.
+    """Replaces a module, and those inside it, in its model's forward method.
 
     Calls go to `call`, with the module first; attributes are the module's.
     """
@@ -245,7 +245,7 @@ class _Call:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        # Some call a part of their base model (OPT its decoder).
+        # Some models call a part of their base model (OPT its decoder).
         return _Call(value, self._call) if isinstance(value, nn.Module) else value
 
 
@@ -272,7 +272,7 @@ class _Sum:
 
 
 class _Loss(torch.autograd.Function):
-    """Computes gradients with the loss, and multiplies them when it is known by what."""
+    """Computes gradients together with the loss, and scales them in the backward pass."""
 
     @staticmethod
     def forward(
@@ -297,9 +297,9 @@ class _Loss(torch.autograd.Function):
 def _targets(
     labels: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Labels of the tokens that have one [N], and which these are (None: all) on `device`.
+    """Labels of the tokens that have one [N], and their indices (None: all) on `device`.
 
-    Looks only at labels on the host, since a device would have to be waited for.
+    Selects only if the labels are on the host, since reading them on a device would wait for it.
     """
     flat = labels.flatten()
     index = None
@@ -313,7 +313,7 @@ def _targets(
 
 
 def _head_and_base(model: PreTrainedModel) -> tuple[str, str]:
-    """Names of the head and of what computes hidden states, both children of `model`."""
+    """Names of the head and of the base model, both children of `model`."""
     head = model.get_output_embeddings()
     children = dict(model.named_children())
     heads = [name for name, child in children.items() if child is head]

@@ -1,12 +1,12 @@
-"""torch.compile of one decoder layer after the other, so that they share one compiled artifact.
+"""torch.compile of single decoder layers, which share the compiled graphs.
 
-The layers of a model have the same code and shapes; compiled each by itself, the first compiles
-and the others find its graphs (what the PyTorch documentation calls regional compilation). A whole
-model in one graph takes minutes instead, and breaks at every hook.
+The layers of a model have the same code and shapes, so the first one compiles and the others reuse
+its graphs (regional compilation in PyTorch's documentation). Compiling the whole model would take
+minutes, and break the graph at every hook.
 
 A layer's forward method is replaced, not the layer: parameters keep their names, and hooks on the
 layer stay outside of the graph. Recomputation is inside: transformers puts it into the layers'
-forward methods, and torch.compile knows it.
+forward methods, and torch.compile supports it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_compiled(
 
 
 def compile_layers(model: PreTrainedModel) -> int:
-    """Let the decoder layers of `model` compile themselves at their first call; their number.
+    """Make the decoder layers of `model` compile at their first call; returns their number.
 
     Raises ModelError for a model without any.
     """
@@ -52,6 +52,6 @@ def compile_layers(model: PreTrainedModel) -> int:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside, compiled layers run as they were: for a pass whose shapes come once."""
+    """Inside, compiled layers run eagerly: for a pass with shapes that occur once."""
     with torch.compiler.set_stance("force_eager"):
         yield

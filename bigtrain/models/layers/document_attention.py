@@ -1,12 +1,12 @@
-"""Attention of every document for itself, where documents share samples.
+"""Attention for each document of a sample separately.
 
-The same as the model's own attention (sdpa or eager) under a block-diagonal causal mask, without
-the mask, which has sequence squared elements and keeps torch's sdpa from its fast kernels, and
-without the products that the mask throws away.
+The same as the model's own attention (sdpa or eager) with a block-diagonal causal mask, but without
+the mask, which has sequence squared elements and rules out torch's fast sdpa kernels, and without
+the products that the mask discards.
 
-It hangs on transformers' seams: `AttentionMaskInterface` may make anything for a mask, and layers
-hand it on to `AttentionInterface` as it is (so do flex attention's block masks). Here it is a list
-of lengths. So layers that are computed again in the backward pass have it too.
+It uses transformers' extension points: `AttentionMaskInterface` may return any object as mask, and
+layers pass it on to `AttentionInterface` unchanged (as with flex attention's block masks). Here it
+is a list of lengths. So layers recomputed in the backward pass get it too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIZES: ContextVar[tuple[int, ...] | None] = ContextVar("sizes", default=None)
 
 @dataclass(frozen=True)
 class Documents:
-    """What layers get for a mask.
+    """What layers get instead of a mask.
 
     sizes: tokens of the documents of a micro-batch, sample after sample.
     window: how many tokens a token sees, itself among them; None: all before it in its document.
@@ -51,7 +51,7 @@ def sizes_of_documents(position_ids: torch.Tensor) -> tuple[int, ...]:
 
 @contextmanager
 def documents_alone(position_ids: torch.Tensor) -> Iterator[None]:
-    """Inside, what models with this attention make for masks are the documents of `position_ids`.
+    """Inside, models with this attention get the documents of `position_ids` instead of masks.
 
     [B, T] on the host, of whole samples.
     """
@@ -63,10 +63,10 @@ def documents_alone(position_ids: torch.Tensor) -> Iterator[None]:
 
 
 def attend_by_document(model: PreTrainedModel) -> Callable[[], None]:
-    """Let `model`, whose attention is sdpa or eager, attend so; returns what undoes it.
+    """Make `model`, whose attention is sdpa or eager, attend by document; returns an undo function.
 
-    Outside of `documents_alone` it attends as before. A forward pass inside raises ModelError where
-    the model asks for another mask than a causal one, with or without a sliding window.
+    Outside of `documents_alone` it attends as before. A forward pass inside raises ModelError if
+    the model asks for a mask that is not causal (with or without a sliding window).
     """
     before = attention_name(model)
     name = IMPLEMENTATIONS[before]
@@ -103,7 +103,7 @@ def _mask(
             **more,
         )
     plain = allow_is_causal_skip and attention_mask is None and q_length == kv_length
-    # Asked on the CPU: only the functions that are left out here hold tensors of the device.
+    # Evaluated on the CPU: only the functions excluded here hold tensors of the device.
     plain = plain and getattr(config, "attention_chunk_size", None) is None
     if not plain or not _is_band(mask_function, q_length, local_size):
         raise ModelError(
@@ -116,7 +116,7 @@ def _mask(
 def _is_band(mask_function: Callable[..., torch.Tensor], tokens: int, window: int | None) -> bool:
     """Whether `mask_function` lets a token see itself and those before it, `window` in all.
 
-    Looked at where a window begins to move, and at the end.
+    Checked for the rows at which the window starts to move, in the middle, and at the end.
     """
     width = tokens if window is None else window
     rows = {0, 1, width - 1, width, width + 1, 2 * width, tokens // 2, tokens - 1}
@@ -162,10 +162,10 @@ def _attend(
 def _blocks(
     document: Sequence[torch.Tensor], window: int, name: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """What attends to what in `document`, query, key and value [1, H, L, D], under which mask.
+    """Queries, keys, values and mask of each block of `document`: three tensors [1, H, L, D].
 
-    One that is longer than the window goes in blocks as long, whose masks have window x 2 window
-    elements.
+    A document longer than the window is split into blocks of that length, with masks of window x
+    2 window elements.
     """
     query, key, value = document
     length = query.shape[2]

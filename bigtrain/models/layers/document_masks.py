@@ -1,9 +1,9 @@
-"""Documents that share a sample, as masks and flash attention are told of them.
+"""Document boundaries in the form that masks and flash attention take.
 
-Flash attention has no mask. Its kernels for sequences of many lengths take all tokens of a
-micro-batch in one row, and where each document begins (``cu_seqlens``): nothing of sequence
-squared exists. transformers hands the arguments of that name to the attention of every layer and
-flattens the rows itself (`_flash_attention_forward`), so that a document never crosses a sample.
+Flash attention has no mask. Its variable-length kernels take all tokens of a micro-batch in one row
+and the start of each document (``cu_seqlens``), without anything of sequence squared. transformers
+passes these arguments to the attention of every layer and flattens the rows itself
+(`_flash_attention_forward`). A document never crosses a sample.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _NAME = "bigtrain_documents"
 
 
 def edges_of_documents(position_ids: torch.Tensor) -> torch.Tensor:
-    """Where documents begin in the tokens of all samples, and their end: int64 [documents + 1].
+    """Start of each document in the tokens of all samples, and the end: int64 [documents + 1].
 
-    `position_ids` [B, T] on the host, where nothing waits for them. Positions count from 0 in each
-    document, and every sample begins one.
+    `position_ids` [B, T] on the host, so that reading them waits for nothing. Positions count from
+    0 in each document, and every sample begins one.
     """
     assert position_ids.device.type == "cpu"
     starts = (position_ids == 0).flatten()
@@ -38,7 +38,7 @@ def edges_of_documents(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def lengths_of_documents(position_ids: torch.Tensor) -> dict[str, Any]:
-    """Arguments for a model with flash attention, of `position_ids` as in `edges_of_documents`.
+    """Arguments for a model with flash attention; `position_ids` as in `edges_of_documents`.
 
     ``cu_seq_lens_*`` are int32 [documents + 1] on the host, ``max_length_*`` in tokens.
     """
@@ -55,7 +55,7 @@ def lengths_of_documents(position_ids: torch.Tensor) -> dict[str, Any]:
 def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
     """Which document of its sample each token belongs to, from 0: int64 like `position_ids` [B, T].
 
-    transformers' `find_packed_sequence_indices`, but for its look at whether there are several.
+    As transformers' `find_packed_sequence_indices`, without its check for several documents.
     """
     before = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
@@ -63,9 +63,9 @@ def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def documents_known(*, packed: bool) -> Iterator[None]:
-    """Inside, models are told whether documents share samples, instead of looking at positions.
+    """Inside, `packed` tells models whether documents share samples.
 
-    transformers would look at them in every forward pass, for which a GPU's host waits.
+    Otherwise transformers reads the positions in every forward pass, and a GPU's host waits.
     """
     known: Callable[[torch.Tensor], torch.Tensor | None]
     known = document_numbers if packed else lambda _positions: None
@@ -75,9 +75,9 @@ def documents_known(*, packed: bool) -> Iterator[None]:
 
 @contextmanager
 def document_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let `model` attend as flash attention does with cumulative lengths, on any device.
+    """Inside, `model` attends as flash attention does with cumulative lengths, on any device.
 
-    Slow, and with gradients: to try a model where flash attention cannot run. A layer that ignores
+    Slow, with gradients: for trying a model where flash attention cannot run. A layer that ignores
     the lengths sees all tokens before it.
     """
     before = attention_name(model)

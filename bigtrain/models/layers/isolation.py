@@ -1,4 +1,4 @@
-"""How a model keeps documents that share a sample apart, at run time."""
+"""Isolating documents that share a sample, at run time."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from bigtrain.models.layers.rotary import choose_by_document
 
 @dataclass(frozen=True)
 class Isolation:
-    """How a model is told which tokens of a sample belong together.
+    """How a model isolates documents.
 
-    none: all do. masks: transformers makes them from positions. documents: each attends for itself,
-    without a mask (`bigtrain.models.layers.document_attention`). lengths: flash attention's
-    arguments.
+    none: not at all. masks: transformers makes them from positions. documents: attention runs for
+    each document separately, without a mask (`bigtrain.models.layers.document_attention`). lengths:
+    flash attention's arguments.
     """
 
     kind: Literal["none", "masks", "documents", "lengths"]
 
     @property
     def reason(self) -> str:
-        """As a human-readable line; empty where there is nothing to say."""
+        """A human-readable line; empty for none."""
         how = {
             "masks": "by masks that the model makes from positions",
-            "documents": "each attends for itself, without masks",
+            "documents": "attention runs for each separately, without masks",
             "lengths": "by the lengths that flash attention takes",
         }
         return f"documents of a sample are kept apart: {how[self.kind]}" if self.kind in how else ""
 
     def install(self, model: PreTrainedModel) -> None:
-        """Make `model` keep documents apart so."""
+        """Make `model` isolate documents in this way."""
         if self.kind != "none":
             choose_by_document(model)
         if self.kind == "documents":
@@ -48,8 +48,8 @@ class Isolation:
 
     @contextmanager
     def document_mask(self, position_ids: torch.Tensor | None) -> Iterator[None]:
-        """Around every forward pass: `position_ids` [B, T] on the host, whole samples; None where
-        each sample is one document."""
+        """Enter around every forward pass: `position_ids` [B, T] on the host, whole samples; None
+        if each sample is one document."""
         if position_ids is None or self.kind != "documents":
             with documents_known(packed=position_ids is not None):
                 yield
@@ -58,7 +58,7 @@ class Isolation:
                 yield
 
     def arguments(self, position_ids: torch.Tensor | None) -> dict[str, Any]:
-        """What the model is given beside positions; tensors are on the host."""
+        """Arguments for the model besides positions; tensors are on the host."""
         if position_ids is None or self.kind != "lengths":
             return {}
         return lengths_of_documents(position_ids)

@@ -1,7 +1,7 @@
 """Liger's Triton kernels (arXiv 2410.10989) in place of a model's RMSNorm, RoPE and SwiGLU.
 
-liger-kernel patches the architectures it knows; which these are, it says itself. The loss is not
-its business here: `bigtrain.models.layers.chunked_loss` takes Liger's kernel where it is asked for.
+liger-kernel patches the architectures that it supports, and lists them itself. Its loss is not
+enabled here: `bigtrain.models.layers.chunked_loss` uses Liger's kernel if the run asks for it.
 
 Written against liger-kernel 0.6 and 0.7. The kernels need a CUDA device.
 """
@@ -29,7 +29,7 @@ _WANTED = {
 
 
 def check_kernels(hf_config: PreTrainedConfig, kernels: str) -> list[Problem]:
-    """What stands against ``model.kernels`` for models of `hf_config`. Builds nothing."""
+    """Problems with ``model.kernels`` for models of `hf_config`. Builds nothing."""
     if kernels == "none":
         return []
     if importlib.util.find_spec("liger_kernel") is None:
@@ -45,10 +45,10 @@ def check_kernels(hf_config: PreTrainedConfig, kernels: str) -> list[Problem]:
 
 
 def apply_kernels(model: PreTrainedModel) -> None:
-    """Let `model` compute with Liger's kernels; parameters stay as they are.
+    """Make `model` compute with Liger's kernels; parameters stay as they are.
 
-    Rotary embeddings are a function of transformers' module for the architecture and change for the
-    whole process. `check_kernels` comes first.
+    Rotary embeddings are a function in transformers' module of the architecture, which is patched
+    for the whole process. Call `check_kernels` first.
     """
     patch = _patches()[model.config.model_type]
     taken = inspect.signature(patch).parameters

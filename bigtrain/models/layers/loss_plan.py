@@ -1,4 +1,4 @@
-"""Which loss function a model is trained with."""
+"""The loss function with which a model is trained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LossPlan:
     softcap: float | None = None
 
     def install(self, model: PreTrainedModel) -> ChunkedLoss | None:
-        """Make `model` compute its loss so; None where it goes on returning logits."""
+        """Make `model` compute its loss in this way; None if it still returns logits."""
         if self.kind == "plain":
             return None
         fused = _liger_loss(self.softcap) if self.kind == "liger" else None

@@ -1,4 +1,4 @@
-"""Parameters that keep their values: `model.frozen`."""
+"""Frozen parameters: `model.frozen`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = "model.frozen"
 
 
 def check_frozen(model: nn.Module, patterns: Sequence[str]) -> list[Problem]:
-    """What is wrong with `patterns` for this model: one that matches nothing, or all match all.
+    """Problems with `patterns` for this model: one matches nothing, or together they match all.
 
     Freezes what they match; `model` may be on the meta device.
     """
@@ -37,7 +37,7 @@ def check_frozen(model: nn.Module, patterns: Sequence[str]) -> list[Problem]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let parameters that have a name of these `patterns` be constants; tied ones have several."""
+    """Freeze parameters of which a name (tied ones have several) matches one of `patterns`."""
     if not patterns:
         return
     for names in names_of(model.named_parameters(remove_duplicate=False)).values():
@@ -46,7 +46,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[str]]:
-    """Every name of every parameter, by identity; tied ones have several, the first counts."""
+    """All names of every parameter, by its id; tied ones have several, the first counts."""
     found: dict[int, list[str]] = {}
     for name, parameter in parameters:
         found.setdefault(id(parameter), []).append(name)

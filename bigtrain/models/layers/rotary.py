@@ -1,13 +1,13 @@
-"""Rotary embeddings that depend on how long a text is, chosen for each document by its own length.
+"""Rotary embeddings that depend on the sequence length, chosen by each document's own length.
 
-With rope type ``longrope`` (Phi-3) transformers takes other frequencies as soon as one of the
-positions it is given passes ``original_max_position_embeddings``. So where documents share samples
-all of a micro-batch changes with its longest document, and where processes share samples each
-chooses by its own part. Here each document gets what plain transformers computes for it alone.
+With rope type ``longrope`` (Phi-3) transformers switches to other frequencies as soon as one
+position of its input exceeds ``original_max_position_embeddings``. So a whole micro-batch would
+change with its longest document, and sequence-parallel ranks would each choose by their own part.
+Here each document gets what plain transformers computes for it alone.
 
-The model's own module computes both, and each token takes that of its document: nothing of an
-architecture is known here but that. Rope type ``dynamic`` changes beyond
-``max_position_embeddings`` only, where no run goes (`bigtrain.settings.compatibility.check`).
+The model's own module computes both, and each token takes the one for its document's length. Rope
+type ``dynamic`` changes only beyond ``max_position_embeddings``, which no run may exceed
+(`bigtrain.settings.compatibility.check`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from bigtrain.models.layers.document_masks import document_numbers
 from bigtrain.models.torch_patches import shadow, unshadow
 
 Lengths = Callable[[torch.Tensor], torch.Tensor]
-"""From positions as a model gets them [B, t] to the tokens of each one's document: [B, t]."""
+"""From positions as a model gets them [B, t] to the length of each token's document: [B, t]."""
 
 # transformers writes the frequencies that it chose to the module, and threads may share it.
 _LOCK = threading.Lock()
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """Tokens of each token's document: int64 like `position_ids` [B, T] of whole samples.
+    """Length of each token's document: int64 like `position_ids` [B, T] of whole samples.
 
-    On their device, without waiting for it.
+    Computed on their device, without waiting for it.
     """
     numbers = document_numbers(position_ids)
     counts = torch.zeros_like(numbers).scatter_add_(1, numbers, torch.ones_like(numbers))
@@ -45,9 +45,9 @@ def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
 def choose_by_document(
     model: PreTrainedModel, lengths: Lengths = document_lengths
 ) -> Callable[[], None]:
-    """Let the rotary embeddings of `model` choose by document; returns what undoes it.
+    """Make the rotary embeddings of `model` choose by document; returns an undo function.
 
-    A later call stands for an earlier one. Models without such embeddings stay as they are.
+    A later call replaces an earlier one. Models without such embeddings stay as they are.
     """
     changed = [module for module in model.modules() if _chooses(module)]
     for module in changed:
@@ -85,7 +85,7 @@ def _forward(
     beyond = position_ids.new_full((*position_ids.shape[:-1], 1), longest)
     with _LOCK:
         short = own(position_ids=position_ids.clamp(max=longest - 1))
-        # One position more, which makes the others those of a long text.
+        # One more position, beyond the limit, selects the long frequencies for all.
         long = own(position_ids=torch.cat([position_ids, beyond], -1))
     is_long = (lengths(position_ids) > longest)[..., None]
 

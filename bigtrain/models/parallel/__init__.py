@@ -1,5 +1,6 @@
-"""Cutting a model over ranks: tensors, sequences, pipeline stages.
+"""Cutting a model over ranks: tensors, sequences, experts, pipeline stages.
 
-Start with `tensor`, `sequence` or `stages`; `sharding` says which rectangle of a parameter a rank
-has.
+Imports `layers`, `experts` and the patch modules; `build`, `equivalence` and the engine import it.
+Start with `sharding`, which describes the part of a parameter that a rank has; then `tensor`,
+`sequence`, `experts` or `stages`.
 """

@@ -1,4 +1,4 @@
-"""What the adapters of a run multiply and train, for the planner."""
+"""The matrix products and parameters of a run's adapters, for the planner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bigtrain.settings.sections.adapters import AdaptersSection
 
 
 def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCosts:
-    """Of the adapters that a run would put beside `model`, which may be on the meta device."""
+    """Costs of the adapters that a run would add to `model`, which may be on the meta device."""
     try:
         plan = tensor_plan(model)
     except ModelError:

@@ -1,10 +1,9 @@
-"""Adapters beside layers that tensor parallelism cuts, by peft's rule.
+"""Adapters on layers that tensor parallelism cuts, by peft's rule.
 
-Beside a layer that is cut by its outputs, ``lora_A`` is whole on every rank and ``lora_B`` is cut
-as the layer is; beside one that is cut by its inputs, ``lora_A`` is cut as the layer is and
-``lora_B`` is whole. The one that is cut is called as a layer of the same style would be: what is
-exchanged is the narrow tensor between the two, and the gradients of the whole one are complete on
-every rank.
+On a column-parallel layer ``lora_A`` is replicated and ``lora_B`` is cut as the layer is; on a
+row-parallel one ``lora_A`` is cut as the layer is and ``lora_B`` is replicated. The matrix that is
+cut is called as a layer of the same style: ranks exchange the low-rank tensor between the two, and
+the gradients of the replicated matrix are complete on every rank.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def adapted_names(model: nn.Module) -> list[str]:
 def cut_adapter(layer: Any, side: Side, is_first: bool) -> Any:
     """Tag the adapter of `layer`, whose own weight was cut by `side`; no weights move.
 
-    is_first: of the ranks that divide it. Returns the one of its two layers that is cut, whose
-    forward is to exchange what that of the layer's own weight does.
+    is_first: whether this is the first rank of the group. Returns the matrix that is cut, whose
+    forward must be wrapped as that of the layer's own weight.
     """
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     base = shard_of(layer.base_layer.weight)
@@ -52,8 +51,8 @@ def _dimension(layer: nn.Module, side: Side) -> int:
 
 
 def draw_whole_masks(layer: Any) -> None:
-    """Have the adapter's dropout of `layer`, which is given this rank's part of the inputs, draw
-    for all of them: what one process draws, and equally much on every rank.
+    """Make the adapter's dropout of `layer`, which gets this rank's part of the inputs, draw a mask
+    for all of them: as one process draws it, and as many random numbers on every rank.
     """
     dropout = layer.lora_dropout[ADAPTER]
     shard = shard_of(layer.lora_A[ADAPTER].weight)

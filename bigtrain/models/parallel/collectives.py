@@ -1,8 +1,7 @@
-"""Collectives with gradients, over an explicit process group: what tensor and expert parallelism
-are made of.
+"""Collectives with gradients over an explicit process group, for tensor and expert parallelism.
 
 Megatron's f and g (arXiv:1909.08053, section 3) and their relatives. A tensor is *replicated* if
-every rank has the same values and *partial* if the processes' values are to be added up.
+every rank has the same values, and *partial* if it is the sum of the ranks' values.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _ATTRIBUTE = "bigtrain_sum_gradient"
 
 
 class RowExchange(Protocol):
-    """Ranks that send each other rows, to each as many as there are for it."""
+    """Ranks that exchange rows, with a number of rows for each pair."""
 
     @property
     def size(self) -> int: ...
@@ -31,11 +30,11 @@ class RowExchange(Protocol):
 
     def rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Send the first ``sent[0]`` rows of `x` to rank 0 and so on; ``received[0]`` rows of the
-        result came from rank 0, and so on. Collective, also for who has no rows."""
+        result came from rank 0, and so on. Collective, also for a rank without rows."""
 
 
 class GroupRows:
-    """Rows exchanged over a process group. traffic: what this rank sends, where it is measured."""
+    """Rows exchanged over a process group. traffic: what this rank sends, while it is measured."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -63,8 +62,8 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        # The same memory, and no view: a view would hold `x`, which holds it (`sum_gradient`), in a
-        # circle through C++ that no collector sees.
+        # The same memory, but no view: a view would reference `x`, which references it
+        # (`sum_gradient`): a cycle through C++ that is never collected.
         same = x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
         return x.new_empty(0).set_(*same)
 
@@ -136,10 +135,10 @@ _exchange_rows: Any = _ExchangeRows.apply
 
 
 def sum_gradient(x: Any, group: Group) -> Any:
-    """A replicated `x` as it is; its gradient, partial in every rank, is summed.
+    """Identity on a replicated `x`, whose partial gradients are summed over the group.
 
-    Once for all who ask for the same `x`, as queries, keys and values do: what they get is one
-    tensor, where their gradients come together before they are exchanged.
+    All callers with the same `x` (queries, keys and values) get one tensor, in which their
+    gradients add up before a single all-reduce.
     """
     if not (torch.is_tensor(x) and x.requires_grad and torch.is_grad_enabled()):
         return x
@@ -164,7 +163,7 @@ def gather_last(x: torch.Tensor, size: int, group: Group) -> torch.Tensor:
 
 
 def split_last(x: torch.Tensor, span: tuple[int, int], group: Group) -> torch.Tensor:
-    """``x[..., span[0]:span[1]]`` of a replicated `x`, whose gradient becomes whole again."""
+    """``x[..., span[0]:span[1]]`` of a replicated `x`, whose gradient is the full one."""
     result: torch.Tensor = _split(x, span, group)
     return result
 
@@ -172,6 +171,6 @@ def split_last(x: torch.Tensor, span: tuple[int, int], group: Group) -> torch.Te
 def exchange_rows(
     x: torch.Tensor, sent: list[int], received: list[int], exchange: RowExchange
 ) -> torch.Tensor:
-    """`RowExchange.rows`, through which gradients go back to the ranks that rows came from."""
+    """`RowExchange.rows`; its backward sends gradients to the ranks that the rows came from."""
     result: torch.Tensor = _exchange_rows(x, sent, received, exchange)
     return result

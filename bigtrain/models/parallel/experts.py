@@ -4,11 +4,11 @@ A plan (``base_model_ep_plan``, transformers 5) names the modules of experts, wh
 contract: weights stacked along their first dimension, [experts, ...], and a forward method of
 (hidden states [T, h], chosen experts [T, k], their weights [T, k]) whose result [T, h] is the sum
 of the chosen experts' outputs, each times its weight. Here a rank keeps the stacks' rows of its own
-experts. Each token's hidden state goes to the ranks of its experts and comes back as their outputs;
-none is dropped. Nothing is known of any single architecture; that a model keeps the contract is
-for `bigtrain.models.equivalence.expert_parallel` to find out.
+experts. Each token's hidden state is sent to the ranks of its experts, which return their outputs;
+no token is dropped. There is no code for single architectures;
+`bigtrain.models.equivalence.expert_parallel` tries whether a model follows the contract.
 
-Shapes: T = tokens of this rank, k = experts chosen for each, n = rows that this rank is sent.
+Shapes: T = tokens of this rank, k = experts chosen for each, n = rows that this rank receives.
 """
 
 from __future__ import annotations
@@ -81,18 +81,17 @@ def expert_modules(model: PreTrainedModel) -> list[Experts]:
 def shard_experts(
     model: PreTrainedModel, exchange: RowExchange, tensor: Group | None = None
 ) -> None:
-    """Make `model` compute one rank's experts for all of `exchange`: forwards exchange rows,
+    """Make `model` compute one rank's experts for all ranks of `exchange`: forwards exchange rows,
     parameters are tagged with their shards.
 
-    tensor: tensor-parallel ranks, which hold the same tokens and, in `exchange` groups of their
-    own, the same experts: each sends a slice of the tokens. What it computes is partial then, as
-    that of experts which tensor parallelism cuts; `tensor.shard_model`, which comes after, adds it
-    up by the plan's rule for those.
+    tensor: tensor-parallel ranks, which have the same tokens and the same experts (each in its own
+    `exchange` group): each sends a slice of the tokens. Its output is then partial, like that of
+    experts cut by tensor parallelism; `tensor.shard_model`, called after this, sums it by the
+    plan's rule for those.
 
-    No weights move: whoever fills the parameters cuts them (`sharding.cut_parameter`), and until
-    then the model is not to be called. Take it before a pipeline stage drops what it does not hold.
-    Not collective. Raises ModelError for a model without a plan, and for experts that do not
-    divide.
+    No weights move: whoever fills the parameters cuts them (`sharding.cut_parameter`), and the
+    model must not be called before. Call this before a pipeline stage removes layers. Not
+    collective. Raises ModelError for a model without a plan, and for experts that do not divide.
     """
     for experts in expert_modules(model):
         check_divides(experts, exchange.size)
@@ -110,13 +109,13 @@ def shard_experts(
 
 
 def exchange_of(module: Any) -> RowExchange | None:
-    """How the ranks exchange that divide this `module` of experts; None for a whole one."""
+    """The exchange of the ranks that divide this `module` of experts; None if it is not divided."""
     exchange: RowExchange | None = vars(module).get(_EXCHANGE)
     return exchange
 
 
 def check_divides(experts: Experts, size: int) -> None:
-    """Raise ModelError where `size` ranks cannot have equally many of `experts`."""
+    """Raise ModelError if `size` does not divide the number of experts."""
     if experts.num_experts % size:
         divisors = (n for n in range(1, size) if experts.num_experts % n == 0)
         raise ModelError(
@@ -126,7 +125,7 @@ def check_divides(experts: Experts, size: int) -> None:
 
 
 def check_experts_of_plan(model: PreTrainedModel, plan: dict[str, str]) -> None:
-    """Raise ModelError where the tensor-parallel `plan` does not add up what experts compute."""
+    """Raise ModelError if the tensor-parallel `plan` does not sum the experts' outputs."""
     for experts in expert_modules(model):
         if plan.get(experts.name) != "moe_tp_experts":
             raise ModelError(
@@ -136,7 +135,7 @@ def check_experts_of_plan(model: PreTrainedModel, plan: dict[str, str]) -> None:
 
 
 class _Sliced:
-    """`dispatch` of this rank's slice of the tokens; zeros for the others."""
+    """Calls `dispatch` for this rank's slice of the tokens; the output is zero for the others."""
 
     def __init__(self, dispatch: _Dispatch, tensor: Group) -> None:
         self._dispatch = dispatch
@@ -154,7 +153,7 @@ class _Sliced:
 
 
 class _Dispatch:
-    """The forward method of a module of experts, of which this rank has some."""
+    """The forward method of a module of experts that ranks divide."""
 
     def __init__(self, module: Any, num_experts: int, exchange: RowExchange) -> None:
         self._module = module
@@ -181,8 +180,8 @@ class _Dispatch:
         return total.to(hidden_states.dtype).view(hidden_states.shape)
 
     def _counts(self, chosen: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """How many rows come for this rank's experts, int64 [size, own experts] by who sends them;
-        and how many go to each rank and come from it. The host waits for the device."""
+        """Rows for each of this rank's experts from each rank, int64 [size, own experts]; and rows
+        sent to each rank and received from it. The host waits for the device."""
         size = self._exchange.size
         each = [1] * size
         counts = torch.bincount(chosen, minlength=self._num_experts).view(size, -1)
@@ -191,18 +190,18 @@ class _Dispatch:
         return own, sent, received
 
     def _compute(self, rows: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Outputs of this rank's experts for `rows` [n, h], which lie by sender and expert."""
+        """Outputs of this rank's experts for `rows` [n, h], ordered by sender and expert."""
         size, num_own = own.shape
         experts = torch.arange(num_own, device=rows.device).repeat(size)
         experts = experts.repeat_interleave(own.flatten(), output_size=rows.shape[0])
         is_idle = rows.shape[0] == 0
         if is_idle:
-            # Then a row of zeros goes through the first expert, whose output nobody asks for: every
-            # parameter gets a gradient, of zeros, which ZeRO waits for on all ranks.
+            # Then a row of zeros goes through the first expert and its output is dropped, so that
+            # every parameter gets a (zero) gradient, for which ZeRO waits on all ranks.
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
             experts = experts.new_zeros(1)
         ones = rows.new_ones(rows.shape[0], 1)
-        # Only here: what initializes the module's weights fills them whole.
+        # Only inside the call: initialization needs the full number.
         with shadowed(self._module, {"num_experts": num_own}):
             outputs: torch.Tensor = self._forward(rows, experts.unsqueeze(1), ones)
         return outputs[:0] if is_idle else outputs

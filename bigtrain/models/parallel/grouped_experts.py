@@ -1,9 +1,9 @@
-"""Mixtures of experts whose widths torch's grouped matrix products cannot take.
+"""Experts whose widths torch's grouped matrix products do not support, padded with zeros.
 
-They want every row of their factors, and of the gradients of what they give, to begin at a multiple
-of 16 bytes. Zeros fill such rows up here, which changes no product; transformers' own loop over the
-experts, the other way, starts as many kernels as there are experts, and asks the device which of
-them have tokens.
+Grouped products need every row of their factors, and of their outputs' gradients, to begin at a
+multiple of 16 bytes. Here zeros pad such rows, which changes no product. The alternative,
+transformers' own loop over experts, launches a kernel for each expert, and reads from the device
+which of them have tokens.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from bigtrain.models.transformers_patches import (
 )
 
 GROUPED_UNIT = 8
-"""Elements: torch's grouped matrix products want rows of whole 16 bytes, in 16 bit too."""
+"""Elements: torch's grouped matrix products need rows of a multiple of 16 bytes, in 16 bit too."""
 PADDED = "bigtrain_padded_grouped_mm"
 """The name in transformers' registry of experts' implementations."""
 
 
 def fit_experts(model: PreTrainedModel) -> None:
-    """Let experts be computed by padded grouped products where no grouped product takes their
-    widths.
+    """Compute experts by padded grouped products if plain ones do not support their widths.
 
-    transformers takes grouped products wherever a class knows them, also for widths at which they
-    fail: odd ones of a configuration, or what tensor parallelism leaves of others. Where padded
-    ones fail as well, which is tried, it is to loop over the experts. All are the same function.
-    Parameters are to have the shapes that they will be used with.
+    transformers uses grouped products for every class that has them, also for widths at which they
+    fail: odd ones of a configuration, or those left by tensor parallelism. If padded ones fail as
+    well, which is tried, it loops over experts. All compute the same function. Parameters must have
+    their final shapes.
     """
     if model.get_experts_implementation()[""] != "grouped_mm":
         return
@@ -50,7 +49,7 @@ def fit_experts(model: PreTrainedModel) -> None:
 
 
 def is_odd(parameter: nn.Parameter) -> bool:
-    """Whether grouped products cannot take a stack of matrices [experts, rows, columns]."""
+    """Whether grouped products do not support a stack of matrices [experts, rows, columns]."""
     shape = local_shape(parameter)
     return len(shape) == 3 and any(size % GROUPED_UNIT for size in shape[1:])
 
@@ -70,7 +69,7 @@ def _padded_works() -> bool:
 
 
 def _padded(product: Product) -> Product:
-    """`product` of factors of any width, by filling them up with zeros."""
+    """`product` for factors of any width, by padding them with zeros."""
 
     def padded(rows: torch.Tensor, stacks: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """rows [n, in], stacks [experts, in, out], offs [experts]: [n, out]."""

@@ -1,4 +1,4 @@
-"""The matrices of hidden layers: what Muon is for, told by the kind of module that has them."""
+"""The matrices of hidden layers, which Muon updates, found by the kind of their module."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ KEY = "optimizer.muon.split"
 class HiddenMatrix:
     """A trained parameter that is a matrix of a hidden layer, or a stack of them.
 
-    name: in the model. shape: of the full parameter, [experts, ...] of a stack. output_dim: the
-    dimension of it along which outputs lie.
+    name: in the model. shape: of the full parameter, [experts, ...] for a stack. output_dim: its
+    dimension of the outputs.
     """
 
     name: str
@@ -35,9 +35,9 @@ class HiddenMatrix:
 def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
     """By name, in model order: weights of linear layers inside decoder layers, and experts.
 
-    Everything else is none: embeddings and heads, also tied ones; norms and biases; routers;
-    parameters that belong to a module of another kind; matrices with one row or column.
-    Parameters may be partitioned or cut. Not collective.
+    Excluded: embeddings and heads, also tied ones; norms and biases; routers; parameters of any
+    other kind of module; matrices with one row or column. Parameters may be partitioned or cut. Not
+    collective.
     """
     outside = {
         id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
@@ -105,8 +105,8 @@ class Matrix:
 
 
 def matrices_of(found: Iterable[HiddenMatrix], splits: Mapping[str, SplitSection]) -> list[Matrix]:
-    """Every matrix of these parameters: one each, of a stack one for each expert, and the parts of
-    what `splits` has a pattern for. Raises ConfigError for widths that do not add up."""
+    """All matrices of these parameters: one each, one per expert of a stack, and the parts of those
+    that match a pattern of `splits`. Raises ConfigError for widths that do not add up."""
     matrices = []
     for hidden in found:
         pattern = next((p for p in splits if fnmatchcase(hidden.name, p)), None)

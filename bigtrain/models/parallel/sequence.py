@@ -1,15 +1,16 @@
-"""Ulysses: a rank holds a part of every sample's tokens, and in attention a part of the heads.
+"""Sequence parallelism (Ulysses): ranks divide a sample's tokens, and in attention the heads.
 
 Jacobs et al. 2023, arXiv 2309.14509. Everything in a transformer layer but attention looks at one
 token at a time, so each rank computes it for its own tokens. Around attention two all-to-all
 exchanges turn "all heads of my tokens" into "my heads of all tokens" and back.
 
-It hangs on transformers' own seams, `AttentionInterface` and `AttentionMaskInterface`, so that any
-attention behind them (sdpa, eager, flash) and any of its masks (sliding window, chunks, documents
-kept apart) work as they are. DeepSpeed 0.19.8 has such an exchange too (`UlyssesSPAttentionHF`) but
-it drops masks: with sdpa, windows and document boundaries are ignored without a word.
+It uses transformers' extension points `AttentionInterface` and `AttentionMaskInterface`, so that
+any attention behind them (sdpa, eager, flash) and any of its masks (sliding window, chunks,
+isolated documents) work unchanged. DeepSpeed 0.19.8 has such an exchange too
+(`UlyssesSPAttentionHF`), but it drops masks: with sdpa, windows and document boundaries are
+silently ignored.
 
-Shapes: B = samples, T = tokens of a sample, t = T / size tokens of one process, H = heads.
+Shapes: B = samples, T = tokens of a sample, t = T / size tokens of one rank, H = heads.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ class GroupExchange:
 
 
 class SequenceParallel:
-    """Makes `model` compute on parts of samples; `close` gives it back its own attention.
+    """Makes `model` compute on parts of samples; `close` restores its own attention.
 
-    The processes of `exchange` share samples: they bring the same ones, each computes its own part,
-    and every forward and backward pass is collective over them. One such model at a time: the names
-    in transformers' registries belong to the process. Raises ModelError where the architecture does
+    The ranks of `exchange` share samples: they get the same ones, each computes its own part, and
+    every forward and backward pass is collective over them. One such model at a time, since
+    transformers' registries are global to the process. Raises ModelError if the architecture does
     not take its attention from transformers' registry.
     """
 
@@ -96,7 +97,7 @@ class SequenceParallel:
         self._undo_rotary = choose_by_document(model, self._document_lengths)
 
     def close(self) -> None:
-        """Give the model its own attention and rotary embeddings back."""
+        """Restore the model's own attention and rotary embeddings."""
         self._undo_rotary()
         self._hook.remove()
         self._model.set_attn_implementation(self._base)
@@ -112,10 +113,10 @@ class SequenceParallel:
     ) -> dict[str, torch.Tensor]:
         """What the model gets for this rank's part of samples, `input_ids` int64 [B, T].
 
-        `position_ids` int64 [B, T] keep documents apart, None lets each sample be one document. The
-        masks of the next forward pass are those of these samples.
+        `position_ids` int64 [B, T] isolate documents; None: each sample is one document. The masks
+        of the next forward pass are those of these samples.
         """
-        # Each set once: where threads share a model, all bring the same samples, and one may make
+        # Each assigned once: threads that share a model bring the same samples, and one may make
         # its masks while another is here (`bigtrain.models.equivalence.sequence_parallel`).
         self._documents = None if position_ids is None else document_numbers(position_ids)
         self._positions = position_ids
@@ -140,8 +141,8 @@ class SequenceParallel:
             self._exchanging = True
 
     def _document_lengths(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """See `bigtrain.models.layers.rotary`: of whole samples, whose part `position_ids` [B, t]
-        is."""
+        """See `bigtrain.models.layers.rotary`: lengths in whole samples, of which `position_ids`
+        [B, t] are a part."""
         if not self._exchanging:
             return document_lengths(position_ids)
         if self._positions is None:
@@ -196,7 +197,7 @@ class SequenceParallel:
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """transformers' mask interface: the mask of whole samples, whatever part was asked for."""
+        """transformers' mask interface: always the mask of whole samples."""
         build: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[self._base]
         if self._exchanging:
             q_length *= self.size
@@ -219,10 +220,10 @@ class SequenceParallel:
         )
 
     def _all_router_logits(self, _module: Module, _args: Any, outputs: Any) -> None:
-        """Give the head every rank's router logits, each as if of a further layer.
+        """Pass the head every rank's router logits, as if they came from further layers.
 
-        The auxiliary loss takes means over layers and tokens alike, so it is that of whole samples
-        then, the same on every rank; its mask stays as long as a part.
+        The auxiliary loss averages over layers and tokens, so it is then that of whole samples, the
+        same on every rank; its mask keeps the length of a part.
         """
         own = getattr(outputs, router_logits.KEY, None)
         if self._exchanging and own:
@@ -272,6 +273,6 @@ class _Grouped:
 
 def _refusal(model: PreTrainedModel, reason: str) -> ModelError:
     return ModelError(
-        f"parallel.sequence cannot be had of model_type {model.config.model_type}: {reason} -> set "
-        "parallel.sequence=1, or take another architecture"
+        f"parallel.sequence is not supported for model_type {model.config.model_type}: {reason} -> "
+        "set parallel.sequence=1, or take another architecture"
     )

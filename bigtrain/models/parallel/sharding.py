@@ -1,6 +1,6 @@
-"""Which part of a full parameter a rank holds: the one description of a shard.
+"""The part of a full parameter that a rank holds: the single description of a shard.
 
-Initialization, loading and checkpoints all cut by it, so that they cannot disagree.
+Initialization, loading and checkpoints all use it, so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Shard:
     """The rows of dimension `dim` of a full parameter that one rank holds.
 
     shape: of the full parameter. ranges: [start, stop) along `dim`, in the order they lie in the
-    local tensor; several where matrices are packed in one parameter. local_size: along `dim`; rows
-    beyond the ranges are padding, always zero, and stored nowhere. primary: whether this rank
-    answers for what it holds (in norms and checkpoints); of processes with the same part, one does.
-    `dim` is None for a parameter that every rank holds whole. over: which group divides it; of
-    experts it is smaller replicas that hold the same part (`Mesh.expert_replicas`).
+    local tensor; several if matrices are packed in one parameter. local_size: along `dim`; rows
+    beyond the ranges are padding, always zero, and not saved. primary: whether this rank counts its
+    part in norms and writes it in checkpoints; of the ranks with the same part, one does. `dim` is
+    None for a parameter that every rank holds in full. over: the group that divides it; fewer
+    replicas hold the same part of experts (`Mesh.expert_replicas`).
     """
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Shard:
         return local
 
     def cuts(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Cut]:
-        """A rectangle of the local tensor as rectangles of the full one, padding left out."""
+        """A rectangle of the local tensor as rectangles of the full one, without padding."""
         if self.dim is None:
             yield Cut(offsets, sizes, tuple(slice(0, size) for size in sizes))
             return
@@ -83,13 +83,13 @@ class Shard:
 
 
 def shard_of(parameter: Any) -> Shard | None:
-    """The shard that `parameter` is; None where nothing was cut."""
+    """The shard that `parameter` is; None if it was not tagged."""
     shard: Shard | None = getattr(parameter, _ATTRIBUTE, None)
     return shard
 
 
 def tag_shard(parameter: nn.Parameter, shard: Shard) -> None:
-    """Note on `parameter` which shard it is, for everybody here and for DeepSpeed's norms.
+    """Record on `parameter` which shard it is, for bigtrain and for DeepSpeed's norms.
 
     DeepSpeed counts `tensor_model_parallel` parameters on every rank and others on the first of
     a tensor-parallel group alone (runtime/utils.py, is_model_parallel_parameter).
@@ -102,7 +102,7 @@ def tag_shard(parameter: nn.Parameter, shard: Shard) -> None:
 
 @torch.no_grad()
 def cut_parameter(parameter: nn.Parameter) -> None:
-    """Let go of all of a full parameter but the shard it was tagged with."""
+    """Reduce a full parameter to the shard it was tagged with."""
     shard = shard_of(parameter)
     if shard is not None and shard.dim is not None:
         assert parameter.shape == shard.shape, (parameter.shape, shard.shape)
@@ -116,7 +116,7 @@ def is_expert(parameter: Any) -> bool:
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:
-    """Shape of the whole parameter, whatever of it this rank holds."""
+    """Shape of the full parameter, whatever part of it this rank holds."""
     shard = shard_of(parameter)
     return shard.shape if shard is not None else local_shape(parameter)
 

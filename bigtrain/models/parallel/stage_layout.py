@@ -1,9 +1,9 @@
-"""How a model can be cut between its layers: found out by one forward pass of a proxy model.
+"""How a model can be cut between its layers: observed in one forward pass of a proxy model.
 
-transformers' models loop over a list of layers inside a forward method of their own. What one layer
-hands to the next, what else layers are given, and which parameters lie before and after them is
-nowhere declared (``base_model_pp_plan`` names modules, for half of the architectures). So it is
-watched, and no architecture is known by name.
+transformers' models loop over a list of layers inside their own forward method. What one layer
+passes to the next, what else layers get, and which parameters come before and after them is not
+declared anywhere (``base_model_pp_plan`` names modules, for half of the architectures). So it is
+observed, and no architecture is known by name.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Place = int | str
 class Handover:
     """What a layer returns, and where the next layer receives it.
 
-    num_outputs: 0 where the layer returns a bare tensor, else the length of its tuple.
-    routes: for each output, its place in the next layer's call; None for what does not get there.
+    num_outputs: 0 if the layer returns a bare tensor, else the length of its tuple.
+    routes: for each output, its place in the next layer's call; None if it is not passed on.
     """
 
     num_outputs: int
@@ -43,7 +43,7 @@ class StageLayout:
 
     layers: name of the module list. handovers: one for each layer but the last. shared: keywords
     of dicts that layers write and later layers read. tokens_everywhere: whether every stage needs
-    the token ids, since layers are given what is computed from them beside their predecessor's
+    the token ids, because layers get something computed from them besides the previous layer's
     output. prologue, epilogue: names of parameters outside the layers that are needed before the
     first one (or, with tokens_everywhere, before any), and after the last one; tied ones are both.
     """
@@ -60,7 +60,7 @@ class StageLayout:
 def find_layout(model: PreTrainedModel, input_ids: torch.Tensor) -> StageLayout:
     """The layout of `model`, from a forward pass of `input_ids` [samples, tokens].
 
-    The model is left as it was; take a proxy model. Raises ModelError where it cannot be cut.
+    The model is left as it was; pass a proxy model. Raises ModelError if it cannot be cut.
     """
     name = _layer_list(model, input_ids)
     layers = list(model.get_submodule(name).children())
@@ -95,7 +95,7 @@ class _Call:
 def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
     """The module list whose members a forward pass calls once each, in order.
 
-    What the pipeline plan names comes first, then the list with most parameters.
+    A list that the pipeline plan names is preferred, then the one with most parameters.
     """
     lists = {
         name: list(module)
@@ -136,7 +136,7 @@ def _note(order: list[int], index: int, *_: Any) -> None:
 def _watch(
     model: PreTrainedModel, layers: list[nn.Module], input_ids: torch.Tensor
 ) -> tuple[list[_Call], torch.Tensor]:
-    """The calls of a forward pass, and its logits as a function of what comes after the layers."""
+    """The layers' calls in a forward pass, and its logits, detached from the layers."""
     calls: list[_Call] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ def _handover(calls: list[_Call], index: int) -> Handover:
 
 
 def _beside(calls: list[_Call], index: int) -> Iterator[torch.Tensor]:
-    """Tensors that layer `index` is given and that are not what its predecessors hand over."""
+    """Tensors that layer `index` gets and that no earlier layer passes on."""
     handed = {id(tensor) for tensor in _tensors(calls[index - 1].outputs)}
     written = set().union(*(call.written for call in calls))
     for place, value in calls[index].arguments.items():
@@ -197,7 +197,7 @@ def _beside(calls: list[_Call], index: int) -> Iterator[torch.Tensor]:
 
 
 def _refuse_hidden_dependence(layers: list[nn.Module], calls: list[_Call]) -> None:
-    """Refuse layers that are given something computed from earlier layers than the one before."""
+    """Refuse layers that get something computed from layers before the previous one."""
     earlier: list[nn.Parameter] = []
     for index, layer in enumerate(layers):
         if index:
@@ -248,9 +248,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """`value` with every tensor in its tuples, lists and dicts replaced by what `function` gives.
+    """`value` with `function` applied to every tensor in its tuples, lists and dicts.
 
-    Tensors are visited in a fixed order. Dicts of any kind come out as plain ones.
+    Tensors are visited in a fixed order. Dicts of any kind become plain ones.
     """
     if torch.is_tensor(value):
         return function(value)
@@ -275,7 +275,7 @@ def _is(tensor: torch.Tensor, input_ids: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How a model is cut, found to compute the same as the whole.
+    """How a model is cut into stages that compute the same as the full model.
 
     cuts: layer indices, see `bigtrain.models.parallel.stages.Stage`.
     """
@@ -284,7 +284,7 @@ class StagePlan:
     cuts: tuple[int, ...]
 
     def describe(self, num_micro_batches: int) -> str:
-        """The stages as one human-readable line, and how long they wait with so many in a step."""
+        """The stages and their idle time (the pipeline bubble) as one human-readable line."""
         stages = [f"{start}-{stop - 1}" for start, stop in pairwise(self.cuts)]
         idle = (len(stages) - 1) / (num_micro_batches + len(stages) - 1)
         return (

@@ -1,10 +1,10 @@
-"""One pipeline stage of any Hugging Face causal LM: the whole model, with most of it absent.
+"""One pipeline stage of any Hugging Face causal LM: the full model with most layers replaced.
 
-The model object and its forward method stay. Layers of other stages are replaced where they stand:
-the one before the stage's first returns what the previous stage sent, the one after its last ends
-the forward pass with what the next stage needs. So names of parameters, indices, masks, rotary
-embeddings, multipliers and the head are the model's own, and nothing here knows an architecture.
-Parameters outside the layers that a stage does not need give way to zeros without memory.
+The model object and its forward method stay. Layers of other stages are replaced in the list: the
+one before the stage's first returns what the previous stage sent, the one after its last ends the
+forward pass with what the next stage needs. So parameter names, indices, masks, rotary embeddings,
+multipliers and the head are the model's own, and there is no code for single architectures.
+Parameters outside the layers that a stage does not need are replaced by zeros without memory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bigtrain.models.transformers_patches import mark_initialized
 
 @dataclass(frozen=True)
 class Payload:
-    """What one stage hands to the next: a layer's outputs, and the dicts that layers write.
+    """What one stage sends to the next: a layer's outputs, and the dicts that layers write.
 
-    router_logits: of all layers so far, stacked, where the model's loss is computed from them.
+    router_logits: of all layers so far, stacked, if the model's loss is computed from them.
     """
 
     outputs: tuple[Any, ...]
@@ -38,12 +38,13 @@ class Payload:
     router_logits: torch.Tensor | None = None
 
     def map(self, function: Callable[[torch.Tensor], Any]) -> Payload:
-        """The payload with `function` of every tensor in its place, in a fixed order."""
+        """The payload with `function` applied to every tensor, in a fixed order."""
         return Payload(*map_tensors(function, (self.outputs, self.shared, self.router_logits)))
 
 
 class LayerPlaceholder(nn.Module):
-    """Stands in a layer's place. Has the layer's plain attributes and those of its class."""
+    """Replaces a layer of another stage. Has the layer's plain attributes and those of its
+    class."""
 
     def __init__(self, layer: nn.Module, handover: Handover | None) -> None:
         super().__init__()
@@ -68,14 +69,14 @@ class LayerPlaceholder(nn.Module):
             return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first argument, in the form of the layer's outputs; nobody uses its values."""
+        """Return the first argument, in the form of the layer's outputs; its values are unused."""
         hidden = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
         count = self._handover.num_outputs if self._handover is not None else 0
         return (hidden,) + (None,) * (count - 1) if count else hidden
 
 
 class StageInput(LayerPlaceholder):
-    """In place of the layer before a stage's first: gives what the previous stage sent."""
+    """Replaces the layer before a stage's first one: returns what the previous stage sent."""
 
     received: Payload | None = None
 
@@ -97,7 +98,7 @@ class _Stop(Exception):
 
 
 class StageOutput(LayerPlaceholder):
-    """In place of the layer after a stage's last: ends the forward pass with what it was given."""
+    """Replaces the layer after a stage's last one: ends the forward pass with its arguments."""
 
     def __init__(self, layer: nn.Module, previous: Handover, shared: frozenset[str]) -> None:
         super().__init__(layer, None)
@@ -154,8 +155,8 @@ class Stage(nn.Module):
     ) -> Any:
         """What the next stage needs (a Payload), or the last stage's ModelOutput.
 
-        `payload` is None on the first stage. Of `input_ids` [B, T] only the shape is looked at
-        where not `needs_tokens`. `loss`, on the last stage: what a `ChunkedLoss` wants.
+        `payload` is None on the first stage. Without `needs_tokens` only the shape of `input_ids`
+        [B, T] is used. `loss`, on the last stage: arguments of a `ChunkedLoss`.
         """
         inputs: dict[str, Any] = {"use_cache": False, **loss}
         if position_ids is not None:
@@ -179,9 +180,9 @@ class Stage(nn.Module):
 def stages_of_parameters(
     model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter of the whole model, by its first name, ascending.
+    """The stages that hold each parameter of the full model, by its first name, ascending.
 
-    Raises ModelError where layers of different stages share parameters.
+    Raises ModelError if layers of different stages share parameters.
     """
     last = len(cuts) - 2
     found: dict[str, tuple[int, ...]] = {}
@@ -198,8 +199,8 @@ def stages_of_parameters(
         if weight in layout.epilogue:
             stages.add(last)
         if not parameter.requires_grad and not stages:
-            stages = set(range(last + 1))  # no gradient told where it is needed
-        # What nothing depends on has to be somewhere, to be saved.
+            stages = set(range(last + 1))  # no gradient has shown where it is needed
+        # A parameter that nothing depends on is on the first stage, to be saved.
         found[names[0]] = tuple(sorted(stages or {0}))
     return found
 
@@ -207,7 +208,7 @@ def stages_of_parameters(
 def replicated_parameters(
     model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Of `stages_of_parameters`, those on more than one stage: their gradients must be summed."""
+    """The `stages_of_parameters` on more than one stage, whose gradients must be summed."""
     found = stages_of_parameters(model, layout, cuts)
     return {name: stages for name, stages in found.items() if len(stages) > 1}
 
@@ -238,7 +239,7 @@ def _replace_layers(
 
 
 def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:
-    """Take away every parameter that is not in `keep`, by first name; its module stays callable."""
+    """Remove every parameter that is not in `keep`, by first name; its module stays callable."""
     first_name = {
         name: names[0]
         for names in names_of(model.named_parameters(remove_duplicate=False)).values()
@@ -259,9 +260,9 @@ def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:
 
 
 def _give_zeros(module: nn.Module, shapes: dict[str, torch.Size], like: nn.Parameter) -> None:
-    """Let `module` find zeros of `shapes` under these names: one stored element, never trained.
+    """Give `module` properties that return zeros of `shapes`: one stored element, never trained.
 
-    They have the dtype and device that `like` has then, so masks made from them have, too.
+    They have the current dtype and device of `like`, and so do masks made from them.
     """
 
     def zeros_of(shape: torch.Size) -> Callable[[nn.Module], torch.Tensor]:
@@ -274,6 +275,6 @@ def _give_zeros(module: nn.Module, shapes: dict[str, torch.Size], like: nn.Param
 
     kind = type(module)
     properties: dict[str, Any] = {n: property(zeros_of(shape)) for n, shape in shapes.items()}
-    # transformers looks up by the class's full name what to record.
+    # transformers uses the class's full name to find what to record.
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     module.__class__ = type(kind.__name__, (kind,), {"is_hollow": True, **names, **properties})

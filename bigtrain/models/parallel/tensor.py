@@ -1,10 +1,10 @@
 """Tensor parallelism of any Hugging Face causal LM by the plan that the model itself carries.
 
 The plan (``base_model_tp_plan`` of the configuration, ``_tp_plan`` of class and instance) gives
-modules and parameters a style. Here every style that transformers 5.23 registers is carried out on
-plain local tensors (transformers/distributed/tensor_parallel.py does it with DTensors, which ZeRO
-does not understand), except `sequence_parallel`, which no plan uses. Nothing is known of any single
-architecture; that a plan is right is for `bigtrain.models.equivalence.tensor_parallel` to find out.
+modules and parameters a style. Here every style that transformers 5.23 registers is implemented on
+plain local tensors (transformers/distributed/tensor_parallel.py uses DTensors, which ZeRO does not
+support), except `sequence_parallel`, which no plan uses. There is no code for single architectures;
+`bigtrain.models.equivalence.tensor_parallel` tries whether a plan is right.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ _WHOLE = {
 }
 _KEY_VALUE = ("k_proj", "v_proj")
 ADAPTED = _COLWISE | _ROWWISE | {"mla_kv_a_proj", "replicate"}
-"""Styles of layers that can have adapters beside them."""
+"""Styles of layers that can have adapters."""
 
 
 def tensor_plan(model: PreTrainedModel) -> Plan:
     """The style of every module and parameter by concrete name, parameters before their module.
 
-    Take it before a pipeline stage drops what it does not hold. Raises ModelError for an
-    architecture without a plan.
+    Call it before a pipeline stage removes layers. Raises ModelError for an architecture without a
+    plan.
     """
     plan = expanded_plan(model, dict(model.tp_plan or {}))
     plan = _with_tied(model, plan)
     for name in adapted_names(model):
-        if name in plan:  # which has its weight inside of it
+        if name in plan:  # peft's wrapper of a layer, which has the weight inside
             plan = {f"{name}.weight": plan[name], f"{name}.bias": plan[name], **plan}
     heads = {name for name in _names_of(model, model.get_output_embeddings())}
     inputs = {name for name in _names_of(model, model.get_input_embeddings())}
@@ -86,7 +86,7 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
 
 
 def _with_tied(model: PreTrainedModel, plan: Plan) -> Plan:
-    """`plan`, with the rule that a tied embedding or head lacks beside the other's."""
+    """`plan`, completed if only one of a tied embedding and head has a rule."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embedding is None or head.weight is not embedding.weight:
         return plan
@@ -110,10 +110,10 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
     """Make `model` compute one rank's part: forwards exchange over `group`, parameters are
     tagged with their shards.
 
-    No weights move: whoever fills the parameters cuts them (`sharding.cut_parameter`), and until
-    then the model is not to be called. Names that the model lacks are passed over: another pipeline
-    stage has them. So are experts that expert-parallel ranks divide (`experts.shard_experts`). Not
-    collective. Raises ModelError for a plan that cannot be carried out.
+    No weights move: whoever fills the parameters cuts them (`sharding.cut_parameter`), and the
+    model must not be called before. Skips names that the model lacks (another pipeline stage has
+    them) and experts that expert-parallel ranks divide (`experts.shard_experts`). Not collective.
+    Raises ModelError for a plan that cannot be carried out.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -192,11 +192,11 @@ def _shard_of_style(
 
 
 def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
-    """The dropout that may act on what the cut parameter `name` puts out, if there is any.
+    """A dropout that may act on the output of the cut parameter `name`; None if there is none.
 
-    It is a module or a number of the block that holds the parameter's layer. What lies outside of
-    that block acts on whole hidden states, and attention's on whole heads: all ranks draw
-    equally much for those. A configuration may hold numbers that its causal model never reads.
+    It is a module or a number of the block that holds the parameter's layer. Dropout outside of
+    that block acts on full hidden states, and attention's on whole heads: all ranks draw equally
+    many numbers for those. A configuration may hold numbers that its causal model never reads.
     """
     block_name = name.rpartition(".")[0].rpartition(".")[0]
     for prefix, module in model.get_submodule(block_name).named_modules(prefix=block_name):
@@ -213,7 +213,7 @@ def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
 def _unpadded(
     name: str, shape: tuple[int, ...], dim: int, packed: int, rank: int, size: int, unit: int
 ) -> Shard:
-    """Parts of whole units where there are enough of them; of any width where there are not."""
+    """A shard in multiples of `unit` if there are enough of them, or else of any width."""
     width = shape[dim] // packed
     if width % unit or width // unit < size:
         unit = 1
@@ -227,11 +227,11 @@ def _unpadded(
     return Shard(shape, True, dim, ranges, packed * (stop - start))
 
 
-# --- fewer key-value heads than processes: several hold the same head ---
+# --- fewer key-value heads than ranks: several ranks hold the same head ---
 
 
 def _key_value_heads(model: PreTrainedModel, size: int) -> int:
-    """Key-value heads where they are fewer than ranks and divide them; else 0."""
+    """The number of key-value heads if there are fewer than ranks and it divides them; else 0."""
     heads = getattr(text_config(model.config), "num_key_value_heads", None)
     return heads if isinstance(heads, int) and heads < size and size % heads == 0 else 0
 
@@ -251,7 +251,7 @@ def _key_value_shard(
 
 
 def _sum_of_holders(shard: Shard, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Gradient of a shard that several ranks hold: the sum of theirs."""
+    """A hook that sums the gradient of a shard over the ranks that hold it."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         assert shard.dim is not None
@@ -265,7 +265,7 @@ def _sum_of_holders(shard: Shard, group: Group) -> Callable[[torch.Tensor], torc
 
 
 def _shrink_groups(modules: dict[str, nn.Module], plan: Plan, model: Any, size: int) -> None:
-    """Tell attention how many query heads are left to each key-value head."""
+    """Set the number of query heads per key-value head that are left on this rank."""
     holders = size // _key_value_heads(model, size)
     for name in plan:
         parent, _, leaf = name.rpartition(".")
@@ -292,7 +292,7 @@ def _wrap(model: Any, name: str, module: Any, style: str, group: Group) -> None:
 
 
 def _cut_adapted(model: Any, name: str, layer: Any, style: str, group: Group) -> None:
-    """Wrap a layer that has an adapter, whose own weight is tagged, and cut the adapter with it."""
+    """Wrap a layer with an adapter, whose own weight is tagged, and cut the adapter with it."""
     if style not in ADAPTED:
         raise ModelError(
             f"adapters.targets: {name}: adapters are not known beside a layer of style {style!r} "
@@ -312,7 +312,7 @@ def _cut_adapted(model: Any, name: str, layer: Any, style: str, group: Group) ->
 
 
 def _wrapped(model: Any, name: str, module: Any, style: str, group: Group) -> Any:
-    """What is called in place of the module's forward; None where that stays."""
+    """The replacement of the module's forward; None to keep it."""
     forward = module.forward
     if style in _GATHERED:
         return _gathered(name, module, forward, group)
@@ -358,7 +358,7 @@ def _gathered(name: str, module: Any, forward: Any, group: Group) -> Any:
 
 
 def _rowwise(name: str, module: Any, forward: Any, group: Group) -> Any:
-    """Partial products summed, the bias added once after."""
+    """Sum the partial products, then add the bias once."""
     if getattr(module, "bias", None) is None:
         return lambda x, *a, **k: sum_partial(forward(x, *a, **k), group)
     if type(module) is not nn.Linear:
@@ -370,7 +370,7 @@ def _rowwise(name: str, module: Any, forward: Any, group: Group) -> Any:
 
 
 def _vocabulary_parallel(module: Any, forward: Any, group: Group) -> Any:
-    """Every rank looks up the ids it has; the sum of all lookups has each row once."""
+    """Every rank looks up the ids that it holds; the sum of all lookups is the full result."""
     rows = _shard(module.weight).local_size
     first = dist.get_rank(group) * rows
     padding = module.padding_idx
@@ -399,7 +399,7 @@ def _experts(forward: Any, group: Group) -> Any:
 
 
 def _compressed_key_value(forward: Any, rope: int, group: Group) -> Any:
-    """The rotary part goes to all heads directly, so that its gradient comes back partial."""
+    """The rotary part goes to all heads directly, so its gradient is partial and must be summed."""
 
     def project(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = forward(x, *args, **kwargs)

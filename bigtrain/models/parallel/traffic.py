@@ -1,4 +1,4 @@
-"""What ranks send each other in exchanges of rows, and how long that takes."""
+"""Bytes sent and time taken in exchanges of rows between ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Traffic:
-    """Of one rank, while it is measured. Nothing waits for the device until `seconds`."""
+    """The traffic of one rank, while it is measured. Only `seconds` waits for the device."""
 
     def __init__(self) -> None:
         self._is_measuring = False
@@ -20,13 +20,13 @@ class Traffic:
         self.sent_bytes = 0
 
     def begin(self, *, measuring: bool) -> None:
-        """Forget what was measured, and measure from here on, or do not."""
+        """Reset the measurements; `measuring`: whether to measure from here on."""
         self._is_measuring, self.sent_bytes, self._seconds = measuring, 0, 0.0
         self._events.clear()
 
     @contextmanager
     def exchange(self, num_bytes: int, device: torch.device) -> Iterator[None]:
-        """Inside, `num_bytes` are sent to other ranks."""
+        """Wrap an exchange in which this rank sends `num_bytes` to others."""
         if not self._is_measuring:
             yield
             return
@@ -43,7 +43,7 @@ class Traffic:
             self._seconds += time.perf_counter() - since
 
     def seconds(self) -> float:
-        """In exchanges, waiting for the other ranks included; on CUDA the device's time, for which
+        """Seconds in exchanges, including waiting for other ranks; on CUDA device time, for which
         the host waits."""
         for _, ended in self._events[-1:]:
             ended.synchronize()

@@ -1,4 +1,4 @@
-"""What adapters take from the weights that they are beside, before the first step."""
+"""Initial values of adapters that are a function of the base weights (DoRA's magnitudes)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from bigtrain.models.weights.lazy_tensors import LazyTensor
 
 
 def with_magnitudes(weights: Weights, model: nn.Module) -> Weights:
-    """`weights`, with what DoRA's magnitudes in `model` begin as: the 2-norm of the weights of each
-    output, float32 [outputs]. Nothing is read here."""
+    """`weights` with the initial values of DoRA's magnitudes in `model`: the 2-norm of the weights
+    of each output, float32 [outputs]. Nothing is read here."""
     tensors: dict[str, LazyTensor] = dict(weights.tensors)
     for name, _ in model.named_parameters():
         if name.endswith(MAGNITUDE):

@@ -1,8 +1,8 @@
-"""Checksums of files of weights: what an export wrote, what a run began with. No torch.
+"""Checksums of weight files: those that an export wrote, those that a run began with. No torch.
 
 An export lists its files in `checksums.json`, as ``{file name: {"bytes": size, "xxh3": XXH3-64}}``.
-A run that starts from trained weights notes theirs in `base_model.json`, by absolute path, so that
-a start which reads them again reads the same ones.
+A run that starts from pretrained weights records theirs in `base_model.json`, by absolute path, so
+that a later launch that reads them again can compare.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Sums = Mapping[str, FileSum]
 
 
 def sum_of(path: Path) -> FileSum:
-    """Reads all of the file. Raises ModelError where it cannot."""
+    """Size and checksum of a file, which is read completely. Raises ModelError if it cannot be."""
     try:
         return FileSum(path.stat().st_size, file_checksum(path))
     except OSError as error:
@@ -45,9 +45,9 @@ def write_sums(path: Path, sums: Sums) -> None:
 
 
 def read_sums(path: Path) -> Sums:
-    """What `write_sums` wrote; nothing where there is no such file.
+    """Read what `write_sums` wrote; empty without such a file.
 
-    Raises ModelError where it cannot be read.
+    Raises ModelError if it cannot be read.
     """
     try:
         tree = json.loads(path.read_bytes())
@@ -69,9 +69,9 @@ def differences(found: Sums, listed: Sums, where: Path) -> list[str]:
 
 
 def corrupt_weights(directory: Path) -> tuple[int, list[str]]:
-    """How many files `checksums.json` of a model's directory lists, and what is wrong with them.
+    """How many files `checksums.json` of a model's directory lists, and the corrupt ones.
 
-    Raises ModelError where there is no such list.
+    Raises ModelError without such a list.
     """
     listed = read_sums(directory / CHECKSUMS)
     if not listed:

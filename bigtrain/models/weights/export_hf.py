@@ -25,7 +25,7 @@ MAX_SHARD_SIZE = "5GB"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Read by the tokenizer before and after: cases, digits, indentation, other scripts.
+# Tokenized before and after: upper case, digits, indentation, other scripts.
 _TEXT = "The w1 of 2024:\n    if x >= 10:\n\treturn 'café 東京'  # Don't"
 
 
@@ -39,8 +39,8 @@ def write_model(
 ) -> bool:
     """Write configuration and weights as `save_pretrained` does; returns whether in several files.
 
-    That method holds all weights at once. Which tensors there are in the files, and what they are
-    made of, is transformers' to say here as well.
+    That method holds all weights at once; this one holds a file's. Names and conversions of tensors
+    are transformers' here as well.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=DTYPES[dtype])
@@ -58,7 +58,7 @@ def write_model(
     for file_name, names in split.filename_to_tensors.items():
         held = {name: _materialized(stored[name]) for name in names}
         save_file(held, output / file_name, metadata={"format": "pt"})
-        # It writes for the owner alone, whatever the umask is.
+        # safetensors writes with permissions for the owner alone, whatever the umask is.
         shutil.copymode(output / CONFIG_NAME, output / file_name)
         del held
     forget_computed()
@@ -75,9 +75,9 @@ def write_model(
 def _state(
     weights: Mapping[str, torch.Tensor], model: Any, dtype: torch.dtype, output: Path
 ) -> dict[str, torch.Tensor]:
-    """`weights` by the names and in the order of the model's state, tied ones once.
+    """`weights` by the names and in the order of the model's state dict, tied ones once.
 
-    Of `dtype`, but for what the architecture keeps in float32.
+    In `dtype`, except for those that the architecture keeps in float32.
     """
     names = names_of(model.named_parameters(remove_duplicate=False)).values()
     alias = {name: group[0] for group in names for name in group}
@@ -91,12 +91,12 @@ def _state(
             f"{output}: these parameters are in only one of checkpoint and model: "
             f"{', '.join(wrong[:5])}"
         )
-    left_out = set(model.all_tied_weights_keys) | names_not_saved(model)
+    skipped = set(model.all_tied_weights_keys) | names_not_saved(model)
     exact = [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
     found = {}
     for name, like in model.state_dict().items():
         tensor = kept.get(alias.get(name, name))
-        if name in left_out or tensor is None:
+        if name in skipped or tensor is None:
             continue
         if tensor.ndim > like.ndim:
             tensor = tensor[0]  # checkpoints hold scalars as vectors
@@ -112,10 +112,10 @@ def _materialized(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_tokenizer(source: Path, directory: Path, output: Path) -> None:
-    """Write the tokenizer of `source` into `directory`, and see that transformers reads it there.
+    """Write the tokenizer of `source` into `directory`, and check that transformers loads it there.
 
-    `output`: what errors call the directory. Raises ModelError where it cannot be loaded, or would
-    give other tokens beside the model.
+    `output`: the directory's name in errors. Raises ModelError if it cannot be loaded, or gives
+    other tokens when loaded beside the model.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)

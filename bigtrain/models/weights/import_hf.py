@@ -1,8 +1,8 @@
-"""The trained weights of a Hugging Face directory or hub name, read a rectangle at a time.
+"""The weights of a Hugging Face directory or hub name, read a rectangle at a time.
 
-Which tensor of which file is, or becomes, which parameter is transformers' to say: its own loading
-runs on a model without memory, with `LazyTensor`s in place of tensors. So nothing is read before a
-part of a parameter is asked for, and then that part alone.
+transformers' own loading decides which tensor of which file becomes which parameter: it runs on a
+model without memory, with `LazyTensor`s instead of tensors. So nothing is read until a part of a
+parameter is asked for, and then only that part.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Weights:
-    """What a model's files hold.
+    """The weights in a model's files.
 
-    tensors: by every name that the model has for them; tied ones are the same tensor. setting: the
-    key and value that named them, for errors. files: that hold them.
+    tensors: by all names that the model has for them; tied ones are the same tensor. setting: the
+    key and value that named them, for errors. files: the files that hold them.
     """
 
     setting: str
@@ -73,7 +73,7 @@ class Weights:
 
     @torch.no_grad()
     def fill_model(self, model: PreTrainedModel) -> None:
-        """Fill a whole model in this rank. Raises ModelError as `fill`."""
+        """Fill a full model on this rank. Raises ModelError as `fill`."""
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in self.tensors:
                 self.fill(name, (0,) * tensor.ndim, tensor.data)
@@ -81,13 +81,12 @@ class Weights:
 
 
 def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.path") -> Weights:
-    """The weights of a causal LM of configuration `hf_config` in `source`, of which none is read.
+    """The lazy weights in `source` for a causal LM with configuration `hf_config`.
 
     `source`: a directory, or the name of a model in the hub's cache or on the hub. `key`: the
-    setting that named it, for errors. Not collective: every rank comes to the same end, since
-    only the headers of files are looked at. Raises ModelError for files that are missing or
-    corrupt, and for tensors that are missing, unknown, or of another shape or kind than the
-    model's.
+    setting that named it, for errors. Reads only headers. Not collective: every rank gets the same
+    result. Raises ModelError for files that are missing or corrupt, and for tensors that are
+    missing, unknown, or of another shape or kind than the model's.
     """
     setting = f"{key} = {source!r}"
     try:
@@ -119,7 +118,7 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
 
 
 def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> list[str]:
-    """Let transformers put `lazy` into `model`; what was wrong with them."""
+    """Let transformers load `lazy` into `model`; returns the problems."""
     settings = LoadStateDictConfig(
         dtype=torch.float32,
         device_map={"": "cpu"},
@@ -145,7 +144,7 @@ def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> l
                 f"{_where(target, found)} and {_where(origin, found)} are tied in this "
                 "configuration and hold different values -> set tie_word_embeddings: false"
             )
-    # Some models let parameters be missing and draw them; trained weights are all there.
+    # Some models initialize missing parameters randomly; pretrained weights must be complete.
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     absent = info.missing_keys & parameters
     drop_expected_keys(model, info)
@@ -168,7 +167,7 @@ def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> l
 
 
 def _where(name: str, found: dict[str, _Leaf]) -> str:
-    """The tensor of a file that becomes `name`, so far as names tell."""
+    """The tensor of a file that becomes `name`, as far as names tell."""
     alike = [
         leaf
         for key, leaf in found.items()
@@ -179,7 +178,7 @@ def _where(name: str, found: dict[str, _Leaf]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a bar for what takes no time, nor warnings of what is an error here."""
+    """Without progress bars, and without warnings about what is an error here."""
     log = logging.getLogger("transformers")
     level = log.level
     disable_progress_bar()
@@ -195,7 +194,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Unreadable(Exception):
-    """A file that could be opened and not be read."""
+    """A file that can be opened but not read."""
 
 
 def _files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
@@ -265,7 +264,7 @@ def _header(part: Any) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 class _Safetensors:
-    """A safetensors file, mapped anew so often that few of its pages are held at a time."""
+    """A safetensors file, mapped again from time to time so that few of its pages stay resident."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -304,7 +303,7 @@ class _Leaf:
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
         sizes = tuple(out.shape)
-        # Of rows that are read in part, all pages are mapped.
+        # If rows are read in part, all of their pages are mapped.
         share = max(1, math.prod(self.shape[1:])) / max(1, math.prod(sizes[1:]))
         itemsize = math.ceil(self.dtype.itemsize * share)
         for begin, block in blocks(sizes, itemsize):

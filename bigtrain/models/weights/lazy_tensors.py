@@ -1,10 +1,10 @@
-"""Tensors whose values are read when they are wanted, a rectangle at a time.
+"""Tensors whose values are read on demand, a rectangle at a time.
 
 transformers renames, merges and splits the tensors of a file while it loads or saves a model
-(transformers/core_model_loading.py). Given these tensors, that same code computes nothing: what it
-does is noted, and `LazyTensor.fill` reads from the file what a rectangle of the result is made of.
-Operations that only move elements are followed backwards; any other one is computed for its tensor
-alone, when it is read.
+(transformers/core_model_loading.py). With these tensors the same code computes nothing: its
+operations are recorded, and `LazyTensor.fill` reads from the file what a rectangle of the result
+needs. Operations that only move elements are traced back to the file; the result of any other one
+is computed when it is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Offsets = tuple[int, ...]
 aten = torch.ops.aten
 
 BLOCK_BYTES = 16 << 20
-"""Most that is read, compared or converted at once, where rows are not longer."""
+"""The most that is read, compared or converted at once, unless a single row is longer."""
 
 
 _OWN_BYTES = 1 << 20
@@ -33,16 +33,16 @@ class Values(Protocol):
     """Where the values of a lazy tensor come from."""
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
-        """Write the rectangle at `offsets`, of the shape that `out` has, into it, in its dtype."""
+        """Write the rectangle at `offsets`, of the shape of `out`, into `out`, in its dtype."""
 
     def sources(self) -> Iterator[object]:
-        """What is read in the end."""
+        """The leaves that are read, for example tensors of files."""
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with a shape and a dtype, and values that are elsewhere. Always contiguous.
+    """A tensor with a shape and a dtype whose values are read on demand. Always contiguous.
 
-    For reading only: what writes into it is an error.
+    Read-only: writing into it is an error.
     """
 
     origin: Values
@@ -64,7 +64,7 @@ class LazyTensor(torch.Tensor):
         self.origin.fill(offsets, out)
 
     def read(self) -> torch.Tensor:
-        """All of it."""
+        """The full tensor."""
         found = room(tuple(self.shape), self.dtype)
         self.fill((0,) * self.ndim, found)
         return found
@@ -129,9 +129,9 @@ def blocks(sizes: Offsets, itemsize: int) -> Iterator[tuple[Offsets, Offsets]]:
 
 
 def room(shape: Offsets, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialized tensor whose memory the system has back as soon as it is let go of.
+    """An uninitialized tensor whose memory returns to the system as soon as it is freed.
 
-    The C library keeps blocks of up to 32 MiB for itself.
+    malloc would keep blocks of up to 32 MiB.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _OWN_BYTES:
@@ -318,7 +318,7 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
 
 
 class _Computed:
-    """A result that is computed whole when a part of it is read, and kept until the next one is."""
+    """A result that is computed in full when a part of it is read, and kept until the next one."""
 
     _latest: tuple[_Computed | None, torch.Tensor | None] = (None, None)
 
@@ -347,5 +347,5 @@ class _Computed:
 
 
 def forget_computed() -> None:
-    """Let go of what was computed last."""
+    """Free the last computed result."""
     _Computed._latest = (None, None)

@@ -1,7 +1,7 @@
 """Predictions beside published measurements: ``bigtrain plan --evaluate ROWS.csv``. Pure.
 
-What a row says is in `rows`. Nothing is fitted to a source: constants of devices and engines alone,
-in `tables/`.
+`rows` reads what a row says. Nothing is fitted to a single source: the only constants are those of
+devices and engines, in `tables/`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ COLUMNS = (
     "num_gpus", "dp", "tp", "pp", "zero", "micro_batch", "global_batch", "recompute", "precision",
     "tokens_per_s_per_gpu",
 )  # fmt: skip
-"""That a row must have; ``cp``, ``ep``, ``peak_gib``, ``params_b`` and ``notes`` may be missing."""
+"""Required columns; ``cp``, ``ep``, ``peak_gib``, ``params_b`` and ``notes`` are optional."""
 
 GIB = 2.0**30
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one row: tokens a second and device, and GiB; `refused` says why there are none."""
+    """Prediction for one row: tokens/s per device, and GiB; `refused`: why there is none."""
 
     tokens_per_second: float | None
     peak_gib: float | None
@@ -73,7 +73,7 @@ def _check_measured(path: Path, number: int, row: Mapping[str, str]) -> None:
 
 
 def predict(row: Mapping[str, str]) -> Prediction:
-    """Of one row; what it lacks or what does not fit together is the reason in `refused`."""
+    """The prediction for one row; if a value is missing or inconsistent, `refused` says so."""
     try:
         run = run_of(row)
     except (ValueError, KeyError, ConfigError) as error:
@@ -86,7 +86,7 @@ def predict(row: Mapping[str, str]) -> Prediction:
 
 
 def _as_measured(use: MemoryUse, engine: Engine, notes: str) -> float:
-    """Bytes by the convention of the page: of tensors, of the allocator, or of the whole device."""
+    """Bytes as the source counts them: allocated by tensors, reserved, or used on the device."""
     if "peak_allocated" in notes:
         return use.allocated
     return use.allocated * engine.reserved if "(reserved)" in notes else use.total
@@ -94,8 +94,8 @@ def _as_measured(use: MemoryUse, engine: Engine, notes: str) -> float:
 
 @dataclass(frozen=True)
 class SourceErrors:
-    """Of the rows of one source: relative errors of tokens a second and of memory, those of a
-    constant utilization, and how well the order of layouts was told."""
+    """Relative errors over the rows of one source: of tokens/s, of memory, of a baseline that
+    predicts a constant utilization; and the rank correlation of its layouts."""
 
     source: str
     num_rows: int
@@ -153,7 +153,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _baseline_errors(rows: Sequence[Mapping[str, str]]) -> list[float]:
-    """Of a prediction by one utilization for each source: its mean over the rows."""
+    """Errors of a baseline that predicts each source's mean utilization for all of its rows."""
     utilization: dict[str, list[tuple[float, Mapping[str, str]]]] = {}
     for row in rows:
         run = run_of(row)

@@ -1,5 +1,6 @@
-"""Figures of devices and of training programs, and where each comes from.
+"""Figures of devices and training engines, each with its source.
 
-Pure, and imports nothing else of the planner. `hardware` and `engines` read the JSON tables beside
-them; `calibration_file` what ``bigtrain plan --calibrate`` measured of one machine.
+Pure, and imports nothing else of the planner, which imports it, as do `engine/calibration`, `run`
+and the commands. Start with `hardware` and `engines`, which read the JSON tables beside them;
+`calibration_file` reads what ``bigtrain plan --calibrate`` measured on one machine.
 """

@@ -1,4 +1,4 @@
-"""What a training program adds to a layer's computation: its own time, what it overlaps. Pure."""
+"""Training engines (DeepSpeed, Megatron, FSDP, ...): their overheads, overlap and memory. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bigtrain.planner.tables.hardware import TABLES
 
 @dataclass(frozen=True)
 class ZeroCosts:
-    """Seconds that an engine takes for each byte of a rank's parameters under a ZeRO stage: of a
-    micro-batch and of a step, and how much more of both with the exchange between two ranks."""
+    """Seconds of an engine per byte of a rank's parameters under a ZeRO stage: per micro-batch and
+    per step, and what communication between two ranks adds to both."""
 
     micro_batch: float
     step: float
@@ -24,8 +24,8 @@ class ZeroCosts:
 
 @dataclass(frozen=True)
 class MeasuredEngine:
-    """What ``bigtrain plan --calibrate`` found an engine to cost on a machine's CPUs, where nothing
-    hides it: seconds of an operation, of a parameter's hooks under ZeRO 3, and by ZeRO stage."""
+    """An engine's overhead as ``bigtrain plan --calibrate`` measured it on a machine's CPUs, where
+    nothing hides it: seconds per operation, per parameter's hooks (ZeRO 3), and by ZeRO stage."""
 
     kernel_host_seconds: float
     parameter_host_seconds: float
@@ -34,8 +34,8 @@ class MeasuredEngine:
     def seconds(
         self, zero_stage: int, num_accumulation: int, num_ranks: int, num_bytes: float
     ) -> tuple[float, float]:
-        """Of a step of ranks that hold `num_bytes` of parameters: the engine's own, and what the
-        exchange between `num_ranks` adds, as a ring's bytes grow with its size."""
+        """Seconds of a step with `num_bytes` of parameters per rank: of the engine itself, and of
+        communication among `num_ranks`, scaled as the bytes of a ring."""
         costs, m, n = self.zero[zero_stage], num_accumulation, num_ranks
         own = (m * costs.micro_batch + costs.step) * num_bytes
         exchange = (m * costs.micro_batch_exchange + costs.step_exchange) * num_bytes
@@ -44,25 +44,26 @@ class MeasuredEngine:
 
 @dataclass(frozen=True)
 class Engine:
-    """A training program, as far as it decides how long a step takes.
+    """A training engine, as far as it affects time and memory of a step.
 
-    `kernel_host_seconds`: for its host to launch one operation; `parameter_host_seconds`: of its
-    own, for each parameter tensor and step (hooks); `launch_overlap`: exponent ``q`` of
-    ``(host^q + device^q)^(1/q)``, infinite where one hides the other wholly. `moved`: of the
-    bytes that unfused elementwise operations would move, those that it does. `overlap`: share of
-    the computation that its collectives run beside. `score_passes`: over unfused scores, None
-    where kernels are fused; `attention`: of the device's best fused kernels. `slowdown`: share of
-    hidden communication that computation gets slower by. `exposed_gradients`: share of the
-    gradients' sum that nothing hides; `reduces_every_micro_batch`: under ZeRO 2.
-    `optimizer_bytes`: moved for each parameter by an update; `loss_bytes`: for each logit.
-    `step_seconds`: of a micro-batch, beside the rest. `saved`: of the activations that the costs
-    name; `logit_bytes_cut`, `logit_bytes_whole`: kept of each logit, divided by tensor parallelism
-    or not. `context_bytes`, `reserved`: what the device holds beside tensors, and how much more the
-    allocator reserves than it gives out. `float8`: of the device's gain by 8-bit products;
-    `expert_exposed`, `pipeline_exposed`: share of what experts and stages exchange that nothing
-    hides or spares. `is_deepspeed`: keeps what DeepSpeed 0.19.8 keeps
-    (`bigtrain.planner.memory`), as bigtrain runs it. `measured`: what takes the place of the
-    optimizer's and the data-parallel exchange's formulas, on CPUs.
+    Time: `kernel_host_seconds`: to launch one operation; `parameter_host_seconds`: overhead per
+    parameter tensor and step (hooks); `launch_overlap`: exponent ``q`` of
+    ``(host^q + device^q)^(1/q)``, infinite where the longer hides the shorter completely. `moved`:
+    share of the bytes of unfused elementwise operations that it moves. `overlap`: share of the
+    computation with which its collectives overlap. `score_passes`: passes over unfused attention
+    scores, None for fused kernels; `attention`: speed relative to the device's best fused kernels.
+    `slowdown`: share of hidden communication by which computation gets slower.
+    `exposed_gradients`: share of the gradient reduction that is never hidden;
+    `reduces_every_micro_batch`: under ZeRO 2. `optimizer_bytes`: moved per parameter by an update;
+    `loss_bytes`: per logit. `step_seconds`: fixed overhead per micro-batch. `measured`: on CPUs,
+    replaces the formulas of the optimizer and of data-parallel communication. `float8`: factor on
+    the device's gain from 8-bit products; `expert_exposed`, `pipeline_exposed`: share of the
+    communication of experts and stages that is neither hidden nor avoided.
+
+    Memory: `saved`: factor on the saved activations; `logit_bytes_cut`, `logit_bytes_whole`: kept
+    per logit, divided by tensor parallelism or not. `context_bytes`: held on the device besides
+    tensors; `reserved`: memory reserved by the allocator over memory allocated. `is_deepspeed`:
+    keeps what DeepSpeed 0.19.8 keeps (`bigtrain.planner.memory`), as bigtrain runs it.
     """
 
     name: str
@@ -93,8 +94,8 @@ class Engine:
     pipeline_exposed: float = 1.0
 
     def with_measured(self, found: MeasuredEngine) -> Engine:
-        """This engine on the CPUs that `found` was measured on: no driver's context, and a host
-        that does the device's work too, so that their seconds add up."""
+        """This engine on the CPUs that `found` was measured on: without a CUDA context, and with
+        host and device time added up, since the CPU does both."""
         return replace(
             self,
             context_bytes=0.0,
@@ -112,7 +113,7 @@ def _table() -> Mapping[str, Any]:
 
 
 def engine_named(name: str) -> Engine:
-    """The engine of `tables/engines.json` called so; KeyError where there is none."""
+    """The engine `name` of `tables/engines.json`. Raises KeyError if there is none."""
     figures = {key: item for key, item in _table()[name].items() if key != "about"}
     passes = figures.pop("score_passes")
     return Engine(name=name, score_passes=passes and tuple(passes), **figures)

@@ -1,7 +1,7 @@
 """Devices and the links between them, from data files that name the source of every figure. Pure.
 
-A figure of `tables/hardware.json` is what a vendor states; how much of it programs reach is in
-`Reach`, fitted once over all published rows (`docs/planner.md`), or measured on this machine by
+A figure of `tables/hardware.json` is what the vendor states; `Reach` is how much of it programs
+attain, fitted once over all published rows (`docs/planner.md`), or measured on this machine by
 ``bigtrain plan --calibrate``.
 """
 
@@ -23,13 +23,13 @@ TABLES = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Reach:
-    """What share of the stated figures programs reach, and what an operation costs at least.
+    """Attained share of the stated figures, and fixed costs of operations.
 
-    `matmul`: of the peak, for large products; `matmul_depth`: what a tile's first loads and last
-    stores cost, as if its product were so much deeper; `attention`: fused kernels; `memory`: of the
-    memory's bandwidth; `link`, `network`: of theirs. `kernel_seconds`: of a kernel at least;
-    `start_seconds`: of a collective, `link_seconds`, `network_seconds`: for each further rank of a
-    node, and for each further node.
+    Shares: `matmul`: of peak FLOPs, for large products; `attention`: of fused kernels; `memory`: of
+    the memory bandwidth; `link`, `network`: of their bandwidths. `matmul_depth`: cost of a tile's
+    prologue and epilogue, in elements of the inner dimension. `kernel_seconds`: minimum of a
+    kernel; latency of a collective: `start_seconds`, plus `link_seconds` for each further rank of
+    a node and `network_seconds` for each further node.
     """
 
     matmul: float
@@ -46,12 +46,12 @@ class Reach:
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator (or CPU process), with the links it has. Rates in units per second.
+    """One accelerator (or rank on a CPU) with its links. Rates in units per second.
 
-    `num_units`: multiprocessors, which products are cut into tiles for. `link_bandwidth`: bytes in
-    one direction to the devices of its node; `network_bandwidth`: its share of what leaves the
-    node; `host_bandwidth`: to main memory (offload). `host_memory_bandwidth`: of main memory, for
-    the CPU's optimizer step, all devices of a node together.
+    `num_units`: multiprocessors. Bandwidths in bytes: `link_bandwidth`: in one direction to the
+    devices of its node; `network_bandwidth`: its share of the node's network; `host_bandwidth`: to
+    main memory (offload); `host_memory_bandwidth`: of main memory, for all devices of a node
+    together (an offloaded optimizer step).
     """
 
     name: str
@@ -90,8 +90,8 @@ def device_names() -> list[str]:
 
 
 def find_device(name: str, option: str = "--gpus") -> Device:
-    """The device called `name`, in any case, with or without separators; of a family ("A100") its
-    common member. Raises ConfigError of `option` that tells the nearest names."""
+    """The device called `name`, in upper or lower case, with or without separators; for a family
+    ("A100") its most common member. Raises ConfigError that lists the nearest names."""
     entry = _find(name)
     if entry is None:
         known = device_names()

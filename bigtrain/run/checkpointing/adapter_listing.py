@@ -1,4 +1,4 @@
-"""Which runs below a directory have trained adapters, on which base. Imports no torch."""
+"""The runs below a directory that trained adapters, by base model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _COLUMNS = ("base", "run", "step", "held-out loss", "adapters")
 
 @dataclass(frozen=True)
 class _Adapters:
-    """Of a run: what `state.json` of its newest complete checkpoint says. base: the checksums."""
+    """What `state.json` of a run's newest complete checkpoint says. base: checksums of the base
+    model's files."""
 
     run: Path
     base: dict[str, Any]
@@ -41,8 +42,8 @@ def describe_adapters(directory: Path) -> list[str]:
     """A table of the runs in `directory`, or one or two folders below, that hold adapters in a
     complete checkpoint.
 
-    Those whose bases have the same files, by their checksums, stand together under one letter,
-    wherever the files were. Raises CheckpointError where there is none.
+    Runs whose base model has the same files (by checksum, whatever their path) share a letter and
+    stand together. Raises CheckpointError if there are none.
     """
     found = [run for path in _runs(directory) if (run := _read(path)) is not None]
     if not found:
@@ -77,7 +78,7 @@ def _read(run: Path) -> _Adapters | None:
             return None
         for step in reversed(checkpoints.steps(run)):
             path = checkpoints.checkpoint_path(run, step)
-            if checkpoints.damage(path) is None:
+            if checkpoints.corruption(path) is None:
                 state = checkpoints.read_state(path)
                 return _Adapters(
                     run,

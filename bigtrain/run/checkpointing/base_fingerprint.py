@@ -1,8 +1,8 @@
-"""Of which base a checkpoint of adapters is: checksums of the base's files.
+"""Which base model a checkpoint of adapters belongs to: checksums of the base's files.
 
-Such a checkpoint holds what is trained, and nothing of the weights beside it. Its `state.json`
-lists, as `base`, configuration and weights of the base by file name; resume and export read the
-base again, and refuse another one.
+Such a checkpoint holds the trained parameters and none of the base's weights. Its `state.json`
+lists the base's configuration and weight files under `base`; resume and export read the base
+again, and refuse another one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _CONFIG = "config.json"
 
 
 def fingerprint(weights: Sums) -> dict[str, dict[str, object]]:
-    """For `state.json`, of checksums by absolute path of the base's files of weights.
+    """The entry `base` of `state.json`. `weights`: checksums of the base's weight files by
+    absolute path.
 
-    Reads the `config.json` beside them. Raises ModelError where it cannot.
+    Reads the `config.json` beside them. Raises ModelError if it cannot.
     """
     first = Path(next(iter(weights)))
     found = {Path(name).name: known for name, known in weights.items()}
@@ -29,9 +30,9 @@ def fingerprint(weights: Sums) -> dict[str, dict[str, object]]:
 
 
 def refuse_other_base(document: dict[str, Any], weights: Sums, directory: Path) -> None:
-    """Compare the base of a checkpoint, whose `state.json` is `document`, with one that was read.
+    """Compare the base named in a checkpoint's `state.json` (`document`) with the one read now.
 
-    `weights`: as of `fingerprint`. `directory`: of the checkpoint, for errors. Every rank may call
+    `weights`: as for `fingerprint`. `directory`: the checkpoint, for errors. Every rank may call
     it. Raises CheckpointError with all files that differ.
     """
     listed, found = document.get(BASE, {}), fingerprint(weights)
@@ -52,7 +53,7 @@ def _text(entry: dict[str, object] | None) -> str:
 
 
 def base_sums(files: tuple[Path, ...]) -> Sums:
-    """Checksums of the base's files of weights by absolute path; reads all of them in one process.
+    """Checksums of the base's weight files by absolute path; reads all of them on this rank.
 
     Raises ModelError where one cannot be read.
     """

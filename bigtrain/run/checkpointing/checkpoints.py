@@ -1,4 +1,4 @@
-"""Checkpoints as directories: what makes one exist, what is wrong with it, which is the newest.
+"""Checkpoints as directories: how one is committed and verified, and which is the newest.
 
 ::
 
@@ -14,11 +14,11 @@
 A tensor file is listed with the checksum of its header, which has those of its data: what is read
 proves so, block by block, that it belongs to this step of this run.
 
-A save writes ``step-00000200.partial-ATTEMPT``, where each start of the run is another attempt: so
-a process of an earlier start that is still alive on a host nobody reaches writes beside it, never
-into it. The checkpoint exists once that directory, manifest included, has been renamed. Deleting
-begins with a rename too. What has any other name that begins with ``step-`` is garbage, which the
-next start or save removes. Nothing here is collective: the main rank calls it. Imports no torch.
+A save writes ``step-00000200.partial-ATTEMPT``; every launch of the run is another attempt, so a
+stale launch that still runs on an unreachable host writes beside it, never into it. The checkpoint
+exists once that directory, manifest included, has been renamed. Deleting begins with a rename too.
+Any other name that begins with ``step-`` is garbage, which the next launch or save removes.
+Nothing here is collective: the main rank calls it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ tensor files, which every rank compares block by block as it reads of them."""
 
 @dataclass(frozen=True)
 class Manifest:
-    """The save that a checkpoint is of, and its files by path: bytes, and checksum of the whole
-    file, or for those of tensors of the header."""
+    """The save that wrote a checkpoint, and its files by path: bytes, and checksum (of the file;
+    of its header for a tensor file)."""
 
     identity: Identity
     files: Mapping[str, tuple[int, str]]
@@ -81,7 +81,7 @@ def checkpoint_path(run_directory: Path, step: int) -> Path:
 
 
 def partial_path(run_directory: Path, step: int, attempt: str) -> Path:
-    """Where it is while it is being written; `attempt` names this start of the run."""
+    """Where that checkpoint is while it is being written; `attempt` names this launch."""
     final = checkpoint_path(run_directory, step)
     return final.with_name(f"{final.name}.partial-{attempt}")
 
@@ -98,11 +98,11 @@ def commit(
     identity: Identity,
     permit: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Make the checkpoint exist: list every file, then rename the directory; returns its path.
+    """Commit the checkpoint: list every file, then rename the directory; returns its path.
 
-    `written`: bytes and checksum of the header by file name below ``tensors/``, as its writers
-    counted them. `permit` is called last before anything but `partial` changes, and may raise.
-    Raises CheckpointError where a size on disk is another one.
+    `written`: bytes and checksum of the header by file name below ``tensors/``, as the writers
+    report them. `permit` is called right before anything but `partial` changes, and may raise.
+    Raises CheckpointError if a size on disk differs.
     """
     files = {f"{TENSORS}/{name}": entry for name, entry in sorted(written.items())}
     for name, (expected, _) in files.items():
@@ -122,7 +122,7 @@ def commit(
     final = partial.with_name(partial.name.split(".", 1)[0])
     permit()
     if final.exists():
-        remove(final)  # corrupt and passed over: the run would stand there otherwise
+        remove(final)  # a corrupt one that resume skipped, or the run would be past this step
     partial.rename(final)
     sync_to_disk(final.parent)
     return final
@@ -142,13 +142,13 @@ def _checksum_key(name: str) -> str:
 
 
 def _document_checksum(document: Mapping[str, Any]) -> str:
-    """Of the manifest, in the one way of writing it that has no spaces and sorted keys."""
+    """Checksum of the manifest's canonical JSON: sorted keys, no spaces."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of the checkpoint `directory`, of the step that its name says.
+    """The manifest of the checkpoint `directory`; its step must match the directory's name.
 
     Raises CorruptCheckpointError.
     """
@@ -190,7 +190,7 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def damage(directory: Path, contents: Contents = "small") -> str | None:
+def corruption(directory: Path, contents: Contents = "small") -> str | None:
     """Why the checkpoint cannot be used, naming the file; or None."""
     try:
         _verify(directory, contents)
@@ -236,8 +236,8 @@ def _verify_identity(directory: Path, identity: Identity) -> None:
     if own not in (None, identity.run):
         raise CorruptCheckpointError(
             f"{directory / MANIFEST}: is of run {identity.run}, and {run_directory / RUN_ID} says "
-            f"{own}: it was copied here from another run -> remove it, or, if it is to be gone on "
-            f"with, {run_directory / RUN_ID}"
+            f"{own}: it was copied here from another run -> remove it, or, to resume from "
+            f"it, {run_directory / RUN_ID}"
         )
 
 
@@ -272,7 +272,7 @@ def make_run_id(run_directory: Path) -> str:
 
 
 def steps(run_directory: Path) -> list[int]:
-    """Steps that have a checkpoint, oldest first; damage is not looked for."""
+    """Steps that have a checkpoint, complete or corrupt, oldest first."""
     found = []
     for path in (run_directory / "checkpoints").glob("step-*"):
         match = _NAME.fullmatch(path.name)
@@ -284,11 +284,10 @@ def steps(run_directory: Path) -> list[int]:
 def usable(
     run_directory: Path, warn: Callable[[str], None], contents: Contents = "small"
 ) -> Iterator[Path]:
-    """Checkpoints that are complete, newest first; each corrupt one is named to `warn` on the
-    way."""
+    """Complete checkpoints, newest first; calls `warn` for each corrupt one on the way."""
     for step in reversed(steps(run_directory)):
         directory = checkpoint_path(run_directory, step)
-        reason = damage(directory, contents)
+        reason = corruption(directory, contents)
         if reason is None:
             yield directory
         else:
@@ -296,7 +295,7 @@ def usable(
 
 
 def passed_over(step: int, reason: str) -> str:
-    """What is said about a corrupt checkpoint that an older one stands in for."""
+    """The message about a corrupt checkpoint for which an older one is used."""
     return f"checkpoint of step {step} is corrupt and passed over: {reason}"
 
 
@@ -311,7 +310,7 @@ def find(run_directory: Path, step: int | None, contents: Contents = "all") -> P
         if step not in available:
             known = ", ".join(map(str, available)) or "none"
             raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
-        reason = damage(directory, contents)
+        reason = corruption(directory, contents)
         if reason is not None:
             raise CheckpointError(f"checkpoint of step {step} is corrupt: {reason}")
         return directory
@@ -336,7 +335,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def list_tensors(directory: Path) -> Listing:
-    """What a checkpoint says of its tensor files. Raises CorruptCheckpointError."""
+    """The tensor files of a checkpoint, from its manifest. Raises CorruptCheckpointError."""
     manifest = read_manifest(directory)
     layout = None
     if LAYOUT in manifest.files:  # not of checkpoints written before there was one

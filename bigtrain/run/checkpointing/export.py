@@ -36,9 +36,9 @@ def export_run(
 
     One process, no process group, one file's weights in memory. The weights are the fp32 masters
     rounded to `dtype` (default: the dtype the run computed in), checked against logits that the
-    training engine itself stored. Of a run with adapters, those, in peft's form (default dtype:
-    float32, for they are small), or with `merge` its base with them added.
-    Raises CheckpointError or ModelError; on either, `output` stays as it was.
+    training engine itself stored. A run with adapters exports those in peft's format (default
+    dtype: float32, for they are small), or with `merge` its base with the adapters merged.
+    Raises CheckpointError or ModelError; `output` then stays as it was.
     """
     directory = checkpoints.find(run_directory, step)
     state = checkpoints.read_state(directory)
@@ -85,7 +85,7 @@ def export_run(
 
 
 def _base_of(config: RunConfig, hf_config: Any, state: dict[str, Any], directory: Path) -> Weights:
-    """The weights that the adapters of a checkpoint are beside. Reads all of their files."""
+    """The base weights that a checkpoint's adapters were trained on. Reads all of their files."""
     assert config.model.path is not None
     base = find_weights(config.model.path, hf_config)
     refuse_other_base(state, base_sums(base.files), directory)

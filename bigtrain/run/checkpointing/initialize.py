@@ -1,8 +1,8 @@
-"""A new run that starts from weights that exist: `model.path` and `checkpoint.initialize_from`.
+"""A new run that starts from existing weights: `model.path` or `checkpoint.initialize_from`.
 
-With the latter the model is that of `model.config` and only its weights come from elsewhere; the
-optimizer, the schedule and the data begin anew with both. Of a run or a checkpoint they are the
-fp32 masters, of a Hugging Face directory what its files hold, rounded nowhere.
+With the latter the model is that of `model.config`, and only its weights come from elsewhere.
+With both, optimizer, schedule and data start from zero. A run or checkpoint gives its fp32 masters,
+a Hugging Face directory what its files hold; nothing is rounded.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ KEY = "checkpoint.initialize_from"
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Where the weights come from: `checkpoint` (a run's or a checkpoint's directory), or
-    `hugging_face` (a directory or hub name), or neither."""
+    """Where the initial weights come from: `checkpoint` (a run's or a checkpoint's directory), or
+    `hugging_face` (a directory or hub name), or neither (random)."""
 
     checkpoint: Path | None = None
     hugging_face: str | None = None
 
     def building(self, config: RunConfig) -> RunConfig:
-        """The configuration to build the model with: without random weights, if it has others."""
+        """The configuration to build the model with; it skips random initialization if the weights
+        come from Hugging Face files."""
         if self.hugging_face is None or config.model.path is not None:
             return config
         section = ModelSection.model_validate(
@@ -50,10 +51,9 @@ class WeightsSource:
         return config.model_copy(update={"model": section})
 
     def find(self, config: RunConfig, hf_config: Any) -> Weights | None:
-        """The Hugging Face weights that a run begins with; None where it has none, or goes on.
+        """The Hugging Face weights that a run begins with; None without any, or if it resumes.
 
-        Reads headers of files alone; every rank may call it. Raises ModelError as
-        `find_weights`.
+        Reads file headers only; every rank may call it. Raises ModelError as `find_weights`.
         """
         if self.hugging_face is None or checkpoints.steps(Path(config.output.directory)):
             return None
@@ -65,10 +65,10 @@ class WeightsSource:
         return find_weights(self.hugging_face, hf_config, key)
 
     def fill(self, session: Session, engine: TrainEngine, weights: Weights | None) -> None:
-        """Give an engine that was just built its weights, `weights` as found. Collective.
+        """Load the initial weights into a new engine; `weights`: what `find` returned. Collective.
 
-        Raises CheckpointError on every rank if there is no checkpoint that is complete and of this
-        model, ModelError if files cannot be read or are others than they should be.
+        Raises CheckpointError on every rank without a complete checkpoint of this model, ModelError
+        if files cannot be read or differ from their checksums.
         """
         if self.hugging_face is not None:
             inputs = session.inputs
@@ -88,10 +88,10 @@ class WeightsSource:
 
 
 def verify_weights(session: Session, weights: Weights) -> Sums:
-    """Checksums of the files of `weights`, which each rank reads a part of. Collective.
+    """Checksums of the files of `weights`; each rank reads a part of them. Collective.
 
-    Raises ModelError on every rank where they are not those that an export listed beside them,
-    or with which an earlier start of this run began.
+    Raises ModelError on every rank if they differ from those that an export listed beside them,
+    or from those that an earlier launch of this run read.
     """
     world, begun = session.world, session.directory / BASE_MODEL
     exported = weights.files[0].with_name(CHECKSUMS)
@@ -132,7 +132,7 @@ def weights_source(config: RunConfig) -> WeightsSource:
             Problem(
                 KEY,
                 source,
-                "is this run's own output.directory, which a run goes on from by itself",
+                "is this run's own output.directory, from which a run resumes by itself",
                 "leave it out, or set another output.directory",
             )
         )
@@ -149,7 +149,7 @@ def weights_source(config: RunConfig) -> WeightsSource:
 def _find(directory: Path) -> Path:
     if not (directory / checkpoints.MANIFEST).is_file():
         return checkpoints.find(directory, None, "small")
-    reason = checkpoints.damage(directory)
+    reason = checkpoints.corruption(directory)
     if reason is not None:
         raise CheckpointError(f"corrupt: {reason}")
     return directory

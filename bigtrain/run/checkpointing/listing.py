@@ -1,4 +1,4 @@
-"""What checkpoints a run has, human-readable. Changes nothing; imports no torch."""
+"""A human-readable list of a run's checkpoints. Changes nothing; imports no torch."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ _COLUMNS = ("step", "size", "state", "held-out loss", "written by", "kept")
 
 
 def describe_checkpoints(run_directory: Path) -> list[str]:
-    """A table: step, size, validity (sizes; contents of small files), who wrote it, why it stays.
+    """A table: step, size, complete or corrupt (sizes; contents of small files), the topology that
+    wrote it, why it is kept.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     found = _steps(run_directory)
     section = _section(run_directory)
-    damages = {
-        step: checkpoints.damage(checkpoints.checkpoint_path(run_directory, step)) for step in found
+    corruption = {
+        step: checkpoints.corruption(checkpoints.checkpoint_path(run_directory, step))
+        for step in found
     }
-    complete = [step for step, damage in damages.items() if damage is None]
+    complete = [step for step, reason in corruption.items() if reason is None]
     held_out = {step: _loss(run_directory, step, section) for step in complete}
     reasons = reasons_to_keep(held_out, section, newest_good(run_directory, complete))
     rows = [_COLUMNS]
-    for step, damage in damages.items():
+    for step, reason in corruption.items():
         directory = checkpoints.checkpoint_path(run_directory, step)
         document = _state(directory)
         loss = document.get("held_out_loss")
@@ -40,10 +42,10 @@ def describe_checkpoints(run_directory: Path) -> list[str]:
             (
                 str(step),
                 _size(directory),
-                "complete" if damage is None else "corrupt",
+                "complete" if reason is None else "corrupt",
                 f"{loss:.4f}" if isinstance(loss, float) else "-",
                 _topology(document),
-                kept if damage is None else damage,
+                kept if reason is None else reason,
             )
         )
     return table(rows)
@@ -69,11 +71,11 @@ def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[
         raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
     for number in found if step is None else [step]:
         directory = checkpoints.checkpoint_path(run_directory, number)
-        damage = checkpoints.damage(directory, "all")
-        if damage is None:
+        reason = checkpoints.corruption(directory, "all")
+        if reason is None:
             yield f"step {number}: complete, {_size(directory)} compared with its checksums", True
         else:
-            yield f"step {number}: corrupt: {damage}", False
+            yield f"step {number}: corrupt: {reason}", False
 
 
 def _steps(run_directory: Path) -> list[int]:
@@ -104,7 +106,7 @@ def _state(directory: Path) -> dict[str, Any]:
 
 
 def _topology(document: dict[str, Any]) -> str:
-    """Processes, parallel degrees above 1 and ZeRO stage of the engine that wrote it."""
+    """Ranks, parallel degrees above 1 and ZeRO stage of the engine that wrote it."""
     try:
         topology = document["environment"]["topology"]
         stage = document["deepspeed"]["zero_optimization"]["stage"]

@@ -1,4 +1,4 @@
-"""Going on with a run."""
+"""Resuming a run from its newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from bigtrain.run.state import GuardState, TrainState
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.files import writing
 
-# What may differ between a run and the run that goes on with it: none of it changes the
-# mathematics. Everything else must be equal.
+# Settings that may change on resume: none of them changes the mathematics. Everything else must be
+# equal.
 _FREE = {
     "batch.micro_batch_size",
     "model.attention",
@@ -41,7 +41,7 @@ _FREE = {
     "sites.address",
     "sites.timeout_seconds",
 }
-# Settings younger than some checkpoints, with what such a run did.
+# Settings that older checkpoints lack, with the value that such a run had in effect.
 _BEFORE: dict[str, Any] = {
     "model.frozen": [],
     "adapters": None,
@@ -66,10 +66,10 @@ _FREE_SECTIONS = {
 
 
 def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
-    """Go on from the newest complete checkpoint of the run directory, or begin. Collective.
+    """Resume from the newest complete checkpoint of the run directory, or begin. Collective.
 
     A corrupt one is passed over with a warning. Raises CheckpointError on every rank if the
-    checkpoint's run was another one, with what differs, or if none of those there are is complete.
+    checkpoint belongs to a run with other settings (listing what differs), or if all are corrupt.
     """
     usable = _usable(session)
     while (directory := _next(session, usable)) is not None:
@@ -83,7 +83,7 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
         try:
             restore_engine(engine, tensors, document["engine"], listing)
         except CorruptCheckpointError as error:
-            # Found on all ranks by what the reading of tensors checks.
+            # Raised on all ranks: reading tensors compares their checksums.
             session.say(checkpoints.passed_over(document["step"], str(error)))
             continue
         state = TrainState(
@@ -113,7 +113,7 @@ def _usable(session: Session) -> Iterator[str]:
         yield str(directory)
     if checkpoints.steps(session.directory):
         raise CheckpointError(
-            f"{session.directory}: every checkpoint is corrupt, so the run cannot go on; fix one, "
+            f"{session.directory}: every checkpoint is corrupt, so the run cannot resume; fix one, "
             "or remove them all to begin anew"
         )
 
@@ -121,7 +121,7 @@ def _usable(session: Session) -> Iterator[str]:
 def _next(session: Session, usable: Iterator[str]) -> Path | None:
     """The next checkpoint to try, or None. Collective.
 
-    One process looks, so that all go on from the same checkpoint whatever each would see.
+    Only the main rank looks, so that all ranks resume from the same one.
     """
     found = session.long_work.on_main_rank(lambda: next(usable, None))
     return None if found is None else Path(found)
@@ -130,18 +130,18 @@ def _next(session: Session, usable: Iterator[str]) -> Path | None:
 def resumed_phases(
     document: dict[str, Any], config: RunConfig, inputs: Inputs, directory: Path
 ) -> tuple[Phase, ...]:
-    """The phases of the data with which a run goes on from the checkpoint that `document` is of.
+    """The data phases with which a run resumes from a checkpoint; `document`: its ``state.json``.
 
-    One more than there, where the data has changed. Raises CheckpointError with all that differs
-    from the checkpoint's run where that is not among ``checkpoint.allow_changes``, and where a
-    change of the data cannot be followed.
+    One more than in the checkpoint if the data has changed. Raises CheckpointError with every
+    changed setting that ``checkpoint.allow_changes`` does not name, and for a change of the data
+    that cannot be followed.
     """
     changes = _changed_settings(document["config"], config)
     if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
         _refuse_other_packing(changes, directory)
     phases = tuple(Phase.from_json(phase) for phase in document.get("phases", ()))
     if not phases:
-        # Written before there were phases: of other data it would not be known what was read.
+        # Older than phases: with other data, it is unknown what was read already.
         if document["data_hash"] != inputs.data_hash:
             text = f"{document['data_hash']!r} there, {inputs.data_hash!r} now"
             _refuse([*changes, ("data", text)], (), directory)
@@ -159,8 +159,8 @@ def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -
     packing = [f"  {key}: {text}" for key, text in changes if key in _PACKING]
     if packing:
         raise CheckpointError(
-            f"{directory}: documents are packed anew for other settings, so that it cannot be told "
-            "what of the epoch was not read yet; restore them, or export the weights and begin a "
+            f"{directory}: other settings pack the documents differently, so that the unread rest "
+            "of the epoch is not known; restore the settings, or export the weights and begin a "
             "new run with them:\n" + "\n".join(packing)
         )
 
@@ -192,9 +192,9 @@ def _refuse(
         keys = ",".join(sorted({key for key, _ in refused}))
         remedy = (
             "or restore the settings (with these train.steps nothing would be left to do; with "
-            f"more it could go on by checkpoint.allow_changes=[{keys}])"
+            f"more it could resume by checkpoint.allow_changes=[{keys}])"
             if is_over
-            else f"restore the settings, or go on with these by checkpoint.allow_changes=[{keys}]"
+            else f"restore the settings, or resume with these by checkpoint.allow_changes=[{keys}]"
         )
         raise CheckpointError(
             f"{directory} belongs to a run with other settings; use another output.directory, "
@@ -203,7 +203,7 @@ def _refuse(
 
 
 def mathematics(config: RunConfig) -> dict[str, Any]:
-    """Settings that change the mathematics by their names; the batch in samples."""
+    """The settings that change the mathematics, by name; the batch size in samples."""
     return _flat(config.model_dump(mode="json"))
 
 
@@ -223,22 +223,22 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def acquire_run_directory(session: Session, state: TrainState) -> bool:
-    """Take the run directory from any earlier start that may still live. Collective.
+    """Fence off any earlier launch that may still write the run directory. Collective.
 
-    Comes after everything that can refuse the run: a refused run takes it from nobody. False: an
-    earlier start has saved until then, since `state` was read; read it again, and call this again.
-    Raises SupersededError on every rank (`bigtrain.run.health.fencing.acquire`), OutputError
-    where the directory cannot be written.
+    Comes after everything that can refuse the run: a refused run fences off nobody. False: an
+    earlier launch has saved since `state` was read; read it again, and call this again.
+    Raises StaleLaunchError on every rank (`bigtrain.run.health.fencing.acquire`), OutputError
+    if the directory cannot be written.
     """
 
-    def take() -> tuple[bool, int]:
+    def acquire() -> tuple[bool, int]:
         is_newest = True
         if session.run_token is None:
             with writing(session.directory, OUTPUT_REMEDY):
                 session.run_token = fencing.acquire(session.directory, os.environ)
-            # A newer one that was passed over as corrupt is so once more.
+            # A newer one that was skipped as corrupt is skipped again.
             is_newest = max(checkpoints.steps(session.directory), default=0) <= state.step
         return is_newest, session.run_token.holder.generation
 
-    is_newest, session.generation = session.long_work.on_main_rank(take)
+    is_newest, session.generation = session.long_work.on_main_rank(acquire)
     return is_newest

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and why. The main rank calls it; imports no torch."""
+"""Which checkpoints of a run are kept, and why. The main rank calls it; imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def reasons_to_keep(
     section: CheckpointSection,
     good_step: int | None = None,
 ) -> dict[int, list[str]]:
-    """Why each checkpoint stays, by step; those that go are not in it.
+    """Why each checkpoint is kept, by step; those to be removed are not in it.
 
     Parameters: `held_out`, held-out loss in nats per token by step, of all complete checkpoints;
     None where none was measured, which is never among the best. `good_step`: `newest_good` of them.
@@ -49,16 +49,16 @@ def retain(
 
     `permit` is called before every removal, and may raise.
 
-    Later ones go: they were corrupt and passed over, or the run would stand there. Corrupt ones do
-    not count among the last, so that as many complete ones stay as were asked for; those that are
-    to stay for good do, since a file may be missing for a moment only.
+    Later ones are removed: they are corrupt, or the run would have resumed from them. Corrupt ones
+    do not count for ``keep_last``, so that many complete ones stay; those of ``keep_every_steps``
+    stay even if they look corrupt, since a file may be missing for a moment only.
     """
     found = checkpoints.steps(run_directory)
     held_out = {
         step: held_out_loss(checkpoints.checkpoint_path(run_directory, step), section)
         for step in found
         if step <= saved_step
-        and checkpoints.damage(checkpoints.checkpoint_path(run_directory, step), "none") is None
+        and checkpoints.corruption(checkpoints.checkpoint_path(run_directory, step), "none") is None
     }
     kept = set(reasons_to_keep(held_out, section, newest_good(run_directory, held_out)))
     every = section.keep_every_steps
@@ -72,7 +72,7 @@ def retain(
 
 
 def newest_good(run_directory: Path, steps: Iterable[int]) -> int | None:
-    """Of checkpoints of `steps`, the newest that follows no bad step: the run may go back to it
+    """The newest checkpoint of `steps` that follows no bad step: the run may roll back to it
     (`bigtrain.run.diagnostics.step_guard`). None without one."""
     for step in sorted(steps, reverse=True):
         try:
@@ -85,7 +85,7 @@ def newest_good(run_directory: Path, steps: Iterable[int]) -> int | None:
 
 
 def held_out_loss(directory: Path, section: CheckpointSection) -> float | None:
-    """The held-out loss measured at a checkpoint; not looked up where nothing depends on it."""
+    """The held-out loss measured at a checkpoint; not looked up if nothing depends on it."""
     if section.keep_best == 0:
         return None
     try:

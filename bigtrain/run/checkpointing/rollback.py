@@ -1,4 +1,4 @@
-"""Going back to an earlier checkpoint when updates go wrong one after the other."""
+"""Rolling back to an earlier checkpoint after several bad steps in a row."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from bigtrain.run.state import GuardState, TrainState
 
 
 def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> TrainState:
-    """Fill the engine from the newest checkpoint that follows no bad step. Collective.
+    """Restore the engine from the newest checkpoint that follows no bad step. Collective.
 
-    Returns the state to go on from: that checkpoint's step, with the samples after `state`'s. No
+    Returns the state to continue from: that checkpoint's step, with the samples after `state`'s. No
     save may be under way. Raises TrainingError on every rank without such a checkpoint, and
-    after ``guard.max_rollbacks`` to the same one.
+    after ``guard.max_rollbacks`` rollbacks to the same one.
     """
     section = session.run.config.guard
     if session.run.config.sites is not None:
         raise TrainingError(
             f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and a run of "
-            "several sites does not go back on its own: the others would not -> look at the data "
-            "and the learning rate of this site; started again, it goes on from its newest "
+            "several sites does not roll back on its own: the others would not -> look at the data "
+            "and the learning rate of this site; started again, it resumes from its newest "
             "checkpoint"
         )
     good = _good_checkpoints(session, state)
@@ -50,9 +50,9 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
         )
         if guard.num_rollbacks > section.max_rollbacks:
             raise TrainingError(
-                f"steps went wrong again after the run went back to step {document['step']} "
+                f"steps went bad again after the run rolled back to step {document['step']} "
                 f"{section.max_rollbacks} times (guard.max_rollbacks); look at the events in "
-                f"{session.directory}/metrics.jsonl, then go on with another optimizer.lr or data"
+                f"{session.directory}/metrics.jsonl, then resume with another optimizer.lr or data"
             )
         if session.metrics is not None:
             session.metrics.roll_back(document["step"], state.samples)
@@ -64,13 +64,13 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
                 to_step=document["step"],
             )
         session.say(
-            f"step {state.step}: {state.guard.streak} bad steps in a row; back to step "
-            f"{document['step']}, samples {document['samples']} to {state.samples - 1} passed over"
+            f"step {state.step}: {state.guard.streak} bad steps in a row; rolled back to step "
+            f"{document['step']}, samples {document['samples']} to {state.samples - 1} skipped"
         )
         return replace(state, step=document["step"], guard=guard)
     raise TrainingError(
         f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and {session.directory} "
-        "has no checkpoint from before them to go back to -> look at the data and the learning "
+        "has no checkpoint from before them to roll back to -> look at the data and the learning "
         "rate, and save more often (checkpoint.every_steps)"
     )
 

@@ -1,4 +1,4 @@
-"""Saving a run: a copy is taken between two steps, and written while training goes on."""
+"""Saving a run: state is copied between two steps and written while training continues."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from bigtrain.run.run_directory import describe_environment
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.cpu_share import processes_here
+from bigtrain.system.cpu_share import local_world_size
 from bigtrain.system.machine import this_machine
 
-# How long an error that ends the run waits for a save that is under way. Where another process is
-# gone, the save fails by itself at once.
+# How long an error that ends the run waits for a save that is under way. If another rank is gone,
+# the save fails by itself at once.
 _LAST_WAIT_SECONDS = 60.0
 
 MIB = 1 << 20
-# What a save leaves free on the disk, for probe, metadata, log and figures.
+# What a save leaves free on the disk, for probe, metadata, log and metrics.
 _SPARE_BYTES = 64 * MIB
 
 Result = TypeVar("Result")
@@ -47,8 +47,8 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Write:
-    """One save after its copy was taken. error: why it failed, the same on every rank; lost:
-    that error where the run holds its directory no longer, as a later start does or it is gone."""
+    """One save after its copy was taken. error: why it failed, the same on every rank; lost: the
+    error if this launch has lost the run directory, which a later launch holds or which is gone."""
 
     step: int
     snapshot: EngineSnapshot
@@ -64,25 +64,25 @@ class _Write:
 
 
 class Saver:
-    """Writes checkpoints, one at a time. Methods are collective over all ranks but `report`.
+    """Writes checkpoints, one at a time. All methods but `report` are collective over all ranks.
 
-    As a context manager it finishes on leaving: normally, the last save must have succeeded; after
-    an exception, a save under way is given a minute.
+    On exit of its context the last save must have succeeded; after an exception, a save under way
+    is given a minute.
     """
 
     def __init__(self, session: Session, engine: TrainEngine, data_hash: str) -> None:
-        """Remove what interrupted saves of earlier attempts left.
+        """Remove what interrupted saves of earlier launches left.
 
-        The session holds the run directory. `data_hash` identifies the dataset
+        The session must hold the run token. `data_hash` identifies the dataset
         (`bigtrain.run.preflight.data_hash`).
         """
         self._session = session
         self._engine = engine
         self._section = session.run.config.checkpoint
-        # Of its own: the thread's collectives must not meet those of training.
+        # A group of its own: the thread's collectives must not mix with those of training.
         self._group = cpu_group(session.run.config.watchdog.collective_timeout_seconds)
         # Half of what is free: the rest is the operating system's, the data's and the export's.
-        limit = this_machine({}).memory_bytes // (2 * processes_here(os.environ))
+        limit = this_machine({}).memory_bytes // (2 * local_world_size(os.environ))
         self._staging = Staging(copies=self._section.asynchronous, pinned_limit_bytes=limit)
         self._pending: _Write | None = None
         self._num_failures = 0
@@ -129,7 +129,7 @@ class Saver:
         self._pending = write
         if self._section.asynchronous:
             write.stall_seconds = time.perf_counter() - begun
-            # A daemon: where a process has failed, it must not wait for the others of this group.
+            # A daemon: after a failure the process must not wait for the other ranks' save.
             write.thread = threading.Thread(target=self._write, args=(write,), daemon=True)
             write.thread.start()
         else:
@@ -138,12 +138,12 @@ class Saver:
             self.wait()
 
     def report(self) -> None:
-        """Say how a save ended that has ended since. Waits for nothing."""
+        """Log how the last save ended, if it has ended since the last call. Waits for nothing."""
         write = self._pending
         if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
             return
         if write.lost is not None:
-            return  # log.txt is the later start's, or nobody's
+            return  # log.txt belongs to the later launch, or is gone
         write.is_reported = True
         for note in write.notes:
             self._session.say(note)
@@ -158,8 +158,8 @@ class Saver:
         """Wait until no save is under way.
 
         Raises CheckpointError on every rank when `checkpoint.max_failures` saves in a row have
-        failed, or the last one where it `must_succeed`; what `RunToken.check` raises where the last
-        one failed because this start does not hold the run directory any more.
+        failed, or when the last one failed and `must_succeed`; what `RunToken.check` raises if the
+        last one failed because this launch has lost the run directory.
         """
         write = self._pending
         if write is None:
@@ -178,7 +178,7 @@ class Saver:
             raise CheckpointError(
                 f"{self._num_failures} checkpoint{'s' if self._num_failures > 1 else ''} in a row "
                 f"could not be written, the last one of step {write.step}: {write.error}; started "
-                "again, the run goes on from the newest complete one"
+                "again, the run resumes from the newest complete one"
             )
 
     def __enter__(self) -> Self:
@@ -207,15 +207,15 @@ class Saver:
             written = write.snapshot.tensors.write(tensors, self._group, identity)
             self._on_main(lambda: self._finish(write, partial, written, identity))
         except Exception as error:
-            # Whatever it is, training does not end for it here, and every rank knows.
+            # Training does not end here, whatever it is; every rank has the same error.
             write.lost = self._lost_run_token(error)
             write.error = str(write.lost or error) or type(error).__name__
             if self._session.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _lost_run_token(self, error: Exception) -> LostRunTokenError | None:
-        """What `RunToken.check` says, where that is behind `error`: whoever took the directory, or
-        removed it, removes what this start is writing."""
+        """What `RunToken.check` raises, if that is the cause of `error`: a later launch, or whoever
+        removed the directory, removes what this launch is writing."""
         if isinstance(error, LostRunTokenError):
             return error
         try:
@@ -223,11 +223,12 @@ class Saver:
         except LostRunTokenError as found:
             return found
         except Exception:
-            return None  # a process is gone
+            return None  # a rank is gone
         return None
 
     def _on_main(self, action: Callable[[], Result]) -> Result:
-        """`on_main_rank` in the group of saves, with any error but a lost run as that of a save."""
+        """`on_main_rank` in the group of saves; any error but a lost run token becomes a
+        CheckpointError."""
 
         def attempt() -> Result:
             try:
@@ -273,9 +274,9 @@ class Saver:
 
 
 def refuse_small_disk(session: Session, engine: TrainEngine) -> None:
-    """Raises CheckpointError on every rank where there is no room for a checkpoint. Collective.
+    """Raises CheckpointError on every rank if the disk has no room for a checkpoint. Collective.
 
-    Writes nothing; comes before the first step, which would be lost.
+    Writes nothing; comes before the first step, whose work would be lost.
     """
     place = session.run.topology.coordinates(session.world.rank)
     is_first = not (place.data_rank or place.tensor_rank or place.sequence_rank)
@@ -296,7 +297,7 @@ def refuse_small_disk(session: Session, engine: TrainEngine) -> None:
 
 def _prepare(partial: Path, num_bytes: int) -> None:
     checkpoints.prepare(partial)
-    # Before it is full: then the run's log and figures could not be written either.
+    # Before the disk is full: then the run's log and metrics could not be written either.
     _require_room(partial.parent, num_bytes)
 
 

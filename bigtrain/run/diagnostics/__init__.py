@@ -1,1 +1,5 @@
-"""What is looked for at each step: bad updates, slow ranks, lack of memory, profiles."""
+"""What watches each step of a run: bad updates, slow ranks, memory, times, profiles.
+
+Imports `engine`, `models`, `planner` and the session; the loop, `training` and `checkpointing`
+import it. Start with `step_guard` (skipped updates) and `step_clock` (where the time goes).
+"""

@@ -1,4 +1,4 @@
-"""CUDA out of memory, as an error that says what holds the memory and what to change.
+"""CUDA out of memory, as an error that says what the memory is used for and what to change.
 
 A snapshot of the allocator (https://docs.pytorch.org/memory_viz shows it) is written to the run's
 directory.
@@ -27,8 +27,8 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """What holds a device's memory, in bytes; `rest` are activations and all else."""
+class MemoryUse:
+    """What a device's memory is used for, in bytes; `rest`: activations and everything else."""
 
     parameters: int
     gradients: int
@@ -48,8 +48,8 @@ class Holdings:
         return f"of {self.total / GIB:.2f} GiB: {shown}"
 
 
-def holdings(model: nn.Module, optimizer: Any, allocated: int, total: int) -> Holdings:
-    """What of `allocated` bytes (`total`: those of the device) is what; storages count once.
+def memory_use(model: nn.Module, optimizer: Any, allocated: int, total: int) -> MemoryUse:
+    """What the `allocated` bytes of a device with `total` are used for; each storage counts once.
 
     `optimizer` is DeepSpeed's or torch's: tensors of its state and its own copies of parameters.
     """
@@ -64,7 +64,7 @@ def holdings(model: nn.Module, optimizer: Any, allocated: int, total: int) -> Ho
     state += _tensors([group["params"] for group in getattr(optimizer, "param_groups", [])])
     held = _bytes(state, seen)
     rest = max(0, allocated - parameters - gradients - held)
-    return Holdings(parameters, gradients, held, rest, total)
+    return MemoryUse(parameters, gradients, held, rest, total)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -84,8 +84,8 @@ def _bytes(tensors: Any, seen: set[int]) -> int:
     return found
 
 
-def remedies(config: RunConfig, zero_stage: int, held: Holdings) -> list[str]:
-    """What to change, the cheapest first, for what holds most."""
+def remedies(config: RunConfig, zero_stage: int, held: MemoryUse) -> list[str]:
+    """Settings that reduce the largest uses of memory, the cheapest change first."""
     found = []
     if held.rest >= held.total / 4:
         if config.batch.micro_batch_size > 1:
@@ -107,19 +107,19 @@ def remedies(config: RunConfig, zero_stage: int, held: Holdings) -> list[str]:
 
 @contextmanager
 def explained(session: Session, engine: TrainEngine) -> Iterator[None]:
-    """Turn CUDA's out-of-memory error inside into a LaunchError with figures and remedies."""
+    """Turn CUDA's out-of-memory error into a LaunchError with memory use and remedies."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        # Measured before anything of the step is let go: the traceback holds its activations.
+        # Measured before anything of the step is freed: the traceback holds its activations.
         device = session.device
         allocated = torch.cuda.memory_allocated(device)
         total = torch.cuda.get_device_properties(device).total_memory
-        held = holdings(engine.module, engine.engine.optimizer, allocated, total)
+        held = memory_use(engine.module, engine.engine.optimizer, allocated, total)
         raise LaunchError(_text(session, held, error)) from error
 
 
-def _text(session: Session, held: Holdings, error: Exception) -> str:
+def _text(session: Session, held: MemoryUse, error: Exception) -> str:
     directory = session.directory / DIRECTORY
     path = directory / f"out_of_memory_rank_{session.world.rank}.pickle"
     try:

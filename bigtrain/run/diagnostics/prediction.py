@@ -1,4 +1,4 @@
-"""What a run is predicted to take, from the model and the device that it has."""
+"""A prediction of the run's time and memory, from its model and device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from bigtrain.settings.resolve import ResolvedRun
 def predict(
     run: ResolvedRun, hf_config: Any, loss: LossPlan, device: torch.device
 ) -> tuple[RunPrediction | None, str]:
-    """What `run` will take, or why that is not known. Not collective; a second or two, once."""
+    """Predict the time and memory of `run`; or None and the reason why that is not possible.
+
+    Not collective; takes a second or two.
+    """
     try:
         model, _ = model_costs(run.config, hf_config)
     except (ConfigError, ModelError) as error:

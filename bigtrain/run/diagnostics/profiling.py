@@ -1,7 +1,7 @@
 """A torch profiler trace of some optimizer steps, written by chosen ranks.
 
 ``RUN/profile/rank_R_steps_A-B.json`` is in Chrome's format: https://ui.perfetto.dev opens it. The
-ten top_ops operations go to the log. Profiled steps are slower, and so are their figures.
+ten operations with the largest self time go to the log. Profiled steps are slower than others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from bigtrain.run.session import Session
 
 DIRECTORY = "profile"
-NUM_DEAREST = 10
+NUM_TOP_OPS = 10
 
 
 class Profiler:
@@ -61,9 +61,9 @@ class Profiler:
 
 
 def top_ops(recorded: profile, device_type: str) -> list[str]:
-    """The operations that took most time by themselves, as lines of a table, top_ops first.
+    """The operations with the largest self time, as lines of a table, the largest first.
 
-    Time of the device on CUDA, of the processor else; shares are of all operations.
+    Device time on CUDA, CPU time otherwise; shares are of all operations.
     """
     key = "self_device_time_total" if device_type == "cuda" else "self_cpu_time_total"
     rows: list[Any] = sorted(
@@ -71,7 +71,7 @@ def top_ops(recorded: profile, device_type: str) -> list[str]:
     )
     total = sum(float(getattr(row, key)) for row in rows) or 1.0
     lines = [f"{'ms':>10} {'share':>6} {'calls':>7}  operation"]
-    for row in rows[:NUM_DEAREST]:
+    for row in rows[:NUM_TOP_OPS]:
         microseconds = float(getattr(row, key))
         lines.append(
             f"{microseconds / 1e3:>10.2f} {microseconds / total:>6.1%} {row.count:>7}  {row.key}"

@@ -1,11 +1,11 @@
 """Wall time of an optimizer step, and which part of the step it went to.
 
-On a CPU the training thread's time is split where one part ends and the next begins; what
-DeepSpeed's hooks take inside of the passes is the engine's (`HostTime`). On CUDA, where the host
-runs ahead, events on the computing stream are recorded at the same points and read when a step is
-logged, so that no step waits for the device; there the device's time is split, and what is
-neither in a pass nor in the update is a wait for the batch as far as the host has waited, or else
-the engine's. Either way the parts of a step are the step.
+On a CPU the training thread's time is split at the boundaries of the parts; time in DeepSpeed's
+hooks during the passes counts as the engine's (`HostTime`). On CUDA, where the host runs ahead,
+events on the compute stream are recorded at the same points and read when a step is logged, so that
+no step waits for the device; there the device's time is split, and what is neither in a pass nor in
+the update counts as waiting for the batch, as far as the host waited for it, and otherwise as the
+engine's. In both cases the parts add up to the step.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _OF_MARKS = {
     BOTH_PASSES: "compute",
     OPTIMIZER_UPDATE: "optimizer",
 }
-# Whose memory is measured: the update of the first makes the optimizer's states.
+# Steps whose memory is measured even if not logged: the first update allocates optimizer states.
 _FIRST_STEPS = 2
-# Of events between two readings; beyond, whole steps are not timed.
+# Events between two readings; beyond that, whole steps are not timed.
 _MOST_EVENTS = 512
 
 
@@ -54,10 +54,10 @@ class StepTimes:
 
 
 class StepClock:
-    """Wall time per optimizer step since the last reading, pauses left out. No collective.
+    """Wall time per optimizer step since the last reading, without pauses. No collective.
 
-    host_time: the engine's. memory: told of the same parts. now, make_event: clocks of the host
-    (seconds) and of the device, for tests.
+    host_time: the engine's. memory: gets the same phase boundaries. now, make_event: clocks of the
+    host (seconds) and of the device, for tests.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class StepClock:
             yield
 
     def marking(self, other: Callable[[str], object]) -> Callable[[str], None]:
-        """For `TrainEngine.mark`: what a part of the step begins by, and calls `other` as well."""
+        """For `TrainEngine.mark`: begins the part of the step that the mark names, and calls
+        `other` as well."""
 
         def mark(phase: str) -> None:
             other(phase)
@@ -94,7 +95,7 @@ class StepClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Inside, the time is of this part of the step: "data"; before and after the engine's."""
+        """Time inside counts for the part `name` ("data"), time before and after as engine."""
         self.begin(name)
         yield
         self.begin(ENGINE)
@@ -108,12 +109,12 @@ class StepClock:
             self._device.begin(part)
 
     def begin_step(self, *, is_logged: bool) -> None:
-        """A step begins; `is_logged`: whether it is going to be."""
+        """A step begins; `is_logged`: whether it will be logged."""
         self._memory.measure(is_logged or self._num_begun < _FIRST_STEPS)
         self._num_begun += 1
 
     def count_step(self) -> None:
-        """A step is done; what follows until the next is the engine's."""
+        """A step is done; time until the next one counts as engine."""
         self.begin(ENGINE)
         self._num_steps += 1
         if self._device is not None:
@@ -121,7 +122,7 @@ class StepClock:
 
     @contextmanager
     def paused(self, phase: str) -> Iterator[None]:
-        """While the run does something else, for `PhaseMemory`; the time is no step's."""
+        """Inside, time counts for no step; `phase`: for `PhaseMemory`."""
         part, waited = self._part, self._host_time.waited
         self.begin(ENGINE)
         if self._device is not None:
@@ -201,7 +202,7 @@ class _DeviceParts:
 def _with_device(
     device: dict[str, float], data_seconds: float, step_seconds: float
 ) -> dict[str, float]:
-    """Parts of a step on CUDA: the device's, and of the rest the batch's and the engine's."""
+    """Parts of a step on CUDA: the device's; the rest is split into data and engine."""
     parts = {part: device[part] for part in (*_PASSES, "optimizer") if part in device}
     rest = max(0.0, step_seconds - sum(parts.values()))
     data_seconds = min(data_seconds, rest)

@@ -1,14 +1,14 @@
-"""Steps that would harm the run: left out, and where they do not end, gone back from.
+"""Bad steps: their updates are skipped, and after several in a row the run rolls back.
 
-A step is bad when its loss or gradient norm is not finite, and, with ``guard.spike_sigma``, when
-either lies far above what it was in the last steps. Its update is not made; its samples count as
-read and the learning rate goes on. After ``guard.max_consecutive`` such steps in a row the run goes
-back to the newest checkpoint without one, and on with the samples that follow: all between are
-passed over, as in the training of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1).
-Going over the good ones once more would end at the same bad ones with the same weights.
+A step is bad when its loss or gradient norm is not finite, or, with ``guard.spike_sigma``, when
+either lies far above its values in the last steps. Its update is skipped; its samples count as
+read and the learning-rate schedule advances. After ``guard.max_consecutive`` bad steps in a row the
+run rolls back to the newest checkpoint that follows no bad step and continues with the next
+samples: those in between are skipped, as in the training of PaLM (Chowdhery et al. 2022, arXiv
+2204.02311, section 5.1). Replaying them would reach the same bad steps with the same weights.
 
-Everything is decided by figures that are the same on every rank, and by `GuardState`, which
-every checkpoint holds: a run that goes on from one decides as the run that wrote it did.
+Decisions depend only on stats that are the same on every rank and on `GuardState`, which every
+checkpoint holds: a resumed run decides as the original would have.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from bigtrain.run.session import Session
 from bigtrain.run.state import GuardState, TrainState
 from bigtrain.settings.sections.failures import GuardSection
 
-# Of a normal distribution, the standard deviation over the median absolute deviation.
+# Standard deviation over median absolute deviation of a normal distribution.
 _SIGMA_PER_MAD = 1.4826
-# Figures that hardly vary: what is within this part of the median is never a spike.
+# A value within this fraction of the median is never a spike, however little the values vary.
 _LEAST_SPREAD = 1e-3
 
 
 class Guard:
-    """Judges the steps of a run. `skip_policy`, None where the guard is off, goes to
-    `TrainEngine.train_step`, which calls it on every rank with the same figures."""
+    """Decides which updates of a run are skipped. `skip_policy` (None if the guard is off) is for
+    `TrainEngine.train_step`, which calls it on every rank with the same stats."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._section: GuardSection = session.run.config.guard
-        self._figures: StepStats | None = None
+        self._stats: StepStats | None = None
         self._reason: str | None = None
         self._state = GuardState()
-        self.skip_policy: SkipPolicy | None = self._judge if self._section.enabled else None
+        self.skip_policy: SkipPolicy | None = self._is_good if self._section.enabled else None
 
-    def _judge(self, figures: StepStats) -> bool:
-        self._figures = figures
-        self._reason = skip_reason(figures, self._state, self._section)
+    def _is_good(self, stats: StepStats) -> bool:
+        self._stats = stats
+        self._reason = skip_reason(stats, self._state, self._section)
         return self._reason is None
 
     def begin(self, state: TrainState) -> None:
         """A step begins at `state`."""
-        self._state, self._figures, self._reason = state.guard, None, None
+        self._state, self._stats, self._reason = state.guard, None, None
 
     def end(self, before: TrainState, after: TrainState) -> TrainState:
-        """The state `after` a step, with what the guard makes of it; writes down a bad one."""
-        if self._figures is None:
+        """The state `after` a step with the guard's state updated; logs a skipped update."""
+        if self._stats is None:
             return after
         if self._reason is None:
-            return replace(after, guard=with_good_step(before.guard, self._figures, self._section))
+            return replace(after, guard=with_good_step(before.guard, self._stats, self._section))
         guard = replace(
             before.guard, num_skipped=before.guard.num_skipped + 1, streak=before.guard.streak + 1
         )
@@ -66,26 +66,26 @@ class Guard:
                 first_sample=before.samples,
                 num_samples=after.samples - before.samples,
                 reason=self._reason,
-                loss=self._figures.loss,
-                grad_norm=self._figures.grad_norm,
+                loss=self._stats.loss,
+                grad_norm=self._stats.grad_norm,
                 consecutive=guard.streak,
             )
             self._session.say(
-                f"step {after.step}: update left out, {self._reason} (samples {before.samples} to "
+                f"step {after.step}: update skipped, {self._reason} (samples {before.samples} to "
                 f"{after.samples - 1}; {guard.streak} in a row, {guard.num_skipped} in all)"
             )
         return replace(after, guard=guard)
 
     def rolls_back(self, state: TrainState) -> bool:
-        """Whether so many steps in a row were bad that the run goes back."""
+        """Whether enough steps in a row were bad for a rollback."""
         return self._reason is not None and state.guard.streak >= self._section.max_consecutive
 
 
-def skip_reason(figures: StepStats, state: GuardState, section: GuardSection) -> str | None:
-    """Why the update of a step is not to be made; None where it is. Pure."""
+def skip_reason(stats: StepStats, state: GuardState, section: GuardSection) -> str | None:
+    """Why the update of a step is skipped; None if it is made. Pure."""
     kinds = (
-        ("loss", figures.loss, state.losses),
-        ("gradient norm", figures.grad_norm, state.norms),
+        ("loss", stats.loss, state.losses),
+        ("gradient norm", stats.grad_norm, state.norms),
     )
     for name, value, _ in kinds:
         if not math.isfinite(value):
@@ -102,20 +102,21 @@ def skip_reason(figures: StepStats, state: GuardState, section: GuardSection) ->
 
 
 def center_and_spread(recent: Sequence[float]) -> tuple[float, float]:
-    """Median of `recent`, and the standard deviation that their median absolute deviation tells."""
+    """Median of `recent`, and a standard deviation estimated from their median absolute
+    deviation."""
     centre = median(recent)
     deviation = median(abs(value - centre) for value in recent)
     return centre, max(_SIGMA_PER_MAD * deviation, _LEAST_SPREAD * abs(centre), math.ulp(centre))
 
 
-def with_good_step(state: GuardState, figures: StepStats, section: GuardSection) -> GuardState:
-    """The state after a step that was made. Figures are kept only where spikes are looked for."""
+def with_good_step(state: GuardState, stats: StepStats, section: GuardSection) -> GuardState:
+    """The state after an update that was made. Stats are kept only with ``guard.spike_sigma``."""
     if section.spike_sigma is None:
         return state if state.streak == 0 else replace(state, streak=0)
     keep = section.window - 1
     return replace(
         state,
         streak=0,
-        losses=(*(state.losses[-keep:] if keep else ()), figures.loss),
-        norms=(*(state.norms[-keep:] if keep else ()), figures.grad_norm),
+        losses=(*(state.losses[-keep:] if keep else ()), stats.loss),
+        norms=(*(state.norms[-keep:] if keep else ()), stats.grad_norm),
     )

@@ -1,39 +1,40 @@
-"""Which rank is slower than its peers.
+"""Stragglers: ranks that are slower than their peers.
 
-In synchronous training every rank takes as long for a step as the slowest does, so step times
-tell nothing. What is measured is work that no other process can hold up: waiting for the batch, and
-the matrix products of one layer (forward, between hooks on its innermost modules, which leaves out
-the gathers and reductions of ZeRO-3 and tensor parallelism; a compiled layer, in which there are
-none, is timed as a whole, for a hook inside would be compiled with it). The products stand for
-those of the whole model: times its share of the parameters, and three for the backward pass. On
-GPUs they are timed by events, which are read when a step is logged, so that nothing waits for them.
+In synchronous training every rank takes as long for a step as the slowest does, so step times tell
+nothing. What is measured is work that no other rank can delay: waiting for the batch, and the
+matrix products of one layer (forward, between hooks on its innermost modules, which excludes the
+gathers and reductions of ZeRO-3 and tensor parallelism; a compiled layer, which has none, is timed
+as a whole, for a hook inside would be compiled with it). They are extrapolated to the whole model
+by its number of parameters, times three for the backward pass. On GPUs they are timed by events,
+which are read when a step is logged, so that nothing waits for them.
 
-What shows: a slow or throttled device, a host whose cores are busy, a slow disk. What does not: a
-slow link, and anything that is slow outside of both.
+This finds a slow or throttled device, a host whose cores are busy, a slow disk; not a slow link,
+nor anything slow outside of both measurements.
 """
 
 from __future__ import annotations
 
 import math
-import socket
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from bigtrain.engine.startup.trees import gather_on_main
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.parallel.experts import exchange_of
 from bigtrain.models.parallel.sharding import local_shape
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 
-# Of GPU events between two readings; beyond, products are not timed.
+# GPU events between two readings; beyond that, products are not timed.
 _MOST_EVENTS = 512
 
 
@@ -53,18 +54,18 @@ class WorkMeter:
         self._per_product = 3.0 * total / sampled if sampled else 0.0
         for module in [layer] if is_compiled and layer is not None else products:
             module.register_forward_pre_hook(self._begin)
-            # Before other hooks: the reductions of tensor parallelism are such.
+            # Before other hooks, which include the reductions of tensor parallelism.
             module.register_forward_hook(self._end, prepend=True)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """For a batch."""
+        """Time inside is spent waiting for a batch."""
         begun = time.perf_counter()
         yield
         self._waited += time.perf_counter() - begun
 
     def read(self) -> float:
-        """Seconds of work, as estimated, since this was called last. The device must be done."""
+        """Estimated seconds of work since the last call. The device must be done with the step."""
         if self._events:
             pairs = [begun.elapsed_time(ended) for begun, ended in self._events if ended.query()]
             self._multiplied += sum(pairs) / 1000
@@ -95,9 +96,12 @@ class WorkMeter:
 
 
 def _products(module: nn.Module) -> Iterator[nn.Module]:
-    """Innermost modules with a matrix, embeddings aside."""
+    """Innermost modules with a matrix; not embeddings, nor experts that ranks divide, within which
+    all wait for the rank with the busiest ones."""
     for child in module.modules():
         if isinstance(child, nn.Embedding) or any(True for _ in child.children()):
+            continue
+        if exchange_of(child) is not None:
             continue
         if any(_dimensions(p) > 1 for p in child.parameters(recurse=False)):
             yield child
@@ -113,7 +117,7 @@ def _num_elements(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank whose work takes `work_seconds` a step, of its peers `median_seconds`."""
+    """A rank whose work takes `work_seconds` a step; the median of its peers: `median_seconds`."""
 
     rank: int
     work_seconds: float
@@ -123,27 +127,38 @@ class Straggler:
 def find_stragglers(
     work_seconds: Sequence[float], peers: Sequence[int], step_seconds: float, factor: float
 ) -> list[Straggler]:
-    """Processes that are slower than `factor` times the median of the others of their kind, by so
-    much that the run feels it: a tenth of a step.
+    """Ranks slower than `factor` times the median of their peers and by more than a tenth of a
+    step, so that it matters.
 
-    Parameters: `work_seconds` of a step by rank; `peers`, by rank: equal numbers are compared (the
-    stages of a pipeline have different work).
+    Parameters: `work_seconds` of a step by rank; `peers`, by rank: ranks with equal numbers are
+    compared (the stages of a pipeline have different work).
     """
+    kinds: dict[int, list[float]] = {}
+    for seconds, kind in zip(work_seconds, peers, strict=True):
+        kinds.setdefault(kind, []).append(seconds)
+    for alike in kinds.values():
+        alike.sort()
     found = []
     for rank, seconds in enumerate(work_seconds):
-        others = [
-            other
-            for number, other in enumerate(work_seconds)
-            if number != rank and peers[number] == peers[rank]
-        ]
-        usual = max(median(others), 1e-9) if others else seconds
+        alike = kinds[peers[rank]]
+        usual = max(_median_of_others(alike, seconds), 1e-9) if len(alike) > 1 else seconds
         if seconds > factor * usual and seconds - usual > 0.1 * step_seconds:
             found.append(Straggler(rank, seconds, usual))
     return found
 
 
+def _median_of_others(alike: Sequence[float], seconds: float) -> float:
+    """Of the sorted `alike` without one that is `seconds`."""
+    left_out, others = bisect_right(alike, seconds) - 1, len(alike) - 1
+    low, high = (
+        alike[place if place < left_out else place + 1]
+        for place in ((others - 1) // 2, others // 2)
+    )
+    return low if low == high else (low + high) / 2
+
+
 class StragglerWatch:
-    """Gathers what all ranks' meters say, and names those that are slow."""
+    """Gathers the work times of all ranks and reports stragglers."""
 
     def __init__(
         self,
@@ -152,15 +167,12 @@ class StragglerWatch:
         group: dist.ProcessGroup | None,
         state: TrainState,
     ) -> None:
-        """Collective over all ranks. `group`: of all, on the CPU; None for one process."""
+        """`group`: all ranks, on the CPU; None for one rank."""
         self._session = session
         self.meter = WorkMeter(engine.module, engine.device, is_compiled=engine.is_compiled)
         self._group = group
         self._section = session.run.config.watchdog
         size = session.world.size
-        self._hosts: list[Any] = [None] * size
-        if group is not None:
-            dist.all_gather_object(self._hosts, socket.gethostname(), group=group)
         topology = session.run.topology
         self._peers = [topology.coordinates(rank).pipeline_rank for rank in range(size)]
         self._work = torch.zeros(size, dtype=torch.float64)
@@ -168,28 +180,27 @@ class StragglerWatch:
 
     def gather(self, state: TrainState, num_steps: int, step_seconds: float) -> None:
         """After a step that is logged: what the last `num_steps` took. Collective."""
-        own = torch.tensor([self.meter.read()], dtype=torch.float64)
+        own = self.meter.read()
         if self._group is None:
             return
-        found = torch.zeros(self._session.world.size, dtype=torch.float64)
-        dist.all_gather(list(found.split(1)), own, group=self._group)
+        found = gather_on_main(own, self._group)
         if self._session.metrics is None:
             return
-        self._work += found
+        self._work += torch.tensor(found, dtype=torch.float64)
         self._num_steps += num_steps
         self._seconds += num_steps * step_seconds
         if self._seconds >= self._section.straggler_seconds:
-            self._name(state)
+            self._report(state)
             self._work.zero_()
             self._seconds, self._num_steps, self._first_sample = 0.0, 0, state.samples
 
-    def _name(self, state: TrainState) -> None:
+    def _report(self, state: TrainState) -> None:
         assert self._session.metrics is not None
         step_seconds = self._seconds / self._num_steps
         work = (self._work / self._num_steps).tolist()
         factor = self._section.straggler_factor
         for one in find_stragglers(work, self._peers, step_seconds, factor):
-            host = self._hosts[one.rank]
+            host = self._session.hosts[one.rank]
             self._session.metrics.log_event(
                 "straggler",
                 step=state.step,

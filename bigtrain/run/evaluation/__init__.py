@@ -1,1 +1,5 @@
-"""How good the model is: loss on held-out data."""
+"""Evaluation during training: loss on held-out data.
+
+Imports `data`, `engine`, `reporting` and the session; the loop and `training` import it. There is
+one file, `held_out`.
+"""

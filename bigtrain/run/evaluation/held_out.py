@@ -13,10 +13,10 @@ from bigtrain.run.state import TrainState
 
 
 class Evaluator:
-    """Evaluates on the same held-out samples every time; does nothing where there are none.
+    """Evaluates on the same held-out samples every time; does nothing if there are none.
 
-    The loss of a mixture is the mean of its sources' by the weights they are trained with; a source
-    without held-out documents is left out.
+    The loss of a mixture is the mean of its sources' losses, weighted by their training weights;
+    a source without held-out documents does not count.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Evaluator:
     def run(self, state: TrainState) -> float | None:
         """Measure, log and return the held-out loss at `state`, in nats per token. Collective.
 
-        None where there is nothing held out, or the loss is not finite.
+        None without held-out documents, or if the loss is not finite.
         """
         if not self._held_out:
             return None

@@ -1,2 +1,5 @@
-"""Whether the run lives and may write: watchdog, heartbeat, fencing, stopping. Below the
-session."""
+"""Whether the run makes progress and may write: watchdog, heartbeat, fencing, stopping.
+
+Imports `engine.startup`, `models` and `system`, not the session, which imports it; so do the loop
+and `checkpointing`. Start with `watchdog` (hangs) and `fencing` (stale launches).
+"""

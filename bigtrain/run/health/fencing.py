@@ -1,16 +1,17 @@
-"""Who may write a run directory: the newest start of the run, and no earlier one that still lives.
+"""Fencing: only the newest launch of a run may write its directory, no stale one that still runs.
 
 ::
 
-    RUN/generations/00000007.json              the start that holds the directory
-    RUN/generations/00000006.superseded.json   starts before it: generation, attempt, host, pid, ...
+    RUN/generations/00000007.json              the launch that holds the run token
+    RUN/generations/00000006.superseded.json   stale launches: generation, attempt, host, pid, ...
 
-After a link cut a scheduler starts a run again while processes of the start before may live on. So
-every start takes the next generation, by a hard link, which one process alone can make (open with
-O_EXCL where there are none), and renames what earlier starts left. Before everything that changes
-the directory the main rank looks whether its own file still has its name: opening a file asks an
-NFS server anew, where listings come from a cache for half a minute. What remains is one operation
-that was permitted the instant before; checkpoints are complete whoever commits them.
+After a network partition a scheduler may start a run again while processes of the earlier launch
+still run. So every launch acquires a run token, a fencing token that never expires: the next
+generation number, claimed by a hard link, which only one process can make (open with O_EXCL where
+there are no links); it then renames the files of earlier launches. Before every change of the
+directory the main rank checks that its own file still has its name: opening a file asks an NFS
+server, while listings come from a cache for up to half a minute. What can still slip through is one
+operation that was permitted an instant before; checkpoints are complete whoever commits them.
 
 The main rank calls all this; nothing is collective. Imports no torch.
 """
@@ -28,21 +29,21 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bigtrain.errors import RunRemovedError, SupersededError
+from bigtrain.errors import RunRemovedError, StaleLaunchError
 from bigtrain.system.files import create_whole
 
 DIRECTORY = "generations"
 _NAME = re.compile(r"(\d{8,})\.json")
-_SUPERSEDED = ".superseded.json"
+_STALE_SUFFIX = ".superseded.json"
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass(frozen=True)
 class TokenHolder:
-    """A start of a run.
+    """A launch of a run.
 
-    attempt: drawn at random. launch: what started it, where that starts processes again by itself,
-    or else empty. since: UTC, as people write it.
+    attempt: drawn at random. launch: the elastic launcher's id of what started it (it survives the
+    launcher's restarts), or else empty. since: UTC, human-readable.
     """
 
     generation: int
@@ -63,7 +64,7 @@ class TokenHolder:
 
 @dataclass
 class RunToken:
-    """One start's hold on its run directory."""
+    """One launch's fencing token for its run directory."""
 
     run_directory: Path
     holder: TokenHolder
@@ -74,60 +75,61 @@ class RunToken:
         return self.holder.attempt
 
     def check(self) -> None:
-        """Raises SupersededError where a later start has taken the directory, RunRemovedError where
-        it is gone."""
+        """Raises StaleLaunchError if a later launch holds the directory, RunRemovedError if it is
+        gone."""
         if self._is_removed():
             raise RunRemovedError(
                 f"{self.run_directory} was removed while the run wrote to it, with its checkpoints "
                 "-> restore them, or start the run again to begin anew"
             )
-        later = self.superseded_by()
-        if later is not None:
-            raise SupersededError(
-                f"{self.run_directory} is held by {later}; this is generation "
-                f"{self.holder.generation}, which has been superseded and writes no more"
+        newer = self.newer_launch()
+        if newer is not None:
+            raise StaleLaunchError(
+                f"{self.run_directory} is held by {newer}; this is generation "
+                f"{self.holder.generation}, a stale launch, which writes no more"
             )
 
     def lost(self) -> bool:
-        """Whether `check` would raise; looks twice a second at most."""
+        """Whether `check` would raise; reads the directory twice a second at most."""
         now = time.monotonic()
         if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return False
         self._looked_at = now
-        return self._is_removed() or self.superseded_by() is not None
+        return self._is_removed() or self.newer_launch() is not None
 
     def _is_removed(self) -> bool:
-        """Neither the records nor what every start writes first: a save may make the rest anew."""
+        """Whether both the records and what every launch writes first are gone (a save may create
+        the rest again)."""
         return not any(_may_exist(self.run_directory / name) for name in (DIRECTORY, "config.json"))
 
-    def superseded_by(self) -> str | None:
-        """The later start that has taken the directory, in words; or None."""
+    def newer_launch(self) -> str | None:
+        """The later launch that holds the directory, human-readable; or None."""
         newest = newest_holder(self.run_directory)
         if newest is not None and newest.generation >= self.holder.generation:
             return str(newest) if newest.generation > self.holder.generation else None
-        # The listing is older than this start, or its file has been renamed.
+        # The listing is older than this launch, or its file has been renamed.
         own = _path(self.run_directory, self.holder.generation)
-        if _read(own) is not None or not _superseded(own).exists():
-            # With neither, somebody removed them by hand, and nobody else holds the directory.
+        if _read(own) is not None or not _stale_path(own).exists():
+            # With neither file, somebody removed them by hand, and no other launch holds the token.
             return None
         # The listing is older than the rename.
         for generation in range(self.holder.generation + 1, self.holder.generation + 10):
             later = _read(_path(self.run_directory, generation))
             if later is not None:
                 return str(later)
-        return "a later start of the run"
+        return "a later launch of the run"
 
 
 def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
-    """Hold `run_directory` from now on, in place of whoever holds it; it is made if need be.
+    """Acquire the run token of `run_directory` (created if missing) and fence off its holder.
 
-    Raises SupersededError where an elastic launcher starts a run again that another launch has
-    taken over meanwhile: the two would take it from each other for ever.
+    Raises StaleLaunchError if an elastic launcher restarts a run that another launch has acquired
+    meanwhile: the two would fence each other off for ever.
     """
     directory = run_directory / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
     attempt, launch = secrets.token_hex(4), _launch(environment)
-    _refuse_return(run_directory, launch, environment)
+    _refuse_stale_restart(run_directory, launch, environment)
     while True:
         newest = max(_generations(directory), default=0)
         holder = TokenHolder(
@@ -141,21 +143,21 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
         )
         if not _create(_path(run_directory, holder.generation), holder):
             continue
-        # One that looked long ago may have got a number that was free again.
+        # A launch with an outdated listing may have taken a number that had become free.
         if max(_generations(directory)) == holder.generation:
             break
     for number in _generations(directory):
         if number < holder.generation:
             path = _path(run_directory, number)
             try:
-                path.rename(_superseded(path))
+                path.rename(_stale_path(path))
             except FileNotFoundError:
-                continue  # an even later start was faster
+                continue  # an even later launch was faster
     return RunToken(run_directory, holder)
 
 
 def newest_holder(run_directory: Path) -> TokenHolder | None:
-    """The start that holds the directory, or None."""
+    """The launch that holds the run token, or None."""
     for number in sorted(_generations(run_directory / DIRECTORY), reverse=True):
         holder = _read(_path(run_directory, number))
         if holder is not None:
@@ -164,21 +166,21 @@ def newest_holder(run_directory: Path) -> TokenHolder | None:
 
 
 def _launch(environment: Mapping[str, str]) -> str:
-    """What torchrun calls this launch; each requeue of a Slurm job is another."""
+    """torchrun's id of this launch; each requeue of a Slurm job is another launch."""
     names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
     found = [environment.get(name, "") for name in names]
     return ":".join(found) if found[0] else ""
 
 
-def _refuse_return(run_directory: Path, launch: str, environment: Mapping[str, str]) -> None:
+def _refuse_stale_restart(run_directory: Path, launch: str, environment: Mapping[str, str]) -> None:
     again = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     holder = newest_holder(run_directory)
     if not (again and launch and holder is not None and holder.launch != launch):
         return
-    for path in (run_directory / DIRECTORY).glob(f"*{_SUPERSEDED}"):
+    for path in (run_directory / DIRECTORY).glob(f"*{_STALE_SUFFIX}"):
         before = _read(path)
         if before is not None and before.launch == launch:
-            raise SupersededError(
+            raise StaleLaunchError(
                 f"{run_directory} is held by {holder}, which took it from this launch "
                 f"({launch}); it is not started again -> end this launch"
             )
@@ -196,21 +198,21 @@ def _path(run_directory: Path, generation: int) -> Path:
     return run_directory / DIRECTORY / f"{generation:08d}.json"
 
 
-def _superseded(path: Path) -> Path:
-    return path.with_name(path.name.removesuffix(".json") + _SUPERSEDED)
+def _stale_path(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(".json") + _STALE_SUFFIX)
 
 
 def _create(path: Path, holder: TokenHolder) -> bool:
     content = json.dumps(asdict(holder)).encode() + b"\n"
     if create_whole(path, content, path.with_name(f".{holder.attempt}.draft")):
         return True
-    # A link over NFS whose answer was lost is sent again, and finds itself.
+    # If the reply to a link is lost, the NFS client sends it again and finds the link made.
     there = _read(path)
     return there is not None and there.attempt == holder.attempt
 
 
 def _may_exist(path: Path) -> bool:
-    """False only if the file system says so: one that does not answer may come back."""
+    """False only if the file system says so; one that does not respond may recover."""
     try:
         path.stat()
     except FileNotFoundError:

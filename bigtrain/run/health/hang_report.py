@@ -1,4 +1,4 @@
-"""Who keeps a run from moving: a diagnosis on where every rank is. Pure."""
+"""Which rank a hung run waits for: a diagnosis from the positions of all ranks. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 class Position:
     """Where one rank is.
 
-    step: from 1, 0 before the first. collective: what it waits in, None outside of any.
+    step: from 1; 0 before the first. collective: the one it waits in; None outside of any.
     """
 
     rank: int
@@ -43,8 +43,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """ranks: of those that lag, lowest first; empty where nothing tells them apart. text: for
-    people, first those that lag."""
+    """ranks: those that lag, lowest first; empty if no rank stands out. text: human-readable, the
+    lagging ranks first."""
 
     ranks: tuple[int, ...]
     text: str
@@ -53,12 +53,12 @@ class Diagnosis:
 def diagnose(
     answers: Mapping[int, Position], last_known: Mapping[int, Position], hosts: Sequence[str]
 ) -> Diagnosis:
-    """Who lags, of a world whose rank `r` runs on ``hosts[r]``.
+    """The lagging ranks of a world whose rank `r` runs on ``hosts[r]``.
 
-    Parameters: `answers`, from the processes that still answer; `last_known`, what any process said
-    before, by rank.
+    Parameters: `answers`, positions of the ranks that still answer; `last_known`, the last position
+    that each rank reported before, by rank.
 
-    In order: processes that do not answer (dead, stopped, cut off, or held in C code); those in no
+    In order: ranks that do not answer (dead, stopped, cut off, or stuck in C code); those in no
     collective while others wait in one; those in an earlier step; those in another collective than
     most.
     """
@@ -78,7 +78,7 @@ def diagnose(
 
 
 def diagnose_alone(position: Position, hosts: Sequence[str]) -> Diagnosis:
-    """What a rank can say that reaches no other: its store is gone."""
+    """The diagnosis of a rank that cannot reach the others because the store is gone."""
     if len(hosts) == 1:
         return diagnose({position.rank: position}, {}, hosts)
     if position.rank == 0:
@@ -110,7 +110,7 @@ def _diagnosis(
     ranks: Sequence[int], lines: list[str], answers: Mapping[int, Position]
 ) -> Diagnosis:
     others = [str(answers[rank]) for rank in sorted(answers) if rank not in ranks]
-    # With thousands of processes, those that wait all say the same.
+    # With thousands of ranks, those that wait are all alike.
     shown = others[:16] + ([f"and {len(others) - 16} more"] if len(others) > 16 else [])
     text = "\n".join(["lagging:", *(f"  {line}" for line in lines)])
     if shown:

@@ -1,4 +1,4 @@
-"""Where a rank is in a run: marks that it makes as it goes, and that its watchdog reads."""
+"""Where a rank is in a run: its training thread makes marks, and its watchdog reads them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LEAST_TRANSFER_BYTES = 1 << 20
 class Heartbeat:
     """Where the training thread is. A mark costs a fraction of a microsecond; nothing is written.
 
-    phase: in words. module: which layer, None outside of them. slow: whether one operation of this
-    phase may take long. count: marks so far; that it grows is what progress means.
+    phase: human-readable. module: the layer, None outside of layers. slow: whether one operation of
+    this phase may take long. count: marks so far; progress means that it grows.
     """
 
     def __init__(self) -> None:
@@ -70,15 +70,15 @@ class Heartbeat:
 class Transfers:
     """Whether this rank reads or writes files.
 
-    That is progress where no marks are made: while it verifies or loads for hours, exports, writes
-    checkpoints. One that waits for others transfers nothing but what its watchdog exchanges.
+    That counts as progress in phases without marks: hours of verifying or loading, exports,
+    checkpoints. A rank that waits for others transfers only what its watchdog exchanges.
     """
 
     def __init__(self) -> None:
         self._seen = self._num_bytes()
 
     def went_on(self) -> bool:
-        """Whether there was a MiB of it since the last call that found so."""
+        """Whether there was a MiB of transfers since the last call that returned True."""
         now = self._num_bytes()
         if now - self._seen < _LEAST_TRANSFER_BYTES:
             return False
@@ -87,7 +87,7 @@ class Transfers:
 
     @staticmethod
     def _num_bytes() -> int:
-        """By any thread so far, mapped pages included (proc(5)); 0 where nobody counts."""
+        """Bytes by any thread so far, mapped pages included (proc(5)); 0 if not available."""
         try:
             fields = dict(line.split(": ") for line in _COUNTERS.read_text().splitlines())
             return sum(int(fields[name]) for name in ("rchar", "wchar", "read_bytes"))
@@ -109,7 +109,7 @@ def current_collective() -> str | None:
     """The collective operation that this rank's training waits in, by name; None outside.
 
     Found on the stacks of the main thread and of threads that Python did not start (autograd's), so
-    that it costs nothing until somebody asks. An operation that a GPU waits for is not seen.
+    that it costs nothing until it is called. An operation that only a GPU waits for is not seen.
     """
     frames = sys._current_frames()
     own = {thread.ident for thread in threading.enumerate()} - {threading.main_thread().ident}

@@ -1,11 +1,10 @@
-"""A status store in the launcher's store where all ranks say where they are.
+"""A status store, in the launcher's TCPStore, to which all ranks report their positions.
 
-That is the TCPStore at MASTER_ADDR:MASTER_PORT, which the process group was opened with: its server
-is a thread of C++ in the main rank, or in torchrun's agent, that answers while Python hangs.
-Each rank has a connection of its own for this, apart from those of the groups and their
-timeouts. It may wait for ever for a host that is gone, so one thread does every operation, for
-which nobody waits long; after the first that takes too long the status store counts as lost, until
-another connection is made.
+That is the TCPStore at MASTER_ADDR:MASTER_PORT that the process group was opened with: its server
+is a C++ thread in the main rank, or in torchrun's agent, and answers while Python hangs. Each rank
+has a separate connection for this, not subject to the groups' timeouts. An operation may block for
+ever if a host is gone, so one thread does them all and callers wait a few seconds only; after the
+first that takes too long the status store counts as lost, until another connection is made.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ def _keys(kind: str, num_ranks: int) -> list[str]:
     return [f"{kind}/{rank}" for rank in range(num_ranks)]
 
 
-def open_board(world: World) -> StatusStore | None:
-    """The status store of all ranks, None where this one does not reach it. Collective."""
-    # torchrun's store outlives a start of the processes.
+def open_status_store(world: World) -> StatusStore | None:
+    """The status store of all ranks; None if this rank cannot reach it. Collective."""
+    # torchrun's store outlives a restart of the ranks.
 
-    def lay_out() -> str:
-        with suppress(RuntimeError):  # which this rank meets again below
-            place.lay_out(world.size)
+    def create_entries() -> str:
+        with suppress(RuntimeError):  # raised again below, where it is reported
+            place.create_entries(world.size)
         return place.token
 
     place = Place(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), secrets.token_hex(8))
-    place = replace(place, token=on_main_rank(lay_out))
+    place = replace(place, token=on_main_rank(create_entries))
     try:
         return StatusStore(place, world)
     except RuntimeError as error:
         print(
-            f"watchdog: rank {world.rank} does not reach the store at {place.address}:{place.port},"
-            f" so that it cannot reach the other ranks: {error}",
+            f"watchdog: rank {world.rank} cannot reach the store at {place.address}:{place.port}, "
+            f"and through it the other ranks: {error}",
             file=sys.stderr,
         )
         return None
@@ -63,34 +62,34 @@ def open_board(world: World) -> StatusStore | None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a status store is: the store's address, and a word for this start of the processes."""
+    """Where a status store is: the store's address, and a token that is new at every launch."""
 
     address: str
     port: int
     token: str
 
     def connect(self) -> Any:
-        """Raises RuntimeError where the store is not reached within half a minute."""
+        """Raises RuntimeError if the store cannot be reached within half a minute."""
         store = dist.TCPStore(
             self.address, self.port, is_master=False, timeout=_CONNECT, wait_for_workers=False
         )
         return dist.PrefixStore(f"watchdog/{self.token}", store)
 
-    def lay_out(self, num_ranks: int) -> None:
-        """Give every rank blank entries, so that those of all can be read at once without waiting
-        for any. Before anybody reads. Raises as `connect`."""
+    def create_entries(self, num_ranks: int) -> None:
+        """Create empty entries for all ranks, so that they can be read in one call without waiting
+        for any. Call before any rank reads. Raises as `connect`."""
         keys = [*_keys("place", num_ranks), *_keys("answer", num_ranks)]
         self.connect().multi_set(keys, [""] * len(keys))
 
 
 class StatusStore:
-    """What this rank reads and writes there. Nothing raises; None: the status store is lost."""
+    """What this rank reads and writes there. No method raises; None means that it is lost."""
 
     def __init__(self, place: Place, world: World) -> None:
-        """`place`: laid out by the main rank. Raises as `Place.connect`."""
+        """`place`: whose entries the main rank has created. Raises as `Place.connect`."""
         self._store = place.connect()
         for key in (f"place/{world.rank}", f"answer/{world.rank}"):
-            self._store.compare_set(key, "", "")  # in a store that has begun anew
+            self._store.compare_set(key, "", "")  # in a store that was restarted
         self._place, self._world = place, world
         self._rank, self._size = world.rank, world.size
         self.is_lost = False
@@ -99,23 +98,23 @@ class StatusStore:
         )
         threading.Thread(target=self._work, name="watchdog-status-store", daemon=True).start()
 
-    def tell(self, position: Position, moved: bool) -> None:
-        """Where this rank is, and whether it has `moved` since it said so last."""
+    def report(self, position: Position, moved: bool) -> None:
+        """Report this rank's position, and whether it has `moved` since the last report."""
         text = position.to_json()
         self._do(lambda: self._store.set(f"place/{self._rank}", text))
         if moved:
             self._do(lambda: self._store.add(_MOVES, 1))
 
     def moves(self) -> int | None:
-        """A number that grows while any rank moves."""
+        """A counter that grows while any rank makes progress."""
         return self._do(lambda: self._store.add(_MOVES, 0))
 
     def alarm(self) -> str | None:
-        """What the alarm is called, if it was raised."""
+        """The name of the alarm, if one was raised."""
         return self._do(lambda: self._text(_ALARM))
 
     def raise_alarm(self, name: str) -> str | None:
-        """Raise the alarm; returns what it is called by whoever raised it first."""
+        """Raise the alarm; returns the name given by the rank that raised it first."""
         return self._do(lambda: self._store.compare_set(_ALARM, "", name).decode())
 
     def answer(self, position: Position) -> None:
@@ -124,9 +123,10 @@ class StatusStore:
         self._do(lambda: self._store.set(f"answer/{self._rank}", text))
 
     def leads(self, is_main: bool, answer_seconds: float, report_seconds: float) -> bool:
-        """Whether this rank is to report: the main one, or the first after it has not begun.
+        """Whether this rank writes the report: the main one, or the first other if that does not
+        begin in time.
 
-        Elsewhere it returns when the report is written, or should have been.
+        On the other ranks it returns when the report is written, or should have been.
         """
         if not is_main and self._wait(_LEADER, answer_seconds):
             self._wait(_FINISHED, answer_seconds + 2 * report_seconds)
@@ -138,7 +138,7 @@ class StatusStore:
         return False
 
     def answers(self, seconds: float) -> dict[int, Position] | None:
-        """Of all ranks, as soon as they are there or after `seconds`; then of those there."""
+        """The answers of all ranks, or after `seconds` of those that answered."""
         until = time.monotonic() + seconds
         while not self.is_lost:
             found = self._read("answer")
@@ -148,25 +148,24 @@ class StatusStore:
         return None
 
     def last_known(self) -> dict[int, Position]:
-        """What ranks said last before the alarm."""
+        """The last position that each rank reported before the alarm."""
         return self._read("place") or {}
 
     def finish(self) -> None:
-        """Let those end that wait for the report, and give them a moment for it."""
+        """Let the ranks that wait for the report end, and give them a moment for it."""
         self._do(lambda: self._store.set(_FINISHED, "1"))
         if self._rank == 0 and not self.is_lost:
             time.sleep(0.5)  # the store may end with this process
 
     def reopened(self) -> StatusStore | None:
-        """The same status store by a new connection; None where there is none within half a
-        minute."""
+        """The same status store over a new connection; None if that fails for half a minute."""
         try:
             return StatusStore(self._place, self._world)
         except RuntimeError:
             return None
 
     def close(self) -> None:
-        """Nothing is asked any more."""
+        """Stop the thread; later calls do nothing."""
         self.is_lost = True
         self._requests.put(None)
 
@@ -180,7 +179,7 @@ class StatusStore:
         return False
 
     def _read(self, kind: str) -> dict[int, Position] | None:
-        """One call to the store for all ranks: one each would take seconds for thousands."""
+        """One call to the store for all ranks: a call for each would take seconds for thousands."""
 
         def read() -> dict[int, Position]:
             texts = enumerate(self._store.multi_get(_keys(kind, self._size)))
@@ -208,5 +207,5 @@ class StatusStore:
             action, result = request
             try:
                 result.put(("done", action()))
-            except Exception as error:  # whatever it is, nobody can be asked any more
+            except Exception as error:  # whatever it is, the store is lost
                 result.put(("failed", error))

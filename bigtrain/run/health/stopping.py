@@ -1,5 +1,4 @@
-"""All ranks of a run stop after the same step (`bigtrain.system.stop_signals`: what they stop
-for)."""
+"""All ranks of a run stop after the same step (`bigtrain.system.stop_signals`: the signals)."""
 
 from __future__ import annotations
 
@@ -12,23 +11,24 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.engine.startup.long_work import on_main_rank
+from bigtrain.engine.startup.trees import maximum_of_all
 from bigtrain.errors import BigtrainError
 from bigtrain.run.state import TrainState
 from bigtrain.system.stop_signals import StopSignals, ask_for_restart
 
 # Between two agreements of several ranks, where steps are shorter. One costs about 0.1 ms on
-# one machine and grows with the number of processes.
+# one machine, and grows with the logarithm of the world size.
 _SECONDS_BETWEEN = 0.5
 
 _TROUBLE = 1 << 16  # above all signals
 
 
 class StopAgreement:
-    """Makes all ranks stop after the same step, whichever of them got a signal, and when the
-    main one finds that nothing can be written any more.
+    """Makes all ranks stop after the same step when any of them got a signal, or when the main rank
+    can write no more.
 
-    Parameters: `group`, of all ranks on the CPU, for in the training group this would wait for
-    a GPU at every step; None for one process. `trouble`: of the main rank, why it must end.
+    Parameters: `group`, all ranks on the CPU (in the training group this would wait for a GPU at
+    every step); None for one rank. `trouble`: why the main rank must end, or None.
     """
 
     def __init__(
@@ -45,30 +45,30 @@ class StopAgreement:
         self._since = time.perf_counter()
 
     def agreed(self) -> signal.Signals | None:
-        """Between two steps: the signal to stop for. Collective, and the same on all ranks.
+        """The signal to stop for, the same on all ranks; call between two steps. Collective.
 
         Raises the main rank's trouble on all of them.
         """
         if self._group is None:
-            return self._verdict(self._own())
+            return self._decision(self._own())
         self._steps_left -= 1
         if self._steps_left > 0:
             return None
         step_seconds = (time.perf_counter() - self._since) / self._steps_between
         worst = torch.tensor([self._own(), step_seconds], dtype=torch.float64)
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
+        maximum_of_all(worst, self._group)
         # The same on every rank, as `worst` is; doubling at most, should steps become slow.
         wanted = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
         self._steps_between = max(1, min(wanted, 2 * self._steps_between))
         self._steps_left = self._steps_between
         self._since = time.perf_counter()
-        return self._verdict(int(worst[0]))
+        return self._decision(int(worst[0]))
 
     def _own(self) -> int:
         self._error = self._trouble()
         return _TROUBLE if self._error is not None else self._signals.received
 
-    def _verdict(self, number: int) -> signal.Signals | None:
+    def _decision(self, number: int) -> signal.Signals | None:
         if number != _TROUBLE:
             return signal.Signals(number) if number else None
         if self._group is None:
@@ -82,6 +82,6 @@ class StopAgreement:
 
 
 def leave_marker(run_directory: Path, received: signal.Signals, state: TrainState) -> None:
-    """Ask for the run to be started again, unless it was a person who stopped it."""
+    """Ask for the run to be started again, unless a person stopped it (SIGINT)."""
     if received != signal.SIGINT:
         ask_for_restart(run_directory, received.name, state.step)

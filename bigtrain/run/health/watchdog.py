@@ -1,16 +1,16 @@
-"""Ends a run that does not move, and says who keeps it from moving.
+"""Ends a run that hangs, and reports which rank it waits for.
 
-Every rank has a thread that sees whether its training thread makes marks
-(`bigtrain.run.health.heartbeat`), and tells where it is in a status store
-(`bigtrain.run.health.status_store`). When no process has made progress for
+Every rank has a thread that checks whether its training thread makes marks
+(`bigtrain.run.health.heartbeat`), and reports the rank's position to a status store
+(`bigtrain.run.health.status_store`). When no rank has made progress for
 ``watchdog.timeout_seconds``, one raises the alarm. All then dump their stacks to
-``RUN/hangs/step-.../`` and say where they are, one writes the report, and all end with exit code
-76, so that the launcher starts the run again.
+``RUN/hangs/step-.../`` and answer with their positions, one writes the report, and all end with
+exit code 76, so that the launcher starts the run again.
 
-A thread needs the interpreter, which a hang inside C code may hold, and a stopped process does not
-run. The others then say that this one does not answer; and an alarm in C (``faulthandler``), which
-every look sets anew, ends a process that only the interpreter keeps (exit code 1). With the
-status store gone, each rank reports for itself.
+The thread needs the interpreter, which a hang inside C code may hold, and a stopped process does
+not run. The others then report that this rank does not answer; and a timer in C (``faulthandler``),
+which every check resets, ends a process that only the interpreter holds up (exit code 1). If the
+status store is gone, each rank reports for itself.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
-
-import torch.distributed as dist
 
 from bigtrain.errors import EXIT_HANG
 from bigtrain.models.torch_patches import flight_recorder_trace
 from bigtrain.run.health.hang_report import Diagnosis, Position, diagnose, diagnose_alone
 from bigtrain.run.health.heartbeat import Heartbeat, Transfers, current_collective
-from bigtrain.run.health.status_store import StatusStore, open_board
+from bigtrain.run.health.status_store import StatusStore, open_status_store
 from bigtrain.settings.sections.failures import WatchdogSection
 from bigtrain.system.stop_signals import ask_for_restart
 from bigtrain.system.world import World
@@ -48,10 +46,10 @@ _SECONDS_BETWEEN_CONNECTIONS = 60.0
 
 
 class Watchdog:
-    """Watches this rank's training thread, with those of all others. A context manager.
+    """Watches this rank's training thread together with all other ranks. A context manager.
 
-    `hold_lost`: whether another start holds the run directory: then nothing of what it writes is
-    touched, neither its log nor the marker.
+    `is_stale`: whether a later launch holds the run directory: then its log and restart marker are
+    not touched. `hosts`: of every rank.
     """
 
     def __init__(
@@ -60,16 +58,17 @@ class Watchdog:
         world: World,
         run_directory: Path,
         heartbeat: Heartbeat,
-        hold_lost: Callable[[], bool],
+        is_stale: Callable[[], bool],
+        hosts: Sequence[str],
     ) -> None:
         """Collective over all ranks."""
         self._section = section
         self._world = world
         self._run_directory = run_directory
         self._heartbeat = heartbeat
-        self._hold_lost = hold_lost
+        self._is_stale = is_stale
         self._host = socket.gethostname()
-        self._hosts = [self._host]
+        self._hosts = list(hosts)
         self._status_store: StatusStore | None = None
         self._limit = section.timeout_seconds
         self._stop = threading.Event()
@@ -80,10 +79,7 @@ class Watchdog:
         if self._limit is None:
             return
         if world.size > 1:
-            found: list[str | None] = [None] * world.size
-            dist.all_gather_object(found, self._host)
-            self._hosts = [str(host) for host in found]
-            self._status_store = open_board(world)
+            self._status_store = open_status_store(world)
         self._look_seconds = min(5.0, max(0.1, self._limit / 10))
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -120,11 +116,11 @@ class Watchdog:
             if self._status_store is not None and self._status_store.is_lost:
                 self._connect_again(self._status_store)
             if self._status_store is not None:
-                self._status_store.tell(self._position(), moved)
+                self._status_store.report(self._position(), moved)
                 if self._status_store.alarm() is not None:
                     self._end()
                 if now - self._moved_at > limit / 2:
-                    # Somebody's progress is everybody's: one may export while all others wait.
+                    # One rank's progress counts for all: one may export while all others wait.
                     seen = self._status_store.moves()
                     if seen is not None and moves not in (-1, seen):
                         self._moved_at = now
@@ -135,7 +131,8 @@ class Watchdog:
                 self._end()
 
     def _connect_again(self, lost: StatusStore) -> None:
-        """Begin to, once a minute: one late answer must not part this rank for good."""
+        """Start a new connection, once a minute: one late answer must not cut this rank off for
+        good."""
 
         def connect() -> None:
             status_store = lost.reopened()
@@ -153,7 +150,7 @@ class Watchdog:
         return slow if self._heartbeat.slow else self._limit
 
     def _set_last_alarm(self, limit: float) -> None:
-        """Seconds until a thread of C ends this process, should this look have been the last."""
+        """Reset the C timer that ends this process if this check is the last."""
         idle = time.monotonic() - self._moved_at
         seconds = max(limit - idle, 0) + 2 * self._look_seconds + _ANSWER_SECONDS + _REPORT_SECONDS
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
@@ -179,7 +176,7 @@ class Watchdog:
             name = self._status_store.raise_alarm(name) or name
             self._status_store.answer(position)
         directory = self._run_directory / DIRECTORY / name
-        # File systems hang too: then the process ends without its files.
+        # File systems hang too: then the process ends without the dump.
         dump = threading.Thread(target=self._dump, args=(directory,), daemon=True)
         dump.start()
         diagnosis = self._diagnosis(position)
@@ -194,7 +191,7 @@ class Watchdog:
         os._exit(EXIT_HANG)
 
     def _diagnosis(self, position: Position) -> Diagnosis | None:
-        """What is to be reported; None where another rank does so."""
+        """The diagnosis to report; None if another rank reports it."""
         if self._status_store is None:
             return diagnose_alone(position, self._hosts)
         if not self._status_store.leads(self._world.is_main, _ANSWER_SECONDS, _REPORT_SECONDS):
@@ -227,7 +224,7 @@ class Watchdog:
         print(text, end="", file=sys.stderr, flush=True)
         try:
             (directory / "report.txt").write_text(text)
-            if self._hold_lost():
+            if self._is_stale():
                 return
             with (self._run_directory / "log.txt").open("a") as file:
                 file.write(text)
@@ -236,7 +233,7 @@ class Watchdog:
             print(f"watchdog: the report cannot be written: {error}", file=sys.stderr)
 
     def _ask_for_restart(self, directory: Path) -> None:
-        """Unless the same step hangs again and again."""
+        """Ask the launcher to restart the run, unless the same step hangs again and again."""
         step = self._heartbeat.step
         before = list(directory.parent.glob(f"step-{step:08d}-*"))
         if len(before) <= _MOST_REQUEUES_PER_STEP:

@@ -1,4 +1,4 @@
-"""What an optimizer step went to: the parts of its wall time. Imports no torch."""
+"""The parts of an optimizer step's wall time. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a run: metrics.jsonl, the trackers, and what people see.
+"""The metrics of a run: metrics.jsonl, the trackers, the log and the terminal.
 
 ``metrics.jsonl`` holds one JSON object per line, of four kinds. Every logged step::
 
@@ -22,9 +22,9 @@ Every outer step of a run with several sites::
 
     {"step", "outer_step", "sites", "sent_bytes", "seconds", "waited_seconds", "change", "distance"}
 
-with the sites that took part, "sent_bytes" of this one, all ranks together, the root mean square
-"change" that it made to the global weights since the last outer step, and the "distance" of its
-weights to the mean of all sites. Trackers get them as ``outer_step/NAME``.
+with the sites that took part, "sent_bytes" of this site (all its ranks together), the root mean
+square "change" that it made to the global weights since the last outer step, and the "distance" of
+its weights to the mean of all sites. Trackers get them as ``outer_step/NAME``.
 
 And every event, with the samples of the run that it concerns::
 
@@ -34,8 +34,8 @@ And every event, with the samples of the run that it concerns::
     {"step", "event": "straggler", "first_sample", "num_samples", "rank", "host", "work_seconds",
      "median_seconds"}
 
-Figures that are not known (the utilization of a CPU) or not finite (a loss that overflowed) are
-null. No step stands twice, also after a resume; events of samples that are not read again stay.
+Values that are not known (the utilization of a CPU) or not finite (a loss that overflowed) are
+null. Every step is there once, also after a resume; events of samples that are not read again stay.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from bigtrain.system.files import writing
 __all__ = ["HeldOutLoss", "MetricsWriter", "StepMetrics", "check_trackers", "memory_gib"]
 
 GIB = 2**30
-# Fields of `StepMetrics` that are objects of their own, and left out where they are not known.
+# Fields of `StepMetrics` that are objects, and omitted if not known.
 _OBJECTS = ("breakdown", "peak_memory_gib_by_phase", "expert_imbalance", "expert_exchange")
 
 
@@ -78,7 +78,7 @@ class StepMetrics:
     """What is written of one logged optimizer step.
 
     `step`: optimizer steps done, from 1; `loss`: mean over the target tokens of the steps since the
-    last logged one, or since the run went on from a checkpoint, without steps that were left out;
+    last logged one, or since the run resumed from a checkpoint, without skipped updates;
     `lr`: used in this step; `grad_norm`: before clipping; `tokens`: trained on since the
     beginning of the run, padding included; `samples`: trained on since the beginning of the run;
     `tokens_per_second`: of the whole run (of this site, where there are several), padding included,
@@ -127,7 +127,7 @@ class HeldOutLoss:
 
 
 class MetricsWriter:
-    """Where the figures of a run go. For its main rank only; calls no collective.
+    """Writes the metrics of a run. For its main rank only; calls no collective.
 
     Parameters
     ----------
@@ -135,11 +135,11 @@ class MetricsWriter:
     total_steps: optimizer steps of the whole run.
     trackers, project: as in the section ``logging`` of the run.
     run_config: the resolved run, nested, for the trackers.
-    resume_step, resume_samples: where the run goes on from. What stands in ``metrics.jsonl`` about
-        later steps, and a line that a kill cut off, are dropped first; 0 begins with an empty file.
-    terminal: a bar (True) or plain lines (False); None asks standard error what it is.
+    resume_step, resume_samples: where the run resumes. Lines of ``metrics.jsonl`` about later
+        steps, and a line that a kill cut off, are dropped first; 0 begins with an empty file.
+    terminal: a progress bar (True) or plain lines (False); None: whether standard error is a tty.
 
-    Raises LaunchError where a tracker does not start.
+    Raises LaunchError if a tracker does not start.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class MetricsWriter:
         except BaseException:
             self._progress.close()
             raise
-        # Last, so that a tracker that does not start costs no line.
+        # Last, so that nothing is dropped if a tracker does not start.
         self._path = directory / "metrics.jsonl"
         first_loss, num_dropped = cut_lines(self._path, resume_step, resume_samples)
         if num_dropped:
@@ -186,7 +186,7 @@ class MetricsWriter:
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """Write one step's figures everywhere. The line is on its way to disk on return."""
+        """Write one step's metrics everywhere. The line is on its way to disk on return."""
         figures = asdict(metrics)
         details = {name: figures.pop(name) for name in _OBJECTS}
         known = {name: value for name, value in details.items() if value is not None}
@@ -251,8 +251,8 @@ class MetricsWriter:
         self._write({"step": step, "event": event, **details})
 
     def roll_back(self, step: int, samples: int) -> None:
-        """The run goes on from `step`, with `samples` read: what was written of later steps goes,
-        but not events. Trackers see those steps twice."""
+        """The run continues from `step`, with `samples` read: lines of later steps are dropped,
+        events stay. Trackers see those steps twice."""
         self._failure = close_written(self._file, self._path, self._failure)
         with writing(self._path, OUTPUT_REMEDY):
             cut_lines(self._path, step, samples)
@@ -261,7 +261,7 @@ class MetricsWriter:
 
     @property
     def failure(self) -> OutputError | None:
-        """Why figures or log cannot be written any more; None while they can."""
+        """Why metrics or log cannot be written any more; None while they can."""
         return self._failure or self._progress.failure
 
     def info(self, text: str) -> None:
@@ -269,11 +269,11 @@ class MetricsWriter:
         self._progress.say(text)
 
     def summary(self) -> list[str]:
-        """The run in a few lines, from the figures logged so far; give them to `close`."""
+        """The run in a few lines, from the metrics logged so far; pass them to `close`."""
         return self._tally.lines(self._total_steps)
 
     def achieved(self) -> tuple[float, float]:
-        """Tokens a second of all logged steps of this start, and the most GiB of memory."""
+        """Tokens per second over all logged steps of this launch, and peak memory in GiB."""
         return self._tally.tokens_per_second, self._tally.memory_gib
 
     def close(self, lines: Sequence[str] = ()) -> None:
@@ -303,7 +303,7 @@ class MetricsWriter:
 
 
 class _Tally:
-    """What the closing summary and the time left are made of."""
+    """Sums for the closing summary and the time left."""
 
     def __init__(self, resume_step: int, first_loss: float | None) -> None:
         self._resume_step = resume_step
@@ -333,7 +333,7 @@ class _Tally:
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step, of those this rank has done."""
+        """Mean seconds of a step of this launch."""
         return self._seconds / max(1, self._logged_step - self._resume_step)
 
     @property

@@ -1,7 +1,7 @@
-"""The lines of metrics.jsonl that a run takes up again: cut at its end, however long it is.
+"""Dropping the last lines of metrics.jsonl when a run resumes, without reading the whole file.
 
-Steps in the file only grow, but for events, and so do the samples that its lines of steps name. So
-everything before the last line of a step that stays, and whose samples the run has read, stays.
+Except for events, steps in the file only grow, and so do the samples that step lines name. So
+everything before the last step line that stays, and whose samples the run has read, stays too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _BLOCK_BYTES = 1 << 16
 
 
 def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, int]:
-    """Keep the lines of `path` up to `last_step`, and events of what was read before sample
-    `samples`; of `last_step` 0 none.
+    """Keep the lines of `path` up to `last_step` and events that begin before sample `samples`;
+    nothing if `last_step` is 0.
 
-    Returns the loss of the first step there is, and how many whole lines went. Reads what is
-    dropped and the line before it. A kill here loses nothing.
+    Returns the loss of the first step in the file, and how many complete lines were dropped. Reads
+    those and the line before them. A kill here loses nothing.
     """
     if not path.exists():
         return None, 0
@@ -42,7 +42,7 @@ def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, i
                 break
             kept.append(text)
         if kept:
-            # Something between them goes, or only the samples of all lines are above.
+            # A line between kept ones is dropped, or every step line names too many samples.
             with whole_file(path, path.with_name(f".{path.name}.tmp")) as whole:
                 file.seek(0)
                 _copy(file, whole, end)

@@ -1,7 +1,7 @@
-"""The device's memory at its peak, of the whole run and of each phase of it.
+"""Peak device memory of the run and of each phase.
 
-For a CPU there is no such figure: what a process holds in main memory is what its allocator has
-kept of all phases before.
+A CPU has no figure by phase: a process's main memory is what its allocator has kept from all
+phases before.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ PHASES = ("forward", "backward", "compute", "optimizer", "save", "evaluation")
 
 
 class PhaseMemory:
-    """Peaks of this rank so far. On CUDA it resets torch's own peak, so ask here for that.
+    """Peaks of this rank so far. On CUDA it resets torch's own peak; use `peak_gib` instead.
 
-    Each `begin` asks the allocator and resets its peak, some 50 microseconds of the host; nothing
-    waits for the device, since memory is given out when the host asks for it.
+    Each `begin` reads and resets the allocator's peak, some 50 microseconds of the host; it does
+    not wait for the device, since memory is allocated when the host asks for it.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -29,7 +29,7 @@ class PhaseMemory:
         self._by_phase: dict[str, int] = {}
 
     def measure(self, wanted: bool) -> None:
-        """Whether the next phases count; those that do not cost nothing."""
+        """Whether the next phases are measured; the others cost nothing."""
         if self._device_type == "cuda" and self._is_measuring and not wanted:
             self.begin(None)
         self._is_measuring = wanted
@@ -46,7 +46,7 @@ class PhaseMemory:
         self._phase = phase if phase in PHASES else None
 
     def peak_gib(self) -> float:
-        """As `memory_gib`, whatever was reset."""
+        """As `memory_gib`, despite the resets."""
         return max(self._peak / GIB, memory_gib(self._device_type))
 
     def by_phase_gib(self) -> dict[str, float] | None:

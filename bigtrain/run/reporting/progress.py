@@ -1,4 +1,4 @@
-"""What people see of a run: a bar on a terminal, plain lines elsewhere, and log.txt in any case."""
+"""A run's output: a progress bar on a terminal, plain lines elsewhere, and always log.txt."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from bigtrain.errors import OutputError
 from bigtrain.system.files import cannot_be_written
 
 OUTPUT_REMEDY = (
-    "make room, or choose another output.directory; started again, the run goes on from its newest "
+    "make room, or choose another output.directory; started again, the run resumes from its newest "
     "checkpoint"
 )
 
 
 class Progress:
-    """Text of one run on standard error and, with the time of each line, in ``log.txt``, which is
-    continued in a new file: an earlier start that still lives has the old one open.
+    """Text of one run on standard error and, with the time of each line, in ``log.txt``. That is
+    copied to a new file first: a stale launch that still runs has the old one open.
 
-    Parameters: `log_path`; `total_steps` of the run; `first_step`, from which it goes on;
-    `terminal`: a bar (True) or plain lines (False); None asks standard error what it is.
+    Parameters: `log_path`; `total_steps` of the run; `first_step`, where it resumes;
+    `terminal`: a bar (True) or plain lines (False); None: whether standard error is a tty.
 
-    What cannot be written to the log ends nothing by itself: `failure` says why, for whoever may
-    end the run on all ranks.
+    A failure to write the log does not raise: `failure` holds it, and `StopAgreement` ends the run
+    on all ranks.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Progress:
 
 
 def write_line(file: TextIO, path: Path, text: str) -> OutputError | None:
-    """Write a line to a file that is open; why that cannot be, or None."""
+    """Write a line to an open file; returns the error if that fails, or None."""
     try:
         file.write(text + "\n")
     except OSError as error:
@@ -111,7 +111,7 @@ def write_line(file: TextIO, path: Path, text: str) -> OutputError | None:
 def close_written(
     file: TextIO, path: Path, failure: OutputError | None = None
 ) -> OutputError | None:
-    """Close it; `failure`, or else why what was left in its buffer cannot be written."""
+    """Close a file; returns `failure`, or else the error of writing the rest of its buffer."""
     try:
         file.close()
     except OSError as error:

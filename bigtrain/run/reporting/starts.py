@@ -1,11 +1,11 @@
-"""`starts.jsonl`: from where each start of a run went on, and when; nothing of it is taken back.
+"""`starts.jsonl`: when each launch of a run began training, and at which step. Append-only.
 
 One JSON object per line::
 
     {"generation", "time", "step", "samples", "world_size"}
 
-"generation": of the run directory, as in ``generations/`` (None where nobody holds it); "time":
-when training began, UTC; "step", "samples": what the run stood at then, 0 at its beginning.
+"generation": the launch's, as in ``generations/`` (None without a run token); "time": when training
+began, UTC; "step", "samples": where it began, 0 for a new run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ FILE = "starts.jsonl"
 def note_start(
     directory: Path, *, generation: int | None, step: int, samples: int, world_size: int
 ) -> None:
-    """Append a line. For the main rank only; a kill cuts off that line at worst, which the next
-    start then ends. Raises OSError."""
+    """Append a line. For the main rank only; a kill leaves at worst a partial line, which the next
+    launch terminates. Raises OSError."""
     line = {
         "generation": generation,
         "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),

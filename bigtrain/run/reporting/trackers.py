@@ -50,7 +50,7 @@ class Trackers:
     `run_config`, nested, shown flat; `resume_step`, after which TensorBoard forgets what an
     earlier part of the run wrote; `report` is told about a tracker that fails later on.
 
-    Raises LaunchError where a tracker does not start (no login, say).
+    Raises LaunchError if a tracker does not start (no login, for example).
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Trackers:
             self._trackers[name] = tracker
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Send `values` of `step` to each tracker. One that fails is reported and left out: a
+        """Send `values` of `step` to each tracker. One that fails is reported and dropped: a
         tracker's server must not end a run."""
         self._call(lambda tracker: tracker.log(dict(values), step=step))
 
@@ -97,7 +97,7 @@ class Trackers:
                     action(tracker)
             except Exception as error:
                 del self._trackers[name]
-                self._report(f"tracker {name} failed and gets no more figures: {error}")
+                self._report(f"tracker {name} failed and gets no more metrics: {error}")
 
 
 def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, str | int | float | bool]:

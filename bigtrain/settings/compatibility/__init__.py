@@ -1,5 +1,6 @@
-"""What cannot run together, as a table of rules over facts.
+"""Which settings cannot be combined, as a table of rules over the facts of a run.
 
-`check` is the way in: it runs every rule and names all that is broken. `facts` says what a rule
-may know; the rules stand in the other files.
+Imports `bigtrain.errors` only; `resolve`, the planner, the engine and tools/compatibility.py import
+it. Start with `check`, which applies every rule and returns all violations. `facts` defines what a
+rule can look at; the rules are in the other files.
 """

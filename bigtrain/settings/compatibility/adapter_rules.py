@@ -1,35 +1,13 @@
-"""Rules about adapters: what has been compared with plain peft may run, and nothing else."""
+"""Rules about adapters: only combinations that have been compared with plain peft may run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
-from bigtrain.settings.compatibility.facts import Facts, Rule, rule
+from bigtrain.settings.compatibility.facts import Facts, Rule, rules_of
 
 _UNPROVEN = "adapters have not been compared with plain peft's"
 
 
-def _refused(
-    name: str,
-    holds: Callable[[Facts], bool],
-    blamed: tuple[str, Callable[[Facts], object]],
-    reason: str,
-    remedy: str,
-    changes: dict[str, Any],
-    example: Facts,
-) -> Rule:
-    """A rule about runs with adapters; `changes`: of the facts, to the nearest ones."""
-    return rule(
-        name,
-        lambda f: f.adapters is not None and holds(f),
-        blamed,
-        reason,
-        remedy,
-        lambda f: replace(f, **changes),
-        replace(example, adapters="lora"),
-    )
+_refused = rules_of(lambda f: f.adapters is not None, {"adapters": "lora"})
 
 
 def _parallel(axis: str, reason: str, example: Facts) -> Rule:

@@ -1,9 +1,9 @@
-"""What cannot run, and the nearest thing that can: one table of rules over the facts of a run.
+"""Illegal combinations, each with the nearest legal one: a table of rules over the facts of a run.
 
 Pure. The rules hold for DeepSpeed 0.19.8; each names the place in its source, or the experiment,
-that it comes from. A combination that DeepSpeed would accept and then ignore is refused like one
-that it would crash on: a setting that does nothing is a mistake of whoever wrote it.
-`tools/compatibility.py` writes the table to docs/compatibility.md, and the tests go by it.
+that it comes from. A combination that DeepSpeed would accept and silently ignore is refused like
+one that it would crash on: a setting without effect is a user's mistake. `tools/compatibility.py`
+writes the table to docs/compatibility.md, and the tests are generated from it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_compatibility(facts: Facts) -> list[Problem]:
-    """Every rule that `facts` violate, in the order of the table."""
+    """A problem for every rule that `facts` violate, in the order of the table."""
     return [rule.problem(facts) for rule in RULES if rule.violated(facts)]
 
 
@@ -56,8 +56,8 @@ def is_violated(facts: Facts) -> bool:
 
 
 def check_model(facts: Facts) -> list[Problem]:
-    """As `check_compatibility`, of the rules about the model alone: of `facts`, degrees and what is
-    known of the model count."""
+    """As `check_compatibility`, but only the rules that relate the model to parallel degrees and
+    batch."""
     return [
         rule.problem(facts) for rule in (*MODEL_RULES, *EXPERT_MODEL_RULES) if rule.violated(facts)
     ]

@@ -212,10 +212,10 @@ _COMMUNICATION_RULES = (
         "secondary partition that does not divide",
         lambda f: f.partition_size > 1 and f.world_size % min(f.partition_size, f.world_size) != 0,
         ("ds:zero_optimization.zero_hpz_partition_size", lambda f: f.partition_size),
-        "the number of processes must be a multiple of it",
+        "the world size must be a multiple of it",
         lambda f: (
-            f"{largest_divisor(f.world_size, f.partition_size)} for {f.world_size} "
-            "processes; best is the number of devices of one host"
+            f"{largest_divisor(f.world_size, f.partition_size)} for {f.world_size} ranks; best is "
+            "the number of devices of one host"
         ),
         lambda f: replace(f, partition_size=largest_divisor(f.world_size, f.partition_size)),
         Facts(zero_stage=3, partition_size=8, world_size=12),

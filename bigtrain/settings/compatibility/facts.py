@@ -1,11 +1,11 @@
-"""What rules look at, and what a rule is."""
+"""The facts of a run that rules look at, and the definition of a rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
-from typing import Literal
+from typing import Any, Literal
 
 from bigtrain.errors import Problem
 
@@ -14,24 +14,24 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the rules look at.
+    """Everything that the rules look at.
 
-    None where it is not known: rules about it then let pass. ``device`` is not on a login node,
-    nor is ``async_io`` (whether libaio is there). ``gradient_dtype`` is what the run asks for, None
-    where it leaves the choice to the engine. ``pipeline_settings`` are the keys of its pipeline
-    block that say more than the defaults. ``source`` names the DeepSpeed JSON in problems.
-    ``attention``, ``loss``, ``kernels``, ``compiles`` (its compile) and ``activation_offload`` are
-    keys of the run's model section; ``isolates``: whether documents are kept apart;
-    ``auxiliary_loss``, ``z_loss`` (its coefficient) and ``bias_updates`` (whether there are any) of
-    its moe section; ``optimizer`` and ``state_dtype`` of its optimizer section; ``adapters``: of
-    which type, None without, whether they are DoRA's (``dora``), and whether modules are copied
-    beside them (``saved_modules``) or stacked weights of experts have some (``adapted_stacks``);
-    ``num_sites``: how many train together, 0 without a section sites. ``accelerate``: whether the
-    engine is configured by answers to accelerate, without a JSON.
+    None means unknown, and rules about an unknown fact pass: ``device`` and ``async_io`` (whether
+    libaio is installed) are unknown on a login node. ``gradient_dtype``: None where the run leaves
+    it to the engine. ``pipeline_settings``: keys of the JSON's pipeline block that differ from its
+    defaults. ``source`` names the DeepSpeed JSON in problems. ``accelerate``: the engine is
+    configured by the answers to accelerate, without a JSON.
 
-    Of the model, known once its configuration was read: ``attention_heads``; ``cut_heads`` and
-    ``cut_key_heads``, the heads that its tensor-parallel plan divides among processes;
-    ``num_layers`` that stages can be made of; ``num_experts`` of a layer; ``max_positions``.
+    Of the run YAML: ``attention``, ``loss``, ``kernels``, ``compiles`` (model.compile) and
+    ``activation_offload`` of section model; ``isolates``: whether documents are isolated;
+    ``auxiliary_loss``, ``z_loss`` (its coefficient) and ``bias_updates`` (whether the rate is
+    positive) of section moe; ``optimizer`` and ``state_dtype`` of section optimizer; ``adapters``:
+    their type, None without, with ``dora``, ``saved_modules`` (modules_to_save is set) and
+    ``adapted_stacks`` (target_parameters is set); ``num_sites``: 0 without section sites.
+
+    Of the model, once its configuration was read: ``attention_heads``; ``cut_heads`` and
+    ``cut_key_heads``, the heads that its tensor-parallel plan divides among ranks; ``num_layers``
+    that can be divided into stages; ``num_experts`` of a layer; ``max_positions``.
     """
 
     zero_stage: int = 0
@@ -93,9 +93,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Rule:
-    """One illegal combination: when it holds, which key is blamed, why, and what to do instead.
+    """One illegal combination: its condition, the key that is reported, the reason, the remedy.
 
-    nearest: from violating facts to the nearest ones that this rule lets pass. example: facts that
+    nearest: maps violating facts to the nearest ones that satisfy this rule. example: facts that
     violate this rule and no other.
     """
 
@@ -109,7 +109,7 @@ class Rule:
     example: Facts
 
     def problem(self, facts: Facts) -> Problem:
-        """This rule as the problem of `facts`, which violate it."""
+        """The problem to report for `facts`, which violate this rule."""
         key = self.key
         if key.startswith("ds:"):
             key = f"{facts.source}: {key.removeprefix('ds:')}"
@@ -130,14 +130,44 @@ def rule(
     return Rule(name, violated, key, value, _text(reason), _text(remedy), nearest, example)
 
 
+def rules_of(applies: Callable[[Facts], bool], example: dict[str, Any]) -> Callable[..., Rule]:
+    """A maker of rules that hold only where a method is used.
+
+    Args:
+        applies: whether a run uses the method.
+        example: what a rule's `example` needs beside its own facts to use it.
+    """
+
+    def make(
+        name: str,
+        holds: Callable[[Facts], bool],
+        blamed: tuple[str, Callable[[Facts], object]],
+        reason: str,
+        remedy: str,
+        changes: dict[str, Any],
+        facts: Facts,
+    ) -> Rule:
+        return rule(
+            name,
+            lambda f: applies(f) and holds(f),
+            blamed,
+            reason,
+            remedy,
+            lambda f: replace(f, **changes),
+            replace(facts, **example),
+        )
+
+    return make
+
+
 def _text(text: str | Callable[[Facts], str]) -> Callable[[Facts], str]:
     return text if callable(text) else lambda _facts: text
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-    """The largest number up to `at_most` that divides `number`.
+    """The largest divisor of `number` up to `at_most`.
 
-    Of numbers beyond 1e12, the largest that is found in a moment.
+    Beyond 1e12 only divisors that have a factor up to 1e6 are searched, to bound the time.
     """
     small = [n for n in range(1, min(isqrt(number), 1_000_000) + 1) if number % n == 0]
     return max(n for d in small for n in (d, number // d) if n <= at_most)

@@ -1,4 +1,4 @@
-"""Rules about optimizers other than DeepSpeed's AdamW, which bigtrain makes itself."""
+"""Rules about the optimizers that bigtrain implements itself: all but AdamW with float32 states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OFFLOAD = "ds:zero_optimization.offload_optimizer"
 
 
 def _own(facts: Facts) -> str:
-    """What makes the optimizer bigtrain's own, as the run says it."""
+    """The setting of the run that makes bigtrain, not DeepSpeed, provide the optimizer."""
     if facts.optimizer == "adamw":
         return f"optimizer.state_dtype = {facts.state_dtype}"
     return f"optimizer.type = {facts.optimizer}"

@@ -7,14 +7,14 @@ from dataclasses import replace
 from bigtrain.settings.compatibility.facts import Facts, Rule, largest_divisor, rule
 
 _STAGE = "ds:zero_optimization.stage"
-_MOST_PROCESSES = 1024
+_MOST_RANKS = 1024
 
 PARALLEL_RULES: tuple[Rule, ...] = (
     rule(  # utils/groups.py, _create_zero_param_parallel_group: neighbours of the whole world
         "secondary partition with tensor parallelism",
         lambda f: f.tensor_size > 1 and f.partition_size > 1,
         ("ds:zero_optimization.zero_hpz_partition_size", lambda f: f.partition_size),
-        "DeepSpeed makes its groups of neighbouring processes, which hold different shards with "
+        "DeepSpeed makes its groups of neighbouring ranks, which hold different shards with "
         "parallel.tensor above 1",
         "1, or parallel.tensor=1",
         lambda f: replace(f, partition_size=1),
@@ -24,7 +24,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "quantized gradients with tensor parallelism",
         lambda f: f.tensor_size > 1 and f.quantized_gradients,
         ("ds:zero_optimization.zero_quantized_gradients", lambda f: True),
-        "DeepSpeed reduces them over neighbouring processes, which hold different shards with "
+        "DeepSpeed reduces them over neighbouring ranks, which hold different shards with "
         "parallel.tensor above 1",
         "leave it out, or parallel.tensor=1",
         lambda f: replace(f, quantized_gradients=False),
@@ -34,7 +34,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "samples that do not divide",
         lambda f: f.sequence_length % f.sequence_size != 0,
         ("batch.sequence_length", lambda f: f.sequence_length),
-        "every process of parallel.sequence computes an equal part of each sample",
+        "every rank of parallel.sequence computes an equal part of each sample",
         lambda f: (
             f"{-(-f.sequence_length // f.sequence_size) * f.sequence_size}, or parallel.sequence="
             f"{largest_divisor(f.sequence_length, f.sequence_size)}"
@@ -46,7 +46,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "ZeRO 2 and 3 with pipeline",
         lambda f: f.pipeline_size > 1 and f.zero_stage >= 2,
         (_STAGE, lambda f: f.zero_stage),
-        "pipeline stages need whole gradients: DeepSpeed's pipeline runs with ZeRO 0 and 1 only",
+        "pipeline stages need unpartitioned gradients: DeepSpeed's pipeline runs with ZeRO 0 and 1 "
+        "only",
         "ds_configs/pipeline_zero1.json, or parallel.pipeline=1",
         lambda f: replace(f, zero_stage=1),
         Facts(world_size=2, pipeline_size=2, zero_stage=2),
@@ -110,7 +111,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "FLOPs profiler with pipeline",
         lambda f: f.pipeline_size > 1 and f.flops_profiler,
         ("ds:flops_profiler.enabled", lambda f: True),
-        "DeepSpeed's pipeline never comes to where the profile is printed",
+        "DeepSpeed's pipeline engine never prints the profile",
         "leave the block out; metrics.jsonl has model FLOPs utilization",
         lambda f: replace(f, flops_profiler=False),
         Facts(world_size=2, pipeline_size=2, zero_stage=1, flops_profiler=True),
@@ -118,17 +119,17 @@ PARALLEL_RULES: tuple[Rule, ...] = (
 )
 
 
-def _heads_fall(size: int, heads: int, key_heads: int | None) -> bool:
-    """Whether heads fall to `size` ranks whole; several may share a key-value head."""
+def _divides_heads(size: int, heads: int, key_heads: int | None) -> bool:
+    """Whether each of `size` ranks gets whole heads; several may share a key-value head."""
     shared = key_heads is None or key_heads % size == 0 or size % key_heads == 0
     return heads % size == 0 and shared
 
 
 def _nearest_degrees(f: Facts) -> list[int]:
-    """The next tensor-parallel sizes below and above that divide the heads, and the world where it
-    is divided by this one."""
+    """The next tensor-parallel sizes below and above that divide the heads, and also the world size
+    where the current one divides it."""
     assert f.cut_heads is not None
-    legal = [n for n in range(1, _MOST_PROCESSES) if _heads_fall(n, f.cut_heads, f.cut_key_heads)]
+    legal = [n for n in range(1, _MOST_RANKS) if _divides_heads(n, f.cut_heads, f.cut_key_heads)]
     if f.world_size % f.tensor_size == 0:
         legal = [n for n in legal if f.world_size % n == 0]
     below = [n for n in legal if n < f.tensor_size]
@@ -145,9 +146,10 @@ def _fitting_sequence_size(f: Facts) -> int:
 
 MODEL_RULES: tuple[Rule, ...] = (
     rule(
-        "heads that do not divide among tensor-parallel processes",
+        "heads that do not divide among tensor-parallel ranks",
         lambda f: (
-            f.cut_heads is not None and not _heads_fall(f.tensor_size, f.cut_heads, f.cut_key_heads)
+            f.cut_heads is not None
+            and not _divides_heads(f.tensor_size, f.cut_heads, f.cut_key_heads)
         ),
         ("parallel.tensor", lambda f: f.tensor_size),
         lambda f: (
@@ -160,7 +162,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         Facts(world_size=3, tensor_size=3, cut_heads=8, cut_key_heads=2),
     ),
     rule(
-        "heads that do not divide among sequence-parallel processes",
+        "heads that do not divide among sequence-parallel ranks",
         lambda f: (
             f.sequence_size > 1
             and f.attention_heads is not None

@@ -12,7 +12,7 @@ _KERNELS = "model.kernels"
 
 
 def may_compile(facts: Facts) -> bool:
-    """Whether nothing but arithmetic happens inside the decoder layers."""
+    """Whether the decoder layers only compute: no gathers, collectives or copies inside them."""
     return (
         facts.zero_stage < 3
         and facts.tensor_size == facts.sequence_size == facts.expert_size == 1
@@ -31,7 +31,7 @@ SPEED_RULES = (
         lambda f: replace(f, attention="sdpa"),
         Facts(attention="flex_attention", device="cpu"),
     ),
-    rule(  # the other stages would have to be told of lengths, and parts of samples have others
+    rule(  # later stages would need the document lengths, and parts of samples have other lengths
         "flash attention with documents in parts",
         lambda f: (
             f.attention.startswith("flash")
@@ -57,7 +57,7 @@ SPEED_RULES = (
         "Liger's loss with tensor parallelism",
         lambda f: f.loss == "liger" and f.tensor_size > 1,
         (_LOSS, lambda f: f.loss),
-        "its kernel wants the whole head, of which every process has a part",
+        "its kernel needs the whole LM head, of which every rank has a part",
         "model.loss=chunked, or parallel.tensor=1",
         lambda f: replace(f, loss="chunked"),
         Facts(loss="liger", tensor_size=2),

@@ -1,36 +1,13 @@
-"""Rules about sites: what has been compared with a plain loop may run inside one, nothing else."""
+"""Rules about sites: only combinations that have been compared with a plain loop may run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
-from bigtrain.settings.compatibility.facts import Facts, Rule, rule
+from bigtrain.settings.compatibility.facts import Facts, Rule, rules_of
 
 _UNPROVEN = "the outer step of sites has not been compared with a plain loop"
 
 
-def _refused(
-    name: str,
-    holds: Callable[[Facts], bool],
-    blamed: tuple[str, Callable[[Facts], object]],
-    reason: str,
-    remedy: str,
-    changes: dict[str, Any],
-    example: Facts,
-) -> Rule:
-    """A rule about runs of sites; `changes`: of the facts, to the nearest ones."""
-    return rule(
-        name,
-        lambda f: f.num_sites > 0 and holds(f),
-        blamed,
-        reason,
-        remedy,
-        lambda f: replace(f, **changes),
-        replace(example, num_sites=2),
-    )
-
+_refused = rules_of(lambda f: f.num_sites > 0, {"num_sites": 2})
 
 SITE_RULES: tuple[Rule, ...] = (
     _refused(
@@ -109,7 +86,7 @@ SITE_RULES: tuple[Rule, ...] = (
         "sites under accelerate's own settings",
         lambda f: f.accelerate,
         ("sites.count", lambda f: f.num_sites),
-        "a run of sites has not been tried with an engine that answers to accelerate configure",
+        "a run of sites has not been tried with an engine that accelerate's answers configure",
         "name a DeepSpeed JSON (engine.deepspeed_config), or start it by another launcher",
         {"accelerate": False},
         Facts(accelerate=True),

@@ -1,6 +1,6 @@
-"""The DeepSpeed JSON: its keys, who owns each, how it is rendered. Text only: deepspeed is not
-imported.
+"""The DeepSpeed JSON: its keys, who owns each, how it is rendered. deepspeed is not imported.
 
-Start with `engine_config`, which makes the JSON of a run. `ownership` says which keys bigtrain sets
-itself, `keys` knows every key there is (`keys.json`, written by tools/deepspeed_keys.py).
+Imports the rest of `settings`; any layer may import it. Start with `engine_config`, which renders
+the JSON of a run. `ownership` says which keys the run YAML owns, `keys` checks names and values of
+all keys (`keys.json`, written by tools/deepspeed_keys.py).
 """

@@ -1,7 +1,7 @@
 """The DeepSpeed JSON: found, read, checked against the run, and rendered without any ``"auto"``.
 
 Pure: imports neither torch nor deepspeed. The run YAML owns what changes the mathematics, the JSON
-owns how the engine does it; where both name a value, they must agree.
+owns how the engine computes it; where both set a value, they must agree.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ DEEPSPEED_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What DeepSpeed is given, and the facts of it that the rest of bigtrain asks for.
+    """What DeepSpeed is given, and the values in it that the rest of bigtrain needs.
 
     ``deepspeed`` is the dictionary for ``deepspeed.initialize``; ``offload_*`` is "cpu", "nvme" or
     None; ``source`` is the JSON it came from.
@@ -103,7 +103,7 @@ def find_deepspeed_config(name_or_path: str) -> Path:
 
 
 def label_of(path: Path) -> str:
-    """How problems call the file: a shipped one by its name, any other by its path."""
+    """The file as problems name it: its name if it ships with bigtrain, else its path."""
     shipped = path.resolve().parent == ds_configs()
     return path.name if shipped else str(path)
 
@@ -145,8 +145,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def check_file_alone(raw: Mapping[str, Any], source: str) -> list[Problem]:
-    """What is wrong with a DeepSpeed JSON whatever run it is for: keys, values, blocks that
-    bigtrain does not let it own."""
+    """Problems of a DeepSpeed JSON that do not depend on the run: unknown keys, illegal values,
+    blocks that bigtrain does not allow."""
     return [*check_keys(raw, source), *check_refused_blocks(raw, source)]
 
 
@@ -156,8 +156,8 @@ def render(
     """The dictionary for ``deepspeed.initialize``, or every reason why there is none.
 
     Without a plan (the batch does not divide) everything else is still checked, and nothing is
-    rendered. ``train_batch_size`` is left out: DeepSpeed would check it against the world size and
-    forget the tensor-parallel degree; micro-batch and accumulation say the same.
+    rendered. ``train_batch_size`` is omitted: DeepSpeed would check it against the world size
+    without the tensor-parallel degree; micro-batch size and accumulation imply it.
     """
     problems = check_file_alone(raw, source)
     tree = with_integers(raw)
@@ -277,10 +277,10 @@ def _assemble(
 
 
 def gradient_dtype_of(config: RunConfig, stage: int) -> str | None:
-    """DeepSpeed's name of the dtype gradients are accumulated in; None: its own choice.
+    """DeepSpeed's name of the dtype in which gradients are accumulated; None: its default.
 
-    Its own choice is the dtype of the parameters, which is all that ZeRO 0 can do
-    (deepspeed 0.19.8, runtime/engine.py:2294).
+    Its default is the dtype of the parameters, and ZeRO 0 supports no other (deepspeed 0.19.8,
+    runtime/engine.py:2294).
     """
     wanted = config.precision.gradient_dtype
     if config.precision.dtype == "float32" or stage == 0:
@@ -293,8 +293,8 @@ def gradient_dtype_of(config: RunConfig, stage: int) -> str | None:
 def _render_optimizer(
     config: RunConfig, block: Mapping[str, Any], tree: Mapping[str, Any], zero: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """AdamW of torch (``torch_adam``: keys DeepSpeed does not know go to ``torch.optim.AdamW``,
-    runtime/engine.py:2377) with its fused kernel, which needs no compiler at run time."""
+    """torch's AdamW with its fused kernel, which needs no compiler at run time. With ``torch_adam``
+    DeepSpeed passes keys it does not know to ``torch.optim.AdamW`` (runtime/engine.py:2377)."""
     own = dict(block.get("params", {}))
     params: dict[str, Any] = {
         "lr": config.optimizer.lr,

@@ -19,7 +19,7 @@ from bigtrain.errors import Problem
 
 AUTO = "auto"
 
-_LISTED_KEYS = 16  # a longer list hides the message it is a part of
+_LISTED_KEYS = 16  # a longer list would bury the message
 
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
@@ -56,8 +56,8 @@ def check_keys(tree: Mapping[str, Any], source: str) -> list[Problem]:
 
 
 def with_integers(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of `tree` where whole numbers given as 5e7 are integers where DeepSpeed wants
-    integers."""
+    """A deep copy of `tree` in which floats such as 5e7 are integers where DeepSpeed requires
+    them."""
     copied: dict[str, Any] = _copy(tree, {"keys": key_table()["keys"]})
     return copied
 

@@ -1,4 +1,4 @@
-"""Who owns which key of a DeepSpeed JSON: the run's values, and blocks the JSON may not hold.
+"""Which keys of a DeepSpeed JSON the run YAML owns, and which blocks the JSON may not contain.
 
 Pure. An owned key must be absent, ``"auto"`` or equal to the run's value.
 """
@@ -22,7 +22,7 @@ _DTYPE_SPELLINGS = {
     "float16": ("fp16", "float16", "torch.float16", "half"),
 }
 
-# Known to DeepSpeed, but not the JSON's to say (or without effect) in a bigtrain run.
+# Known to DeepSpeed, but owned by the run YAML, or without effect in a bigtrain run.
 REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
     "scheduler": (
         "the run owns the learning rate over time",
@@ -56,7 +56,7 @@ REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
         "take it out and set checkpoint.* in the run",
     ),
     "data_types.buffer_dtype": (
-        "would round what has to stay as it is: rotary frequencies, the biases of routers",
+        "would round buffers that must stay exact: rotary frequencies, biases of routers",
         "take it out; buffers keep the dtype that the model gives them",
     ),
     "data_efficiency": ("the run owns the data and its order", "take it out"),
@@ -75,7 +75,7 @@ REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
     ),
     "zero_optimization.elastic_checkpoint": (
         "bigtrain writes its own checkpoints, and ZeRO 3 does not support it",
-        "take it out; any number of processes goes on from any checkpoint",
+        "take it out; a run resumes from any checkpoint with any world size",
     ),
     "zero_optimization.load_from_fp32_weights": (
         "bigtrain writes its own checkpoints",
@@ -100,10 +100,10 @@ OPTIMIZER_PARAMETERS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Owned:
-    """One key of the JSON whose value the run says.
+    """One key of the JSON whose value the run YAML owns.
 
-    ``run_value`` is what the run's key holds, human-readable; ``value`` the same as DeepSpeed is
-    told.
+    ``run_value`` is the value of ``run_key``, as errors show it; ``value`` is what DeepSpeed must
+    be given.
     """
 
     key: str
@@ -123,7 +123,7 @@ class Owned:
         return node
 
     def contradiction(self, raw: Mapping[str, Any], source: str) -> Problem | None:
-        """The problem where `raw` says something else than the run, naming both keys."""
+        """The problem, naming both keys, if `raw` has another value than the run."""
         found = self.lookup(raw, self.key, _ABSENT)
         if found is _ABSENT or found == AUTO or _same(found, self.value):
             return None
@@ -168,7 +168,7 @@ def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
     size = "batch.global_tokens" if config.batch.global_tokens else "batch.global_batch_size"
     in_samples = config.batch.global_tokens or plan.global_batch_size
     divisors = f"{plan.micro_batch_size} x {plan.data_size}"
-    if plan.num_sites > 1:  # DeepSpeed knows of its own site alone
+    if plan.num_sites > 1:  # DeepSpeed knows only its own site
         size = f"{size} / sites.count"
         in_samples //= plan.num_sites
     steps = f"{plan.site_batch_size} / ({divisors})"
@@ -196,7 +196,7 @@ def _owned_optimizer(config: RunConfig) -> list[Owned]:
     masters = "precision (masters and optimizer states)"
     return [
         Owned("gradient_clipping", "optimizer.clip_norm", optimizer.clip_norm, optimizer.clip_norm),
-        # Of the file for Hugging Face's Trainer; the run's own optimizers take its place.
+        # ds_configs/ name AdamW, for HF Trainer; bigtrain's own optimizers replace it.
         Owned("optimizer.type", "optimizer.type", optimizer.type, "AdamW"),
         Owned("optimizer.params.lr", "optimizer.lr", optimizer.lr, optimizer.lr),
         Owned("optimizer.params.betas", "optimizer.betas", betas, betas),
@@ -297,10 +297,8 @@ def _optimizer_conflicts(
 def optimizer_is_torch(
     optimizer: Mapping[str, Any], tree: Mapping[str, Any], zero: Mapping[str, Any]
 ) -> bool:
-    """Whether the run uses ``torch.optim.AdamW``: yes, unless the JSON says otherwise.
-
-    ``zero_force_ds_cpu_optimizer: true`` with an offloaded optimizer says otherwise too.
-    """
+    """Whether the run uses ``torch.optim.AdamW``: yes, unless the JSON sets ``torch_adam: false``,
+    or ``zero_force_ds_cpu_optimizer: true`` with an offloaded optimizer."""
     chosen = Owned.lookup(optimizer, "params.torch_adam")
     if isinstance(chosen, bool):
         return chosen

@@ -1,6 +1,6 @@
-"""The sections of the run YAML, one file a subject; `bigtrain.settings.run_config` puts them
-together.
+"""The sections of the run YAML, one file per subject; `bigtrain.settings.run_config` combines them.
 
-Each field has its type, default and description here and nowhere else. To add one, start in the
-file of its subject; `base` has the types that sections share.
+Each field has its type, default and description here and nowhere else. Imports pydantic only;
+everything else reads the sections through `run_config`. To add a field, start in the file of its
+subject; `base` has the types that sections share.
 """

@@ -9,21 +9,21 @@ from pydantic import Field, model_validator
 from bigtrain.settings.sections.base import PositiveInt, Section
 
 _QUANTIZED = {"load_in_4bit", "quantization"}
-"""What peft and other trainers call it, where users may look for it."""
+"""Keys of other trainers that a user may try, to be refused with a reason."""
 
 
 class AdaptersSection(Section):
     """LoRA (Hu et al. 2021, arXiv 2106.09685) as peft has it: beside each chosen linear layer a
-    product of two narrow matrices is trained, and the model's own weights (model.path) stay as
-    they are."""
+    product of two low-rank matrices is trained, and the model's own weights (model.path) stay
+    frozen."""
 
     type: Literal["lora"] = "lora"
     rank: PositiveInt = Field(default=16, description="inner size of the two matrices")
     alpha: Annotated[float, Field(gt=0)] = Field(
-        default=32.0, description="their product counts alpha / rank times; see rslora"
+        default=32.0, description="their product is scaled by alpha / rank; see rslora"
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="share of a layer's inputs that the matrices are not shown"
+        default=0.0, description="probability of dropping an element of the adapters' input"
     )
     target_parameters: tuple[str, ...] = Field(
         default=(),
@@ -38,23 +38,23 @@ class AdaptersSection(Section):
     )
     rslora: bool = Field(
         default=False,
-        description="let the product count alpha / sqrt(rank) times (Kalajdzievski 2023, "
+        description="scale the product by alpha / sqrt(rank) (Kalajdzievski 2023, "
         "arXiv 2312.03732)",
     )
     dora: bool = Field(
         default=False,
-        description="train the length of each output's weights apart from their direction (DoRA, "
-        "Liu et al. 2024, arXiv 2402.09353)",
+        description="train magnitude and direction of the weights separately (DoRA, Liu et al. "
+        "2024, arXiv 2402.09353)",
     )
     modules_to_save: tuple[str, ...] = Field(
         default=(),
-        description="modules of which a copy is trained as a whole beside the adapters, and saved "
-        "with them: shell patterns as targets has them, such as [lm_head] or [norm]",
+        description="modules of which a full copy is trained beside the adapters and saved with "
+        "them (peft's modules_to_save): shell patterns as in targets, such as [lm_head] or [norm]",
     )
 
     @property
     def scale(self) -> float:
-        """What the product of the two matrices counts for."""
+        """The factor of the product of the two matrices."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     @model_validator(mode="before")

@@ -17,8 +17,8 @@ class SourceSection(Section):
     path: str = Field(description="directory written by `bigtrain tokenize`")
     name: str | None = Field(
         default=None,
-        description="what its held-out loss is called; default: the directory's own name, or its "
-        "path where two have the same",
+        description="name of its held-out loss; default: the directory's own name, or its path "
+        "where two have the same name",
     )
     weight: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
@@ -54,9 +54,9 @@ class DataSection(Section):
     )
     document_boundaries: Literal["ignore", "isolate"] = Field(
         default="ignore",
-        description="of documents that share a sample; ignore: attention sees the documents "
+        description="where documents share a sample; ignore: attention also sees the documents "
         "before; isolate: neither attention nor loss crosses a boundary, and positions, in tokens, "
-        "count from each document's beginning in the sample",
+        "start at 0 with each document in the sample",
     )
     packing: Literal["concatenate", "best_fit"] = Field(
         default="concatenate",
@@ -66,15 +66,15 @@ class DataSection(Section):
     )
     long_documents: Literal["cut", "truncate"] = Field(
         default="cut",
-        description="best_fit, of documents longer than a sample; cut: several samples, the later "
-        "ones without what was before; truncate: one, the rest is not trained on",
+        description="best_fit, for documents longer than a sample; cut: into several samples, the "
+        "later ones without the context before; truncate: one sample, the rest is dropped",
     )
     chunk_length: PositiveInt | None = Field(
         default=None,
-        description="tokens of the pieces whose order is random, a multiple of "
-        "batch.sequence_length and by default equal to it: the longest sequence with which the run "
-        "can go on and whose tokens follow one another in the data; of a longer one the samples of "
-        "the epoch that was begun are joined of such pieces",
+        description="tokens of the chunks that are shuffled, a multiple of batch.sequence_length "
+        "and by default equal to it; it is the longest sequence to which a running run can be "
+        "extended (batch.sequence_length) with contiguous tokens: beyond it, samples of the "
+        "current epoch are joined from several chunks",
     )
     verify: Literal["sizes", "contents"] = Field(
         default="sizes",
@@ -126,14 +126,14 @@ class DataSection(Section):
 
     @property
     def mixture(self) -> tuple[SourceSection, ...]:
-        """The sources, however they were given; `path` is a mixture of one."""
+        """The sources; with `path`, a mixture of one."""
         if self.path is not None:
             return (SourceSection(path=self.path, weight=1.0),)
         return self.sources
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the sources of `mixture` are called."""
+        """The names of the sources of `mixture`."""
         own = [PurePath(source.path).name for source in self.mixture]
         return tuple(
             source.name or (name if own.count(name) == 1 else source.path)

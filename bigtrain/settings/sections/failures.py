@@ -1,4 +1,4 @@
-"""Sections on what a run does about failures: hangs, slow ranks, steps that went wrong."""
+"""Sections on how a run handles failures: hangs, slow ranks, bad steps."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pydantic import Field
 from bigtrain.settings.sections.base import NonNegativeInt, PositiveInt, Section
 
 Seconds = Annotated[float, Field(gt=0)]
-ARRIVAL_TIMEOUT_SECONDS = 600.0
+RENDEZVOUS_TIMEOUT_SECONDS = 600.0
 COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 
 
 class WatchdogSection(Section):
-    """When a run that does not move is ended, and which rank is called slow."""
+    """When a run without progress is ended, and which ranks are reported as slow."""
 
     timeout_seconds: Seconds | None = Field(
         default=600.0,
-        description="without progress of any rank, after which all say where they are and end "
-        "(exit code 76); null turns the watchdog off",
+        description="without progress of any rank, after which all ranks dump their stacks and "
+        "exit (exit code 76); null turns the watchdog off",
     )
     slow_timeout_seconds: Seconds = Field(
         default=1800.0,
@@ -27,14 +27,15 @@ class WatchdogSection(Section):
         "to be written and while it exports, where one operation may take long",
     )
     rendezvous_timeout_seconds: Seconds = Field(
-        default=ARRIVAL_TIMEOUT_SECONDS,
-        description="for all ranks to connect at the start, after which those that have not "
-        "are named and the rest end",
+        default=RENDEZVOUS_TIMEOUT_SECONDS,
+        description="for all ranks to join at the start, after which the missing ranks are named "
+        "and the others exit",
     )
     collective_timeout_seconds: Seconds = Field(
         default=COLLECTIVE_TIMEOUT_SECONDS,
         description="for one collective operation, after which it fails on the ranks that wait in "
-        "it; what one rank does alone (exports, checks of data) is not waited for in one",
+        "it; work that one rank does alone (exports, checks of data) is not waited for in a "
+        "collective",
     )
     straggler_factor: Annotated[float, Field(gt=1)] = Field(
         default=1.5,
@@ -42,31 +43,33 @@ class WatchdogSection(Section):
         "peers is named in the log",
     )
     straggler_seconds: Seconds = Field(
-        default=60.0, description="of training over which that work is averaged, at least"
+        default=60.0, description="shortest training time over which that work is averaged"
     )
 
 
 class GuardSection(Section):
-    """Which steps are left out, and when a run goes back."""
+    """Which updates are skipped, and when a run is rolled back."""
 
     enabled: bool = Field(
         default=True,
-        description="leave out the update of a step whose loss or gradient norm is not finite",
+        description="skip the update of a step whose loss or gradient norm is not finite",
     )
     spike_sigma: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="also leave out a step whose loss or gradient norm is more than this many "
-        "standard deviations (told by the median absolute deviation) above the median of the "
-        "recent steps; default: not looked for",
+        description="also skip the update of a step whose loss or gradient norm is more than this "
+        "many standard deviations (estimated by the median absolute deviation) above the median of "
+        "the recent steps; default: off",
     )
     window: Annotated[int, Field(ge=2)] = Field(
-        default=100, description="recent steps that a spike is compared with; before, none is one"
+        default=100,
+        description="recent steps that a spike is compared with; until there are as many, no step "
+        "is a spike",
     )
     max_consecutive: PositiveInt = Field(
         default=10,
-        description="bad steps in a row after which the run goes back to the last checkpoint "
-        "before them, and on with the samples after them",
+        description="bad steps in a row after which the run is rolled back to the last checkpoint "
+        "before them, and continues with the samples after them",
     )
     max_rollbacks: NonNegativeInt = Field(
-        default=3, description="how often it goes back to the same checkpoint before it ends"
+        default=3, description="rollbacks to the same checkpoint after which the run fails"
     )

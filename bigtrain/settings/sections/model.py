@@ -46,9 +46,10 @@ class ModelSection(Section):
 
     loss: Literal["auto", "plain", "chunked", "liger"] = Field(
         default="auto",
-        description="how the cross-entropy is computed, always the same; plain: of all logits of a "
-        "micro-batch; chunked: of some tokens at a time, so that full logits never exist; liger: "
-        "by its fused kernel (CUDA); auto: chunked where the logits are larger than one chunk",
+        description="how the cross-entropy is computed, with the same result; plain: from all "
+        "logits of a micro-batch; chunked: some tokens at a time, so that the full logits never "
+        "exist; liger: by its fused kernel (CUDA); auto: chunked where the logits are larger than "
+        "one chunk",
     )
     loss_chunk_tokens: PositiveInt | None = Field(
         default=None,
@@ -94,25 +95,25 @@ class ModelSection(Section):
 
 
 class MoeSection(Section):
-    """How the experts of a mixture are kept busy alike; nothing for other models."""
+    """Load balancing of mixture-of-experts models; no effect on others."""
 
     auxiliary_loss: Literal["micro_batch", "global_batch"] = Field(
         default="micro_batch",
-        description="what the model's own load-balancing loss (output_router_logits and "
-        "router_aux_loss_coef of its configuration) is computed over; micro_batch: a micro-batch "
-        "of one rank, as transformers does; global_batch: its fractions of tokens are those of all "
-        "ranks, in this micro-batch and those before it in the step",
+        description="over which tokens the model's own load-balancing loss (output_router_logits "
+        "and router_aux_loss_coef of its configuration) is computed; micro_batch: a micro-batch of "
+        "one rank, as transformers does; global_batch: the fractions of tokens per expert are "
+        "those of all ranks, in this micro-batch and those before it in the step",
     )
     z_loss_coefficient: NonNegativeFloat = Field(
         default=0.0,
-        description="of the mean square of the router logits' log-sum-exp, added to the loss "
-        "(ST-MoE, arXiv 2202.08906); 0: none",
+        description="weight of the router z-loss, the mean square of the router logits' "
+        "log-sum-exp (ST-MoE, arXiv 2202.08906); 0: none",
     )
     bias_update_rate: NonNegativeFloat = Field(
         default=0.0,
-        description="by how much each update raises or lowers the bias by which tokens choose an "
-        "expert, where fewer or more tokens of the global batch than the mean have chosen it "
-        "(DeepSeek-V3: 0.001); 0: biases stay as they are",
+        description="by how much each step raises (lowers) the selection bias of an expert to "
+        "which fewer (more) tokens of the global batch than the mean were routed (DeepSeek-V3: "
+        "0.001); 0: biases stay as they are",
     )
 
 
@@ -125,13 +126,13 @@ class PrecisionSection(Section):
     )
     gradient_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
-        description="in which gradients are accumulated and reduced; default: float32 wherever "
-        "the engine can, which is everywhere but ZeRO 0 below float32 and float16",
+        description="in which gradients are accumulated and reduced; default: float32, but the "
+        "dtype of the parameters with ZeRO 0 or float16",
     )
     tf32: bool = Field(
         default=False,
-        description="let float32 matrix products round their factors to TF32's 10 bits of mantissa "
-        "(CUDA): several times faster, and other numbers than a CPU's; false: in full",
+        description="let float32 matrix products round their inputs to TF32's 10 bits of mantissa "
+        "(CUDA): several times faster, with results that differ from a CPU's; false: full float32",
     )
     initial_loss_scale_power: Annotated[int, Field(ge=0, le=32)] = Field(
         default=16, description="float16 only: dynamic loss scaling starts at 2 to this power"

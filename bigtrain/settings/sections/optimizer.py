@@ -16,7 +16,7 @@ _LION_BETAS = (0.9, 0.99)
 
 
 class SplitSection(Section):
-    """How a projection that computes several matrices at once is taken apart for Muon."""
+    """How a fused projection is split into its matrices for Muon."""
 
     parts: tuple[PositiveInt, ...] | PositiveInt = Field(
         description="output features of each matrix, in their order; or the number of equally "
@@ -49,8 +49,8 @@ class MuonSection(Section):
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     ns_dtype: Literal["bfloat16", "float32"] = Field(
         default="bfloat16",
-        description="in which matrices travel and are iterated on; bfloat16 as torch.optim.Muon, "
-        "which makes of differences in a gradient's last bits some in a weight's fifth digit",
+        description="in which matrices are sent and iterated on; bfloat16 as torch.optim.Muon, "
+        "which turns differences in a gradient's last bits into some in a weight's fifth digit",
     )
     eps: Rate = Field(default=1e-7, description="least norm that a matrix is divided by")
     adjust_lr: Literal["match_rms_adamw", "original"] = Field(
@@ -67,8 +67,8 @@ class MuonSection(Section):
 
 
 class AdafactorSection(Section):
-    """What Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) has beside rate and decay, as
-    `torch.optim.Adafactor`."""
+    """Adafactor's (Shazeer and Stern 2018, arXiv 1804.04235) parameters besides learning rate and
+    decay, as in `torch.optim.Adafactor`."""
 
     beta2_decay: Annotated[float, Field(lt=0)] = Field(
         default=-0.8, description="the second moment's decay at step t is 1 - t ** beta2_decay"
@@ -89,7 +89,7 @@ class OptimizerSection(Section):
     type: Literal["adamw", "muon", "lion", "adafactor"] = Field(
         default="adamw",
         description="muon is for matrices of hidden layers; embeddings, head, norms, biases, "
-        "routers and all else have adamw beside it",
+        "routers and all other parameters use adamw",
     )
     lr: Rate = Field(description="peak learning rate")
     betas: tuple[Beta, Beta] = Field(
@@ -107,14 +107,14 @@ class OptimizerSection(Section):
     )
     state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="of moments and momentum; bfloat16 halves them and is rounded stochastically",
+        description="of moments and momentum; bfloat16 halves their size, with stochastic rounding",
     )
     muon: MuonSection = MuonSection()
     adafactor: AdafactorSection = AdafactorSection()
 
     @property
     def is_own(self) -> bool:
-        """Whether bigtrain makes the optimizer; else DeepSpeed does, by its JSON."""
+        """Whether bigtrain provides the optimizer; else DeepSpeed does, as its JSON says."""
         return self.type != "adamw" or self.state_dtype != "float32"
 
     @model_validator(mode="before")

@@ -17,8 +17,8 @@ class ParallelSection(Section):
     sequence: PositiveInt = Field(default=1, description="sequence-parallel (Ulysses) size")
     expert: PositiveInt = Field(
         default=1,
-        description="expert-parallel size: neighbours among the data x sequence ranks that divide "
-        "the experts of each layer and exchange tokens; no factor of the world size",
+        description="expert-parallel size: ranks, neighbours within data x sequence, among which "
+        "the experts of each layer are divided; no factor of the world size",
     )
 
 
@@ -37,31 +37,32 @@ class CheckpointSection(Section):
     )
     verify: Literal["sizes", "contents"] = Field(
         default="sizes",
-        description="of tensor files before a resume: compare sizes, or read and checksum them "
-        "whole; what a resume reads of them is checked in either case",
+        description="of tensor files before a resume: compare sizes, or also read all of them and "
+        "compare checksums; what a resume reads of them is verified in either case",
     )
     asynchronous: bool = Field(
         default=True,
-        description="train on while a copy in host memory is written; false: wait for the disk",
+        description="continue training while a copy in host memory is written; false: wait for "
+        "the disk",
     )
     max_failures: PositiveInt = Field(
-        default=3, description="saves failing one after the other that end the run"
+        default=3, description="consecutive failed saves after which the run ends"
     )
     initialize_from: str | None = Field(
         default=None,
-        description="take the weights a new run starts from, and nothing else, from this run "
-        "directory, checkpoint or Hugging Face directory or hub name; the model is model.config's",
+        description="run directory, checkpoint, Hugging Face directory or hub name from which a "
+        "new run takes its initial weights, and nothing else; the model is that of model.config",
     )
     allow_changes: tuple[str, ...] = Field(
         default=(),
-        description="settings that may differ from the checkpoint's when a run goes on: sections "
-        "or keys, such as data, batch.sequence_length, optimizer.lr; other data goes on where each "
-        "source stands, with nothing read twice in its epoch",
+        description="settings that may differ from the checkpoint's when a run resumes: sections "
+        "or keys, such as data, batch.sequence_length, optimizer.lr; with changed data each source "
+        "continues at its position, and nothing is read twice in its epoch",
     )
 
 
 class LoggingSection(Section):
-    """What is written down while training."""
+    """What is logged while training."""
 
     every_steps: PositiveInt = Field(
         default=10,
@@ -128,18 +129,17 @@ class EngineSection(Section):
     )
     refuse_too_large: bool = Field(
         default=True,
-        description="do not start what is predicted not to fit the device's memory; false: say so "
-        "and try",
+        description="refuse to start a run that is predicted not to fit the device's memory; "
+        "false: warn and start",
     )
     cpu_threads: PositiveInt | None = Field(
         default=None,
-        description="threads of each process for work on the CPU; default: its share of the cores "
-        "where there is such work (an optimizer in host memory, or no GPU), unless OMP_NUM_THREADS "
-        "says otherwise (not torchrun's 1)",
+        description="threads of each rank for computation on the CPU; default: its share of the "
+        "cores where there is any (an optimizer in host memory, or no GPU), unless OMP_NUM_THREADS "
+        "is set (other than to torchrun's 1)",
     )
     bind_cores: bool | None = Field(
         default=None,
-        description="bind each process to its share of the host's cores; default: where several "
-        "processes of a host have GPUs and keep their optimizer in host memory, and nobody has "
-        "bound them",
+        description="bind each rank to its share of the host's cores; default: where several ranks "
+        "of a host have GPUs and keep their optimizer in host memory, and are not bound yet",
     )

@@ -1,4 +1,4 @@
-"""The section on sites: worlds far from each other that train one model with little exchange."""
+"""The section on sites: distant worlds that train one model with rare communication (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAST_PORT = (1 << 16) - 1
 
 
 class OuterSection(Section):
-    """The outer optimizer, which takes the mean of what all sites have changed for a gradient.
+    """The outer optimizer; its gradient is the mean of all sites' changes of the weights.
 
     Nesterov as `torch.optim.SGD` has it, in DiLoCo (Douillard et al. 2023, arXiv 2311.08105).
     """
@@ -52,7 +52,7 @@ class OuterSection(Section):
 
     @property
     def decay(self) -> float:
-        """The momentum that is used."""
+        """The momentum in effect."""
         return _MOMENTUM if self.momentum is None else self.momentum
 
 
@@ -64,8 +64,8 @@ class SitesSection(Section):
     index: NonNegativeInt = Field(default=0, description="which of them this one is, from 0")
     address: str | None = Field(
         default=None,
-        description="host:port at which the sites meet, the same for all: of the host of site 0's "
-        "main rank, as the other sites reach it; needed for two sites and more",
+        description="host:port of the sites' rendezvous, the same for all: the host of site 0's "
+        "main rank, as the other sites reach it; required for two sites or more",
     )
     inner_steps: PositiveInt = Field(
         description="optimizer steps of each site between two outer steps; the last window of a "
@@ -74,8 +74,8 @@ class SitesSection(Section):
     outer: OuterSection = OuterSection()
     codec: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="what travels: float32 weights, or differences to the global weights rounded "
-        "to bfloat16",
+        description="what sites send: float32 weights, or differences to the global weights "
+        "rounded to bfloat16",
     )
     timeout_seconds: Seconds = Field(
         default=600.0,
@@ -111,19 +111,19 @@ class SitesSection(Section):
 
     @property
     def host(self) -> str:
-        """Of `address`, which there is; an IPv6 number without its brackets."""
+        """The host in `address`, which must be set; an IPv6 address without its brackets."""
         assert self.address is not None
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """Of `address`, which there is."""
+        """The port in `address`, which must be set."""
         assert self.address is not None
         return int(self.address.rpartition(":")[2])
 
     @property
     def outer_lr(self) -> float:
-        """The outer learning rate that is used."""
+        """The outer learning rate in effect."""
         if self.outer.lr is not None:
             return self.outer.lr
         if self.outer.type == "average":

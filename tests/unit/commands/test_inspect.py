@@ -216,7 +216,7 @@ def test_corrupt_lengths(tmp_path: Path) -> None:
         length_histogram([Shard(prefix)], one_sequence=False)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     documents=st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=30),
     chunk=st.integers(1, 7),

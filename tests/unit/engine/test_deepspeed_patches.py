@@ -42,7 +42,7 @@ from bigtrain.engine.deepspeed_patches import (
     step,
     zero3_hooks,
 )
-from bigtrain.engine.deepspeed_patches.step import leave_overflow_to_the_norm
+from bigtrain.engine.deepspeed_patches.step import skip_overflow_check
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.system.world import World
 from tests.support.contracts import (
@@ -86,7 +86,7 @@ def train(value: float, dtype: torch.dtype, *, whole: bool) -> list[object]:
         verbose=False,
     )
     if not whole:
-        leave_overflow_to_the_norm(optimizer)
+        skip_overflow_check(optimizer)
     found: list[object] = []
     for number in range(3):
         for parameter in parameters:
@@ -153,14 +153,14 @@ _LINEAR = ("input", "weight", "bias")
 CONTRACTS = [
     # step
     reads(
-        step.leave_overflow_to_the_norm,
+        step.skip_overflow_check,
         lambda: FP16_UnfusedOptimizer.step,
         "self.overflow_checker.check()",
         "is_invalid_grad_norm(self._global_grad_norm)",
         "if self.fused_lamb_legacy:",
     ),
     sets(
-        step.leave_overflow_to_the_norm,
+        step.skip_overflow_check,
         lambda: FP16_UnfusedOptimizer,
         "overflow_checker",
         "fused_lamb_legacy",
@@ -178,19 +178,19 @@ CONTRACTS = [
         has(step.skip_redundant_work, lambda: DeepSpeedEngine, name)
         for name in ("communication_data_type", "get_data_types", "gradient_predivide_factor")
     ),
-    reads(step.cheapen_hooks, lambda: nvtx, "if enable_nvtx and not is_compiling():"),
+    reads(step.speed_up_hooks, lambda: nvtx, "if enable_nvtx and not is_compiling():"),
     reads(
-        step.cheapen_hooks,
+        step.speed_up_hooks,
         lambda: DeepSpeedZeRoOffload,
         "module.pre_bwd_fn = PreBackwardFunctionForModule",
         "module.post_bwd_fn = PostBackwardFunctionModule",
     ),
     reads(
-        step.cheapen_hooks,
+        step.speed_up_hooks,
         lambda: torch.autograd.Function.apply.__func__,
         "inspect.signature(func)",
     ),
-    takes(step.cheapen_hooks, lambda: LinearFunctionForZeroStage3.forward, *_LINEAR),
+    takes(step.speed_up_hooks, lambda: LinearFunctionForZeroStage3.forward, *_LINEAR),
     # host_time
     reads(
         host_time.time_reductions,
@@ -483,8 +483,8 @@ CONTRACTS = [
         "grad_accum",
     ),
     # startup
-    reads(startup.remember_groups, lambda: DeepSpeedEngine, "groups.mpu = self.mpu"),
-    has(startup.remember_groups, lambda: groups, "mpu"),
+    reads(startup.set_mpu, lambda: DeepSpeedEngine, "groups.mpu = self.mpu"),
+    has(startup.set_mpu, lambda: groups, "mpu"),
     # By the source: inside of `process_group` they are replaced.
     reads(
         startup.operators_loaded_by,
@@ -507,7 +507,7 @@ def test_a_function_that_carries_its_signature_is_not_inspected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = torch.nn.Linear(2, 2)
-    step.cheapen_hooks(model)
+    step.speed_up_hooks(model)
     weight, bias = model.weight, model.bias
     data = torch.randn(3, 2, requires_grad=True)
     expected = torch.nn.functional.linear(data, weight, bias)

@@ -20,8 +20,8 @@ from bigtrain.engine.deepspeed_patches import experts
 from tests.support.contracts import Contract, has, public_functions, reads, takes, title
 
 CONTRACTS = [
-    has(experts.remember_expert_groups, lambda: groups, "_EXPERT_PARALLEL_GROUP"),
-    has(experts.remember_expert_groups, lambda: groups, "_EXPERT_DATA_PARALLEL_GROUP"),
+    has(experts.set_expert_groups, lambda: groups, "_EXPERT_PARALLEL_GROUP"),
+    has(experts.set_expert_groups, lambda: groups, "_EXPERT_DATA_PARALLEL_GROUP"),
     reads(
         experts.count_absent_experts,
         lambda: BF16_Optimizer,
@@ -37,12 +37,12 @@ CONTRACTS = [
         "index = 2",
     ),
     reads(
-        experts.remember_expert_groups,
+        experts.set_expert_groups,
         lambda: groups._get_expert_data_parallel_group,
         "return _EXPERT_DATA_PARALLEL_GROUP[group_name]",
     ),
     reads(
-        experts.remember_expert_groups,
+        experts.set_expert_groups,
         lambda: groups._get_expert_parallel_group,
         "return _EXPERT_PARALLEL_GROUP[group_name]",
     ),

@@ -49,7 +49,7 @@ def failed(finding: Finding, *parts: str) -> None:
 
 def test_other_versions_are_named() -> None:
     versions = {"Python": "3.11.7", "torch": "2.12.0", "driver": None}
-    verdicts = findings.judge_versions({"a": FACT, "b": changed(versions=versions), "c": changed()})
+    verdicts = findings.check_versions({"a": FACT, "b": changed(versions=versions), "c": changed()})
     assert [verdict.failed for verdict in verdicts] == [False, True, False]
     failed(verdicts[1], "torch 2.12.0 (others: 2.13.0)", "driver None (others: 580.1)")
 
@@ -64,14 +64,14 @@ def test_other_versions_are_named() -> None:
     ],
 )
 def test_devices_against_slots(fact: dict[str, Any], said: str | None) -> None:
-    verdict = findings.judge_devices(Host("a", 8, 1), fact)
+    verdict = findings.check_devices(Host("a", 8, 1), fact)
     assert verdict.failed == (said is not None)
     assert said is None or verdict.text == said
 
 
 def test_memory_and_disk() -> None:
     short = changed(memory_available_gib=3.0, shm_free_gib=0.0625)
-    verdicts = findings.judge_memory("a", short, least_gib=10)
+    verdicts = findings.check_memory("a", short, least_gib=10)
     assert {v.check: v.failed for v in verdicts} == {
         "memory": True,
         "disk": False,
@@ -88,7 +88,7 @@ def test_what_deepspeed_left_in_shared_memory(tmp_path: Path) -> None:
     assert probe._left_behind_bytes(tmp_path) == 10000
 
     full = changed(shm_free_gib=0.5, shm_left_behind_gib=12.25)
-    *_, verdict = findings.judge_memory("a", full, least_gib=10)
+    *_, verdict = findings.check_memory("a", full, least_gib=10)
     failed(verdict, "0.5 GiB, 12.2 GiB of DeepSpeed runs that ended")
     assert "find /dev/shm -name 'deepspeed_allreduce_buffer_*' -mmin +60 -delete" in verdict.remedy
 
@@ -103,23 +103,23 @@ def test_what_deepspeed_left_in_shared_memory(tmp_path: Path) -> None:
     ],
 )
 def test_clock_skew(remote: float, said: str | None) -> None:
-    verdict = findings.judge_clock("a", remote, sent_at=100.0, received_at=104.0)
+    verdict = findings.check_clock("a", remote, sent_at=100.0, received_at=104.0)
     assert verdict.failed == (said is not None)
     assert said is None or verdict.text == said
 
 
 def test_interfaces() -> None:
-    def judged(*, alone: bool = False, **values: Any) -> Finding:
-        return findings.judge_interface("a", changed(**values), alone=alone)
+    def checked(*, alone: bool = False, **values: Any) -> Finding:
+        return findings.check_interface("a", changed(**values), alone=alone)
 
-    assert not judged().failed
-    assert not judged(interface_variables={"NCCL_SOCKET_IFNAME": "ib"}).failed
-    failed(judged(interface_variables={"GLOO_SOCKET_IFNAME": "eth7"}), "eth7", "eth0, ib0")
-    failed(judged(own_address="127.0.1.1"), "its own name is 127.0.1.1")
-    failed(judged(own_address=None), "has no address")
-    assert not judged(own_address="127.0.1.1", alone=True).failed
+    assert not checked().failed
+    assert not checked(interface_variables={"NCCL_SOCKET_IFNAME": "ib"}).failed
+    failed(checked(interface_variables={"GLOO_SOCKET_IFNAME": "eth7"}), "eth7", "eth0, ib0")
+    failed(checked(own_address="127.0.1.1"), "its own name is 127.0.1.1")
+    failed(checked(own_address=None), "has no address")
+    assert not checked(own_address="127.0.1.1", alone=True).failed
     named = {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert not judged(own_address="127.0.1.1", interface_variables=named).failed
+    assert not checked(own_address="127.0.1.1", interface_variables=named).failed
 
 
 def test_slow_device_is_named() -> None:
@@ -129,7 +129,7 @@ def test_slow_device_is_named() -> None:
     ]
     devices[3]["matmul_seconds"] = 0.020
     hosts = [Host("a", 2, 1), Host("b", 2, 2)]
-    fine, slow = findings.judge_compute(hosts, devices)
+    fine, slow = findings.check_compute(hosts, devices)
     assert not fine.failed
     failed(slow, "device 1 takes 2.00 times the median")
 
@@ -138,7 +138,7 @@ def test_slow_device_of_unequal_hosts_is_named() -> None:
     devices = [{"local_rank": i, "matmul_seconds": 0.01} for i in (0, 0, 1, 0)]
     devices[2]["matmul_seconds"] = 0.02
     hosts = [Host("a", 1, 1), Host("b", 2, 2), Host("c", 1, 3)]
-    verdicts = findings.judge_compute(hosts, devices)
+    verdicts = findings.check_compute(hosts, devices)
     assert [verdict.failed for verdict in verdicts] == [False, True, False]
     failed(verdicts[1], "device 1 takes 2.00 times the median")
 
@@ -193,7 +193,7 @@ def test_port_that_is_taken_is_named() -> None:
     with socket.create_server(("", 0)) as holder:
         port = holder.getsockname()[1]
         result = probe.network(port, {}, "me", 1)
-    verdict = findings.judge_network("a", result, None)
+    verdict = findings.check_network("a", result, None)
     failed(verdict, f"port {port} cannot be used: Address already in use")
 
 

@@ -19,7 +19,7 @@ def listening(port: int) -> socket.socket:
 def test_a_port_is_none_that_the_kernel_gives_to_anybody() -> None:
     ports = {local_world.free_port() for _ in range(20)}
     assert len(ports) > 10
-    assert all(10000 <= port < local_world._first_given_port() for port in ports)
+    assert all(10000 <= port < local_world._first_ephemeral_port() for port in ports)
 
 
 def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_the_kernel_gives_all_ports_to_anybody_one_of_those_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(local_world, "_first_given_port", lambda: 1024)
+    monkeypatch.setattr(local_world, "_first_ephemeral_port", lambda: 1024)
     port = local_world.free_port()
     with listening(port):
         assert port > 1024

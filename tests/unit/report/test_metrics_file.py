@@ -235,7 +235,7 @@ LINES = st.lists(
 
 
 @given(lines=LINES, block_bytes=st.sampled_from([1, 200, 1 << 20]))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_a_block_is_read_as_its_lines_are(
     lines: list[str], block_bytes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -144,7 +144,7 @@ def test_unreadable_lines_and_gaps_are_named(tmp_path: Path) -> None:
     lines: list[Any] = [step_line(1), "broken <b>", step_line(2, lr=None), step_line(2)]
     words = Elements(page(make_run(tmp_path / "run", lines))).words
     assert (
-        "metrics.jsonl: 2 lines were left out: line 2 is no JSON; line 4 is of step 2, which is "
+        "metrics.jsonl: 2 lines were skipped: line 2 is no JSON; line 4 is of step 2, which is "
         "not later than before." in words
     )
     assert "lr is null in 1 of 2 logged steps, drawn as gaps." in words
@@ -323,7 +323,7 @@ OBJECTS = st.dictionaries(st.sampled_from(KEYS) | TEXTS, JSON, max_size=5)
     files=st.fixed_dictionaries({name: OBJECTS | JSON for name in FILES}),
     starts=st.lists(OBJECTS, max_size=3),
 )
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_whatever_files_hold_there_is_a_page(
     lines: list[Any],
     files: dict[str, Any],

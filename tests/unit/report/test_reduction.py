@@ -24,7 +24,7 @@ def reduce_in_blocks(values: list[float], cuts: list[int], max_buckets: int) -> 
 
 
 @given(values=VALUES, cuts=CUTS, max_buckets=st.sampled_from([2, 8, 64, 512]))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_every_bucket_has_the_extremes_and_mean_of_its_rows(
     values: list[float], cuts: list[int], max_buckets: int
 ) -> None:

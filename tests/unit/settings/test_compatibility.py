@@ -116,7 +116,7 @@ def test_legal_neighbours_pass(facts: dict[str, Any]) -> None:
 
 def test_nearest_partition_divides() -> None:
     (problem,) = check_compatibility(Facts(zero_stage=3, partition_size=8, world_size=12))
-    assert problem.remedy.startswith("6 for 12 processes")
+    assert problem.remedy.startswith("6 for 12 ranks")
 
 
 def test_gradient_dtype_remedy_names_the_dtype_of_the_run() -> None:

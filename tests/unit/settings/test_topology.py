@@ -54,12 +54,12 @@ def test_ranks_that_divide_the_experts_are_neighbours_in_data_x_sequence() -> No
 
 def test_people_are_told_of_the_order_of_ranks() -> None:
     assert Topology(1, 1).describe() == ""
-    assert Topology(4, 4).describe() == "4 processes = 4 data-parallel; rank = data"
+    assert Topology(4, 4).describe() == "4 ranks = 4 data-parallel; rank = data"
     assert Topology(4, 4, expert_size=2).describe() == (
-        "4 processes = 4 data-parallel; 2 divide the experts; rank = data"
+        "4 ranks = 4 data-parallel; 2 divide the experts; rank = data"
     )
     assert Topology(24, 2, tensor_size=4, pipeline_size=3).describe() == (
-        "24 processes = 2 data x 3 pipeline x 4 tensor-parallel; "
+        "24 ranks = 2 data x 3 pipeline x 4 tensor-parallel; "
         "rank = (data * 3 + pipeline) * 4 + tensor"
     )
 
@@ -71,7 +71,7 @@ def test_groups_on_several_hosts_are_told() -> None:
     (text,) = topology.crossings(["a"] * 6 + ["b"] * 6)
     assert text == (
         "1 tensor-parallel groups are on several hosts (ranks 4, 5, 6, 7 on a, b) and exchange in "
-        "every layer -> set parallel.tensor to a divisor of the processes of a host"
+        "every layer -> set parallel.tensor to a divisor of the number of ranks per host"
     )
     (text,) = Topology(4, 1, sequence_size=4).crossings(["a", "b", "a", "b"])
     assert text.startswith("1 sequence-parallel groups")

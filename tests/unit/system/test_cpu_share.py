@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-from bigtrain.system.cpu_share import CpuShare, cpu_share, processes_here
+from bigtrain.system.cpu_share import CpuShare, cpu_share, local_world_size
 
 HOST = range(16)
 TORCHRUN = {"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
 
 
 def test_how_many_processes_the_launcher_started_here() -> None:
-    assert processes_here({}) == 1
-    assert processes_here({"LOCAL_WORLD_SIZE": "8"}) == 8
-    assert processes_here({"LOCAL_SIZE": "4"}) == 4  # of deepspeed
-    assert processes_here({"LOCAL_WORLD_SIZE": "many"}) == 1
+    assert local_world_size({}) == 1
+    assert local_world_size({"LOCAL_WORLD_SIZE": "8"}) == 8
+    assert local_world_size({"LOCAL_SIZE": "4"}) == 4  # of deepspeed
+    assert local_world_size({"LOCAL_WORLD_SIZE": "many"}) == 1
 
 
 def test_torchruns_one_thread_is_not_enough_for_an_optimizer_in_host_memory() -> None:

@@ -25,7 +25,7 @@ def write(path: Path, head: bytes, pieces: Sequence[bytes]) -> int:
         return file.finish(head)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     sizes=st.lists(st.integers(0, 20_000), max_size=12),
     num_pages=st.integers(0, 5),

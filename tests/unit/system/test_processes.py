@@ -9,7 +9,7 @@ from tests.support.worlds import ROOT
 
 PROGRAM = """
 import atexit, sys, threading
-from bigtrain.system.processes import leave
+from bigtrain.system.processes import exit_process
 
 class Unloaded:
     def __del__(self):
@@ -21,7 +21,7 @@ threading.Thread(target=lambda: (may_end.wait(), print("thread"))).start()
 atexit.register(print, "atexit", end="")
 sys.stderr.write("to stderr")
 threading.Timer(0.1, may_end.set).start()
-leave(75)
+exit_process(75)
 """
 
 
@@ -35,7 +35,8 @@ def test_leaving_waits_and_flushes_but_unloads_nothing() -> None:
 
 def test_leaving_with_a_closed_stream() -> None:
     program = (
-        "import sys; from bigtrain.system.processes import leave; sys.stdout.close(); leave(2)"
+        "import sys; from bigtrain.system.processes import exit_process; "
+        "sys.stdout.close(); exit_process(2)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 2
 

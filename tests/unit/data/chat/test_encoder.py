@@ -100,7 +100,7 @@ texts = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(
     contents=st.lists(texts, min_size=2, max_size=6),
     template=st.sampled_from(sorted(TEMPLATES)),
@@ -245,7 +245,7 @@ evil_texts = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(
     contents=st.lists(evil_texts, min_size=2, max_size=4),
     template=st.sampled_from(["chatml", "llama3", "zephyr"]),

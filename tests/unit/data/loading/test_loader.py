@@ -56,7 +56,7 @@ def rows(batches: list[MicroBatch]) -> list[list[int]]:
     return [(batch.input_ids[:, 0] // 10).tolist() for batch in batches]
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(
     data_size=st.integers(1, 16),
     micro_batch_size=st.integers(1, 4),

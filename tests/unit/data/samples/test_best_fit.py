@@ -32,7 +32,6 @@ from tests.support.tiers import examples
 
 FRESH_DIRECTORY = settings(
     max_examples=examples(80),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
@@ -47,7 +46,7 @@ def naive_rooms(lengths: list[int], capacity: int) -> list[int]:
     return rooms
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(data=st.data(), capacity=st.integers(1, 40))
 def test_it_is_best_fit_decreasing(data: st.DataObject, capacity: int) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=80))

@@ -53,13 +53,13 @@ def seat_by_seat(weights: list[int], seats: int) -> list[int]:
     return counts
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(weights=st.lists(st.integers(1, 9), min_size=1, max_size=6), seats=st.integers(0, 60))
 def test_apportionment_is_websters(weights: list[int], seats: int) -> None:
     assert apportion(weights, seats) == seat_by_seat(weights, seats)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(weights=weight_lists, block=st.integers(0, 10**12))
 def test_quotas_are_monotone_and_near_the_shares(weights: list[int], block: int) -> None:
     before = apportion(weights, block * BLOCK_SAMPLES)
@@ -71,7 +71,7 @@ def test_quotas_are_monotone_and_near_the_shares(weights: list[int], block: int)
         assert abs(count - share) <= Fraction(1 + len(weights), 2)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=5),
     raw=st.lists(st.integers(1, 50), min_size=5, max_size=5),
@@ -96,7 +96,7 @@ def test_no_source_repeats_or_leaves_out_within_its_epoch(
         offset += size
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     seed=seeds,
     first=st.integers(0, 10**13),
@@ -114,7 +114,7 @@ def test_any_division_of_the_range_is_the_same_order(
     assert np.concatenate(parts).tolist() == whole.tolist()
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     size=st.integers(1, 5000), seed=seeds, first=st.integers(0, 20_000), count=st.integers(0, 3000)
 )
@@ -148,7 +148,7 @@ def test_the_order_stays_as_it_is() -> None:
     assert order.windows(0, 10).tolist() == FIRST_OF_A_MIXTURE
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(
     data_size=st.integers(1, 16),
     micro_batch_size=st.integers(1, 4),

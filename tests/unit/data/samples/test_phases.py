@@ -136,7 +136,7 @@ def require_nothing_read_twice(changed: list[Change], tokens: list[int]) -> None
         assert ranges[-1][1] < tokens["abcd".index(hash_[-1])]  # there is a label after it
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @any_changes
 def test_nothing_is_read_twice_in_an_epoch_across_phases(
     changed: list[Change], tokens: list[int]
@@ -145,7 +145,7 @@ def test_nothing_is_read_twice_in_an_epoch_across_phases(
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @any_changes
 def test_nothing_is_read_twice_in_many_runs(changed: list[Change], tokens: list[int]) -> None:
     require_nothing_read_twice(changed, tokens)
@@ -174,7 +174,7 @@ def require_little_unread(lengths: list[int], counts: list[int], tokens: int) ->
     assert phases[-1].until(10**6, 5).sources[0].rest is None
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @any_lengths
 def test_lengths_nobody_declared_leave_less_than_a_sample_unread(
     lengths: list[int], counts: list[int], tokens: int
@@ -183,7 +183,7 @@ def test_lengths_nobody_declared_leave_less_than_a_sample_unread(
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @any_lengths
 def test_little_is_left_unread_in_many_runs(
     lengths: list[int], counts: list[int], tokens: int
@@ -227,7 +227,7 @@ def test_an_epoch_that_was_not_begun_is_read_in_the_new_length() -> None:
         assert (longer.sources[0].rest, longer.sources[0].start) == (None, 25 * epoch)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     weights=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     cuts=st.lists(st.integers(0, 3000), max_size=6),
@@ -317,7 +317,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
     )
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     num_chunks=st.integers(1, 1000),
     per_chunk=st.sampled_from([1, 2, 3, 4, 6, 12]),
@@ -340,7 +340,7 @@ def test_an_epoch_of_chunks_has_no_gap_and_no_repeat(
         assert (chunks[distance:] != chunks[:-distance]).all()
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(
     num_chunks=st.integers(1, 700),
     before=st.sampled_from(LENGTHS),

@@ -17,7 +17,7 @@ sizes = st.one_of(st.integers(1, 70), st.integers(71, 5000))
 seeds = st.integers(0, 2**70)
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(size=sizes, seed=seeds, epoch=st.integers(0, 5))
 def test_an_epoch_has_no_gap_and_no_repeat(size: int, seed: int, epoch: int) -> None:
     windows = SampleOrder(size, seed).windows(epoch * size, size)
@@ -25,7 +25,6 @@ def test_an_epoch_has_no_gap_and_no_repeat(size: int, seed: int, epoch: int) -> 
     assert sorted(windows.tolist()) == list(range(size))
 
 
-@settings(deadline=None)
 @given(
     size=sizes,
     seed=seeds,

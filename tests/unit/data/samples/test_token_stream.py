@@ -36,7 +36,6 @@ def write_stream(directory: Path, lengths: list[int]) -> tuple[TokenStream, np.n
 
 @settings(
     max_examples=examples(60),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
@@ -126,7 +125,6 @@ def write_documents(directory: Path, shards: list[list[int]]) -> tuple[TokenStre
 
 @settings(
     max_examples=examples(60),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
@@ -171,7 +169,6 @@ def test_documents_of_several_sequences_have_one_beginning(tmp_path: Path) -> No
 
 @settings(
     max_examples=examples(80),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bigtrain.data.loading.dataset_checks import check_datasets
@@ -171,7 +171,6 @@ def test_a_missing_file_of_checksums_is_refused_at_once(copy: Path) -> None:
         open_dataset(copy, check="sizes")
 
 
-@settings(deadline=None)
 @given(
     num_bytes=st.integers(0, 3 * BLOCK_BYTES + 1),
     cuts=st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=5),

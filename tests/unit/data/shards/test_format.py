@@ -93,7 +93,6 @@ def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
 
 @settings(
     max_examples=examples(200),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
@@ -201,7 +200,6 @@ def test_manifest_cannot_name_files_elsewhere(corrupt: Path, name: str) -> None:
 
 @settings(
     max_examples=examples(150),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

@@ -75,7 +75,6 @@ def test_bytes(masked: Path) -> None:
 
 @settings(
     max_examples=examples(60),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(cuts=st.lists(st.integers(0, 40), max_size=8), seed=st.integers(0, 99))
@@ -122,7 +121,6 @@ def test_missing_mask_is_refused(copy: Path) -> None:
 
 @settings(
     max_examples=examples(100),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

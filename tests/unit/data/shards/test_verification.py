@@ -24,16 +24,16 @@ def test_every_file_of_every_source_is_compared(tmp_path: Path) -> None:
         for split in ("train", "held_out")
         for suffix in ("bin", "idx", "blocks")
     }
-    assert [shard.damage() for shard in shards] == [[], [], [], []]
+    assert [shard.problems() for shard in shards] == [[], [], [], []]
     for shard in shards:
         for path, listed in shard.files:
             content = path.read_bytes()
             path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-            (text,) = shard.damage()
+            (text,) = shard.problems()
             assert text.startswith(f"{path}: its checksum is ")
             assert text.endswith(f", the manifest lists {listed}")
             path.unlink()
-            assert shard.damage() == [f"{path} cannot be read: No such file or directory"]
+            assert shard.problems() == [f"{path} cannot be read: No such file or directory"]
             path.write_bytes(content)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from bigtrain.data.tokenizers import encoders
 from bigtrain.data.tokenizers import equivalence as encoder_checks
-from bigtrain.data.tokenizers.cache import _changes, _normal, fingerprint, recall_tokenizer
+from bigtrain.data.tokenizers.cache import _changes, _normal, fingerprint, get_cached_tokenizer
 from bigtrain.data.tokenizers.edge_cases import SENTENCES
 from bigtrain.data.tokenizers.encoders import GigatokenEncoder
 from bigtrain.data.tokenizers.equivalence import prove
@@ -92,7 +92,7 @@ CHANGES: dict[str, Change] = {
 def test_as_transformers_loads_it(directory: Path, change: Change) -> None:
     change(directory)
     first, second = load_tokenizer(str(directory)), load_tokenizer(str(directory))
-    assert second.remembered is not None
+    assert second.cached is not None
     assert second.loaded is None
     assert (first.hash, first.vocab_size) == (second.hash, second.vocab_size)
     assert first.end_of_document_id == second.end_of_document_id
@@ -144,7 +144,7 @@ def test_another_content_or_version_is_another_tokenizer(
     load_tokenizer(str(directory))
     key = fingerprint(directory, str(directory))
     assert key is not None
-    assert recall_tokenizer(directory, key) is not None
+    assert get_cached_tokenizer(directory, key) is not None
     (directory / "model.safetensors").write_bytes(b"weights")
     assert fingerprint(directory, str(directory)) == key
     template(directory)
@@ -165,7 +165,7 @@ def test_a_tokenizer_of_other_files_is_never_remembered(directory: Path) -> None
     (directory / "merges.txt").write_text("\n".join(map(" ".join, model["merges"])) + "\n")
     edit(CONFIG, tokenizer_class="GPT2Tokenizer")(directory)
     for _ in range(2):
-        assert load_tokenizer(str(directory)).remembered is None
+        assert load_tokenizer(str(directory)).cached is None
 
 
 def test_another_vocabulary_is_never_remembered(directory: Path) -> None:

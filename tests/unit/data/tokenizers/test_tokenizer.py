@@ -38,7 +38,7 @@ def test_size_and_special_tokens(trained: Tokenizer) -> None:
     assert trained.decode([0]) == "<|endoftext|>"
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_every_text_decodes_to_itself(trained: Tokenizer, text: str) -> None:
     encoded = trained.encoder().encode([text])

@@ -121,7 +121,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(case=cases())
 def test_the_layout_names_every_file_that_holds_some_of_a_box(
     case: dict[str, Any], tmp_path_factory: Any

@@ -114,7 +114,7 @@ def cuts(draw: st.DrawFn, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> l
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_every_rectangle_of_every_cut_is_read(data: st.DataObject, tmp_path_factory: Any) -> None:
     directory = tmp_path_factory.mktemp("tensors")
@@ -145,7 +145,7 @@ def test_every_rectangle_of_every_cut_is_read(data: st.DataObject, tmp_path_fact
             find_parts(directory)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(data=st.data())
 def test_boxes_that_do_not_tile_are_refused(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Any boxes of the right volume: taken just where they cover each element once."""
@@ -220,7 +220,7 @@ def assert_refused_or_same(directory: Path, headers: dict[str, str], tensors: An
     return False
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(
     rank=st.integers(0, 1),
     kind=st.sampled_from(["flip", "cut", "grow", "zero", "swap", "insert"]),

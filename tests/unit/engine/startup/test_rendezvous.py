@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import psutil
 import pytest
 
-from bigtrain.engine.startup.rendezvous import all_arrived
+from bigtrain.engine.startup.rendezvous import all_ranks_joined
 from bigtrain.errors import LaunchError
 from bigtrain.system.listening import listen_only_at
 from bigtrain.system.world import World
@@ -28,14 +28,14 @@ def address(monkeypatch: pytest.MonkeyPatch) -> str:
     return f"127.0.0.1:{port}"
 
 
-def meet(ranks: Iterable[int], size: int, patience_seconds: float) -> dict[int, str]:
+def meet(ranks: Iterable[int], size: int, timeout_seconds: float) -> dict[int, str]:
     """What each of `ranks` ended with: "" inside the context, or the error."""
     said = {}
     everyone_is_in = threading.Barrier(len(list(ranks)))
 
     def come(rank: int) -> None:
         try:
-            with all_arrived(World(rank, size, rank), patience_seconds):
+            with all_ranks_joined(World(rank, size, rank), timeout_seconds):
                 everyone_is_in.wait(timeout=30)
                 said[rank] = ""
         except LaunchError as error:
@@ -49,26 +49,26 @@ def meet(ranks: Iterable[int], size: int, patience_seconds: float) -> dict[int, 
     return said
 
 
-def test_all_come() -> None:
-    assert meet(range(3), 3, patience_seconds=60) == {0: "", 1: "", 2: ""}
+def test_all_join() -> None:
+    assert meet(range(3), 3, timeout_seconds=60) == {0: "", 1: "", 2: ""}
 
 
-def test_one_does_not_come() -> None:
-    said = meet((0, 2), 4, patience_seconds=0.5)
-    came = f"here are {HOST} (rank 0, 2)"
-    assert said[0].startswith(f"2 of 4 ranks have not connected: rank 1, 3; {came} -> ")
+def test_one_does_not_join() -> None:
+    said = meet((0, 2), 4, timeout_seconds=0.5)
+    joined = f"joined: {HOST} (rank 0, 2)"
+    assert said[0].startswith(f"2 of 4 ranks have not joined: rank 1, 3; {joined} -> ")
     assert said[2] == said[0]
 
 
-def test_the_main_process_does_not_come(address: str) -> None:
-    said = meet((1,), 2, patience_seconds=0.5)
+def test_the_main_rank_does_not_join(address: str) -> None:
+    said = meet((1,), 2, timeout_seconds=0.5)
     assert said[1].startswith(f"the main rank, {address} (MASTER_ADDR, MASTER_PORT), cannot be")
     assert HOST in said[1]
 
 
 def test_nobody_is_waited_for_under_torchruns_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert meet((1,), 2, patience_seconds=0.5) == {1: ""}
+    assert meet((1,), 2, timeout_seconds=0.5) == {1: ""}
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -78,7 +78,7 @@ def test_the_store_listens_at_the_address_alone_that_all_know(size: int) -> None
     barrier = threading.Barrier(size)
 
     def come(rank: int) -> None:
-        with all_arrived(World(rank, size, rank), 60):
+        with all_ranks_joined(World(rank, size, rank), 60):
             barrier.wait(timeout=30)
             sockets = psutil.Process().net_connections(kind="inet")
             places = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
@@ -107,12 +107,12 @@ def test_where_others_may_know_another_address_every_one_is_listened_at(address:
 WORLD = """
 import os, psutil
 from bigtrain.engine.startup.process_group import process_group
-from bigtrain.run.health.status_store import open_board
+from bigtrain.run.health.status_store import open_status_store
 from bigtrain.system.world import read_world
 
 world = read_world(os.environ)
 with process_group(world):
-    assert open_board(world) is not None
+    assert open_status_store(world) is not None
     sockets = psutil.Process().net_connections(kind="inet")
     print("LISTENING", *(s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN))
 """

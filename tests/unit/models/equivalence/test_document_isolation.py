@@ -103,7 +103,7 @@ def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
         inspect_inputs(resolve_run(RunConfig.model_validate(run_of(data, "bloom")), 1))
     (problem,) = caught.value.problems
     assert str(problem).startswith(
-        "data.document_boundaries = 'isolate': cannot be had of model_type bloom: it does not: "
+        "data.document_boundaries = 'isolate': is not supported for model_type bloom: it does not: "
         "documents that share a sample have other logits than alone"
     )
     assert problem.remedy == "set data.document_boundaries=ignore, or take another architecture"

@@ -182,16 +182,16 @@ def test_auto_goes_back_to_the_plain_loss_with_the_reason(monkeypatch: pytest.Mo
 
     def shifted(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = own(self, *args, **kwargs)
-        # What depends on the neighbours cannot be had of chunks.
+        # Logits that depend on other tokens, which chunks do not support.
         outputs.logits = outputs.logits + outputs.logits.mean(1, keepdim=True)
         return outputs
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", shifted)
     kind, reason, problems = choice("llama", loss_chunk_tokens=8)
     assert (kind, problems) == ("plain", [])
-    assert "chunks cannot be had of llama: the loss differs by" in reason
+    assert "chunks are not supported for llama: the loss differs by" in reason
     (problem,) = choice("llama", loss="chunked")[2]
-    assert problem.startswith("model.loss = 'chunked': cannot be had of model_type llama: the loss")
+    assert problem.startswith("model.loss = 'chunked': is not supported for model_type llama: ")
     assert problem.endswith("-> model.loss=plain")
 
 

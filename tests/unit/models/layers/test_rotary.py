@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from bigtrain.models.equivalence.document_isolation import find_isolation
-from bigtrain.models.equivalence.proxy_model import sharpen
+from bigtrain.models.equivalence.proxy_model import rescale_weights
 from bigtrain.models.equivalence.sequence_parallel import _in_parts
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.layers.rotary import choose_by_document, document_lengths
@@ -38,7 +38,7 @@ def model_of(model_type: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         CONFIG_MAPPING[model_type](**values), attn_implementation="sdpa"
     )
-    return sharpen(model).eval()
+    return rescale_weights(model).eval()
 
 
 def tokens() -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,12 @@ from bigtrain.engine.pipeline.stage_payload import P2PLayout, touch
 from bigtrain.errors import ModelError
 from bigtrain.models.build import WHOLE, build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.equivalence.pipeline_stages import difference, plan_stages, prove, stage_costs
+from bigtrain.models.equivalence.pipeline_stages import (
+    difference,
+    find_stage_plan,
+    plan_stages,
+    stage_costs,
+)
 from bigtrain.models.layers.adapters import add_adapters, weight_of
 from bigtrain.models.parallel.stage_layout import StageLayout, find_layout
 from bigtrain.models.parallel.stages import LayerPlaceholder, Payload, Stage, stages_of_parameters
@@ -121,11 +126,11 @@ def test_a_wrong_layout_is_found_out() -> None:
     layout = find_layout(model, tokens())
     assert layout.tokens_everywhere
     wrong = replace(layout, tokens_everywhere=False)
-    plan, _ = prove(model, wrong, (0, 2, 4), tokens())
+    plan, _ = find_stage_plan(model, wrong, (0, 2, 4), tokens())
     assert plan is not None
     assert plan.layout.tokens_everywhere  # the other way was tried
     lost = replace(layout, shared=frozenset())
-    plan, reason = prove(model, lost, (0, 2, 4), tokens())
+    plan, reason = find_stage_plan(model, lost, (0, 2, 4), tokens())
     assert plan is None
     assert reason
 

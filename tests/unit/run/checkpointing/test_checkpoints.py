@@ -69,7 +69,7 @@ def shown(reason: str | None) -> str:
 def test_committed_checkpoint_is_whole(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 200)
     assert directory == tmp_path / "checkpoints" / "step-00000200"
-    assert checkpoints.damage(directory, "all") is None
+    assert checkpoints.corruption(directory, "all") is None
     assert checkpoints.steps(tmp_path) == [200]
     assert newest(tmp_path, pytest.fail) == directory
     assert checkpoints.read_state(directory) == {"run": RUN, "step": 200, "held_out_loss": None}
@@ -83,7 +83,7 @@ def test_unfinished_checkpoint_does_not_exist(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 4, finished=False)
     assert checkpoints.steps(tmp_path) == []
     assert newest(tmp_path, pytest.fail) is None
-    assert shown(checkpoints.damage(directory)) == f"{directory / 'manifest.json'}: missing"
+    assert shown(checkpoints.corruption(directory)) == f"{directory / 'manifest.json'}: missing"
     with pytest.raises(CheckpointError, match="no checkpoint of step 4; steps: none"):
         checkpoints.find(tmp_path, 4)
 
@@ -94,7 +94,7 @@ def test_truncated_file_is_damage(tmp_path: Path) -> None:
     contents = file.read_bytes()
     file.write_bytes(contents[:-1])
     expected = f"{file}: {len(contents) - 1} bytes, should be {len(contents)}"
-    assert checkpoints.damage(directory) == expected
+    assert checkpoints.corruption(directory) == expected
 
 
 def test_flipped_byte_is_found_by_checksum_only(tmp_path: Path) -> None:
@@ -103,16 +103,16 @@ def test_flipped_byte_is_found_by_checksum_only(tmp_path: Path) -> None:
     flipped = bytearray(file.read_bytes())
     flipped[-5000] ^= 1
     file.write_bytes(flipped)
-    assert checkpoints.damage(directory) is None
+    assert checkpoints.corruption(directory) is None
     expected = f"{file}: contents do not match their checksum"
-    assert checkpoints.damage(directory, "all") == expected
+    assert checkpoints.corruption(directory, "all") == expected
 
 
 @pytest.mark.parametrize("name", [f"tensors/{FILE}", "state.json"])
 def test_missing_file_is_damage(tmp_path: Path, name: str) -> None:
     directory = write_checkpoint(tmp_path, 1)
     (directory / name).unlink()
-    assert checkpoints.damage(directory) == f"{directory / name}: missing"
+    assert checkpoints.corruption(directory) == f"{directory / name}: missing"
 
 
 @pytest.mark.parametrize(
@@ -131,21 +131,21 @@ def test_manifest_of_garbage_is_damage(tmp_path: Path, text: str) -> None:
     directory = write_checkpoint(tmp_path, 1)
     manifest = directory / checkpoints.MANIFEST
     manifest.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert shown(checkpoints.damage(directory)).startswith(f"{manifest}: unreadable (")
+    assert shown(checkpoints.corruption(directory)).startswith(f"{manifest}: unreadable (")
 
 
 def test_manifest_of_a_later_format_is_refused(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 1)
     manifest = directory / checkpoints.MANIFEST
     rewrite(manifest, format=3)
-    assert checkpoints.damage(directory) == f"{manifest}: format 3, this is format 2"
+    assert checkpoints.corruption(directory) == f"{manifest}: format 3, this is format 2"
 
 
 def test_a_checkpoint_with_an_index_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 1)
     manifest = directory / checkpoints.MANIFEST
     manifest.write_text('{"format": 1, "files": {"tensors/.metadata": {"bytes": 1, "xxh3": "0"}}}')
-    assert checkpoints.damage(directory) == (
+    assert checkpoints.corruption(directory) == (
         f"{manifest}: format 1, whose index is a pickle and is not read any more, this is format 2 "
         "-> export it with the version of bigtrain that wrote it, and begin a new run from that by "
         "checkpoint.initialize_from"
@@ -168,7 +168,7 @@ def test_manifest_of_other_things_is_damage(tmp_path: Path, files: object) -> No
     directory = write_checkpoint(tmp_path, 1)
     manifest = directory / checkpoints.MANIFEST
     rewrite(manifest, files=files)
-    assert shown(checkpoints.damage(directory)).startswith(f"{manifest}: unreadable (")
+    assert shown(checkpoints.corruption(directory)).startswith(f"{manifest}: unreadable (")
 
 
 def test_any_other_manifest_does_not_match_its_checksum(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_any_other_manifest_does_not_match_its_checksum(tmp_path: Path) -> None:
     manifest = directory / checkpoints.MANIFEST
     manifest.write_text(manifest.read_text().replace("0123abcd", "0123abce"))
     expected = f"{manifest}: contents do not match their checksum"
-    assert checkpoints.damage(directory) == expected
+    assert checkpoints.corruption(directory) == expected
 
 
 def test_an_older_checkpoint_under_a_newer_name_is_damage(tmp_path: Path) -> None:
@@ -184,12 +184,12 @@ def test_an_older_checkpoint_under_a_newer_name_is_damage(tmp_path: Path) -> Non
     newer = checkpoints.checkpoint_path(tmp_path, 20)
     shutil.copytree(older, newer)
     expected = f"{newer / 'manifest.json'}: is of step 10, step-00000020 is not"
-    assert checkpoints.damage(newer, "none") == expected
+    assert checkpoints.corruption(newer, "none") == expected
     rewrite(newer / "manifest.json", step=20)
     expected = (
         f"{newer / 'state.json'}: is of run {RUN}, step 10, the manifest of run {RUN}, step 20"
     )
-    assert checkpoints.damage(newer) == expected
+    assert checkpoints.corruption(newer) == expected
     said: list[str] = []
     assert newest(tmp_path, said.append) == older
     assert len(said) == 1
@@ -200,12 +200,12 @@ def test_a_tensor_file_of_another_step_is_damage(tmp_path: Path) -> None:
     file = newer / "tensors" / FILE
     shutil.copyfile(older / "tensors" / FILE, file)
     assert file.stat().st_size == (older / "tensors" / FILE).stat().st_size
-    assert checkpoints.damage(newer, "all") == f"{file}: contents do not match their checksum"
+    assert checkpoints.corruption(newer, "all") == f"{file}: contents do not match their checksum"
     files = json.loads((older / "manifest.json").read_text())["files"]
     state = json.loads((newer / "manifest.json").read_text())["files"]["state.json"]
     rewrite(newer / "manifest.json", files={**files, "state.json": state})
     expected = f"{file}: is of run {RUN}, step 10, and not of run {RUN}, step 20"
-    assert checkpoints.damage(newer, "all") == expected
+    assert checkpoints.corruption(newer, "all") == expected
     with pytest.raises(CorruptCheckpointError, match=expected):
         find_parts(newer / "tensors", checkpoints.list_tensors(newer))
 
@@ -230,20 +230,20 @@ def test_a_corrupt_run_id_is_written_anew(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_run_is_damage(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "run", 10)
-    assert checkpoints.damage(directory) is None
+    assert checkpoints.corruption(directory) is None
     assert checkpoints.make_run_id(tmp_path / "run") == RUN  # as its checkpoints say
     assert checkpoints.make_run_id(tmp_path / "run") == RUN
-    assert checkpoints.damage(directory) is None
+    assert checkpoints.corruption(directory) is None
     own = checkpoints.make_run_id(tmp_path / "other")
     assert own != RUN
     copy = checkpoints.checkpoint_path(tmp_path / "other", 10)
     shutil.copytree(directory, copy)
-    said = shown(checkpoints.damage(copy))
+    said = shown(checkpoints.corruption(copy))
     assert (
         f"{copy / 'manifest.json'}: is of run {RUN}, and {tmp_path}/other/run_id says {own}" in said
     )
     (tmp_path / "other" / "run_id").unlink()
-    assert checkpoints.damage(copy) is None
+    assert checkpoints.corruption(copy) is None
 
 
 def test_newest_valid_passes_over_damage_and_says_so(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_retain_removes_what_unfinished_saves_left(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 20, finished=False)
     (tmp_path / "checkpoints" / "notes.txt").write_text("not ours")
     retain(tmp_path, 10, keep(1))
-    assert checkpoints.damage(kept, "all") is None
+    assert checkpoints.corruption(kept, "all") is None
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "notes.txt",
         "step-00000010",
@@ -323,7 +323,7 @@ def test_commit_replaces_a_corrupt_checkpoint_of_the_step(tmp_path: Path) -> Non
     directory = write_checkpoint(tmp_path, 10)
     (directory / "state.json").unlink()
     assert write_checkpoint(tmp_path, 10) == directory
-    assert checkpoints.damage(directory, "all") is None
+    assert checkpoints.corruption(directory, "all") is None
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]
 
 
@@ -402,7 +402,7 @@ def test_manifest_that_lists_too_little_is_damage(tmp_path: Path, missing: str) 
     files = json.loads(manifest.read_text())["files"]
     del files[missing]
     rewrite(manifest, files=files)
-    assert checkpoints.damage(manifest.parent) == (
+    assert checkpoints.corruption(manifest.parent) == (
         f"{manifest}: does not list {missing.removesuffix(FILE)}"
     )
 

@@ -93,7 +93,7 @@ def test_changes_are_refused_with_what_differs_and_followed_where_they_are_allow
         resume(document, changed, now)
     assert str(caught.value).splitlines() == [
         "checkpoint belongs to a run with other settings; use another output.directory, restore "
-        "the settings, or go on with these by checkpoint.allow_changes="
+        "the settings, or resume with these by checkpoint.allow_changes="
         "[batch.global_batch_size,batch.sequence_length,data.sources,optimizer.lr]:",
         "  batch.global_batch_size: 4 there, 8 now",
         "  batch.sequence_length: 8 there, 4 now",
@@ -122,8 +122,8 @@ def test_fewer_steps_than_are_done_are_not_advised() -> None:
         resume(document, {**tree(), "train": {"steps": 20}})
     assert str(caught.value).splitlines() == [
         "checkpoint belongs to a run with other settings; use another output.directory, or restore "
-        "the settings (with these train.steps nothing would be left to do; with more it could go "
-        "on by checkpoint.allow_changes=[train.steps]):",
+        "the settings (with these train.steps nothing would be left to do; with more it could "
+        "resume by checkpoint.allow_changes=[train.steps]):",
         "  train.steps: 500 there, 20 now",
     ]
 
@@ -167,7 +167,7 @@ def test_packed_documents_go_on_as_they_were_packed(there: str) -> None:
     allowed = {"checkpoint": {"allow_changes": ["data", "batch"]}}
     now = {**tree(path="shards", packing="best_fit", long_documents="truncate"), **allowed}
     now["batch"] = {"sequence_length": 4, "global_batch_size": 4}
-    with pytest.raises(CheckpointError, match="documents are packed anew") as caught:
+    with pytest.raises(CheckpointError, match="pack the documents differently") as caught:
         resume(with_phases(before), now)
     lines = ["batch.sequence_length: 8 there, 4 now"]
     lines.append("data.long_documents: 'cut' there, 'truncate' now")

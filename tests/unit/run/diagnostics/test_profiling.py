@@ -14,8 +14,8 @@ from torch.profiler import profile
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.prefetch import DeviceFeed
-from bigtrain.run.diagnostics.out_of_memory import GIB, Holdings, holdings, remedies
-from bigtrain.run.diagnostics.profiling import NUM_DEAREST, Profiler, top_ops
+from bigtrain.run.diagnostics.out_of_memory import GIB, MemoryUse, memory_use, remedies
+from bigtrain.run.diagnostics.profiling import NUM_TOP_OPS, Profiler, top_ops
 from bigtrain.settings.run_config import RunConfig
 
 
@@ -74,7 +74,7 @@ def test_the_dearest_operations_come_first() -> None:
             torch.ones(2).add(1).mul(2).sub(3).div(4).exp().log().sin().cos().tan().neg().abs()
     head, *rows = top_ops(recorded, "cpu")
     assert head.split() == ["ms", "share", "calls", "operation"]
-    assert len(rows) == NUM_DEAREST
+    assert len(rows) == NUM_TOP_OPS
     times = [float(row.split()[0]) for row in rows]
     assert times == sorted(times, reverse=True)
 
@@ -95,19 +95,19 @@ def test_holdings_count_every_storage_once() -> None:
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     size = 4 * (64 * 64 + 64)
-    held = holdings(model, optimizer, 6 * size, 10 * size)
+    held = memory_use(model, optimizer, 6 * size, 10 * size)
     assert held.parameters == held.gradients == size
     assert 2 * size <= held.optimizer <= 2 * size + 8  # and two step counts
     assert held.rest == 6 * size - held.parameters - held.gradients - held.optimizer
-    assert Holdings(GIB, GIB // 2, 2 * GIB, 4 * GIB, 8 * GIB).describe() == (
+    assert MemoryUse(GIB, GIB // 2, 2 * GIB, 4 * GIB, 8 * GIB).describe() == (
         "of 8.00 GiB: parameters 1.00, gradients 0.50, optimizer 2.00, activations and all else "
         "4.00"
     )
 
 
 def test_remedies_are_for_what_holds_most() -> None:
-    activations = Holdings(1, 1, 1, 90, 100)
-    states = Holdings(20, 20, 50, 5, 100)
+    activations = MemoryUse(1, 1, 1, 90, 100)
+    states = MemoryUse(20, 20, 50, 5, 100)
     assert remedies(config_of(model={"loss": "plain"}), 1, activations) == [
         "batch.micro_batch_size=2",
         "model.loss=auto",

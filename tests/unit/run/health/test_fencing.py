@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.errors import EXIT_SUPERSEDED, RunRemovedError, SupersededError
+from bigtrain.errors import EXIT_STALE_LAUNCH, RunRemovedError, StaleLaunchError
 from bigtrain.run.health import fencing
 
 
@@ -18,7 +18,7 @@ def names(run: Path) -> list[str]:
     return sorted(os.listdir(run / fencing.DIRECTORY))
 
 
-def test_a_later_start_supersedes_the_earlier(tmp_path: Path) -> None:
+def test_a_later_launch_makes_the_earlier_stale(tmp_path: Path) -> None:
     first = fencing.acquire(tmp_path, {"SLURM_JOB_ID": "12"})
     first.check()
     second = fencing.acquire(tmp_path, {"SLURM_JOB_ID": "34"})
@@ -27,9 +27,9 @@ def test_a_later_start_supersedes_the_earlier(tmp_path: Path) -> None:
     second.check()
     assert not second.lost()
     assert first.lost()
-    with pytest.raises(SupersededError) as caught:
+    with pytest.raises(StaleLaunchError) as caught:
         first.check()
-    assert caught.value.exit_code == EXIT_SUPERSEDED
+    assert caught.value.exit_code == EXIT_STALE_LAUNCH
     said = f"{tmp_path} is held by generation 2 (host {os.uname().nodename}, process {os.getpid()}"
     assert str(caught.value).startswith(f"{said}, Slurm job 34, since 20")
     assert "this is generation 1" in str(caught.value)
@@ -66,7 +66,7 @@ def test_a_listing_that_is_out_of_date(tmp_path: Path, monkeypatch: pytest.Monke
     old = names(tmp_path)
     second = fencing.acquire(tmp_path, {})
     monkeypatch.setattr(fencing.os, "listdir", lambda _: old)
-    with pytest.raises(SupersededError, match=r"held by generation 2 \(host"):
+    with pytest.raises(StaleLaunchError, match=r"held by generation 2 \(host"):
         first.check()
     second.check()
 
@@ -97,7 +97,7 @@ def test_an_elastic_launcher_does_not_take_it_back(tmp_path: Path) -> None:
     fencing.acquire(tmp_path, again)  # its own
     fencing.acquire(tmp_path, {"TORCHELASTIC_RUN_ID": "12-1"})
     before = names(tmp_path)
-    with pytest.raises(SupersededError, match=r"from this launch \(12-0::\); it is not started"):
+    with pytest.raises(StaleLaunchError, match=r"from this launch \(12-0::\); it is not started"):
         fencing.acquire(tmp_path, again)
     assert names(tmp_path) == before
     # A person who starts the same command again means it.

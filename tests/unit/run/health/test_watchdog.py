@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from random import Random
+from statistics import median
 from typing import Any
 
 import pytest
@@ -152,7 +154,7 @@ def test_thousands_of_ranks_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     place, size = Place("127.0.0.1", port, "token"), 4096
-    place.lay_out(size)
+    place.create_entries(size)
     ranks = [StatusStore(place, World(rank, size, 0)) for rank in (0, 4095)]
     calls = []
     for name in ("get", "check", "multi_get"):
@@ -162,7 +164,7 @@ def test_thousands_of_ranks_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch
             name,
             lambda self, keys, name=name, method=method: calls.append(name) or method(self, keys),
         )
-    ranks[1].tell(position(1), moved=False)
+    ranks[1].report(position(1), moved=False)
     assert ranks[0].last_known() == {4095: position(1)}
     ranks[0].answer(position(0))
     assert ranks[1].answers(0.0) == {0: position(0)}
@@ -177,7 +179,7 @@ def test_a_board_is_found_again_after_its_store_was_away() -> None:
     serve = partial(dist.TCPStore, "127.0.0.1", port, is_master=True, wait_for_workers=False)
     store = serve()
     status_store = StatusStore(Place("127.0.0.1", port, "token"), World(0, 1, 0))
-    status_store.tell(position(0), moved=True)
+    status_store.report(position(0), moved=True)
     assert status_store.moves() == 1
     assert status_store.last_known() == {0: position(0)}
     del store
@@ -205,3 +207,17 @@ def test_stragglers_are_compared_with_their_own_kind() -> None:
     assert find_stragglers([1.0], [0], 3.0, 1.5) == []
     (one,) = find_stragglers([1.0, 4.0], [0, 0], 5.0, 1.5)
     assert (one.rank, one.work_seconds, one.median_seconds) == (1, 4.0, 1.0)
+
+
+def test_of_thousands_each_is_compared_with_the_median_of_the_others() -> None:
+    generator = Random(3)
+    for size in (2, 3, 4, 5, 64):
+        work = [generator.choice([1.0, 1.0, 1.5, 2.0, 9.0]) for _ in range(size)]
+        peers = [rank % 2 for rank in range(size)]
+        expected = []
+        for rank, seconds in enumerate(work):
+            others = [work[r] for r in range(size) if r != rank and peers[r] == peers[rank]]
+            if others and seconds > 1.2 * median(others) and seconds - median(others) > 0.1:
+                expected.append((rank, seconds, median(others)))
+        found = find_stragglers(work, peers, 1.0, 1.2)
+        assert [(one.rank, one.work_seconds, one.median_seconds) for one in found] == expected

@@ -407,7 +407,7 @@ def test_numbers() -> None:
 
 
 def test_events_go_by_the_samples_they_concern(tmp_path: Path) -> None:
-    """A run that goes back does its steps again, but reads no sample twice."""
+    """A run that rolls back does its steps again, but reads no sample twice."""
     with writer(tmp_path) as metrics:
         for step in (1, 2, 3):
             metrics.log_step(step_metrics(step))

@@ -30,7 +30,7 @@ def expected(lines: list[dict[str, Any]], last_step: int, samples: int) -> list[
 
 @st.composite
 def written(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
-    """The lines of a run with bad steps that it goes back from, and where it could resume."""
+    """The lines of a run that rolls back after bad steps, and where it could resume."""
     lines: list[dict[str, Any]] = []
     places = []
     step = samples = 0
@@ -54,7 +54,6 @@ def written(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[tuple[int, int]
 
 @settings(
     max_examples=examples(300),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(run=written(), data=st.data(), block=st.integers(1, 90), rest=st.binary(max_size=20))

@@ -1,5 +1,5 @@
-"""One of several ranks that gather values of unequal length, in groups that connect at once or when
-they first talk."""
+"""One of several ranks that gather values of unequal length and agree on the largest, in groups
+that connect at once or when they first talk."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import resource
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from bigtrain.engine.checkpoint.gather import gather_on_main
 from bigtrain.engine.startup import process_group as module
 from bigtrain.engine.startup.process_group import cpu_group, process_group
+from bigtrain.engine.startup.trees import gather_on_main, maximum_of_all
 from bigtrain.system.world import read_world
 
 if __name__ == "__main__":
@@ -29,6 +30,11 @@ if __name__ == "__main__":
             values = [(rank, "x" * (10 ** ((rank + number) % 5))) for rank in range(world.size)]
             found = gather_on_main(values[world.rank], group)
             assert found == (values if world.rank == 0 else [])
+        for number in range(3):
+            of_ranks = [torch.tensor([(r * 7 + number) % 5, -r]) for r in range(world.size)]
+            values = of_ranks[world.rank].clone()
+            maximum_of_all(values, group)
+            assert torch.equal(values, torch.stack(of_ranks).amax(0))
         dist.barrier(group)
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     Path(sys.argv[1], f"{world.rank}.done").touch()

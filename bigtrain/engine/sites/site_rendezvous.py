@@ -1,8 +1,8 @@
-"""How ranks of different sites find each other, beside the process group of each site.
+"""Rendezvous of sites: connects the same rank of each site, beside each site's process group.
 
-The sites meet at a store that site 0's main rank keeps at ``sites.address``. There each tells what
-it is, and ranks of the same place in their sites open a group of their own. What comes from other
-sites is JSON and bytes of tensors: nothing of it is unpickled.
+Site 0's main rank serves a store at ``sites.address``. There each site publishes its facts, and the
+ranks with the same number open a group across sites. Data from other sites is JSON and bytes of
+tensors: nothing of it is unpickled.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from bigtrain.errors import BigtrainError, LaunchError
+from bigtrain.engine.startup.long_work import on_all_ranks
+from bigtrain.errors import LaunchError
 from bigtrain.models.torch_patches import gloo_group
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.system.listening import listen_only_at
@@ -27,10 +28,14 @@ _PAUSE_SECONDS = 0.2
 _MOST_NAMED = 8
 
 Facts = Mapping[str, Any]
-"""What sites compare: values of JSON by name."""
+"""What sites compare: JSON values by name."""
 
 
-class Meeting:
+class _DifferenceError(LaunchError):
+    """Which every site has found."""
+
+
+class SiteRendezvous:
     """The other sites, for one rank of this one. Every method is collective over all sites.
 
     Entered with `join`. Errors of one rank are raised on all ranks of its site.
@@ -41,41 +46,41 @@ class Meeting:
         self.group = group
         self._world = world
         self._store = store
-        self._told: list[str] = []
+        self._published: list[str] = []
 
     @classmethod
-    def join(cls, sites: SitesSection, world: World, facts: Facts) -> Meeting:
-        """Meet the other sites, and compare `facts` with theirs, the same on all ranks of a site.
+    def join(cls, sites: SitesSection, world: World, facts: Facts) -> SiteRendezvous:
+        """Join the other sites, and compare `facts` with theirs, the same on all ranks of a site.
 
-        Raises LaunchError on every rank of every site that came: for one that did not within
-        ``sites.timeout_seconds``, and for facts that differ, with both values.
+        Raises LaunchError on every rank of every site that joined: if one did not join within
+        ``sites.timeout_seconds``, or if facts differ, with both values.
         """
         if sites.count == 1:
             return cls(sites, world, None, None)
-        store = in_site(lambda: _open_store(sites, world), world)
-        meeting = cls(sites, world, store, None)
+        store = on_all_ranks(lambda: _open_store(sites, world))
+        rendezvous = cls(sites, world, store, None)
 
         def enter() -> None:
             if world.is_main:
                 if store.add(f"starts/{sites.index}", 1) > 1:
                     raise LaunchError(
-                        f"site {sites.index} was at the meeting at {sites.address} before: the "
-                        "other sites are still in that run, and end at their next outer step -> "
-                        "start all sites again when they have (sites.timeout_seconds)"
+                        f"site {sites.index} has joined the rendezvous at {sites.address} before: "
+                        "the other sites are still in that run, and end at their next outer step "
+                        "-> start all sites again when they have (sites.timeout_seconds)"
                     )
                 store.set(f"facts/{sites.index}", json.dumps(facts))
-            by_site = meeting._read("facts", "the start")
+            by_site = rendezvous._read("facts", "the start")
             try:
                 refuse_differences(by_site)
-            except LaunchError:
+            except _DifferenceError:
                 # The main ranks, whose texts all ranks of a site raise; sizes may be what differs.
                 if world.is_main:
-                    meeting._leave("refused", sites.count)
+                    rendezvous._leave("refused", sites.count)
                 raise
 
-        in_site(enter, world)
-        meeting.group = in_site(meeting._open_group, world)
-        return meeting
+        on_all_ranks(enter)
+        rendezvous.group = on_all_ranks(rendezvous._open_group)
+        return rendezvous
 
     def _open_group(self) -> Any:
         store = dist.PrefixStore(f"rank/{self._world.rank}/group", self._store)
@@ -91,11 +96,24 @@ class Meeting:
                 "hosts of the other sites, on any port"
             ) from error
 
-    def gather(self, name: str, facts: Facts) -> list[Facts]:
-        """What the ranks of this place said under `name`, by site; once for each name.
+    def compare(self, name: str, facts: Facts) -> None:
+        """See that the ranks of this place say the same `facts` under `name`, once for each name.
 
-        Raises LaunchError where a site says nothing within ``sites.timeout_seconds``; on this rank
-        alone.
+        Raises LaunchError on every rank of every site where any two differ, and on every rank of
+        this site where another says nothing within ``sites.timeout_seconds``.
+        """
+        try:
+            on_all_ranks(lambda: refuse_differences(self.gather(name, facts)))
+        except _DifferenceError:
+            self._leave(f"refused/{name}", self.sites.count * self._world.size)
+            raise
+
+    def gather(self, name: str, facts: Facts) -> list[Facts]:
+        """The `facts` that this rank's counterparts published under `name`, by site; call once for
+        each name.
+
+        Raises LaunchError, on this rank alone, if a site publishes nothing within
+        ``sites.timeout_seconds``.
         """
         if self.sites.count == 1:
             return [facts]
@@ -106,10 +124,10 @@ class Meeting:
         except dist.DistError as error:
             raise _lost(self.sites, error) from error
         found = self._read(prefix, name)
-        # All are here, so nobody looks at what was said before.
-        while self._told:
-            self._store.delete_key(self._told.pop())
-        self._told.append(own)
+        # All sites are here, so nobody reads earlier keys any more.
+        while self._published:
+            self._store.delete_key(self._published.pop())
+        self._published.append(own)
         return found
 
     def _read(self, prefix: str, name: str) -> list[Facts]:
@@ -117,7 +135,7 @@ class Meeting:
         keys = [f"{prefix}/{index}" for index in range(sites.count)]
         end, pause = time.monotonic() + sites.timeout_seconds, 0.005
         try:
-            # A wait of the store's own would print a warning, and hear no signal.
+            # The store's own wait would print a warning, and block signals.
             while not self._store.check(keys):
                 if time.monotonic() > end:
                     raise self._missing(keys, name)
@@ -130,25 +148,25 @@ class Meeting:
             return [dict(json.loads(text)) for text in texts]
         except (ValueError, TypeError) as error:
             raise LaunchError(
-                f"sites.address = {sites.address}: what was read there is of no site of this "
-                f"version of bigtrain ({error})"
+                f"sites.address = {sites.address}: what was read there was not written by a site "
+                f"of this version of bigtrain ({error})"
             ) from error
 
     def _missing(self, keys: Sequence[str], name: str) -> LaunchError:
         absent = [index for index, key in enumerate(keys) if not self._store.check([key])]
         return LaunchError(
-            f"{_named(absent)} did not come to {name} within sites.timeout_seconds = "
+            f"{_named(absent)} did not join {name} within sites.timeout_seconds = "
             f"{self.sites.timeout_seconds:g} -> see what its log says; a larger "
             "sites.timeout_seconds waits longer for a slower one"
         )
 
     def close(self) -> None:
-        """Leave when all ranks of all sites do, so that none ends while another still reads."""
+        """Wait until all ranks of all sites leave, so that none ends while another still reads."""
         if self.sites.count > 1:
             self._leave("left", self.sites.count * self._world.size)
 
     def _leave(self, key: str, num_ranks: int) -> None:
-        """Have read all there is; the keeper of the store stays until `num_ranks` have."""
+        """Count this rank as done reading; the rank that serves the store waits for `num_ranks`."""
         end = time.monotonic() + self.sites.timeout_seconds
         try:
             here = self._store.add(key, 1)
@@ -156,7 +174,7 @@ class Meeting:
                 time.sleep(_PAUSE_SECONDS)
                 here = self._store.add(key, 0)
         except dist.DistError:
-            return  # site 0 has ended, and with it nothing is lost any more
+            return  # site 0 has ended, and nobody reads any more
 
     @property
     def _keeps(self) -> bool:
@@ -164,7 +182,7 @@ class Meeting:
 
 
 def refuse_differences(by_site: Sequence[Facts]) -> None:
-    """Raises LaunchError where a site differs from site 0, with all that does."""
+    """Raises LaunchError if a site differs from site 0, listing all differences."""
     lines = []
     for index, facts in enumerate(by_site):
         for key in sorted({*by_site[0], *facts}):
@@ -172,30 +190,10 @@ def refuse_differences(by_site: Sequence[Facts]) -> None:
             if there != here:
                 lines.append(f"  {key}: {there!r} at site 0, {here!r} at site {index}")
     if lines:
-        raise LaunchError(
+        raise _DifferenceError(
             "sites differ in what has to be the same -> give all of them the same settings and "
             "data:\n" + "\n".join(lines)
         )
-
-
-def in_site(action: Callable[[], Any], world: World) -> Any:
-    """What `action` returns on each rank of this site; its first error on all of them.
-
-    Collective over the site.
-    """
-    result, failure = None, None
-    try:
-        result = action()
-    except BigtrainError as error:
-        failure = str(error)
-    everyone: list[str | None] = [failure]
-    if world.size > 1:
-        everyone = [None] * world.size
-        dist.all_gather_object(everyone, failure)
-    first = next((text for text in everyone if text is not None), None)
-    if first is not None:
-        raise LaunchError(first)
-    return result
 
 
 def _open_store(sites: SitesSection, world: World) -> Any:
@@ -217,7 +215,7 @@ def _open_store(sites: SitesSection, world: World) -> Any:
             if keeps:
                 raise LaunchError(
                     f"sites.address = {sites.address}: port {port} of {socket.gethostname()} "
-                    f"cannot be used: {error} -> end what holds it, or choose another port on all "
+                    f"cannot be used: {error} -> end what uses it, or choose another port on all "
                     "sites"
                 ) from error
             if time.monotonic() > end:
@@ -230,7 +228,7 @@ def _open_store(sites: SitesSection, world: World) -> Any:
 
 
 def _own_address(sites: SitesSection) -> str:
-    """The address of this host on the way to the meeting, at which other sites reach it."""
+    """This host's address on the network of the rendezvous, at which other sites reach it."""
     family, _, _, _, place = socket.getaddrinfo(sites.host, sites.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # sends nothing
@@ -239,8 +237,8 @@ def _own_address(sites: SitesSection) -> str:
 
 def _lost(sites: SitesSection, error: Exception) -> LaunchError:
     return LaunchError(
-        f"the meeting at {sites.address} is gone, and with it site 0, which keeps it: see what it "
-        f"says ({error})"
+        f"the rendezvous at {sites.address} is gone, and with it site 0, which serves it: see what "
+        f"site 0 says ({error})"
     )
 
 

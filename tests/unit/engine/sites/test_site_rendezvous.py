@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bigtrain.engine.sites.meeting import Facts, Meeting, refuse_differences
+from bigtrain.engine.sites.site_rendezvous import Facts, SiteRendezvous, refuse_differences
 from bigtrain.errors import LaunchError
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.system.world import World
@@ -28,15 +28,17 @@ def section(index: int, port: int, seconds: float = 20.0) -> SitesSection:
     )
 
 
-def met(act: Callable[[int, Meeting], Any], facts: tuple[Facts, Facts] = ({}, {})) -> list[Any]:
-    """What `act` returns, or the text of its error, for two sites that meet."""
+def met(
+    act: Callable[[int, SiteRendezvous], Any], facts: tuple[Facts, Facts] = ({}, {})
+) -> list[Any]:
+    """What `act` returns, or the text of its error, for two sites that join."""
     port = free_port()
 
     def of_site(index: int) -> Any:
         try:
-            meeting = Meeting.join(section(index, port, 20.0), ALONE, facts[index])
-            found = act(index, meeting)
-            meeting.close()
+            rendezvous = SiteRendezvous.join(section(index, port, 20.0), ALONE, facts[index])
+            found = act(index, rendezvous)
+            rendezvous.close()
         except LaunchError as error:
             return str(error)
         return found
@@ -46,19 +48,19 @@ def met(act: Callable[[int, Meeting], Any], facts: tuple[Facts, Facts] = ({}, {}
 
 
 def test_facts_are_told_to_all_sites_and_forgotten_later() -> None:
-    def act(index: int, meeting: Meeting) -> list[Facts]:
-        found = list(meeting.gather("one", {"index": index}))
-        meeting.gather("two", {})
-        meeting.gather("three", {})
+    def act(index: int, rendezvous: SiteRendezvous) -> list[Facts]:
+        found = list(rendezvous.gather("one", {"index": index}))
+        rendezvous.gather("two", {})
+        rendezvous.gather("three", {})
         if index == 0:
-            assert meeting._store.num_keys() < 12
+            assert rendezvous._store.num_keys() < 12
         return found
 
     assert met(act) == [[{"index": 0}, {"index": 1}]] * 2
 
 
 def test_facts_that_differ_are_refused_on_all_sites_with_both_values() -> None:
-    found = met(lambda index, meeting: None, ({"a": 1, "b": 2}, {"a": 1, "b": 3}))
+    found = met(lambda index, rendezvous: None, ({"a": 1, "b": 2}, {"a": 1, "b": 3}))
     assert found[0] == found[1]
     assert "\n  b: 2 at site 0, 3 at site 1" in found[0]
     assert "  a:" not in found[0]
@@ -66,21 +68,21 @@ def test_facts_that_differ_are_refused_on_all_sites_with_both_values() -> None:
 
 def test_a_site_alone_meets_nobody() -> None:
     sites = SitesSection(count=1, inner_steps=1)
-    meeting = Meeting.join(sites, ALONE, {})
-    assert meeting.group is None
-    assert meeting.gather("one", {"x": 1}) == [{"x": 1}]
-    meeting.close()
+    rendezvous = SiteRendezvous.join(sites, ALONE, {})
+    assert rendezvous.group is None
+    assert rendezvous.gather("one", {"x": 1}) == [{"x": 1}]
+    rendezvous.close()
 
 
 def test_a_site_that_does_not_come_is_named() -> None:
-    with pytest.raises(LaunchError, match=r"site 1 did not come to the start within"):
-        Meeting.join(section(0, free_port(), 0.3), ALONE, {})
+    with pytest.raises(LaunchError, match=r"site 1 did not join the start within"):
+        SiteRendezvous.join(section(0, free_port(), 0.3), ALONE, {})
 
 
-def test_a_meeting_that_nobody_keeps_is_named() -> None:
+def test_a_rendezvous_that_nobody_serves_is_named() -> None:
     port = free_port()
     with pytest.raises(LaunchError, match=rf"127.0.0.1:{port} cannot be reached from"):
-        Meeting.join(section(1, port, 0.3), ALONE, {})
+        SiteRendezvous.join(section(1, port, 0.3), ALONE, {})
 
 
 def test_a_taken_port_is_named() -> None:
@@ -89,33 +91,33 @@ def test_a_taken_port_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=rf"port {port} of .* cannot be used"):
-            Meeting.join(section(0, port, 5.0), ALONE, {})
+            SiteRendezvous.join(section(0, port, 5.0), ALONE, {})
 
 
 def test_a_site_that_was_there_before_is_refused() -> None:
     port_of: dict[str, int] = {}
 
-    def act(index: int, meeting: Meeting) -> str | None:
+    def act(index: int, rendezvous: SiteRendezvous) -> str | None:
         if index == 1:
-            again = section(1, meeting.sites.port)
+            again = section(1, rendezvous.sites.port)
             port_of["port"] = again.port
             with pytest.raises(LaunchError) as caught:
-                Meeting.join(again, ALONE, {})
+                SiteRendezvous.join(again, ALONE, {})
             return str(caught.value)
         return None
 
     found = met(act)
-    assert found[1].startswith(f"site 1 was at the meeting at 127.0.0.1:{port_of['port']} before")
+    assert found[1].startswith(f"site 1 has joined the rendezvous at 127.0.0.1:{port_of['port']}")
 
 
 def test_what_is_not_of_a_site_is_refused() -> None:
-    def act(index: int, meeting: Meeting) -> None:
+    def act(index: int, rendezvous: SiteRendezvous) -> None:
         if index == 0:
-            meeting._store.set("rank/0/noise/0", "\x80 no JSON")
-            meeting._store.set("rank/0/noise/1", "[1, 2")
-            meeting._read("rank/0/noise", "noise")
+            rendezvous._store.set("rank/0/noise/0", "\x80 no JSON")
+            rendezvous._store.set("rank/0/noise/1", "[1, 2")
+            rendezvous._read("rank/0/noise", "noise")
 
-    assert "is of no site of this version of bigtrain" in met(act)[0]
+    assert "was not written by a site of this version of bigtrain" in met(act)[0]
 
 
 def test_nothing_that_is_equal_is_refused() -> None:
