@@ -148,7 +148,7 @@ def _pipeline(
         "tensor": m * pace.tensor,
         "sequence": m * pace.sequence,
         "expert": m * pace.expert,
-        "pipeline": 2 * send * m * virtual,
+        "pipeline": 2 * send * m * virtual * engine.pipeline_exposed,
         "data": m * pace.zero + data,
     }
     return StepTime(
@@ -181,6 +181,8 @@ def _layer(
         layer, of_model, size, degrees, apart, layout.tensor_sequence, device, of_engine, gain
     )
     forward, backward = there.copy(), back.copy()
+    forward.expert *= engine.expert_exposed
+    backward.expert *= engine.expert_exposed
     repeated = 2.0
     if layout.recompute == "full":
         backward.add(forward, 1 / layout.recompute_every)
@@ -392,7 +394,9 @@ def _gradients(
     dense = sizes.trained - expert
     scatter = _collective(dense, expert, layout.gradient_bytes, device, groups)
     gather = _collective(dense, expert, layout.parameter_bytes, device, groups)
-    times = layout.num_accumulation if engine.reduces_every_micro_batch else 1
+    # In a pipeline gradients are summed after the last micro-batch, by FSDP as well.
+    often = engine.reduces_every_micro_batch and layout.pipeline_size == 1
+    times = layout.num_accumulation if often else 1
     times = times if layout.zero_stage == 2 else 1
     backward = engine.overlap * pace.device * 2 / 3
     exposed = max(scatter * engine.exposed_gradients, scatter - backward) * times
