@@ -90,7 +90,7 @@ def test_without_torch_dense_layers_are_counted_by_a_closed_form(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--gpus", "8xH900"], "did you mean H"),
+        (["--gpus", "8xH900"], "nearest names: H"),
         (["--gpus", "0xH100"], "write 64xH100-80GB, say"),
         (["--gpus", "H100"], "write 64xH100-80GB, say"),
         (["--gpus", "12xH100"], "nearest: 8 or 16"),
