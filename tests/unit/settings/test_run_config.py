@@ -185,6 +185,23 @@ def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
         (["model.gradient_checkpointing=some"], "model.gradient_checkpointing = 'some'"),
         (["optimizer.betas=[0.9, 1.0]"], "optimizer.betas.1 = 1.0: input should be less than 1"),
         (
+            ["optimizer.type=adafactor", "optimizer.state_dtype=bfloat16"],
+            "optimizer.state_dtype = bfloat16: optimizer.type = adafactor does not read it: "
+            "Adafactor's states are a number for each row and column, in float32 -> take it out",
+        ),
+        (
+            ["optimizer.type=adafactor", "optimizer.betas=[0.8, 0.9]"],
+            "optimizer.betas = [0.8, 0.9]: optimizer.type = adafactor does not read it: ",
+        ),
+        (
+            ["optimizer.type=adafactor", "optimizer.eps=1e-6"],
+            "optimizer.eps = 1e-06: optimizer.type = adafactor does not read it: ",
+        ),
+        (
+            ["optimizer.type=lion", "optimizer.eps=1e-6"],
+            "optimizer.eps = 1e-06: optimizer.type = lion does not read it: ",
+        ),
+        (
             ["data.chunk_length=100"],
             "data.chunk_length = 100 is not a multiple of batch.sequence_length = ",
         ),
@@ -192,6 +209,13 @@ def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
 )
 def test_values_that_do_not_fit(tmp_path: Path, overrides: list[str], message: str) -> None:
     assert message in "\n".join(problems_of(tmp_path, make_tree(), *overrides))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "lion", "adafactor"])
+def test_an_optimizers_configuration_is_read_again(tmp_path: Path, kind: str) -> None:
+    """A checkpoint holds every field, the defaults that an optimizer does not read too."""
+    config = load_run_config(write(tmp_path, make_tree()), [f"optimizer.type={kind}"])
+    assert type(config).model_validate(config.model_dump()) == config
 
 
 @pytest.mark.parametrize(
