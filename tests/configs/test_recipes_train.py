@@ -27,6 +27,7 @@ SHORT = [
 ]  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "gpt2_124m": {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4},
+    "gpt2_124m_muon": {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4},
     "llama3_1b": SIZES,
     "qwen3_30b_a3b": {},
     "llama3_70b": {},
