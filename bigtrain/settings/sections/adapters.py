@@ -64,8 +64,8 @@ class AdaptersSection(Section):
         if asked:
             raise ValueError(
                 f"adapters.{min(asked)}: adapters beside a base in 4 bits (QLoRA) are not "
-                "implemented: bigtrain reads a base into 16 or 32 bits, and nothing compares packed "
-                "weights under ZeRO and the other degrees with plain peft (docs/howto/adapters.md: "
+                "implemented: bigtrain reads a base into 16 or 32 bits, and nothing compares "
+                "packed weights under ZeRO with plain peft (docs/howto/adapters.md: "
                 "what was tried) -> leave it out, and take ZeRO 3 or a GPU that holds "
                 "the base in 16 bits"
             )
