@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the subcommand."""
     parser.add_argument("--config", help="run YAML, or the name of a recipe")
     parser.add_argument(
-        "--gpus", metavar="NxDEVICE", help="what to plan for: 64xH100-80GB, 8xA100, 4xCPU"
+        "--gpus",
+        metavar="NxDEVICE",
+        help="what to plan for: 64xH100-80GB, 8xA100; 4xCPU: processes, by this machine's figures "
+        "with --hardware, else by those of the CPUs that bigtrain is developed on",
     )
     parser.add_argument(
         "--nodes-of", type=positive_int, metavar="N", help="devices on each node (default: 8)"
@@ -116,7 +119,7 @@ def _evaluate(path: Path, output: Path | None) -> int:
 def _calibrate(output: Path | None) -> int:
     from bigtrain.engine.calibration.device import calibrate
     from bigtrain.engine.calibration.engine import measure_engine
-    from bigtrain.planner.tables.calibration_file import write_calibration
+    from bigtrain.planner.tables.calibration_file import keep_calibration, write_calibration
 
     if output is None:
         raise ConfigError(Problem("--output", None, "is needed for --calibrate", "name a file"))
@@ -131,6 +134,8 @@ def _calibrate(output: Path | None) -> int:
                         for zero, costs in engine.zero.items())  # fmt: skip
         print(f"DeepSpeed, ns of a step per parameter byte, on 1 rank + with a second rank: {per}")
     write_calibration(device, engine, output)
+    if device.is_cpu:
+        keep_calibration(device, engine)
     devices = f"{device.devices_per_node}x{'CPU' if device.is_cpu else device.name}"
     print(f"wrote {output}; bigtrain plan --hardware {output} --gpus {devices} uses it")
     return 0
@@ -200,6 +205,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _cluster(args: argparse.Namespace) -> tuple[Cluster, MeasuredEngine | None]:
     from bigtrain.planner.search import Cluster
     from bigtrain.planner.tables.calibration_file import load_calibration
+    from bigtrain.planner.tables.engines import cpu_engine
     from bigtrain.planner.tables.hardware import find_device, with_network
 
     found = re.fullmatch(r"\s*(\d+)\s*x\s*(\S.*?)\s*", args.gpus)
@@ -213,6 +219,7 @@ def _cluster(args: argparse.Namespace) -> tuple[Cluster, MeasuredEngine | None]:
         device, measured = load_calibration(args.hardware)
     else:
         device = find_device(name)
+        measured = cpu_engine() if device.is_cpu else None
     if args.nodes_of is not None:
         device = replace(device, devices_per_node=args.nodes_of)
     per_node = device.devices_per_node

@@ -73,6 +73,15 @@ class MemoryUse:
         return {name: float(getattr(self, name)) for name in names}
 
 
+MARGIN = 0.05
+"""Share of a device's memory that is left free: a prediction may be wrong by that much."""
+
+
+def usable_memory(memory_bytes: float, margin: float = MARGIN) -> float:
+    """Bytes of a device that `MemoryUse.total` may take, for a plan and for a run alike."""
+    return memory_bytes * (1 - margin)
+
+
 def peak_memory(model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
     """Of the fullest rank of all stages. Of stages that are alike the first has the most
     micro-batches in flight."""

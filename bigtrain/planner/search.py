@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bigtrain.planner.layout import ADAMW, Layout, OptimizerCosts, Recompute
-from bigtrain.planner.memory import MemoryUse, peak_memory
+from bigtrain.planner.memory import MARGIN, MemoryUse, peak_memory, usable_memory
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.run_layout import usual_chunk
 from bigtrain.planner.step_time import StepTime, step_time
@@ -32,12 +32,12 @@ class Cluster:
     device: Device
     num_devices: int
     host_memory: float
-    margin: float = 0.05
+    margin: float = MARGIN
 
     @property
     def usable_memory(self) -> float:
         """Bytes of a device that a layout may take."""
-        return self.device.memory_bytes * (1 - self.margin)
+        return usable_memory(self.device.memory_bytes, self.margin)
 
     @property
     def host_memory_per_rank(self) -> float:

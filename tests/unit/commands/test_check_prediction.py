@@ -53,10 +53,10 @@ def test_what_cannot_fit_is_refused_as_the_run_refuses_it(
     large = ["batch.micro_batch_size=8", "parallel.pipeline=1"]
     assert main([*command, *large]) != 0
     error = capsys.readouterr().err
-    assert "the device has 80.0 GiB -> ask bigtrain plan for a layout that fits" in error
+    assert "80.0 GiB 76.0 are usable -> ask bigtrain plan for a layout that fits" in error
     assert main([*command, *large, "engine.refuse_too_large=false"]) == 0
     out = capsys.readouterr().out
-    assert "# the run is predicted to hold" in out
+    assert "# the run is predicted to need" in out
 
 
 def test_an_unknown_device_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from bigtrain.cli import main
+from bigtrain.planner.tables.engines import cpu_engine
+from bigtrain.planner.tables.hardware import find_device
 from bigtrain.settings.resolve import resolve_run_files
 from tests.support.worlds import ROOT
 
@@ -43,6 +45,19 @@ def test_plan_shows_the_best_layouts(config: Path, capsys: pytest.CaptureFixture
     assert lines[0].startswith("0.000279B parameters on 8 x H100-80GB, 32 samples of 64 tokens")
     assert [line.split()[0] for line in lines[2:5]] == ["1", "2", "3"]
     assert lines[6].startswith("memory of 1, GiB of 76.0 usable")
+
+
+def test_cpus_are_planned_by_the_shipped_figures(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["plan", "--config", str(config), "--gpus", "4xCPU", "precision.dtype=float32"]) == 0
+    )
+    assert "on 4 x CPU" in capsys.readouterr().out
+    device = find_device("CPU")
+    assert device.is_cpu
+    assert device.memory_bandwidth < 1e12
+    assert cpu_engine().zero[3].micro_batch > 0
 
 
 @pytest.mark.parametrize("choose", [1, 4, 60])
@@ -147,8 +162,8 @@ def test_published_layouts_are_among_the_best(
     config = ROOT / "benchmarks" / "published" / f"{name}.yaml"
     assert main(["plan", "--config", str(config), "--gpus", gpus, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    num_fitting = sum(layout["fits"] for layout in plan["layouts"])
-    assert num_fitting + plan["num_layouts_that_do_not_fit"] > 1000
+    fitting = [layout for layout in plan["layouts"] if layout["fits"]]
+    assert len(fitting) + plan["num_layouts_that_do_not_fit"] > 1000
     best = plan["layouts"][:20]
     assert any(wanted.items() <= layout["layout"].items() for layout in best)
     rate = best[0]["tokens_per_second_per_device"]
