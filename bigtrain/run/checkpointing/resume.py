@@ -189,7 +189,8 @@ def _refuse(
         if not any(f"{key}.".startswith(f"{entry}.") for entry in allowed)
     ]
     if refused:
-        keys = ",".join(sorted({key for key, _ in refused}))
+        # With what is allowed already, which must stay: whoever pastes this is not refused again.
+        keys = ",".join(sorted({*allowed, *(key for key, _ in refused)}))
         remedy = (
             "or restore the settings (with these train.steps nothing would be left to do; with "
             f"more it could resume by checkpoint.allow_changes=[{keys}])"
