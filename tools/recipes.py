@@ -8,6 +8,7 @@ What the plan says of it stands in the comment lines below, its settings in the 
 ``--check`` nothing is written, and the exit code is 1 where a recipe is not what the plan says. Hub
 names are planned from ``bigtrain/recipes/configs/``: what each model's config.json says, in the
 names of transformers 5, without keys that change nothing. Runs read the hub's own.
+Loss and buckets stay what a run decides by itself.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def with_layout(text: str) -> str:
     """A recipe's text with what the plan says now."""
     name, gpus = hardware_of(text)
     arguments = ["plan", "--config", name, "--gpus", gpus]
-    plan = ranked_layouts(build_parser("plan").parse_args(arguments))
+    plan = ranked_layouts(build_parser("plan").parse_args(arguments), varies=False)
     if plan.model.source != "traced":
         raise ModelError(
             f"the plan of {name} is by a closed form, not of the traced model: {plan.remark} -> "

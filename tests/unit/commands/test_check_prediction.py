@@ -31,9 +31,9 @@ def test_with_a_device_it_is_what_the_plan_says_of_that_layout() -> None:
         config=RECIPE[0], overrides=RECIPE[1], gpus="8xH100-80GB", hardware=None, nodes_of=None,
         network=None, host_memory=None,
     )  # fmt: skip
-    plan = ranked_layouts(args)
+    plan = ranked_layouts(args, varies=False)
     best = plan.fitting[0]
-    tree, _ = run_and_engine(plan.config, best.layout)
+    tree, _ = run_and_engine(plan.config, best.layout, plan.model.vocabulary_size)
     parallel = [f"parallel.{name}={degree}" for name, degree in tree["parallel"].items()]
     line = lines(
         *parallel,
