@@ -243,6 +243,37 @@ def test_contradictions_name_both_owners(raw: dict[str, Any], message: str) -> N
     assert message in texts[0]
 
 
+@pytest.mark.parametrize(
+    ("block", "contradicts"),
+    [
+        ({"type": "AdamW"}, False),
+        ({"type": "AdamW", "params": {"lr": "auto", "torch_adam": True, "fused": True}}, False),
+        ({"type": "Muon"}, False),
+        ({"type": "muon", "params": {"lr": 1e-3}}, False),
+        ({"type": "auto"}, False),
+        ({"type": "AdamW", "params": {"lr": 1e-3, "betas": "auto"}}, True),
+        ({"type": "Lion"}, True),
+        ({"type": "Adam"}, True),
+    ],
+)
+def test_an_optimizer_of_the_json_is_the_run_s_or_a_placeholder(
+    block: dict[str, Any], contradicts: bool
+) -> None:
+    muon = make_config(optimizer={"type": "muon"})
+    engine, problems = render(muon, PLAN, {"optimizer": block}, "x.json")
+    assert (engine is None) == contradicts
+    assert [str(problem) for problem in problems] == contradicts * [
+        f"x.json: optimizer.type = {block['type']!r}: contradicts optimizer.type = muon of the "
+        'run, which owns it -> leave it out of x.json or write "muon" or "auto", or change '
+        "optimizer.type in the run"
+    ]
+
+
+def test_adam_is_told_how_to_name_adamw() -> None:
+    [text] = problems_of({"optimizer": {"type": "Adam"}})
+    assert 'write "AdamW" or "auto"' in text
+
+
 def test_equal_values_are_not_contradictions() -> None:
     raw = {
         "train_batch_size": 16,
