@@ -141,7 +141,7 @@ def test_what_is_not_a_json_object_is_refused(tmp_path: Path, text: str, message
         (
             {"zero_optimization": {"cpu_offload": True}},
             "x.json: zero_optimization.cpu_offload = True: is deprecated in DeepSpeed -> use "
-            "offload_optimizer",
+            'offload_optimizer: {"device": "cpu"}',
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}},
@@ -173,6 +173,12 @@ def test_blocks_the_run_owns_are_refused(path: str) -> None:
         raw = {name: raw}
     texts = [text for text in problems_of(raw) if text.startswith(f"x.json: {path}:")]
     assert any(REFUSED_BLOCKS[path][0] in text for text in texts)
+
+
+def test_a_scheduler_of_autos_is_one_problem() -> None:
+    autos = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+    [text] = problems_of({"scheduler": {"type": "WarmupLR", "params": autos}})
+    assert text.startswith("x.json: scheduler: the run owns the learning rate over time")
 
 
 def test_every_refused_block_is_a_key_of_deepspeed() -> None:
