@@ -67,6 +67,13 @@ REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
     ),
     "autotuning": ("bigtrain is not started by DeepSpeed's autotuner", "take it out"),
     "compile": ("bigtrain does not compile models", "take it out"),
+    **dict.fromkeys(
+        ("tensorboard", "wandb", "csv_monitor", "comet"),
+        (
+            "is DeepSpeed's monitor, which writes beside the run directory",
+            "take it out and set logging.trackers in the run",
+        ),
+    ),
     "hybrid_engine": ("is an engine for reinforcement learning, not for this", "take it out"),
     "weight_quantization": ("is for inference", "take it out"),
     "zero_optimization.zenflow": (
