@@ -13,7 +13,7 @@ from bigtrain.planner.published.rows import run_of
 from bigtrain.planner.step_time import step_time
 from bigtrain.planner.tables.hardware import find_device
 from tests.support.worlds import ROOT
-from tests.unit.planner.test_evaluation import ROW
+from tests.unit.planner.published.test_evaluation import ROW
 
 OTHERS = ROOT / "benchmarks" / "planner_other_rows.csv"
 NAMED = {
