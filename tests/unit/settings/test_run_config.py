@@ -255,6 +255,40 @@ def test_mixtures_that_are_refused(tmp_path: Path, data: object, message: str) -
     assert any(problem.startswith(message) for problem in problems), problems
 
 
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (["batch.global_tokens=128"], "-> batch.global_batch_size=null, or batch.global_tokens="),
+        (["batch.global_batch_size=null"], "must be set -> batch.global_batch_size=SAMPLES"),
+        (["checkpoint.allow_changes=[optimizer.lrr]"], "-> did you mean optimizer.lr?"),
+        (["checkpoint.allow_changes=[optimiser]"], "-> did you mean optimizer?"),
+        (["adapters={r: 8}", "model={path: a}"], "-> did you mean adapters.rank?"),
+        (["data={sources: [{path: a}]}"], "-> write weight: 1 (or epochs: 1) in each"),
+    ],
+)
+def test_what_contradicts_itself_is_told_what_to_write(
+    tmp_path: Path, overrides: list[str], remedy: str
+) -> None:
+    [text] = problems_of(tmp_path, make_tree(), *overrides)
+    assert remedy in text
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("optimizer=1e-3", "-> write its settings: optimizer.lr=VALUE"),
+        ("optimizer.betas=0.9", "-> write a list: optimizer.betas=[a, b]"),
+        ("optimizer.betas=[0.9, 1.0]", "less than 1 -> write a number less than 1"),
+        ("batch.micro_batch_size=0", "-> nearest: 1"),
+    ],
+)
+def test_a_value_of_another_kind_is_told_what_to_write(
+    tmp_path: Path, override: str, remedy: str
+) -> None:
+    [text] = problems_of(tmp_path, make_tree(), override)
+    assert remedy in text
+
+
 def test_errors_carry_problems_source_and_exit_code() -> None:
     error = ConfigError([Problem("a", 1, "is odd", "take 2"), Problem("b", None, "is absent")], "f")
     assert isinstance(error, BigtrainError)
