@@ -46,9 +46,12 @@ from benchmarks.support.contenders import (
 )
 from benchmarks.support.litgpt_loop import LitgptLoop
 from bigtrain.data.loading.loader import open_training_data
+from bigtrain.planner.run_prediction import GIB
+from bigtrain.run.diagnostics.prediction import predict
 from bigtrain.run.diagnostics.profiling import top_ops
-from bigtrain.run.preflight import inspect_inputs
+from bigtrain.run.preflight import Inputs, inspect_inputs
 from bigtrain.run.session import open_session
+from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.world import World
 
 CONTENDERS = ("bare", "bigtrain", "hf", "litgpt")
@@ -99,7 +102,21 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
             "model_flops_utilization": session.utilization(tokens_per_second),
             "peak_gib": session.memory.peak_gib(),
         }
+        if contender == "bigtrain":
+            result |= _predicted(run, inputs, session.device)
         return result | ({"top_ops": top} if top else {})
+
+
+def _predicted(run: ResolvedRun, inputs: Inputs, device: torch.device) -> dict[str, Any]:
+    """What the planner says of the run that was measured; tokens/s of devices it knows."""
+    found, reason = predict(run, inputs.hf_config, inputs.model_plan.loss, device)
+    if found is None:
+        return {"not_predicted": reason}
+    rate = found.tokens_per_second
+    return {
+        "predicted_gib": found.memory.allocated / GIB,
+        **({} if rate is None else {"predicted_tokens_per_second": rate}),
+    }
 
 
 def _profile(

@@ -70,20 +70,20 @@ def rates(setup: Setup) -> dict[str, float]:
     part = min(copied, 1 << 30)
     host = torch.empty(part, dtype=torch.uint8)
     found = {
-        "bf16_tflops": 2 * width**3 / _seconds(setup, lambda: a @ b) / 1e12,
-        "fp32_tflops": 2 * width**3 / _seconds(setup, lambda: full @ full) / 1e12,
-        "device_copy_gbs": 2 * copied / _seconds(setup, lambda: target.copy_(source)) / 1e9,
-        "host_copy_gbs": part / _seconds(setup, lambda: target[:part].copy_(host)) / 1e9,
+        "bf16_tflops": 2 * width**3 / seconds_of(setup, lambda: a @ b) / 1e12,
+        "fp32_tflops": 2 * width**3 / seconds_of(setup, lambda: full @ full) / 1e12,
+        "device_copy_gbs": 2 * copied / seconds_of(setup, lambda: target.copy_(source)) / 1e9,
+        "host_copy_gbs": part / seconds_of(setup, lambda: target[:part].copy_(host)) / 1e9,
     }
     if setup.on_gpu:
         pinned = torch.empty(part, dtype=torch.uint8, pin_memory=True)
-        seconds = _seconds(setup, lambda: target[:part].copy_(pinned, non_blocking=True))
+        seconds = seconds_of(setup, lambda: target[:part].copy_(pinned, non_blocking=True))
         found["pinned_copy_gbs"] = part / seconds / 1e9
     return found
 
 
-def _seconds(setup: Setup, call: Callable[[], object], repeats: int = 10) -> float:
-    """The median of `repeats` timed calls, after three that warm up."""
+def seconds_of(setup: Setup, call: Callable[[], object], repeats: int = 10) -> float:
+    """Of one call: the median of `repeats` timed ones, after three that warm up."""
     taken = []
     for number in range(3 + repeats):
         if setup.on_gpu:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.gpu_check import checkpoints, diagnostics, kernels, machine, memory, parity, speed
+from benchmarks.gpu_check import (
+    checkpoints,
+    diagnostics,
+    experts,
+    kernels,
+    machine,
+    memory,
+    parity,
+    speed,
+)
 from benchmarks.gpu_check.results import Function
 
 
@@ -33,6 +42,7 @@ PARTS = (
     Entry("flight-recorder", diagnostics.flight_recorder, 30),
     Entry("profiler", diagnostics.profiler, 45),
     Entry("speed-1b", speed.speed_1b, 120, 30),
+    Entry("grouped-products", experts.grouped_products, 30),
     Entry("speed-3b", speed.speed_3b, 90, 30),
     Entry("speed-8b", speed.speed_8b, 150, 45),
     Entry("compilation", kernels.compilation, 90),

@@ -120,10 +120,7 @@ def measure_into(point: dict[str, Any], directory: str) -> None:
 
 
 def _summarize(setup: Setup, part: Part) -> None:
-    """Figures of all rows, and the trace of bigtrain's fastest beside the results.
-
-    planner_gib: what `bigtrain.planner` would have said of the peak; it has no such figure yet.
-    """
+    """Figures of all rows, and the trace of bigtrain's fastest beside the results."""
     rows = part.figures["rows"]
     for name, row in rows.items():
         if "failed" in row:
@@ -133,7 +130,7 @@ def _summarize(setup: Setup, part: Part) -> None:
             "tokens_per_s": row["tokens_per_second"],
             "mfu": row["model_flops_utilization"],
             "peak_gib": row["peak_gib"],
-            "planner_gib": None,
+            **_beside(row),
         }
     base = rows.get("bare", {}).get("tokens_per_second")
     ours = {
@@ -150,6 +147,24 @@ def _summarize(setup: Setup, part: Part) -> None:
     part.figures["best"] = best
     part.figures["top_ops"] = rows[best].get("top_ops", [])
     _keep_trace(setup.directory / best.replace(", ", "-") / "trace.json", setup.directory / TRACE)
+
+
+def _beside(row: dict[str, Any]) -> dict[str, Any]:
+    """The planner's figures of bigtrain's own rows, and each over the measured one.
+
+    On a CPU the peak is the process's, which says nothing of its tensors.
+    """
+    if "not_predicted" in row:
+        return {"not_predicted": row["not_predicted"]}
+    found = {}
+    for predicted, name, measured in (
+        ("predicted_gib", "planner_gib", "peak_gib"),
+        ("predicted_tokens_per_second", "planner_tokens_per_s", "tokens_per_second"),
+    ):
+        if predicted in row:
+            found[name] = row[predicted]
+            found[f"{name}_over_measured"] = row[predicted] / row[measured]
+    return found
 
 
 def _keep_trace(trace: Path, target: Path) -> None:

@@ -313,12 +313,12 @@ def _zero(row: Row, engine: Engine) -> int:
         return 2 if stage == 3 and not said and _degree(row, "pp") > 1 else stage
     named = re.search(r"(?:zero|stage)\D{0,8}([0-3])\b", text)
     try:
-        stage = float(named.group(1) if named else text)
+        number = float(named.group(1) if named else text)
     except ValueError:
-        stage = math.nan
-    if stage not in (0, 1, 2, 3):
+        number = math.nan
+    if number not in (0, 1, 2, 3):
         raise ValueError(f"zero = {row['zero']} is no stage")
-    return int(stage)
+    return int(number)
 
 
 def _network(notes: str) -> float | None:

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_check import lives, machine, runner
+from benchmarks.gpu_check import experts, lives, machine, runner, speed
 from benchmarks.gpu_check.parts import PARTS
 from benchmarks.gpu_check.results import Part, table
 from tests.support.worlds import ROOT
-from tests.unit.benchmarks.gpu_check_driver import FAULTS
+from tests.unit.benchmarks.gpu_check_driver import FAULTS, Pretended
 
 # One of these has the lines of all three.
 SLOW = {"speed-1b", "speed-3b"}
 NAMES = [entry.name for entry in PARTS]
 PRETENDED = ["machine", "flight-recorder", "activation-offload"]
-QUICK = ["machine", "losses"]
+QUICK = ["machine", "losses", "grouped-products"]
 REST = [name for name in NAMES if name not in SLOW and name not in QUICK]
 pytestmark = pytest.mark.timeout(900)  # parts run in the first test's set-up
 
@@ -125,10 +125,47 @@ def test_figures_that_matter_are_there(rest: dict[str, Any]) -> None:
     scaled = rest["parity-fp16"]["figures"]["zero0"]
     assert scaled["skipped_steps"] > 0
     assert scaled["last_scale"] < 2**21
-    speed = rest["speed-8b"]["figures"]
-    assert {"bigtrain", "bare", "hf", "best_over_bare", "top_ops"} <= speed.keys()
-    assert speed["bigtrain"]["peak_gib"] > 0
+    figures = rest["speed-8b"]["figures"]
+    assert {"bigtrain", "bare", "hf", "best_over_bare", "top_ops"} <= figures.keys()
+    row = figures["bigtrain"]
+    assert row["peak_gib"] > 0
+    # 16 bytes a parameter of the tiny model, and little more.
+    assert 1e-4 < row["planner_gib"] < 1
+    ratio = row["planner_gib"] / row["peak_gib"]
+    assert row["planner_gib_over_measured"] == pytest.approx(ratio)
     assert rest["checkpoints"]["figures"]["tensors_at_8"] > 0
+
+
+def test_grouped_products_are_measured_at_both_loads(found: dict[str, Any]) -> None:
+    figures = found["grouped-products"]["figures"]
+    for name in ("even, up", "even, down", "uneven, up", "uneven, down"):
+        row = figures[name]
+        assert {"forward_tflops", "to_inputs_tflops", "to_weights_tflops"} <= row.keys()
+        ratio = row["forward_tflops"] / row["whole_tflops"]
+        assert row["forward_over_whole"] == pytest.approx(ratio)
+    assert figures["share_of_whole"] > 0
+
+
+def test_a_share_of_the_peak_where_a_device_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _=0: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    part = Part("x")
+    experts.grouped_products(Pretended("cpu", True, tmp_path, 10.0), part)
+    assert part.status == "passed"
+    assert part.figures["share_of_peak"] > 0
+    up = part.figures["even, up"]
+    assert up["forward_of_peak"] == pytest.approx(up["forward_tflops"] / 989.4, rel=1e-3)
+
+
+def test_a_row_that_the_planner_has_a_figure_for() -> None:
+    row = {"peak_gib": 8.0, "tokens_per_second": 100.0, "predicted_gib": 9.0}
+    assert speed._beside(row) == {"planner_gib": 9.0, "planner_gib_over_measured": 1.125}
+    rated = speed._beside({**row, "predicted_tokens_per_second": 120.0})
+    assert rated["planner_tokens_per_s_over_measured"] == 1.2
+    assert speed._beside({**row, "not_predicted": "why"}) == {"not_predicted": "why"}
+    assert speed._beside({"peak_gib": 8.0, "tokens_per_second": 1.0}) == {}
 
 
 def test_what_a_cpu_cannot_call_is_named(found: dict[str, Any]) -> None:
