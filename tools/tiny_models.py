@@ -33,7 +33,7 @@ _SIZES: dict[tuple[str, ...], Any] = {
     ("bos_token_id",): 1,
     ("eos_token_id",): 2,
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"): 4,
-    ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"): 2,
+    ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"): 2,
     ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"): 32,
     ("shared_intermediate_size",): 64,
     ("n_group", "topk_group"): 1,
@@ -98,7 +98,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 64},
     },
     "falcon_h1": {"mamba_d_ssm": 128},
@@ -151,7 +151,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "layer_types": _UNEVEN,
     },
-    "gemma4_text": _PER_LAYER,
+    # What experts compute is normalized: tiny weights, whose gradients are huge then, would make
+    # plain runs part by more than is compared after a rounding of their first weights.
+    "gemma4_text": {**_PER_LAYER, "enable_moe_block": True, "initializer_range": 0.3},
     "gemma4_unified_text": _PER_LAYER,
     "jamba": {
         "attn_layer_period": 2,

@@ -10,7 +10,7 @@ import torch
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
-from tests.parity.conftest import ARCHITECTURES, SEED, llama
+from tests.parity.conftest import ARCHITECTURES, SEED, VOCAB_SIZE, llama
 
 WEIGHTS = 1e-5
 """Of every weight at the end, float32."""
@@ -95,6 +95,17 @@ MODELS["jamba"] = llama(
     mamba_dt_rank=4,
     use_mamba_kernels=False,
 )
+# No expert-parallel plan, and experts below each other in two dimensions.
+MODELS["dbrx"] = {
+    "model_type": "dbrx",
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": 64,
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+    "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+}
 BIASES = torch.tensor([0.1, -0.1, 0.05, 0.0, -0.05, 0.2, 0.0, -0.2])
 MODELS["gpt_oss one"] = MODELS["gpt_oss"] | {"num_experts_per_tok": 1}
 ROUTER_BIAS = [-50.0, -50.0, 50.0, 0.0]

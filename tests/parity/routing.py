@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.models.dbrx.modeling_dbrx import DbrxExperts
 
 from bigtrain.models.torch_patches import is_in_backward
 from bigtrain.models.transformers_patches import modules_of_experts
@@ -31,6 +32,11 @@ class Seen:
     rows: dict[str, list[np.ndarray[Any, Any]]] = field(default_factory=dict)
 
 
+def _kinds(model: nn.Module) -> set[type]:
+    """Classes of modules of experts: those of transformers' decorator, and Dbrx's, without it."""
+    return {type(module) for module in modules_of_experts(model)} | {DbrxExperts}
+
+
 Routing = dict[str, Any]
 """``experts``: by layer, of every token in order of step, sample and place, its experts ascending;
 ``times``: how often each token was seen, the same for all."""
@@ -43,8 +49,9 @@ class Choices:
         self._first: dict[str, list[np.ndarray[Any, Any]]] = {}
         self._again: dict[str, list[np.ndarray[Any, Any]]] = {}
         names = {module: name for name, module in model.named_modules()}
-        for module in modules_of_experts(model):
-            self._watch(module, names[module])
+        for module, name in names.items():
+            if type(module) in _kinds(model):
+                self._watch(module, name)
 
     def _watch(self, module: nn.Module, name: str) -> None:
         def note(_module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -32,7 +32,7 @@ from bigtrain.models.experts.router_logits import (
 )
 from bigtrain.models.parallel.stage_layout import StageLayout, StagePlan, find_layout
 from bigtrain.models.parallel.stages import Payload, Stage
-from bigtrain.planner.stage_balance import StageCosts, balanced_cuts
+from bigtrain.planner.stages import StageCosts, balanced_cuts
 from bigtrain.settings.compatibility.check import Facts, check_model
 
 _TOLERANCE = 1e-5

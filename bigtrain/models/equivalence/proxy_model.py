@@ -30,9 +30,16 @@ _INNER_WIDTHS = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-
+_KEY_HEADS = ("num_key_value_heads", "kv_n_heads")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+_CHOSEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "moe_top_k",
+    "top_k_experts",
+)
 
 MODEL_FAILURES = (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError)
 """What a model's code may raise if it is used in a way that its author did not expect."""
@@ -143,14 +150,31 @@ def set_heads(config: Any, heads: int, key_value_heads: int, head_size: int | No
         config.linear_num_heads = heads
     config.hidden_size = heads * head_size
     config.num_attention_heads = heads
-    if getattr(config, "num_key_value_heads", None):
-        config.num_key_value_heads = key_value_heads
-    for name in _INNER_WIDTHS:
-        width = getattr(config, name, None)
-        if isinstance(width, int):
-            setattr(config, name, heads * head_size)
-        elif isinstance(width, list):  # one for each layer
-            setattr(config, name, [heads * head_size] * len(width))
+    for part in _parts(config):
+        if hasattr(part, "hidden_size"):
+            part.hidden_size = config.hidden_size
+        for name in _KEY_HEADS:
+            if getattr(part, name, None):
+                setattr(part, name, key_value_heads)
+        for name in _INNER_WIDTHS:
+            width = getattr(part, name, None)
+            if isinstance(width, int):
+                setattr(part, name, heads * head_size)
+            elif isinstance(width, list):  # one for each layer
+                setattr(part, name, [heads * head_size] * len(width))
+
+
+def _parts(config: Any) -> list[Any]:
+    """`config`, and what it has of its own for attention or experts (Dbrx)."""
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
+    return [
+        config,
+        *(
+            part
+            for part in parts
+            if isinstance(part, PreTrainedConfig) and not hasattr(part, "num_hidden_layers")
+        ),
+    ]
 
 
 def with_heads(heads: int) -> Change:
@@ -167,8 +191,9 @@ def with_heads(heads: int) -> Change:
 
 def fewer_experts(config: Any, divisor: int = 2) -> None:
     """Twice as many experts as a token is routed to, rounded up to a multiple of `divisor`."""
-    chosen = [getattr(config, name) for name in _CHOSEN if getattr(config, name, None)]
-    for name in _EXPERTS:
-        if isinstance(getattr(config, name, None), int) and chosen:
-            enough = -(-2 * int(chosen[0]) // divisor) * divisor
-            setattr(config, name, min(getattr(config, name), enough))
+    for part in _parts(config):
+        chosen = [getattr(part, name) for name in _CHOSEN if getattr(part, name, None)]
+        for name in _EXPERTS:
+            if isinstance(getattr(part, name, None), int) and chosen:
+                enough = -(-2 * int(chosen[0]) // divisor) * divisor
+                setattr(part, name, min(getattr(part, name), enough))

@@ -1,7 +1,8 @@
 """Expert parallelism of any Hugging Face causal LM by the plan that the model itself carries.
 
-A plan (``base_model_ep_plan``, transformers 5) names the modules of experts, which all keep one
-contract: weights stacked along their first dimension, [experts, ...], and a forward method of
+A plan (``base_model_ep_plan``, transformers 5) names the modules of experts; where a model has
+none, they are found by their structure. All keep one contract: weights stacked along their first
+dimension, [experts, ...], and a forward method of
 (hidden states [T, h], chosen experts [T, k], their weights [T, k]) whose result [T, h] is the sum
 of the chosen experts' outputs, each times its weight. Here a rank keeps the stacks' rows of its own
 experts. Each token's hidden state is sent to the ranks of its experts, which return their outputs;
@@ -13,6 +14,7 @@ Shapes: T = tokens of this rank, k = experts chosen for each, n = rows that this
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,17 +27,19 @@ from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
 from bigtrain.models.parallel.collectives import Group, RowExchange, exchange_rows, summed
-from bigtrain.models.parallel.sharding import Shard, even_ranges, tag_shard
+from bigtrain.models.parallel.sharding import Shard, even_ranges, full_shape, tag_shard
 from bigtrain.models.torch_patches import shadow, shadowed
 from bigtrain.models.transformers_patches import expanded_plan
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"
+_ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
 _EXCHANGE = "bigtrain_row_exchange"
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A module of experts, and its stacked parameters by their name in it."""
+    """A module of experts, and its stacked parameters by their name in it: of each the first
+    dimension has equally many rows for every expert, one after the other."""
 
     name: str
     module: Any
@@ -47,10 +51,22 @@ class Experts:
 
 
 def expert_modules(model: PreTrainedModel) -> list[Experts]:
-    """The modules of experts, as the model's plan has them.
+    """The modules of experts, as the model's plan has them, or those that keep the contract.
 
-    Raises ModelError for an architecture without such a plan, or whose experts do not fit it.
+    Raises ModelError for an architecture without either, or whose experts do not fit its plan.
     """
+    found = _of_the_plan(model) or _of_the_contract(model)
+    if not found:
+        raise ModelError(
+            f"parallel.expert: transformers has no expert-parallel plan for model_type "
+            f"{model.config.model_type}, and it has no modules of equally long stacks that are "
+            "called with tokens, their experts and weights -> parallel.expert=1, and "
+            "parallel.tensor or ZeRO 3 for models too large for one device"
+        )
+    return found
+
+
+def _of_the_plan(model: PreTrainedModel) -> list[Experts]:
     plan = expanded_plan(model, dict(model.ep_plan or {}))
     modules = dict(model.named_modules(remove_duplicate=False))
     found = []
@@ -69,12 +85,23 @@ def expert_modules(model: PreTrainedModel) -> list[Experts]:
                 "parallel.expert=1"
             )
         found.append(Experts(name, modules[name], stacks))
-    if not found:
-        raise ModelError(
-            f"parallel.expert: transformers has no expert-parallel plan for model_type "
-            f"{model.config.model_type} -> parallel.expert=1, and parallel.tensor or ZeRO 3 for "
-            "models too large for one device"
-        )
+    return found
+
+
+def _of_the_contract(model: PreTrainedModel) -> list[Experts]:
+    """Modules of `num_experts` experts that are called as the contract says, and all of whose
+    parameters have the rows of one expert after the other (Dbrx)."""
+    found = []
+    for name, module in model.named_modules():
+        num_experts = getattr(module, "num_experts", None)
+        if not isinstance(num_experts, int) or num_experts < 2:
+            continue
+        stacks = dict(module.named_parameters())
+        arguments = tuple(inspect.signature(type(module).forward).parameters)
+        if arguments == _ARGUMENTS and all(
+            len(full_shape(p)) > 1 and full_shape(p)[0] % num_experts == 0 for p in stacks.values()
+        ):
+            found.append(Experts(name, module, stacks))
     return found
 
 
@@ -96,11 +123,12 @@ def shard_experts(
     for experts in expert_modules(model):
         check_divides(experts, exchange.size)
         module, own = experts.module, experts.num_experts // exchange.size
-        span = (exchange.rank * own, (exchange.rank + 1) * own)
         for parameter in experts.stacks.values():
             shape = tuple(parameter.shape)
+            rows = own * (shape[0] // experts.num_experts)
+            span = (exchange.rank * rows, (exchange.rank + 1) * rows)
             primary = tensor is None or dist.get_rank(tensor) == 0
-            tag_shard(parameter, Shard(shape, primary, 0, (span,), own, "expert"))
+            tag_shard(parameter, Shard(shape, primary, 0, (span,), rows, "expert"))
             if tensor is not None and parameter.requires_grad:
                 parameter.register_hook(partial(summed, group=tensor))
         dispatch = _Dispatch(module, experts.num_experts, exchange)
@@ -204,4 +232,5 @@ class _Dispatch:
         # Only inside the call: initialization needs the full number.
         with shadowed(self._module, {"num_experts": num_own}):
             outputs: torch.Tensor = self._forward(rows, experts.unsqueeze(1), ones)
+        outputs = outputs.reshape(rows.shape[0], -1)
         return outputs[:0] if is_idle else outputs

@@ -1,26 +1,22 @@
 """Predictions beside published measurements: ``bigtrain plan --evaluate ROWS.csv``. Pure.
 
-A row has model, layout and device in columns, and in `notes` what its source says in words: which
-engine, how attention is computed, how nodes are connected. Nothing is fitted to a single source:
-the only constants are those of devices and engines, in `tables/`.
+`rows` reads what a row says. Nothing is fitted to a single source: the only constants are those of
+devices and engines, in `tables/`.
 """
 
 from __future__ import annotations
 
 import csv
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.planner.layout import Layout, Recompute
 from bigtrain.planner.memory import MemoryUse, peak_memory
-from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form
+from bigtrain.planner.published.rows import RowRun, run_of
 from bigtrain.planner.step_time import step_time
-from bigtrain.planner.tables.engines import Engine, engine_named
-from bigtrain.planner.tables.hardware import Device, find_device, with_network
+from bigtrain.planner.tables.engines import Engine
 
 COLUMNS = (
     "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gpu",
@@ -30,11 +26,6 @@ COLUMNS = (
 """Required columns; ``cp``, ``ep``, ``peak_gib``, ``params_b`` and ``notes`` are optional."""
 
 GIB = 2.0**30
-_MOST = 10**8  # the largest count accepted; of layers a thousandth of it
-_RECOMPUTE: Mapping[str, Recompute] = {
-    "none": "none", "no": "none", "false": "none", "full": "full", "yes": "full", "true": "full",
-    "selective": "attention", "attention": "attention",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,17 +35,6 @@ class Prediction:
     tokens_per_second: float | None
     peak_gib: float | None
     refused: str = ""
-
-
-@dataclass(frozen=True)
-class RowRun:
-    """What a row describes."""
-
-    model: ModelCosts
-    layout: Layout
-    device: Device
-    engine: Engine
-    gain: float
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -110,119 +90,6 @@ def _as_measured(use: MemoryUse, engine: Engine, notes: str) -> float:
     if "peak_allocated" in notes:
         return use.allocated
     return use.allocated * engine.reserved if "(reserved)" in notes else use.total
-
-
-def run_of(row: Mapping[str, str]) -> RowRun:
-    """Model, layout, device and engine of a row. Raises ValueError with what is wrong."""
-    notes = row.get("notes", "")
-    engine = engine_named(_engine(row, notes))
-    model = _model(row, engine)
-    layout = _layout(row, notes)
-    device = find_device(row["gpu"])
-    network = _network(notes)
-    if network is not None:
-        device = with_network(device, network / device.devices_per_node)
-    gain = device.float8_gain if "fp8" in row["precision"].lower() + notes.lower() else 1.0
-    if "float8" in row["precision"].lower() + notes.lower():
-        gain = device.float8_gain
-    return RowRun(model, layout, device, engine, gain)
-
-
-def _number(row: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = (row.get(name) or "").strip()
-    if not text:
-        if default is not None:
-            return default
-        raise ValueError(f"{name} is empty")
-    value = float(text)
-    if not 1 <= value <= _MOST or value != int(value):
-        raise ValueError(f"{name} = {text} is not a count")
-    return int(value)
-
-
-def _engine(row: Mapping[str, str], notes: str) -> str:
-    """The engine that the row's source and notes name."""
-    words = f"{notes} {row['source']}".lower()
-    if "megatron-deepspeed" in words:
-        return "megatron_deepspeed"
-    if "nanotron" in words:
-        return "nanotron"
-    if "fsdp" in words or "torchtitan" in words or "foundry" in words:
-        return "fsdp_compiled" if "compile" in words else "fsdp"
-    if "megatron" in words or "nemo" in words:
-        return "megatron"
-    return "deepspeed"
-
-
-def _model(row: Mapping[str, str], engine: Engine) -> ModelCosts:
-    words = f"{row['model']} {row.get('notes', '')}".lower()
-    heads = _number(row, "heads")
-    gated = bool(re.search(r"llama|mistral|mixtral|qwen|gemma|deepseek|olmo|swiglu", words))
-    layers = _number(row, "layers")
-    if layers > _MOST // 1000:
-        raise ValueError(f"layers = {layers} is not a count")
-    shape = DenseShape(
-        num_layers=layers,
-        hidden_size=_number(row, "hidden"),
-        num_heads=heads,
-        num_key_value_heads=_number(row, "kv_heads", heads),
-        intermediate_size=_number(row, "ffn"),
-        vocabulary_size=_number(row, "vocab"),
-        gated=gated,
-        tied="tied" in words or not gated,
-        dropout=engine.score_passes is not None,
-        fused_attention=engine.score_passes is None or "flash" in words,
-    )
-    if shape.hidden_size % heads and not shape.head_size:
-        raise ValueError(f"hidden = {shape.hidden_size} is not divided by heads = {heads}")
-    return closed_form(shape)
-
-
-def _layout(row: Mapping[str, str], notes: str) -> Layout:
-    sizes = {name: _number(row, name, 1) for name in ("dp", "tp", "pp", "cp", "ep")}
-    micro, batch = _number(row, "micro_batch"), _number(row, "global_batch")
-    world = sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["cp"]
-    if world != _number(row, "num_gpus"):
-        raise ValueError(f"dp x tp x pp x cp = {world} is not num_gpus = {row['num_gpus']}")
-    if batch % (micro * sizes["dp"]):
-        raise ValueError(f"global_batch = {batch} is no multiple of micro_batch x dp")
-    recompute: Recompute = "none"
-    if row["recompute"]:
-        recompute = _RECOMPUTE.get(row["recompute"].strip().lower(), "operators")
-    zero = _zero(row["zero"], notes)
-    virtual = re.search(r"interleav\w*[^0-9]{0,20}(\d+)", notes)
-    return Layout(
-        data_size=sizes["dp"],
-        tensor_size=sizes["tp"],
-        pipeline_size=sizes["pp"],
-        sequence_size=sizes["cp"],
-        expert_size=sizes["ep"],
-        zero_stage=zero,
-        micro_batch_size=micro,
-        num_accumulation=batch // (micro * sizes["dp"]),
-        sequence_length=_number(row, "seq"),
-        recompute=recompute,
-        tensor_sequence="REDUCE_SCATTER" in notes or "sequence parallel" in notes.lower(),
-        num_virtual_stages=int(virtual.group(1)) if virtual else 1,
-        gradient_bytes=4 if "fp32 gradient" in row["precision"] else 2,
-    )
-
-
-def _zero(text: str, notes: str) -> int:
-    stage = int(float(text)) if text.strip() else 0
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero = {text} is no stage")
-    # FSDP's name for ZeRO 2: parameters stay gathered between forward and backward.
-    return 2 if "SHARD_GRAD_OP" in notes else stage
-
-
-def _network(notes: str) -> float | None:
-    """Network bandwidth of a node in bits per second, if the notes give it."""
-    cards = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", notes)
-    if cards:
-        return int(cards.group(1)) * int(cards.group(2)) * 1e9
-    whole = re.search(r"(\d+)\s*Gbps node", notes)
-    return int(whole.group(1)) * 1e9 if whole else None
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,9 @@ class Engine:
     `exposed_gradients`: share of the gradient reduction that is never hidden;
     `reduces_every_micro_batch`: under ZeRO 2. `optimizer_bytes`: moved per parameter by an update;
     `loss_bytes`: per logit. `step_seconds`: fixed overhead per micro-batch. `measured`: on CPUs,
-    replaces the formulas of the optimizer and of data-parallel communication.
+    replaces the formulas of the optimizer and of data-parallel communication. `float8`: factor on
+    the device's gain from 8-bit products; `expert_exposed`, `pipeline_exposed`: share of the
+    communication of experts and stages that is neither hidden nor avoided.
 
     Memory: `saved`: factor on the saved activations; `logit_bytes_cut`, `logit_bytes_whole`: kept
     per logit, divided by tensor parallelism or not. `context_bytes`: held on the device besides
@@ -87,6 +89,9 @@ class Engine:
     balances_stages: bool = False
     is_deepspeed: bool = False
     measured: MeasuredEngine | None = None
+    float8: float = 1.0
+    expert_exposed: float = 1.0
+    pipeline_exposed: float = 1.0
 
     def with_measured(self, found: MeasuredEngine) -> Engine:
         """This engine on the CPUs that `found` was measured on: without a CUDA context, and with
@@ -105,6 +110,18 @@ class Engine:
 def _table() -> Mapping[str, Any]:
     tree: Mapping[str, Any] = json.loads((TABLES / "engines.json").read_text(encoding="utf-8"))
     return tree
+
+
+def cpu_engine() -> MeasuredEngine:
+    """What DeepSpeed costs on the CPUs that the shipped tables were measured on."""
+    tree = {key: item for key, item in _table()["cpu"].items() if key != "about"}
+    return measured_engine(tree)
+
+
+def measured_engine(tree: Mapping[str, Any]) -> MeasuredEngine:
+    """From plain values. Raises KeyError, TypeError or ValueError if they are something else."""
+    zero = {int(stage): ZeroCosts(**costs) for stage, costs in tree["zero"].items()}
+    return MeasuredEngine(**{**tree, "zero": zero})
 
 
 def engine_named(name: str) -> Engine:

@@ -95,8 +95,10 @@ def find_device(name: str, option: str = "--gpus") -> Device:
     entry = _find(name)
     if entry is None:
         known = device_names()
-        close = difflib.get_close_matches(name.upper(), known, n=3, cutoff=0.3)
-        remedy = f"did you mean {' or '.join(close)}? " if close else ""
+        # By the name without its memory: MI300X is nearer to H100 than to H100-80GB.
+        short = {entry.rsplit("-", 1)[0]: entry for entry in reversed(known)}
+        close = difflib.get_close_matches(name.upper(), list(short), n=3, cutoff=0.0)
+        remedy = f"nearest names: {', '.join(short[found] for found in close)}; "
         remedy += f"known: {', '.join(known)}; or measure one with bigtrain plan --calibrate"
         raise ConfigError(Problem(option, name, "no such device in the hardware tables", remedy))
     return _device(entry, _table()["devices"][entry])
@@ -110,7 +112,10 @@ def _find(name: str) -> str | None:
             return str(entry)
     # As torch or a table writes it: "NVIDIA H100 80GB HBM3", "A100-SXM4-80GB", "H100-80GB-SXM".
     for entry, figures in devices.items():
-        if re.search(figures["pattern"], name, re.IGNORECASE):
+        # The model's name as a whole word: H1000 and H100X are no H100.
+        model = re.match("[A-Z0-9]+", figures["pattern"])
+        word = rf"(?<![A-Z0-9])(RTX)?{model[0] if model else ''}(?![A-Z0-9])"
+        if all(re.search(part, name, re.IGNORECASE) for part in (word, figures["pattern"])):
             return str(entry)
     return None
 

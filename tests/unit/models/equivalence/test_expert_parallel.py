@@ -11,6 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts, Mixtral
 
 from bigtrain.models.equivalence.expert_parallel import check_expert_parallel
 from tests.parity.conftest import ARCHITECTURES, llama
+from tools.tiny_models import tiny_config
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
 MIXTRAL = llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
@@ -62,9 +63,38 @@ def test_three_ranks_can_divide_six_experts() -> None:
     assert text == "does not divide the 6 experts of model.layers.0.mlp.experts -> nearest: 3"
 
 
-def test_a_model_without_a_plan_is_refused_by_name() -> None:
-    (text,) = problems(config_of("llama", **SMALL))
-    assert text.startswith("transformers has no expert-parallel plan for model_type llama -> ")
+def dbrx(d_model: int, n_heads: int, num_experts: int) -> PreTrainedConfig:
+    return config_of(
+        "dbrx",
+        d_model=d_model,
+        n_heads=n_heads,
+        vocab_size=128,
+        attn_config={"kv_n_heads": n_heads // 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        ffn_config={
+            "ffn_hidden_size": 2 * d_model,
+            "moe_num_experts": num_experts,
+            "moe_top_k": num_experts // 4,
+        },
+    )
+
+
+def test_experts_are_found_by_their_structure() -> None:
+    assert problems(dbrx(32, 4, 4)) == []
+    assert problems(dbrx(6144, 48, 16), size=4) == []  # of full width: only a proxy model is built
+    (text,) = problems(dbrx(32, 4, 4), size=3)
+    assert text == (
+        "does not divide the 4 experts of transformer.blocks.0.ffn.experts -> nearest: 2"
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama4_text", "jetmoe", "longcat_flash", "doge"])
+def test_a_model_without_either_is_refused_by_name(kind: str) -> None:
+    config = tiny_config(kind) if kind != "llama" else config_of("llama", **SMALL)
+    (text,) = problems(config)
+    assert text.startswith(
+        f"transformers has no expert-parallel plan for model_type {kind}, and it has no modules of "
+        "equally long stacks that are called with tokens, their experts and weights -> "
+    )
 
 
 def mixtral() -> PreTrainedConfig:

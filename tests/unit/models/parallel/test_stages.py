@@ -26,7 +26,7 @@ from bigtrain.models.equivalence.pipeline_stages import (
 from bigtrain.models.layers.adapters import add_adapters, weight_of
 from bigtrain.models.parallel.stage_layout import StageLayout, find_layout
 from bigtrain.models.parallel.stages import LayerPlaceholder, Payload, Stage, stages_of_parameters
-from bigtrain.planner.stage_balance import StageCosts, balanced_cuts
+from bigtrain.planner.stages import StageCosts, balanced_cuts
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
 
 VOCABULARY = 64

@@ -16,10 +16,10 @@ from bigtrain.planner.published.evaluation import (
     error_table,
     predict,
     read_rows,
-    run_of,
     summarize,
     write_rows,
 )
+from bigtrain.planner.published.rows import run_of
 from bigtrain.planner.tables.hardware import device_names, find_device
 from tests.support.worlds import ROOT
 
