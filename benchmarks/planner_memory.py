@@ -3,8 +3,9 @@
     python benchmarks/planner_memory.py [--world-size 2] [--only llama]
 
 Small models of eight architectures in real processes on CPUs, ZeRO 0 to 3, every kind of
-parallelism, recomputation, chunked loss, 16 and 32 bit: for each the fullest rank's peak in a step,
-by torch's profile of every allocation (`benchmarks/support/memory_worker.py`).
+parallelism, recomputation, chunked loss, offload (to the memory where the rest is too), 16 and 32
+bit: for each the fullest rank's peak in a step, by torch's profile of every allocation
+(`benchmarks/support/memory_worker.py`).
 """
 
 from __future__ import annotations
@@ -63,9 +64,28 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero1 tp2": ("zero1", {"parallel": {"tensor": 2}}),
     "zero1 pp2": ("zero1", {"parallel": {"pipeline": 2}}),
     "zero1 sp2": ("zero1", {"parallel": {"sequence": 2}}),
+    "zero1 offload": ("zero1_offload", {}),
+    "zero2 offload": ("zero2_offload", {}),
+    "zero3 offload": ("zero3_offload", {}),
+    "zero3 offload optimizer": ("zero3_offload_optimizer", {}),
+    "zero1 ep2": ("zero1", {"parallel": {"expert": 2}}),
+    "zero2 ep2": ("zero2", {"parallel": {"expert": 2}}),
+    "zero3 ep2": ("zero3", {"parallel": {"expert": 2}}),
+    "zero1 ep2 bf16": ("zero1", {"parallel": {"expert": 2}, "precision": {"dtype": "bfloat16"}}),
 }
 # What all models are tried with, and what some are.
 USUAL = ("zero0", "zero1", "zero2", "zero3", "zero1 recompute", "zero1 bf16")
+EXPERTS = tuple(title for title in LAYOUTS if " ep2" in title)
+CUT = ("zero1 chunked", "zero1 tp2", "zero1 pp2", "zero1 sp2")
+MORE: dict[str, tuple[str, ...]] = {
+    "llama": tuple(title for title in LAYOUTS if title not in EXPERTS),
+    "qwen3": tuple(title for title in LAYOUTS if title not in EXPERTS),
+    "gpt_neox": (*USUAL, "zero1 chunked", "zero1 tp2", "zero1 pp2", "zero2 offload"),
+    "olmo2": (*USUAL, *CUT, "zero3 offload"),
+    "phi3": (*USUAL, *CUT),
+    "qwen3_moe": (*USUAL, *CUT, *EXPERTS, "zero2 offload", "zero3 offload"),
+    "mistral": (*USUAL, *CUT, "zero3 offload"),
+}
 
 
 def cases(directory: Path, only: str, bucket: int) -> list[dict[str, Any]]:
@@ -75,8 +95,8 @@ def cases(directory: Path, only: str, bucket: int) -> list[dict[str, Any]]:
         where = directory / name
         config = AutoConfig.for_model(**values)
         AutoModelForCausalLM.from_config(config).save_pretrained(where)
-        chosen = LAYOUTS if name in ("llama", "qwen3") else {k: LAYOUTS[k] for k in USUAL}
-        for title, (engine, changes) in chosen.items():
+        for title in MORE.get(name, USUAL):
+            engine, changes = LAYOUTS[title]
             if only in f"{name} {title}":
                 run = {
                     "model": {"path": str(where), "attention": "sdpa", "loss": "plain"},
@@ -98,8 +118,13 @@ def cases(directory: Path, only: str, bucket: int) -> list[dict[str, Any]]:
 
 def _with_bucket(directory: Path, name: str, bucket: int) -> str:
     """A shipped DeepSpeed JSON with other buckets: its own are larger than these models."""
-    tree = read_deepspeed_config(find_deepspeed_config(name))
+    shipped = {"zero1_offload": "zero2_offload", "zero3_offload_optimizer": "zero3_offload"}
+    tree = read_deepspeed_config(find_deepspeed_config(shipped.get(name, name)))
     zero = tree["zero_optimization"]
+    if name == "zero1_offload":
+        zero["stage"] = 1
+    if name == "zero3_offload_optimizer":
+        del zero["offload_param"]
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         if key in zero:
             zero[key] = bucket
@@ -115,7 +140,8 @@ def predicted(case: dict[str, Any], world_size: int) -> dict[str, float]:
     hf_config = AutoConfig.from_pretrained(config.model.path)
     model = trace_model(hf_config, getattr(torch, config.precision.dtype))
     use = peak_memory(model, layout_of(run), engine_named("deepspeed"))
-    return {"total": use.allocated, **use.terms()}
+    # Here the device's memory and main memory are the same.
+    return {"total": use.allocated + use.host_offload, **use.terms(), "offload": use.host_offload}
 
 
 def main() -> None:

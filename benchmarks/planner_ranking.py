@@ -56,11 +56,11 @@ class Ranking:
         gpus = f"{world_size}xCPU"
         args = argparse.Namespace(config=str(config), overrides=[], gpus=gpus, hardware=hardware,
                                   nodes_of=world_size, network=None, host_memory=None)  # fmt: skip
-        plan = ranked_layouts(args)
+        plan = ranked_layouts(args, varies=False)
         self.candidates: list[Candidate] = plan.fitting
         self.cases = []
         for key, candidate in enumerate(plan.fitting):
-            run, engine = run_and_engine(plan.config, candidate.layout)
+            run, engine = run_and_engine(plan.config, candidate.layout, plan.model.vocabulary_size)
             path = directory / f"{key}.json"
             path.write_text(json.dumps(engine))
             self.cases.append({"key": key, "config": run, "engine": str(path)})

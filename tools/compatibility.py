@@ -28,8 +28,9 @@ Written by `python tools/compatibility.py --output docs/compatibility.md` from
 combinations before there is a process group, and `bigtrain check` those that it can know: of a
 device with `--device` only, never a missing libaio, and the heads that tensor-parallel ranks divide
 as transformers' plan for the model's type has them, without the defaults of key-value heads.
-Each has a test made from its example (`tests/unit/settings/test_compatibility.py`). A leading `ds:`
-is a key of the DeepSpeed JSON, any other of the run. The last column is what the rule itself
+Each has a test made from its example
+(`tests/unit/settings/compatibility/test_compatibility.py`). A leading `ds:` is
+a key of the DeepSpeed JSON, any other of the run. The last column is what the rule itself
 changes of the example; an error names other ways too.
 
 | rule | key | reason | example | nearest that runs |

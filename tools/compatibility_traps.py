@@ -19,7 +19,10 @@ _UNKNOWN = (
     "tests/unit/settings/deepspeed/test_engine_config.py::test_unknown_keys_and_values_are_refused"
 )
 _PIPELINE = "tests/parity/test_pipeline.py::test_equals_plain_training"
-_RULES = "tests/unit/settings/test_compatibility.py::test_example_is_refused_by_its_rule_alone"
+_RULES = (
+    "tests/unit/settings/compatibility/test_compatibility.py"
+    "::test_example_is_refused_by_its_rule_alone"
+)
 _RESUME = "tests/parity/test_resume.py::test_goes_on"
 _SPLIT = "tests/parity/test_tensor_checkpoints.py::test_goes_on"
 _MODELS = "tests/unit/models/test_build.py"

@@ -8,6 +8,7 @@ What the plan says of it stands in the comment lines below, its settings in the 
 ``--check`` nothing is written, and the exit code is 1 where a recipe is not what the plan says. Hub
 names are planned from ``bigtrain/recipes/configs/``: what each model's config.json says, in the
 names of transformers 5, without keys that change nothing. Runs read the hub's own.
+Loss and buckets stay what a run decides by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from bigtrain.cli import build_parser
 from bigtrain.commands.plan import ranked_layouts
+from bigtrain.errors import BigtrainError, ModelError
 from bigtrain.planner.search import Candidate, Cluster
 from bigtrain.system.shipped_files import recipes
 
@@ -36,7 +38,11 @@ def main() -> int:
     same = True
     for path in planned_recipes():
         text = path.read_text(encoding="utf-8")
-        planned = with_layout(text)
+        try:
+            planned = with_layout(text)
+        except BigtrainError as error:
+            print(f"{path}: {error}", file=sys.stderr)
+            return error.exit_code
         if planned == text:
             print(f"{path}: up to date")
         elif check:
@@ -68,7 +74,12 @@ def with_layout(text: str) -> str:
     """A recipe's text with what the plan says now."""
     name, gpus = hardware_of(text)
     arguments = ["plan", "--config", name, "--gpus", gpus]
-    plan = ranked_layouts(build_parser("plan").parse_args(arguments))
+    plan = ranked_layouts(build_parser("plan").parse_args(arguments), varies=False)
+    if plan.model.source != "traced":
+        raise ModelError(
+            f"the plan of {name} is by a closed form, not of the traced model: {plan.remark} -> "
+            "correct the model's configuration in bigtrain/recipes/configs/"
+        )
     best = plan.fitting[0]
     asks = f"# Layout: the first of `bigtrain plan --config {name} --gpus {gpus}`.\n"
     text = ASKS.sub(lambda _: asks + prediction(best, plan.cluster), text, count=1)

@@ -86,9 +86,11 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     from bigtrain.models.traced_costs import model_costs
     from bigtrain.planner.run_layout import usual_chunk
     from bigtrain.planner.run_prediction import predict_run, refuse_too_large
+    from bigtrain.planner.tables.engines import cpu_engine
     from bigtrain.planner.tables.hardware import find_device
 
     device = None if gpu is None else find_device(gpu, "--gpu")
+    measured = cpu_engine() if device is not None and device.is_cpu else None
     try:
         model, remark = model_costs(resolved.config, traces=gpu is not None)
     except (ConfigError, ModelError) as error:
@@ -99,7 +101,7 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     tokens = plan.micro_batch_size * resolved.config.batch.sequence_length
     tokens //= resolved.topology.sequence_size
     chunk = usual_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
-    found = predict_run(resolved, model, chunk, device)
+    found = predict_run(resolved, model, chunk, device, measured)
     lines = [found.line()]
     if remark:
         lines.append("the model's costs are " + remark)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
 from bigtrain.errors import ConfigError, Problem
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         max_shard_size=args.max_shard_size,
         merge=args.merge,
+        warn=lambda text: print(f"bigtrain export: {text}", file=sys.stderr),
     )
     print(f"{args.output}: step {step}, reloaded with transformers and compared: same logits")
     if args.push_to_hub is not None:

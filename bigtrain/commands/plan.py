@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the subcommand."""
     parser.add_argument("--config", help="run YAML, or the name of a recipe")
     parser.add_argument(
-        "--gpus", metavar="NxDEVICE", help="what to plan for: 64xH100-80GB, 8xA100, 4xCPU"
+        "--gpus",
+        metavar="NxDEVICE",
+        help="what to plan for: 64xH100-80GB, 8xA100; 4xCPU: processes, by this machine's figures "
+        "with --hardware, else by those of the CPUs that bigtrain is developed on",
     )
     parser.add_argument(
         "--nodes-of", type=positive_int, metavar="N", help="devices on each node (default: 8)"
@@ -116,7 +119,7 @@ def _evaluate(path: Path, output: Path | None) -> int:
 def _calibrate(output: Path | None) -> int:
     from bigtrain.engine.calibration.device import calibrate
     from bigtrain.engine.calibration.engine import measure_engine
-    from bigtrain.planner.tables.calibration_file import write_calibration
+    from bigtrain.planner.tables.calibration_file import keep_calibration, write_calibration
 
     if output is None:
         raise ConfigError(Problem("--output", None, "is needed for --calibrate", "name a file"))
@@ -131,6 +134,8 @@ def _calibrate(output: Path | None) -> int:
                         for zero, costs in engine.zero.items())  # fmt: skip
         print(f"DeepSpeed, ns of a step per parameter byte, on 1 rank + with a second rank: {per}")
     write_calibration(device, engine, output)
+    if device.is_cpu:
+        keep_calibration(device, engine)
     devices = f"{device.devices_per_node}x{'CPU' if device.is_cpu else device.name}"
     print(f"wrote {output}; bigtrain plan --hardware {output} --gpus {devices} uses it")
     return 0
@@ -150,8 +155,9 @@ class Ranked:
     num_others: int
 
 
-def ranked_layouts(args: argparse.Namespace) -> Ranked:
-    """The layouts that the arguments ask for. Raises ConfigError if none fits."""
+def ranked_layouts(args: argparse.Namespace, *, varies: bool = True) -> Ranked:
+    """The layouts that the arguments ask for; `varies`: with loss and buckets other than a run
+    decides by itself, too. Raises ConfigError if none fits."""
     from bigtrain.models.traced_costs import model_costs
     from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import search
@@ -161,7 +167,7 @@ def ranked_layouts(args: argparse.Namespace) -> Ranked:
     cluster, measured = _cluster(args)
     config = load_run_config(args.config, args.overrides)
     model, remark = model_costs(config)
-    request = _request(config, cluster, model)
+    request = replace(_request(config, cluster, model), varies=varies)
     engine = engine_named("deepspeed")
     if measured is not None:
         engine = engine.with_measured(measured)
@@ -193,13 +199,14 @@ def _plan(args: argparse.Namespace) -> int:
             print(f"the model's costs are {plan.remark}")
         print(plan_table(plan.fitting, plan.cluster, args.top))
     if args.write is not None:
-        _write(args, plan.config, plan.cluster, plan.fitting)
+        _write(args, plan.config, plan.cluster, plan.fitting, plan.model.vocabulary_size)
     return 0
 
 
 def _cluster(args: argparse.Namespace) -> tuple[Cluster, MeasuredEngine | None]:
     from bigtrain.planner.search import Cluster
     from bigtrain.planner.tables.calibration_file import load_calibration
+    from bigtrain.planner.tables.engines import cpu_engine
     from bigtrain.planner.tables.hardware import find_device, with_network
 
     found = re.fullmatch(r"\s*(\d+)\s*x\s*(\S.*?)\s*", args.gpus)
@@ -213,6 +220,7 @@ def _cluster(args: argparse.Namespace) -> tuple[Cluster, MeasuredEngine | None]:
         device, measured = load_calibration(args.hardware)
     else:
         device = find_device(name)
+        measured = cpu_engine() if device.is_cpu else None
     if args.nodes_of is not None:
         device = replace(device, devices_per_node=args.nodes_of)
     per_node = device.devices_per_node
@@ -293,9 +301,17 @@ def _deepspeed_json(zero_stage: int, offload: str) -> dict[str, Any]:
     return read_deepspeed_config(find_deepspeed_config(f"zero{zero_stage}{offload}"))
 
 
-def run_and_engine(config: RunConfig, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run YAML and the DeepSpeed JSON of `config` in another layout, as trees."""
-    raw = _deepspeed_json(layout.zero_stage, "_offload" if layout.offload_optimizer else "")
+def run_and_engine(
+    config: RunConfig, layout: Layout, vocabulary_size: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run YAML and the DeepSpeed JSON of `config` in another layout, as trees. The loss is
+    written where it is not what such a run would decide by itself."""
+    from bigtrain.planner.run_layout import usual_chunk
+
+    offload = "_offload" if layout.offload_optimizer else ""
+    # Of ZeRO 1 with its optimizer in main memory none is shipped: ZeRO 2's differs in the stage.
+    raw = _deepspeed_json(2 if offload and layout.zero_stage == 1 else layout.zero_stage, offload)
+    raw["zero_optimization"]["stage"] = layout.zero_stage
     if layout.offload_optimizer and not layout.offload_parameters:
         raw["zero_optimization"].pop("offload_param", None)
     tree = config.model_dump(mode="json", exclude_unset=True)
@@ -308,11 +324,28 @@ def run_and_engine(config: RunConfig, layout: Layout) -> tuple[dict[str, Any], d
     tree["parallel"] = {name: degree for name, degree in parallel.items() if degree > 1}
     tree["batch"]["micro_batch_size"] = layout.micro_batch_size
     tree["model"]["gradient_checkpointing"] = layout.gradient_checkpointing
+    section, tokens = config.model, layout.tokens_per_micro_batch
+    if layout.loss_chunk_tokens != usual_chunk(
+        section.loss, section.loss_chunk_tokens, vocabulary_size, tokens
+    ):
+        tree["model"]["loss"] = "plain" if layout.loss_chunk_tokens is None else "chunked"
+        if layout.loss_chunk_tokens is not None:
+            tree["model"]["loss_chunk_tokens"] = layout.loss_chunk_tokens
+    zero = raw["zero_optimization"]
+    sizes = {
+        "reduce_bucket_size": layout.reduce_bucket_elements,
+        "allgather_bucket_size": layout.gather_bucket_elements,
+    }
+    zero.update({key: size for key, size in sizes.items() if key in zero})
     return tree, raw
 
 
 def _write(
-    args: argparse.Namespace, config: RunConfig, cluster: Cluster, fitting: list[Candidate]
+    args: argparse.Namespace,
+    config: RunConfig,
+    cluster: Cluster,
+    fitting: list[Candidate],
+    vocabulary_size: int,
 ) -> None:
     import yaml
 
@@ -323,7 +356,7 @@ def _write(
     if args.choose > len(fitting):
         rule = f"there are {len(fitting)} layouts that fit"
         raise ConfigError(Problem("--choose", args.choose, rule, f"1 to {len(fitting)}"))
-    tree, raw = run_and_engine(config, fitting[args.choose - 1].layout)
+    tree, raw = run_and_engine(config, fitting[args.choose - 1].layout, vocabulary_size)
     json_path, yaml_path = args.write / "deepspeed.json", args.write / "run.yaml"
     tree.setdefault("engine", {})["deepspeed_config"] = str(json_path)
     try:

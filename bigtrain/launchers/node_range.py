@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.loading import load_run_config
@@ -28,20 +29,48 @@ def node_range(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def check_on_every_number(
-    config: str,
-    overrides: Sequence[str],
-    deepspeed_config: str | None,
-    *,
-    nodes: str,
-    processes_per_node: int,
-    gpus: bool,
-) -> None:
-    """Resolve the run for each number of nodes in `nodes`.
+@dataclass(frozen=True, kw_only=True)
+class NodesRequest:
+    """A run on a number of nodes that may change: what scripts of every launcher are made of.
 
-    Raises ConfigError with the problems on the smallest number that fails; if other numbers can
-    run, also with these numbers and the nearest batch that divides on all.
+    `nodes` is a number or a range ("1-4"); `processes_per_node`: ranks of each, with a GPU each
+    unless `gpus` is False; `directory`: relative paths of the run are relative to it; `setup`:
+    shell lines to run first at each start.
     """
+
+    config: str
+    overrides: tuple[str, ...]
+    nodes: str
+    processes_per_node: int
+    directory: str
+    deepspeed_config: str | None = None
+    gpus: bool = True
+    setup: tuple[str, ...] = ()
+
+    def arguments(self) -> list[str]:
+        """What follows ``train.py --config``."""
+        own = [] if self.deepspeed_config is None else ["--deepspeed_config", self.deepspeed_config]
+        return [self.config, *own, *self.overrides]
+
+    def check(self, problems: Sequence[Problem], source: str) -> None:
+        """Raises ConfigError with `problems`, `source`'s own, or else with the run's."""
+        try:
+            node_range(self.nodes)
+        except ConfigError as error:
+            problems = [*error.problems, *problems]
+        if problems:
+            raise ConfigError(problems, source)
+        check_on_every_number(self)
+
+
+def check_on_every_number(request: NodesRequest) -> None:
+    """Resolve the run for each number of nodes that `request` allows.
+
+    Raises ConfigError with what is wrong on the smallest number where anything is; where others
+    can run, also with these numbers, and the nearest batch that divides on all.
+    """
+    config, overrides = request.config, request.overrides
+    nodes, processes_per_node = request.nodes, request.processes_per_node
     smallest, largest = node_range(nodes)
     failures: dict[int, ConfigError] = {}
     for number in range(smallest, largest + 1):
@@ -50,8 +79,8 @@ def check_on_every_number(
                 config,
                 overrides,
                 number * processes_per_node,
-                deepspeed_config,
-                "cuda" if gpus else "cpu",
+                request.deepspeed_config,
+                "cuda" if request.gpus else "cpu",
             )
         except ConfigError as error:
             failures[number] = error

@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bigtrain.errors import ConfigError, LaunchError, Problem
-from bigtrain.launchers.node_range import check_on_every_number, node_range
+from bigtrain.errors import LaunchError, Problem
+from bigtrain.launchers.node_range import NodesRequest
 from bigtrain.system.shipped_files import checkout, slurm_script
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d\d){0,2})")
@@ -19,42 +19,22 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _OWNED = {"ntasks-per-node", "requeue", "open-mode", "signal", "nodes", "gpus-per-node", "time"}
 
 
-@dataclass(frozen=True)
-class SlurmRequest:
+@dataclass(frozen=True, kw_only=True)
+class SlurmRequest(NodesRequest):
     """A run and what to ask Slurm for.
 
-    `nodes` is a number or a range ("1-4"); `processes_per_node` is the number of ranks, each with a
-    GPU unless `gpus` is False; `time` in Slurm's own notation; `directory`: relative paths of the
-    run are relative to it; `options`: further options of sbatch by name; `setup`: shell lines to
-    run first at each start.
+    `time` in Slurm's own notation; `save_seconds`: before its end the run is told to save;
+    `options`: further options of sbatch by name.
     """
 
-    config: str
-    overrides: tuple[str, ...]
-    nodes: str
-    processes_per_node: int
     time: str
     save_seconds: int
-    directory: str
-    deepspeed_config: str | None = None
-    gpus: bool = True
     options: Mapping[str, str] = field(default_factory=dict)
-    setup: tuple[str, ...] = ()
 
 
 def render_script(request: SlurmRequest) -> str:
     """The script for `request`. Raises ConfigError with all problems of it and its run."""
-    problems = [*check_request(request)]
-    if problems:
-        raise ConfigError(problems, "the Slurm job")
-    check_on_every_number(
-        request.config,
-        request.overrides,
-        request.deepspeed_config,
-        nodes=request.nodes,
-        processes_per_node=request.processes_per_node,
-        gpus=request.gpus,
-    )
+    request.check(check_request(request), "the Slurm job")
     header = {
         "nodes": request.nodes,
         "gpus-per-node": str(request.processes_per_node) if request.gpus else None,
@@ -64,10 +44,8 @@ def render_script(request: SlurmRequest) -> str:
         **request.options,
     }
     text = _with_header(slurm_script("train.sbatch").read_text(encoding="utf-8"), header)
-    arguments = [request.config, *request.overrides]
-    if request.deepspeed_config is not None:
-        arguments[1:1] = ["--deepspeed_config", request.deepspeed_config]
-    text = _replaced(text, 'arguments=("$@")', f'arguments=({shlex.join(arguments)} "$@")')
+    arguments = shlex.join(request.arguments())
+    text = _replaced(text, 'arguments=("$@")', f'arguments=({arguments} "$@")')
     ours = shlex.quote(str(checkout()))
     text = _replaced(
         text, "checkout=${BIGTRAIN_CHECKOUT:-${SLURM_SUBMIT_DIR:-}}", f"checkout={ours}"
@@ -83,10 +61,6 @@ def render_script(request: SlurmRequest) -> str:
 def check_request(request: SlurmRequest) -> list[Problem]:
     """Problems of `request` apart from its run."""
     problems: list[Problem] = []
-    try:
-        node_range(request.nodes)
-    except ConfigError as error:
-        problems += error.problems
     seconds = time_seconds(request.time)
     if seconds is None:
         rule = "is no time limit of Slurm"

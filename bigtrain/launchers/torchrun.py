@@ -17,8 +17,8 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from bigtrain.errors import ConfigError, Problem
-from bigtrain.launchers.node_range import check_on_every_number, node_range
+from bigtrain.errors import Problem
+from bigtrain.launchers.node_range import NodesRequest, node_range
 from bigtrain.system.shipped_files import checkout
 
 _ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})")
@@ -76,53 +76,31 @@ exec "$python" -m bigtrain.launchers.agent \\
 """
 
 
-@dataclass(frozen=True)
-class TorchrunRequest:
+@dataclass(frozen=True, kw_only=True)
+class TorchrunRequest(NodesRequest):
     """A run and the nodes it may get.
 
-    `nodes` is a number or a range ("1-4"); `endpoint`: HOST:PORT of the rendezvous; `name`: its
-    rendezvous id; `restarts`: after failures, of each agent; `heartbeat_timeout`: seconds without a
-    heartbeat after which a node counts as dead; `last_call_timeout`: seconds that further nodes
-    have to join after a change; `threads`: OpenMP threads of each rank; `python`: the interpreter,
-    and `directory`: what relative paths of the run are relative to, both the same on every node;
-    `file`: the script's file name; `setup`: shell lines to run first.
+    `endpoint`: HOST:PORT of the rendezvous; `name`: its rendezvous id; `restarts`: after failures,
+    of each agent; `heartbeat_timeout`: seconds without a heartbeat after which a node counts as
+    dead; `last_call_timeout`: seconds that further nodes have to join after a change; `threads`:
+    OpenMP threads of each rank; `python`: the interpreter, like `directory` the same on every node;
+    `file`: the script's file name.
     """
 
     name: str
-    config: str
-    overrides: tuple[str, ...]
-    nodes: str
-    processes_per_node: int
     endpoint: str
-    directory: str
     python: str
     file: str
-    deepspeed_config: str | None = None
-    gpus: bool = True
     restarts: int = 100
     heartbeat_timeout: int = 15
     last_call_timeout: int = 15
     threads: int = 1
-    setup: tuple[str, ...] = ()
 
 
 def render_torchrun(request: TorchrunRequest) -> str:
     """The script for `request`. Raises ConfigError with all problems of it and its run."""
-    problems = _check_request(request)
-    if problems:
-        raise ConfigError(problems, "the torchrun job")
-    check_on_every_number(
-        request.config,
-        request.overrides,
-        request.deepspeed_config,
-        nodes=request.nodes,
-        processes_per_node=request.processes_per_node,
-        gpus=request.gpus,
-    )
+    request.check(_check_request(request), "the torchrun job")
     smallest, largest = node_range(request.nodes)
-    arguments = [request.config, *request.overrides]
-    if request.deepspeed_config is not None:
-        arguments[1:1] = ["--deepspeed_config", request.deepspeed_config]
     return _SCRIPT.format(
         name=request.name,
         nodes=request.nodes.replace("-", " to "),
@@ -131,7 +109,7 @@ def render_torchrun(request: TorchrunRequest) -> str:
         setup="".join(f"{line}\n" for line in request.setup),
         checkout=shlex.quote(str(checkout())),
         python=shlex.quote(request.python),
-        arguments=shlex.join(arguments),
+        arguments=shlex.join(request.arguments()),
         directory=shlex.quote(request.directory),
         most_processes=largest * request.processes_per_node,
         threads=request.threads,
@@ -158,10 +136,6 @@ def _settings(request: TorchrunRequest) -> dict[str, int]:
 def _check_request(request: TorchrunRequest) -> list[Problem]:
     """Problems of `request` apart from its run."""
     problems: list[Problem] = []
-    try:
-        node_range(request.nodes)
-    except ConfigError as error:
-        problems += error.problems
     match = _ENDPOINT.fullmatch(request.endpoint)
     if match is None or not 0 < int(match["port"]) < 65536:
         rule, remedy = "is no HOST:PORT", "write node-1:29400"

@@ -73,6 +73,15 @@ class MemoryUse:
         return {name: float(getattr(self, name)) for name in names}
 
 
+MARGIN = 0.05
+"""Share of a device's memory that is left free: a prediction may be wrong by that much."""
+
+
+def usable_memory(memory_bytes: float, margin: float = MARGIN) -> float:
+    """Bytes of a device that `MemoryUse.total` may take, for a plan and for a run alike."""
+    return memory_bytes * (1 - margin)
+
+
 def peak_memory(model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
     """Of the fullest rank of all stages. Of stages that are alike the first has the most
     micro-batches in flight."""
@@ -102,14 +111,21 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
     if engine.is_deepspeed and zero == 1 and layout.gradient_bytes > layout.parameter_bytes:
         # BF16_Optimizer adds 16-bit gradients up in float32 and keeps both.
         gradients += trained * layout.parameter_bytes
-    host = 0.0
+    host = buffer = 0.0
     if layout.offload_optimizer:
-        host, optimizer = optimizer + gradients, 0.0
-        gradients = gradients if zero < 2 else 0.0
+        buffer = _offload_buffer(model, layout)
+        # Masters, moments and float32 gradients; then the gradients that micro-batches add up, as
+        # parameters are, and the buffer by which a parameter's are copied.
+        host, optimizer = optimizer + 4 * divided + buffer, 0.0
+        if zero == 3 or layout.num_accumulation > 1:
+            host += layout.parameter_bytes * divided
+        if zero >= 2:
+            gradients = layout.parameter_bytes * divided if zero == 2 else 0.0
     if layout.offload_parameters:
         host, parameters = host + parameters, 0.0
     activations, loss = _activations_and_loss(stage, model, layout, engine)
     gathered, buckets = _buckets(sizes, model, layout, engine)
+    buckets += buffer
     states = parameters + optimizer
     live = states + gradients + gathered + buckets + activations + loss
     context = engine.context_bytes + (engine.reserved - 1.0) * live
@@ -219,6 +235,21 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, flo
     if layout.tensor_size > 1:
         whole += logits * model.element_bytes * (1 + 1 / layout.tensor_size)
     return head + whole, head + logits * model.element_bytes
+
+
+def _offload_buffer(model: ModelCosts, layout: Layout) -> float:
+    """Of ZeRO 1 and 2 with their optimizer in main memory: as large as the largest parameter, on
+    the device and beside the optimizer (`temp_grad_buffer_for_gpu_offload` in DeepSpeed's
+    stage_1_and_2.py)."""
+    if layout.zero_stage > 2:
+        return 0.0
+    largest = model.embedding_parameters / layout.tensor_size
+    for kind in model.kinds:
+        for product in kind.matmuls:
+            parts = layout.expert_parts if product.num_groups > 1 else layout.tensor_size
+            size = product.in_size * product.out_size * product.num_groups
+            largest = max(largest, size / (parts if product.cut or product.num_groups > 1 else 1))
+    return layout.parameter_bytes * largest
 
 
 def _buckets(

@@ -17,7 +17,7 @@ def plan_table(candidates: Sequence[Candidate], cluster: Cluster, num_shown: int
     body = [
         (
             str(number),
-            candidate.layout.describe(),
+            candidate.describe(),
             f"{candidate.memory.total / GIB:.1f}",
             f"{candidate.memory.host / GIB:.1f}",
             f"{candidate.time.total:.3g}",

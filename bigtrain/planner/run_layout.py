@@ -56,6 +56,11 @@ LOGITS_BYTES = 256 * 2**20
 """Float32 logits above which `model.loss: auto` computes them in chunks (`loss_chunk_tokens`)."""
 
 
+def chunk_tokens(vocabulary_size: int, loss_chunk_tokens: int | None) -> int:
+    """Tokens of a chunk of the loss, as a run would decide it."""
+    return loss_chunk_tokens or max(1, LOGITS_BYTES // (4 * vocabulary_size))
+
+
 def usual_chunk(
     loss: str, loss_chunk_tokens: int | None, vocabulary_size: int, num_tokens: int
 ) -> int | None:
@@ -63,5 +68,5 @@ def usual_chunk(
     it; None if all do."""
     if loss == "plain":
         return None
-    chunk = loss_chunk_tokens or max(1, LOGITS_BYTES // (4 * vocabulary_size))
+    chunk = chunk_tokens(vocabulary_size, loss_chunk_tokens)
     return chunk if num_tokens > chunk else None

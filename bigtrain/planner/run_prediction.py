@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.errors import LaunchError
-from bigtrain.planner.memory import MemoryUse, peak_memory
+from bigtrain.planner.memory import MemoryUse, peak_memory, usable_memory
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.run_layout import layout_of
 from bigtrain.planner.step_time import StepTime, step_time
-from bigtrain.planner.tables.engines import engine_named
+from bigtrain.planner.tables.engines import MeasuredEngine, engine_named
 from bigtrain.planner.tables.hardware import Device
 from bigtrain.settings.resolve import ResolvedRun
 
 GIB = 2.0**30
 PREDICTION = "prediction.json"
-MARGIN = 0.02
-"""Share of a device's memory by which a prediction may exceed it before the run is refused."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class RunPrediction:
     time: StepTime | None
     device: str | None
     tokens_per_step: int
+    is_cpu: bool = False
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -50,15 +49,16 @@ class RunPrediction:
         return text if rate is None else f"{text}, {rate:,.0f} tokens/s on {self.device}"
 
     def beside(self, tokens_per_second: float, memory_gib: float) -> list[str]:
-        """A line for the end of a run: the prediction and its relative error."""
+        """A line for the end of a run: what was predicted, and by how much that was wrong. Of a CPU
+        the time alone: main memory of a process says nothing of its tensors."""
         rate = self.tokens_per_second
         if rate is None:
-            return []  # on a CPU `memory_gib` is the process's memory, not that of its tensors
-        peak = self.memory.allocated / GIB
-        return [
-            f"predicted {rate:,.0f} tokens/s ({rate / tokens_per_second - 1:+.0%}), "
-            f"{peak:.2f} GiB ({peak / max(memory_gib, 1e-9) - 1:+.0%})"
-        ]
+            return []
+        line = f"predicted {rate:,.0f} tokens/s ({rate / tokens_per_second - 1:+.0%})"
+        if not self.is_cpu:
+            peak = self.memory.allocated / GIB
+            line += f", {peak:.2f} GiB ({peak / max(memory_gib, 1e-9) - 1:+.0%})"
+        return [line]
 
     def write(self, directory: Path) -> None:
         """Write ``prediction.json``: seconds by term, GiB by term. Raises OSError."""
@@ -75,32 +75,41 @@ class RunPrediction:
 
 
 def predict_run(
-    run: ResolvedRun, model: ModelCosts, loss_chunk_tokens: int | None, device: Device | None
+    run: ResolvedRun,
+    model: ModelCosts,
+    loss_chunk_tokens: int | None,
+    device: Device | None,
+    measured: MeasuredEngine | None = None,
 ) -> RunPrediction:
-    """Predict time and memory of `run` on `device`; without a device memory only."""
+    """Predict memory and, if `device` is known, time of `run` with `model`. `measured`: the engine
+    on the CPUs that `device` was calibrated on."""
     layout = layout_of(run, loss_chunk_tokens)
     engine = engine_named("deepspeed")
+    if measured is not None:
+        engine = engine.with_measured(measured)
     memory = peak_memory(model, layout, engine)
     time = None if device is None else step_time(model, layout, device, engine)
     name = None if device is None else device.name
-    return RunPrediction(memory, time, name, run.plan.tokens_per_step)
+    is_cpu = device is not None and device.is_cpu
+    return RunPrediction(memory, time, name, run.plan.tokens_per_step, is_cpu)
 
 
 def refuse_too_large(prediction: RunPrediction, memory_bytes: float, *, refuses: bool) -> str:
-    """A warning if the run cannot fit a device of `memory_bytes`, or an empty text if it can.
+    """A warning if the run does not fit a device of `memory_bytes` by the rule of
+    `bigtrain plan` (`usable_memory`); empty if it fits.
 
-    Raises LaunchError instead of warning if `refuses`.
+    Raises LaunchError where `refuses`.
     """
-    needed = prediction.memory.allocated
-    if needed <= memory_bytes * (1 + MARGIN):
+    needed, usable = prediction.memory.total, usable_memory(memory_bytes)
+    if needed <= usable:
         return ""
     terms = prediction.memory.terms()
     largest = max(terms, key=lambda name: terms[name])
     text = (
-        f"the run is predicted to hold {needed / GIB:.1f} GiB of tensors on its fullest rank, "
-        f"{terms[largest] / GIB:.1f} of them {largest}, and the device has "
-        f"{memory_bytes / GIB:.1f} GiB -> ask bigtrain plan for a layout that fits, or set "
-        "engine.refuse_too_large=false"
+        f"the run is predicted to need {needed / GIB:.1f} GiB on its fullest rank, "
+        f"{terms[largest] / GIB:.1f} of them {largest}, and of the device's "
+        f"{memory_bytes / GIB:.1f} GiB {usable / GIB:.1f} are usable -> ask bigtrain plan for a "
+        "layout that fits, or set engine.refuse_too_large=false"
     )
     if refuses:
         raise LaunchError(text)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bigtrain.planner.layout import ADAMW, Layout, OptimizerCosts, Recompute
-from bigtrain.planner.memory import MemoryUse, peak_memory
+from bigtrain.planner.memory import MARGIN, MemoryUse, peak_memory, usable_memory
 from bigtrain.planner.model_costs import ModelCosts
-from bigtrain.planner.run_layout import usual_chunk
+from bigtrain.planner.run_layout import chunk_tokens, usual_chunk
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
@@ -32,12 +32,12 @@ class Cluster:
     device: Device
     num_devices: int
     host_memory: float
-    margin: float = 0.05
+    margin: float = MARGIN
 
     @property
     def usable_memory(self) -> float:
         """Bytes of a device that a layout may take."""
-        return self.device.memory_bytes * (1 - self.margin)
+        return usable_memory(self.device.memory_bytes, self.margin)
 
     @property
     def host_memory_per_rank(self) -> float:
@@ -54,6 +54,11 @@ class Candidate:
     memory: MemoryUse
     fits: bool
     _time: Callable[[], StepTime]
+    varied: str = ""
+
+    def describe(self) -> str:
+        """The layout in a few words, with what of loss and buckets is not as usual."""
+        return self.layout.describe() + self.varied
 
     @functools.cached_property
     def time(self) -> StepTime:
@@ -74,7 +79,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Request:
-    """What determines the layouts of a run. `facts`: those of the run itself, for the rules."""
+    """What determines the layouts of a run. `facts`: those of the run itself, for the rules.
+    `varies`: whether loss and buckets may be other than a run decides by itself."""
 
     model: ModelCosts
     facts: Facts
@@ -87,6 +93,7 @@ class Request:
     loss_chunk_tokens: int | None
     optimizer: OptimizerCosts = ADAMW
     zero_stages: Sequence[int] = (0, 1, 2, 3)
+    varies: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,8 +120,72 @@ def search(request: Request, cluster: Cluster, engine: Engine, *, prunes: bool =
     for degrees in _degrees(request, cluster.num_devices):
         larger += _of_degrees(degrees, request, cluster, engine, found, prunes)
     found.fitting.sort(key=_preference)
+    if request.varies:
+        _vary(found, request, cluster, engine)
     found.others.sort(key=lambda candidate: candidate.memory.total)
     return replace(found, num_larger=larger)
+
+
+BUCKETS = (10_000_000, 500_000_000)  # elements, beside the run's own
+
+
+def _vary(found: Ranking, request: Request, cluster: Cluster, engine: Engine) -> None:
+    """Try other buckets, and the loss that `auto` would not choose, of layouts within a tenth of
+    the fastest; one takes a layout's place if it is more than a percent faster. If nothing fits, of
+    the smallest."""
+    least = 0.9 * found.fitting[0].tokens_per_second if found.fitting else 0.0
+    for index, candidate in enumerate(found.fitting[:_VARIED]):
+        if candidate.tokens_per_second < least:
+            break
+        tried = [
+            assess(request.model, layout, cluster, engine)
+            for layout in _variants(candidate.layout, request)
+        ]
+        best = max(
+            (each for each in tried if each.fits), key=lambda c: c.tokens_per_second, default=None
+        )
+        if best is not None and best.tokens_per_second > 1.01 * candidate.tokens_per_second:
+            found.fitting[index] = _told(best, candidate.layout)
+    if not found.fitting:
+        for candidate in sorted(found.others, key=lambda c: c.memory.total)[:_VARIED]:
+            for layout in _variants(candidate.layout, request):
+                smaller = assess(request.model, layout, cluster, engine)
+                if smaller.fits:
+                    found.fitting.append(_told(smaller, candidate.layout))
+    found.fitting.sort(key=_preference)
+
+
+_VARIED = 100
+
+
+def _told(candidate: Candidate, usual: Layout) -> Candidate:
+    words, layout = "", candidate.layout
+    if layout.loss_chunk_tokens != usual.loss_chunk_tokens:
+        words += ", plain loss" if layout.loss_chunk_tokens is None else ", chunked loss"
+    if layout.reduce_bucket_elements != usual.reduce_bucket_elements:
+        words += f", buckets of {layout.reduce_bucket_elements // 10**6}M"
+    return replace(candidate, varied=words)
+
+
+def _variants(layout: Layout, request: Request) -> Iterator[Layout]:
+    """`layout` with each other size of buckets and kind of loss."""
+    losses = [layout.loss_chunk_tokens]
+    if request.loss == "auto":
+        losses.append(
+            chunk_tokens(request.model.vocabulary_size, request.loss_chunk_tokens)
+            if layout.loss_chunk_tokens is None
+            else None
+        )
+    for loss in losses:
+        for bucket in (request.bucket_elements, *BUCKETS):
+            other = replace(
+                layout,
+                loss_chunk_tokens=loss,
+                reduce_bucket_elements=bucket,
+                gather_bucket_elements=bucket,
+            )
+            if other != layout:
+                yield other
 
 
 def _of_degrees(

@@ -9,6 +9,7 @@ parallelism are exposed; those of ZeRO overlap with computation.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -344,7 +345,13 @@ def _head(
             work.tensor += groups.tensor.all_gather(device, tokens * columns * size)
         else:
             work.tensor += groups.tensor.all_reduce(device, 12 * tokens)
-    work.memory_bound = memory_seconds(device, engine.loss_bytes * tokens * columns)
+    moved = engine.loss_bytes * tokens * columns
+    if layout.loss_chunk_tokens is not None and (not model.is_frozen or model.num_trained_outside):
+        # After each chunk its gradients of the head are read and added to a sum in float32.
+        chunks = math.ceil(tokens / layout.loss_chunk_tokens)
+        weight = model.vocabulary_size // layout.tensor_size * hidden
+        moved += (chunks - 1) * weight * (8 + 2 * size)
+    work.memory_bound = memory_seconds(device, moved)
     return work
 
 
@@ -401,6 +408,11 @@ def _gradients(
     dense = sizes.trained - expert
     scatter = _collective(dense, expert, layout.gradient_bytes, device, groups)
     gather = _collective(dense, expert, layout.parameter_bytes, device, groups)
+    if engine.is_deepspeed and layout.zero_stage:
+        # Each bucket is a collective of its own; those of ZeRO 0 are not set.
+        latency = groups.partition.latency(device)
+        scatter += latency * max(0, math.ceil(sizes.trained / layout.reduce_bucket_elements) - 1)
+        gather += latency * max(0, math.ceil(sizes.trained / layout.gather_bucket_elements) - 1)
     # In a pipeline gradients are summed after the last micro-batch, by FSDP as well.
     often = engine.reduces_every_micro_batch and layout.pipeline_size == 1
     times = layout.num_accumulation if often else 1

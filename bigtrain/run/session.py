@@ -144,7 +144,9 @@ class Session:
         """Show a line, from the main rank; log.txt gets it as soon as that is open."""
         if self.metrics is not None:
             self.metrics.info(text)
-        elif self.world.is_main:
+        elif self.world.is_main and text not in self._said_early:
+            # The checkpoints are read a second time where the newest is corrupt, or where an
+            # earlier launch has saved since: what was said then still holds.
             self._said_early.append(text)
 
     def close(self) -> None:

@@ -157,8 +157,16 @@ def test_a_folder_is_small_and_says_what_it_is(folder: Path) -> None:
     assert len(rooms) <= MOST_ROOMS or folder.name == "commands", (
         f"{folder} has {len(rooms)} rooms: divide it by subject"
     )
-    said = ast.get_docstring(parse(folder / "__init__.py"))
-    assert said, f"{folder}/__init__.py does not say what the folder is for"
+    said = ast.get_docstring(parse(folder / "__init__.py")) or ""
+    # What it is for, who may import it, where to start reading.
+    assert len(said.split()) >= 20, f"{folder}/__init__.py says too little: {said!r}"
+
+
+def test_unit_tests_lie_in_folders_as_those_of_the_package() -> None:
+    tests = ROOT / "tests/unit"
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+    strangers = {path for path in folders if not (ROOT / "bigtrain" / path).is_dir()}
+    assert {str(path) for path in strangers} == {"benchmarks"}
 
 
 @pytest.mark.parametrize("module", sorted(PURE))

@@ -64,7 +64,8 @@ ALLOWED = {
     # `system` loads no library, and these are Python's own: as multiprocessing ends its processes.
     ("bigtrain.system.processes", "threading._shutdown"),
     ("bigtrain.system.processes", "atexit._run_exitfuncs"),
-    # `models` may not import `engine`; contract tests of both are in test_deepspeed_patches.py.
+    # `models` may not import `engine`; contract tests of both are in
+    # unit/engine/deepspeed_patches/test_contracts.py.
     ("bigtrain.models.parallel.sharding", "ds_shape"),
     ("bigtrain.models.parallel.sharding", "tensor_model_parallel"),
 }

@@ -6,6 +6,7 @@ Hub names are directories of these names in the folder where the runs start, as 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from bigtrain.settings.loading import recipe_names
 from tests.support.chats import CHATML, chat_tokenizer, unmarked
 from tests.support.worlds import ROOT
 
@@ -27,6 +29,7 @@ SHORT = [
 ]  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "gpt2_124m": {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4},
+    "gpt2_124m_muon": {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4},
     "llama3_1b": SIZES,
     "qwen3_30b_a3b": {},
     "llama3_70b": {},
@@ -45,6 +48,14 @@ def call(folder: Path, *words: str) -> str:
     )
     assert result.returncode == 0, f"{words}\n{result.stdout}\n{result.stderr}"
     return result.stdout + result.stderr
+
+
+def test_every_recipe_is_trained_somewhere() -> None:
+    """Here or by the pages whose commands a test types, quickstart by `make quickstart`."""
+    page = (ROOT / "docs/howto/what_do_i_type.md").read_text(encoding="utf-8")
+    typed = set(re.findall(r"bigtrain/train\.py --config (\w+)\b(?!/)", page))
+    planned = set(re.findall(r"bigtrain plan --config (\w+) .*--write", page))
+    assert typed | planned | {"quickstart"} | set(RUNS) == set(recipe_names())
 
 
 @pytest.fixture(scope="module")

@@ -476,6 +476,22 @@ def test_export_of_corrupt_weights(
     assert "rank-00000.safetensors: " in said
 
 
+def test_export_of_an_older_step_says_why(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    [file] = (run / "checkpoints/step-00000012/tensors").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-10])
+    capsys.readouterr()
+    assert bigtrain(["export", "--run", str(run), "--output", str(tmp_path / "hf")]) == 0
+    printed = capsys.readouterr()
+    assert "step 8, reloaded" in printed.out
+    [said] = [line for line in printed.err.splitlines() if line.startswith("bigtrain export: ")]
+    assert "checkpoint of step 12 is corrupt and passed over: " in said
+    assert str(file) in said
+
+
 def test_generate_with_a_missing_model(refused_command: Refused, tmp_path: Path) -> None:
     said = refused_command("generate", "--model", tmp_path / "nowhere", "--prompt", "x")
     assert f"--model = '{tmp_path / 'nowhere'}': cannot be loaded: no such directory" in said

@@ -1,10 +1,9 @@
 """Every private part of DeepSpeed that bigtrain reads, replaces or sets, each with why.
 
-Read in deepspeed 0.19.8. `tests/unit/engine/test_deepspeed_patches.py` has a contract test for
-each, which says in one sentence what an upgrade has moved. Start with `step`, the engine's
-optimizer step; `zero3_hooks` is ZeRO-3's module hooks, `optimizers` the wrappers around the torch
-optimizer, `partitions` ZeRO-3's parameters, `marks` the marks that norms go by, `experts` expert
-groups, `host_time` a clock in the hooks, `pipeline` the schedule, `startup` how operators are
-loaded and groups are set. Imports nothing else of `engine`; `engine` and `run.diagnostics` import
-it.
+Read in deepspeed 0.19.8. `tests/unit/engine/deepspeed_patches/` has a contract test for each,
+which says in one sentence what an upgrade has moved. Start with `step`, the engine's optimizer
+step; `zero3_hooks` is ZeRO-3's module hooks, `optimizers` the wrappers around the torch optimizer,
+`partitions` ZeRO-3's parameters, `marks` the marks that norms go by, `experts` expert groups,
+`host_time` a clock in the hooks, `pipeline` the schedule, `startup` how operators are loaded and
+groups are set. Imports nothing else of `engine`; `engine` and `run.diagnostics` import it.
 """

@@ -7,7 +7,7 @@ and `release_sub_module`). Most of their cost is overhead: formatting of log lin
 printed, a rank lookup in each, nested decorators, module attribute access, sets built again,
 signatures bound. These hooks do the same gathers, releases and prefetches in the same order at the
 same points, and leave the same nodes in the autograd graph, so every number and every memory peak
-stays. `tests/unit/engine/test_zero3_hooks.py` compares both, call by call.
+stays. `tests/unit/engine/deepspeed_patches/test_zero3_hooks.py` compares both, call by call.
 
 Rare cases call DeepSpeed's own functions: passes in which the order of modules is learned or has
 changed, outputs that hold parameters. Its own hooks stay for leaf modules, parameters on NVMe,

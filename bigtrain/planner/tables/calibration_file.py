@@ -1,31 +1,35 @@
-"""The file that ``bigtrain plan --calibrate`` writes and ``--hardware`` reads. Pure."""
+"""What ``bigtrain plan --calibrate`` measured: the file for ``--hardware``, and a copy in the
+user's cache, from which runs on this machine's CPUs are predicted. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import platform
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts
+from bigtrain.planner.tables.engines import MeasuredEngine, measured_engine
 from bigtrain.planner.tables.hardware import Device, Reach
+from bigtrain.system.user_cache import cache_get, cache_put, key_of
+
+KIND = "calibration"
+_NOT_ONE = (OSError, ValueError, KeyError, TypeError)
 
 
 def write_calibration(device: Device, engine: MeasuredEngine | None, path: Path) -> None:
     """Write what was measured of `device` and, on CPUs, of the engine. Raises OSError."""
-    tree = {"device": asdict(device), "engine": None if engine is None else asdict(engine)}
-    path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_tree(device, engine), indent=1) + "\n", encoding="utf-8")
 
 
 def load_calibration(path: Path) -> tuple[Device, MeasuredEngine | None]:
-    """What `write_calibration` wrote. Raises ConfigError."""
+    """Read a file of `write_calibration`. Raises ConfigError."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        device = Device(**{**tree["device"], "reach": Reach(**tree["device"]["reach"])})
-        return device, _engine(tree["engine"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _read(json.loads(path.read_text(encoding="utf-8")))
+    except _NOT_ONE as error:
         raise ConfigError(
             Problem(
                 "--hardware",
@@ -36,8 +40,28 @@ def load_calibration(path: Path) -> tuple[Device, MeasuredEngine | None]:
         ) from error
 
 
-def _engine(tree: Mapping[str, Any] | None) -> MeasuredEngine | None:
-    if tree is None:
-        return None
-    zero = {int(stage): ZeroCosts(**costs) for stage, costs in tree["zero"].items()}
-    return MeasuredEngine(**{**tree, "zero": zero})
+def keep_calibration(device: Device, engine: MeasuredEngine | None) -> None:
+    """Keep what was measured of this machine's CPUs in the user's cache."""
+    cache_put(KIND, _machine(), _tree(device, engine))
+
+
+def kept_calibration() -> tuple[Device, MeasuredEngine | None] | None:
+    """What was last measured of this machine's CPUs; None where nothing was."""
+    tree = cache_get(KIND, _machine())
+    if tree is not None:
+        with suppress(*_NOT_ONE):
+            return _read(tree)
+    return None
+
+
+def _machine() -> str:
+    return key_of([platform.node(), platform.machine(), str(os.cpu_count())])
+
+
+def _tree(device: Device, engine: MeasuredEngine | None) -> dict[str, Any]:
+    return {"device": asdict(device), "engine": None if engine is None else asdict(engine)}
+
+
+def _read(tree: dict[str, Any]) -> tuple[Device, MeasuredEngine | None]:
+    device = Device(**{**tree["device"], "reach": Reach(**tree["device"]["reach"])})
+    return device, None if tree["engine"] is None else measured_engine(tree["engine"])

@@ -112,6 +112,18 @@ def _table() -> Mapping[str, Any]:
     return tree
 
 
+def cpu_engine() -> MeasuredEngine:
+    """What DeepSpeed costs on the CPUs that the shipped tables were measured on."""
+    tree = {key: item for key, item in _table()["cpu"].items() if key != "about"}
+    return measured_engine(tree)
+
+
+def measured_engine(tree: Mapping[str, Any]) -> MeasuredEngine:
+    """From plain values. Raises KeyError, TypeError or ValueError if they are something else."""
+    zero = {int(stage): ZeroCosts(**costs) for stage, costs in tree["zero"].items()}
+    return MeasuredEngine(**{**tree, "zero": zero})
+
+
 def engine_named(name: str) -> Engine:
     """The engine `name` of `tables/engines.json`. Raises KeyError if there is none."""
     figures = {key: item for key, item in _table()[name].items() if key != "about"}

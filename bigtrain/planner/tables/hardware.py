@@ -112,7 +112,10 @@ def _find(name: str) -> str | None:
             return str(entry)
     # As torch or a table writes it: "NVIDIA H100 80GB HBM3", "A100-SXM4-80GB", "H100-80GB-SXM".
     for entry, figures in devices.items():
-        if re.search(figures["pattern"], name, re.IGNORECASE):
+        # The model's name as a whole word: H1000 and H100X are no H100.
+        model = re.match("[A-Z0-9]+", figures["pattern"])
+        word = rf"(?<![A-Z0-9])(RTX)?{model[0] if model else ''}(?![A-Z0-9])"
+        if all(re.search(part, name, re.IGNORECASE) for part in (word, figures["pattern"])):
             return str(entry)
     return None
 

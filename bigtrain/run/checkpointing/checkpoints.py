@@ -299,8 +299,14 @@ def passed_over(step: int, reason: str) -> str:
     return f"checkpoint of step {step} is corrupt and passed over: {reason}"
 
 
-def find(run_directory: Path, step: int | None, contents: Contents = "all") -> Path:
-    """The checkpoint of `step`, or the newest complete one.
+def find(
+    run_directory: Path,
+    step: int | None,
+    contents: Contents = "all",
+    warn: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """The checkpoint of `step`, or the newest complete one; calls `warn` for each newer one that
+    is corrupt.
 
     Raises CheckpointError without one.
     """
@@ -320,6 +326,8 @@ def find(run_directory: Path, step: int | None, contents: Contents = "all") -> P
         raise CheckpointError(
             f"{run_directory}: holds no usable checkpoint" + "".join(f"; {r}" for r in reasons)
         )
+    for reason in reasons:
+        warn(reason)
     return newest
 
 

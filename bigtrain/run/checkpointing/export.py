@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def export_run(
     replace: bool = False,
     max_shard_size: str = MAX_SHARD_SIZE,
     merge: bool = False,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> int:
     """Export the checkpoint of `step` (default: the newest valid one); returns its step.
 
@@ -38,9 +39,10 @@ def export_run(
     rounded to `dtype` (default: the dtype the run computed in), checked against logits that the
     training engine itself stored. A run with adapters exports those in peft's format (default
     dtype: float32, for they are small), or with `merge` its base with the adapters merged.
+    `warn` is called for each newer checkpoint that is corrupt and passed over.
     Raises CheckpointError or ModelError; `output` then stays as it was.
     """
-    directory = checkpoints.find(run_directory, step)
+    directory = checkpoints.find(run_directory, step, warn=warn)
     state = checkpoints.read_state(directory)
     config = RunConfig.model_validate(state["config"])
     model_config = run_directory / MODEL_CONFIG

@@ -52,6 +52,8 @@ _BEFORE: dict[str, Any] = {
     "data.long_documents": "cut",
 }
 _PACKING = {"batch.sequence_length", "data.packing", "data.long_documents"}
+# Settings that may give the model's tensors other shapes, which no checkpoint can be read into.
+_SHAPES = {"model.config", "model.overrides", "model.path"}
 _FREE_SECTIONS = {
     "output",
     "logging",
@@ -169,10 +171,23 @@ def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[st
     before = _BEFORE | _flat(there)
     now = mathematics(config)
     return [
-        (key, f"{before.get(key)!r} there, {now.get(key)!r} now")
+        (key, text)
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+        for text in _differences(before.get(key), now.get(key))
     ]
+
+
+def _differences(before: Any, now: Any) -> Iterator[str]:
+    """What differs: of two dictionaries by key, since one of a model fills a screen."""
+    if before == now:
+        return
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        yield f"{before!r} there, {now!r} now"
+        return
+    for name in sorted(before.keys() | now.keys()):
+        there, here = (repr(tree[name]) if name in tree else "absent" for tree in (before, now))
+        if there != here:
+            yield f"{name}: {there} there, {here} now"
 
 
 def _refuse(
@@ -189,13 +204,17 @@ def _refuse(
         if not any(f"{key}.".startswith(f"{entry}.") for entry in allowed)
     ]
     if refused:
-        keys = ",".join(sorted({key for key, _ in refused}))
+        # With what is allowed already, which must stay: whoever pastes this is not refused again.
+        keys = ",".join(sorted({*allowed, *(key for key, _ in refused)}))
         remedy = (
             "or restore the settings (with these train.steps nothing would be left to do; with "
             f"more it could resume by checkpoint.allow_changes=[{keys}])"
             if is_over
             else f"restore the settings, or resume with these by checkpoint.allow_changes=[{keys}]"
         )
+        models = ", ".join(sorted({key for key, _ in refused} & _SHAPES))
+        if models:
+            remedy += f" (of {models} only what leaves every tensor its shape can change)"
         raise CheckpointError(
             f"{directory} belongs to a run with other settings; use another output.directory, "
             f"{remedy}:\n" + "\n".join(f"  {key}: {text}" for key, text in refused)

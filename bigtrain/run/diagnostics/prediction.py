@@ -10,6 +10,8 @@ from bigtrain.errors import ConfigError, ModelError
 from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.models.traced_costs import model_costs
 from bigtrain.planner.run_prediction import RunPrediction, predict_run
+from bigtrain.planner.tables.calibration_file import kept_calibration
+from bigtrain.planner.tables.engines import MeasuredEngine
 from bigtrain.planner.tables.hardware import Device, find_device
 from bigtrain.settings.resolve import ResolvedRun
 
@@ -26,13 +28,14 @@ def predict(
     except (ConfigError, ModelError) as error:
         return None, " ".join(str(error).split())
     chunk = loss.chunk_tokens if loss.kind == "chunked" else None
-    return predict_run(run, model, chunk, _device(device)), ""
+    return predict_run(run, model, chunk, *_device(device)), ""
 
 
-def _device(device: torch.device) -> Device | None:
-    if device.type != "cuda":
-        return None
+def _device(device: torch.device) -> tuple[Device | None, MeasuredEngine | None]:
+    """A GPU of the tables, or this machine's CPUs where ``bigtrain plan --calibrate`` was run."""
+    if device.type == "cpu":
+        return kept_calibration() or (None, None)
     try:
-        return find_device(torch.cuda.get_device_name(device))
+        return find_device(torch.cuda.get_device_name(device)), None
     except ConfigError:
-        return None
+        return None, None

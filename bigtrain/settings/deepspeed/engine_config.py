@@ -17,6 +17,7 @@ from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.keys import AUTO, check_keys, with_integers
 from bigtrain.settings.deepspeed.ownership import (
+    REFUSED_BLOCKS,
     Owned,
     check_refused_blocks,
     optimizer_is_torch,
@@ -209,7 +210,9 @@ def _autos(tree: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[s
 
 def _unresolvable(tree: Mapping[str, Any], known: set[str], source: str) -> Iterator[Problem]:
     for path in _autos(tree):
-        if path not in known:
+        # What must be taken out needs no value.
+        is_refused = any(f"{path}.".startswith(f"{block}.") for block in REFUSED_BLOCKS)
+        if path not in known and not is_refused:
             yield Problem(
                 f"{source}: {path}",
                 AUTO,

@@ -103,10 +103,17 @@ def _check_block(
                 key,
                 value,
                 "is deprecated in DeepSpeed",
-                f"use {newer}" if newer else f"take {path} out",
+                f"use {newer}{_example(known.get(newer, {}), value)}"
+                if newer
+                else f"take {path} out",
             )
         elif value != AUTO:
             yield from _check_value(value, known[name], (*parents, name), source)
+
+
+def _example(node: Mapping[str, Any], value: object) -> str:
+    """How the block that took the place of a switch says the same."""
+    return ': {"device": "cpu"}' if value is True and "device" in node.get("keys", {}) else ""
 
 
 def _unknown(

@@ -67,6 +67,13 @@ REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
     ),
     "autotuning": ("bigtrain is not started by DeepSpeed's autotuner", "take it out"),
     "compile": ("bigtrain does not compile models", "take it out"),
+    **dict.fromkeys(
+        ("tensorboard", "wandb", "csv_monitor", "comet"),
+        (
+            "is DeepSpeed's monitor, which writes beside the run directory",
+            "take it out and set logging.trackers in the run",
+        ),
+    ),
     "hybrid_engine": ("is an engine for reinforcement learning, not for this", "take it out"),
     "weight_quantization": ("is for inference", "take it out"),
     "zero_optimization.zenflow": (
@@ -81,7 +88,7 @@ REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
         "bigtrain writes its own checkpoints",
         "take it out; masters are always restored as they were",
     ),
-    "optimizer.legacy_fusion": ("is for LAMB, and the run uses AdamW", "take it out"),
+    "optimizer.legacy_fusion": ("is for LAMB, which no run uses", "take it out"),
     "zero_optimization.legacy_stage1": ("is no longer supported by DeepSpeed", "take it out"),
 }
 
@@ -97,13 +104,16 @@ OPTIMIZER_PARAMETERS: Mapping[str, str] = {
     "fp32_optimizer_states": "float32 moments",
 }
 
+_KERNELS = ("torch_adam", "fused", "foreach")
+"""Parameters that choose how AdamW is computed, not what it computes."""
+
 
 @dataclass(frozen=True)
 class Owned:
     """One key of the JSON whose value the run YAML owns.
 
     ``run_value`` is the value of ``run_key``, as errors show it; ``value`` is what DeepSpeed must
-    be given.
+    be given; ``spelling`` is what the JSON may hold besides "auto", where that is not plain.
     """
 
     key: str
@@ -111,6 +121,7 @@ class Owned:
     run_value: object
     value: object
     settable: bool = True
+    spelling: str = ""
 
     @staticmethod
     def lookup(tree: Mapping[str, Any], path: str, default: Any = None) -> Any:
@@ -127,7 +138,8 @@ class Owned:
         found = self.lookup(raw, self.key, _ABSENT)
         if found is _ABSENT or found == AUTO or _same(found, self.value):
             return None
-        remedy = f'leave it out of {source} or write "auto"'
+        written = f'"{self.spelling}" or "auto"' if self.spelling else '"auto"'
+        remedy = f"leave it out of {source} or write {written}"
         if self.settable:
             remedy += f", or change {self.run_key} in the run"
         return Problem(
@@ -156,7 +168,7 @@ def owned_values(
     """Every key of the JSON that the run owns, with the value it must have."""
     return [
         *_owned_batch(config, plan),
-        *_owned_optimizer(config),
+        *_owned_optimizer(config, raw),
         *_owned_precision(config, stage),
         Owned("gradient_allreduce_op", "batch (loss is the mean over it)", "mean", "mean", False),
     ]
@@ -190,14 +202,30 @@ def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
     ]
 
 
-def _owned_optimizer(config: RunConfig) -> list[Owned]:
+def _is_placeholder(raw: Mapping[str, Any]) -> bool:
+    """Whether the JSON names AdamW without a value of its own, as ds_configs/ do for HF Trainer:
+    any optimizer of the run may replace that one."""
+    name, params = Owned.lookup(raw, "optimizer.type"), Owned.lookup(raw, "optimizer.params", {})
+    if not isinstance(name, str) or not isinstance(params, Mapping):
+        return False
+    return name.lower() == "adamw" and all(
+        value == AUTO for key, value in params.items() if key not in _KERNELS
+    )
+
+
+def _owned_optimizer(config: RunConfig, raw: Mapping[str, Any]) -> list[Owned]:
     optimizer = config.optimizer
     betas = list(optimizer.betas)
     masters = "precision (masters and optimizer states)"
     return [
         Owned("gradient_clipping", "optimizer.clip_norm", optimizer.clip_norm, optimizer.clip_norm),
-        # ds_configs/ name AdamW, for HF Trainer; bigtrain's own optimizers replace it.
-        Owned("optimizer.type", "optimizer.type", optimizer.type, "AdamW"),
+        Owned(
+            "optimizer.type",
+            "optimizer.type",
+            optimizer.type,
+            "AdamW" if _is_placeholder(raw) else optimizer.type,
+            spelling="AdamW" if optimizer.type == "adamw" else optimizer.type,
+        ),
         Owned("optimizer.params.lr", "optimizer.lr", optimizer.lr, optimizer.lr),
         Owned("optimizer.params.betas", "optimizer.betas", betas, betas),
         Owned("optimizer.params.eps", "optimizer.eps", optimizer.eps, optimizer.eps),
@@ -259,7 +287,7 @@ def check_refused_blocks(raw: Mapping[str, Any], source: str) -> list[Problem]:
         key = f"{source}: optimizer.params.{name}"
         if name not in OPTIMIZER_PARAMETERS:
             problems.append(Problem(key, value, "unknown parameter of AdamW", f"known: {known}"))
-        elif name in ("torch_adam", "fused", "foreach") and not isinstance(value, bool):
+        elif name in _KERNELS and not isinstance(value, bool):
             problems.append(Problem(key, value, "must be true or false"))
     problems.extend(_optimizer_conflicts(raw, params, source))
     return problems

@@ -31,9 +31,9 @@ def test_with_a_device_it_is_what_the_plan_says_of_that_layout() -> None:
         config=RECIPE[0], overrides=RECIPE[1], gpus="8xH100-80GB", hardware=None, nodes_of=None,
         network=None, host_memory=None,
     )  # fmt: skip
-    plan = ranked_layouts(args)
+    plan = ranked_layouts(args, varies=False)
     best = plan.fitting[0]
-    tree, _ = run_and_engine(plan.config, best.layout)
+    tree, _ = run_and_engine(plan.config, best.layout, plan.model.vocabulary_size)
     parallel = [f"parallel.{name}={degree}" for name, degree in tree["parallel"].items()]
     line = lines(
         *parallel,
@@ -53,10 +53,10 @@ def test_what_cannot_fit_is_refused_as_the_run_refuses_it(
     large = ["batch.micro_batch_size=8", "parallel.pipeline=1"]
     assert main([*command, *large]) != 0
     error = capsys.readouterr().err
-    assert "the device has 80.0 GiB -> ask bigtrain plan for a layout that fits" in error
+    assert "80.0 GiB 76.0 are usable -> ask bigtrain plan for a layout that fits" in error
     assert main([*command, *large, "engine.refuse_too_large=false"]) == 0
     out = capsys.readouterr().out
-    assert "# the run is predicted to hold" in out
+    assert "# the run is predicted to need" in out
 
 
 def test_an_unknown_device_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:

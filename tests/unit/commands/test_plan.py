@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from bigtrain.cli import main
+from bigtrain.commands.plan import run_and_engine
+from bigtrain.planner.layout import Layout
+from bigtrain.planner.tables.engines import cpu_engine
+from bigtrain.planner.tables.hardware import find_device
 from bigtrain.settings.resolve import resolve_run_files
 from tests.support.worlds import ROOT
 
@@ -45,6 +50,19 @@ def test_plan_shows_the_best_layouts(config: Path, capsys: pytest.CaptureFixture
     assert lines[6].startswith("memory of 1, GiB of 76.0 usable")
 
 
+def test_cpus_are_planned_by_the_shipped_figures(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["plan", "--config", str(config), "--gpus", "4xCPU", "precision.dtype=float32"]) == 0
+    )
+    assert "on 4 x CPU" in capsys.readouterr().out
+    device = find_device("CPU")
+    assert device.is_cpu
+    assert device.memory_bandwidth < 1e12
+    assert cpu_engine().zero[3].micro_batch > 0
+
+
 @pytest.mark.parametrize("choose", [1, 4, 60])
 def test_what_is_written_is_a_run(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], choose: int
@@ -66,6 +84,29 @@ def test_what_is_written_is_a_run(
     assert resolved.plan.micro_batch_size == layout["micro_batch_size"]
     assert resolved.plan.accumulation == layout["num_accumulation"]
     assert resolved.config.model.gradient_checkpointing == layout["recompute"]
+
+
+def test_loss_and_buckets_of_a_layout_are_written(config: Path) -> None:
+    from bigtrain.settings.loading import load_run_config
+
+    run = load_run_config(str(config), [])
+    usual = Layout(8, zero_stage=2, sequence_length=64, reduce_bucket_elements=50_000_000,
+                   gather_bucket_elements=50_000_000)  # fmt: skip
+    tree, raw = run_and_engine(run, usual, 1024)
+    assert "loss" not in tree["model"]
+    assert raw["zero_optimization"]["reduce_bucket_size"] == 50_000_000
+    other = replace(usual, loss_chunk_tokens=16, reduce_bucket_elements=7, gather_bucket_elements=8)
+    tree, raw = run_and_engine(run, other, 1024)
+    assert (tree["model"]["loss"], tree["model"]["loss_chunk_tokens"]) == ("chunked", 16)
+    assert raw["zero_optimization"]["reduce_bucket_size"] == 7
+    assert raw["zero_optimization"]["allgather_bucket_size"] == 8
+    wide = replace(usual, micro_batch_size=4)  # `auto` would take chunks of 512 tokens
+    tree, _ = run_and_engine(run, wide, 131072)
+    assert "loss" not in tree["model"] or tree["model"]["loss"] == "plain"
+    offloaded = replace(usual, zero_stage=1, offload_optimizer=True)
+    _, raw = run_and_engine(run, offloaded, 1024)
+    zero = raw["zero_optimization"]
+    assert (zero["stage"], zero["offload_optimizer"]["device"]) == (1, "cpu")
 
 
 def test_costs_are_traced_once(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +188,8 @@ def test_published_layouts_are_among_the_best(
     config = ROOT / "benchmarks" / "published" / f"{name}.yaml"
     assert main(["plan", "--config", str(config), "--gpus", gpus, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    num_fitting = sum(layout["fits"] for layout in plan["layouts"])
-    assert num_fitting + plan["num_layouts_that_do_not_fit"] > 1000
+    fitting = [layout for layout in plan["layouts"] if layout["fits"]]
+    assert len(fitting) + plan["num_layouts_that_do_not_fit"] > 1000
     best = plan["layouts"][:20]
     assert any(wanted.items() <= layout["layout"].items() for layout in best)
     rate = best[0]["tokens_per_second_per_device"]

@@ -106,8 +106,26 @@ def test_chunks_bound_what_logits_take() -> None:
 def test_offload_moves_states_to_main_memory() -> None:
     model = closed_form(LLAMA)
     kept, moved = (use_of(model, zero_stage=3, offload_optimizer=off) for off in (False, True))
-    assert moved.host_offload == pytest.approx(16 / 8 * model.num_parameters)
-    assert kept.allocated - moved.allocated == pytest.approx(moved.host_offload)
+    # Masters, moments, gradients in float32, and those that come from the device in 16 bits.
+    assert moved.host_offload == pytest.approx(18 / 8 * model.num_parameters)
+    assert kept.allocated - moved.allocated == pytest.approx(16 / 8 * model.num_parameters)
+
+
+@pytest.mark.parametrize(
+    ("zero", "accumulation", "device", "host"),
+    # Bytes of a parameter on one of 8 ranks, beside a buffer of the largest one on both sides.
+    [(1, 1, 2 + 4 + 2, 16 / 8), (1, 4, 2 + 4 + 2, 18 / 8), (2, 4, 2 + 2 / 8, 18 / 8)],
+)
+def test_offload_of_whole_parameters_keeps_a_buffer_on_both_sides(
+    zero: int, accumulation: int, device: float, host: float
+) -> None:
+    model = closed_form(LLAMA)
+    use = use_of(model, zero_stage=zero, offload_optimizer=True, num_accumulation=accumulation)
+    largest = 2.0 * model.embedding_parameters
+    assert use.host_offload == pytest.approx(host * model.num_parameters + largest)
+    held = use.states + use.gradients
+    assert held == pytest.approx(device * model.num_parameters)
+    assert use.buckets == pytest.approx(largest, abs=100)
 
 
 def test_a_save_takes_a_copy_in_main_memory_and_nothing_of_the_device() -> None:

@@ -184,9 +184,41 @@ def test_a_thousand_layouts_are_had_by_few_evaluations(monkeypatch: pytest.Monke
     assert stages._sizes.cache_info().misses < 200
 
 
+def test_loss_and_buckets_are_varied_where_that_is_faster_or_lets_something_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Many ranks and a small batch: each bucket is a collective that waits for the slowest node.
+    request = replace(REQUEST, global_batch_size=4096, loss="auto", gradient_bytes=2)
+    usual = whole_search(request, cluster(2048), ENGINE).fitting
+    varied = whole_search(replace(request, varies=True), cluster(2048), ENGINE).fitting
+    assert len(usual) == len(varied)
+    changed = [c for c in varied if c.varied]
+    assert changed
+    assert all("buckets of" in c.describe() or "loss" in c.describe() for c in changed)
+    assert varied[0].tokens_per_second >= usual[0].tokens_per_second
+    before = {replace(c.layout, loss_chunk_tokens=None, reduce_bucket_elements=1,
+                      gather_bucket_elements=1): c for c in usual}  # fmt: skip
+    for c in changed:
+        plain = replace(
+            c.layout, loss_chunk_tokens=None, reduce_bucket_elements=1, gather_bucket_elements=1
+        )
+        assert c.tokens_per_second > 1.01 * before[plain].tokens_per_second
+    # Nothing fits by little: smaller buckets let the smallest in.
+    one = replace(REQUEST, zero_stages=(3,), global_batch_size=8, bucket_elements=500_000_000)
+    smallest = whole_search(one, cluster(8), ENGINE)
+    least = min(smallest.fitting, key=lambda c: c.memory.total)
+    device = replace(find_device("H100"), memory_bytes=least.memory.total - 1e8)
+    tight = Cluster(device, 8, 1e12, margin=0.0)
+    monkeypatch.setattr(planner_search, "_offloads", lambda *_: [])
+    assert not whole_search(one, tight, ENGINE).fitting
+    rescued = whole_search(replace(one, varies=True), tight, ENGINE).fitting
+    assert rescued
+    assert all("buckets of 10M" in c.describe() for c in rescued)
+
+
 def test_offload_is_tried_where_nothing_else_fits() -> None:
     request = replace(REQUEST, model=LARGE)
-    fitting, others = search(request, cluster(8, "A100-80GB", host_memory=2e12), ENGINE)
+    fitting, others = search(request, cluster(8, "A100-80GB", host_memory=3e12), ENGINE)
     assert fitting
     assert all(candidate.layout.offload_optimizer for candidate in fitting)
     poor, others = search(request, cluster(8, "A100-80GB", host_memory=1e11), ENGINE)

@@ -270,6 +270,11 @@ def test_find_names_what_there_is(tmp_path: Path) -> None:
     (checkpoints.checkpoint_path(tmp_path, 20) / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint of step 20 is corrupt: .*state\.json"):
         checkpoints.find(tmp_path, 20)
+    said: list[str] = []
+    older = checkpoints.find(tmp_path, None, warn=said.append)
+    assert older == checkpoints.checkpoint_path(tmp_path, 10)
+    assert len(said) == 1
+    assert "checkpoint of step 20 is corrupt and passed over: " in said[0]
     (checkpoints.checkpoint_path(tmp_path, 10) / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match="holds no usable checkpoint; checkpoint of step 20"):
         checkpoints.find(tmp_path, None)

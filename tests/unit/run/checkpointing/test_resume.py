@@ -111,8 +111,24 @@ def test_changes_are_refused_with_what_differs_and_followed_where_they_are_allow
             ("more", 3, 0),
         ]
     partly = {**changed, "checkpoint": {"allow_changes": ["batch", "optimizer"]}}
-    with pytest.raises(CheckpointError, match=r"allow_changes=\[data.sources\]:\n  data.sources:"):
+    advice = r"allow_changes=\[batch,data.sources,optimizer\]:\n  data.sources:"
+    with pytest.raises(CheckpointError, match=advice):  # what is allowed already must stay
         resume(document, partly, now)
+
+
+def test_other_models_are_named_by_key_and_by_what_can_change() -> None:
+    llama = {"model_type": "llama", "hidden_size": 64, "vocab_size": 100}
+    document = with_phases({**tree(), "model": {"config": llama}})
+    other = {"model_type": "llama", "hidden_size": 32, "vocab_size": 100, "rms_norm_eps": 1e-5}
+    with pytest.raises(CheckpointError) as caught:
+        resume(document, {**tree(), "model": {"config": other}})
+    assert str(caught.value).splitlines() == [
+        "checkpoint belongs to a run with other settings; use another output.directory, restore "
+        "the settings, or resume with these by checkpoint.allow_changes=[model.config] (of "
+        "model.config only what leaves every tensor its shape can change):",
+        "  model.config: hidden_size: 64 there, 32 now",
+        "  model.config: rms_norm_eps: absent there, 1e-05 now",
+    ]
 
 
 def test_fewer_steps_than_are_done_are_not_advised() -> None:

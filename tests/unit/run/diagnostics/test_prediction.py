@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from bigtrain.errors import LaunchError
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.planner.run_prediction import RunPrediction, refuse_too_large
+from bigtrain.planner.search import Cluster
+from bigtrain.planner.tables.calibration_file import keep_calibration
+from bigtrain.planner.tables.engines import cpu_engine
+from bigtrain.planner.tables.hardware import find_device
 from bigtrain.run.diagnostics.prediction import predict
 from bigtrain.settings.resolve import resolve_run_files
 
@@ -67,8 +72,30 @@ def test_a_cpu_gets_no_rate_and_a_gpu_does(on_gpu: RunPrediction, tmp_path: Path
 
 def test_what_cannot_fit_is_refused_unless_told_otherwise() -> None:
     found = prediction()
-    needed = found.memory.allocated
-    assert refuse_too_large(found, needed, refuses=True) == ""
+    smallest = found.memory.total / 0.95
+    assert refuse_too_large(found, smallest * 1.001, refuses=True) == ""
     with pytest.raises(LaunchError, match=r"engine\.refuse_too_large=false"):
-        refuse_too_large(found, needed * 0.9, refuses=True)
-    assert "predicted to hold" in refuse_too_large(found, needed * 0.9, refuses=False)
+        refuse_too_large(found, smallest * 0.999, refuses=True)
+    assert "predicted to need" in refuse_too_large(found, smallest * 0.9, refuses=False)
+
+
+def test_a_plan_and_a_run_go_by_one_rule() -> None:
+    found = prediction()
+    for share in (0.999, 1.001):
+        device = replace(find_device("H100"), memory_bytes=share * found.memory.total / 0.95)
+        fits = found.memory.total <= Cluster(device, 2, 1e12).usable_memory
+        assert fits == (refuse_too_large(found, device.memory_bytes, refuses=False) == "")
+
+
+def test_a_calibrated_cpu_gets_a_rate_and_no_word_on_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path))
+    assert prediction().tokens_per_second is None
+    keep_calibration(find_device("CPU"), cpu_engine())
+    told = prediction()
+    assert told.device == "CPU"
+    rate = told.tokens_per_second
+    assert rate is not None
+    assert told.beside(rate * 2, 123.0) == [f"predicted {rate:,.0f} tokens/s (-50%)"]
+    assert told.memory.context == pytest.approx(0.05 * told.memory.allocated)

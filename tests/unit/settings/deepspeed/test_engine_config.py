@@ -141,7 +141,7 @@ def test_what_is_not_a_json_object_is_refused(tmp_path: Path, text: str, message
         (
             {"zero_optimization": {"cpu_offload": True}},
             "x.json: zero_optimization.cpu_offload = True: is deprecated in DeepSpeed -> use "
-            "offload_optimizer",
+            'offload_optimizer: {"device": "cpu"}',
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}},
@@ -173,6 +173,12 @@ def test_blocks_the_run_owns_are_refused(path: str) -> None:
         raw = {name: raw}
     texts = [text for text in problems_of(raw) if text.startswith(f"x.json: {path}:")]
     assert any(REFUSED_BLOCKS[path][0] in text for text in texts)
+
+
+def test_a_scheduler_of_autos_is_one_problem() -> None:
+    autos = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+    [text] = problems_of({"scheduler": {"type": "WarmupLR", "params": autos}})
+    assert text.startswith("x.json: scheduler: the run owns the learning rate over time")
 
 
 def test_every_refused_block_is_a_key_of_deepspeed() -> None:
@@ -241,6 +247,37 @@ def test_contradictions_name_both_owners(raw: dict[str, Any], message: str) -> N
     texts = problems_of(raw)
     assert len(texts) == 1
     assert message in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("block", "contradicts"),
+    [
+        ({"type": "AdamW"}, False),
+        ({"type": "AdamW", "params": {"lr": "auto", "torch_adam": True, "fused": True}}, False),
+        ({"type": "Muon"}, False),
+        ({"type": "muon", "params": {"lr": 1e-3}}, False),
+        ({"type": "auto"}, False),
+        ({"type": "AdamW", "params": {"lr": 1e-3, "betas": "auto"}}, True),
+        ({"type": "Lion"}, True),
+        ({"type": "Adam"}, True),
+    ],
+)
+def test_an_optimizer_of_the_json_is_the_run_s_or_a_placeholder(
+    block: dict[str, Any], contradicts: bool
+) -> None:
+    muon = make_config(optimizer={"type": "muon"})
+    engine, problems = render(muon, PLAN, {"optimizer": block}, "x.json")
+    assert (engine is None) == contradicts
+    assert [str(problem) for problem in problems] == contradicts * [
+        f"x.json: optimizer.type = {block['type']!r}: contradicts optimizer.type = muon of the "
+        'run, which owns it -> leave it out of x.json or write "muon" or "auto", or change '
+        "optimizer.type in the run"
+    ]
+
+
+def test_adam_is_told_how_to_name_adamw() -> None:
+    [text] = problems_of({"optimizer": {"type": "Adam"}})
+    assert 'write "AdamW" or "auto"' in text
 
 
 def test_equal_values_are_not_contradictions() -> None:

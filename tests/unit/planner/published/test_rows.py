@@ -13,7 +13,7 @@ from bigtrain.planner.published.rows import run_of
 from bigtrain.planner.step_time import step_time
 from bigtrain.planner.tables.hardware import find_device
 from tests.support.worlds import ROOT
-from tests.unit.planner.test_evaluation import ROW
+from tests.unit.planner.published.test_evaluation import ROW
 
 OTHERS = ROOT / "benchmarks" / "planner_other_rows.csv"
 NAMED = {
@@ -198,6 +198,9 @@ def test_a_device_that_no_table_has_is_refused_with_the_nearest_names() -> None:
     assert len(nearest) == 3
     with pytest.raises(ConfigError, match="nearest names: H800-80GB, H200-141GB, H100-80GB; "):
         find_device("H300")
+    for name in ("H1000", "NVIDIA H1000 80GB", "A1000-40GB", "H100X", "XH100-80GB"):
+        with pytest.raises(ConfigError, match=r"no such device .* nearest names: "):
+            find_device(name)
 
 
 def test_other_published_rows_are_predicted_better_than_by_one_utilization() -> None:
