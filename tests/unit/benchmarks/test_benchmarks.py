@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import expert_products
 from benchmarks.support import litgpt_loop
 from benchmarks.support.contenders import BareLoop, Point, resolve_point
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.parallel.grouped_experts import PADDED
 from bigtrain.planner.tables.calibration_file import write_calibration
 from bigtrain.planner.tables.engines import cpu_engine
 from bigtrain.planner.tables.hardware import find_device
@@ -202,6 +204,16 @@ def test_divided_experts_send_what_the_planner_says(tmp_path: Path) -> None:
     # The router does not choose evenly, and sends as many to the other rank as it likes.
     assert 0.8 <= rows["EP 2"]["sent_of_formula"] <= 1.2
     assert rows["ZeRO 1"]["sent_bytes"] is rows["TP 2"]["sent_bytes"] is None
+
+
+def test_every_way_to_compute_experts_is_measured_and_the_same() -> None:
+    shapes = expert_products.SHAPES["tiny"]
+    aligned, odd = (
+        next(expert_products.measure_all([shape], torch.device("cpu"), 1)) for shape in shapes
+    )
+    assert aligned["seconds"].keys() == {"grouped_mm", PADDED, "batched_mm", "eager"}
+    assert odd["seconds"].keys() == {PADDED, "batched_mm", "eager"}
+    assert all(seconds > 0 for row in (aligned, odd) for seconds in row["seconds"].values())
 
 
 @pytest.mark.slow
