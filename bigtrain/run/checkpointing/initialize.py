@@ -7,6 +7,7 @@ a Hugging Face directory what its files hold; nothing is rounded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ class WeightsSource:
         if checkpoint is None:
             return
         try:
-            directory = session.long_work.on_main_rank(lambda: _find(checkpoint))
+            directory = session.long_work.on_main_rank(lambda: _find(checkpoint, session.say))
             listing = checkpoints.list_tensors(directory)
             restore_weights(engine, directory / checkpoints.TENSORS, listing)
         except CheckpointError as error:
@@ -146,9 +147,9 @@ def weights_source(config: RunConfig) -> WeightsSource:
     return WeightsSource(hugging_face=source)
 
 
-def _find(directory: Path) -> Path:
+def _find(directory: Path, warn: Callable[[str], None]) -> Path:
     if not (directory / checkpoints.MANIFEST).is_file():
-        return checkpoints.find(directory, None, "small")
+        return checkpoints.find(directory, None, "small", warn)
     reason = checkpoints.corruption(directory)
     if reason is not None:
         raise CheckpointError(f"corrupt: {reason}")
