@@ -53,7 +53,10 @@ PROFILED_STEPS = 5
 
 @dataclass(frozen=True)
 class Task:
-    """What one world measures. persistent: elements up to which ZeRO-3 keeps a parameter whole."""
+    """What one world measures. persistent: elements up to which ZeRO-3 keeps a parameter whole.
+
+    model: llama, or gpt2, which has biases and norms with two parameters.
+    """
 
     zero_stage: int
     num_layers: int
@@ -61,6 +64,7 @@ class Task:
     num_steps: int
     persistent: int
     deepspeed_hooks: bool
+    model: str = "llama"
     profile: str | None = None
 
     @property
@@ -70,6 +74,16 @@ class Task:
 
 def run_config(task: Task, data: Path, world_size: int) -> RunConfig:
     """One short sample per rank and step."""
+    gpt2 = {
+        "model_type": "gpt2",
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": task.hidden_size,
+        "n_layer": task.num_layers,
+        "n_head": 2,
+        "n_positions": TOKENS,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),
+    }
     shape = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": task.hidden_size,
@@ -79,7 +93,7 @@ def run_config(task: Task, data: Path, world_size: int) -> RunConfig:
     }
     return RunConfig.model_validate(
         {
-            "model": {"config": llama(shape, TOKENS)},
+            "model": {"config": gpt2 if task.model == "gpt2" else llama(shape, TOKENS)},
             "data": {"path": str(data)},
             "batch": {
                 "sequence_length": TOKENS,
@@ -180,6 +194,7 @@ def main() -> None:
     parser.add_argument(
         "--persistent", type=int, default=1000, help="elements that ZeRO-3 does not partition"
     )
+    parser.add_argument("--model", choices=("llama", "gpt2"), default="llama")
     parser.add_argument("--deepspeed-hooks", action="store_true", help="ZeRO-3's own")
     parser.add_argument("--profile", help="file for cProfile's figures, of the last world")
     parser.add_argument("--output", type=Path, help="JSON file for all figures")
@@ -195,6 +210,7 @@ def main() -> None:
                 num_steps=args.steps,
                 persistent=args.persistent,
                 deepspeed_hooks=args.deepspeed_hooks,
+                model=args.model,
                 profile=args.profile,
             )
             row = in_world(task, world_size)

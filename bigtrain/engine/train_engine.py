@@ -14,6 +14,7 @@ from torch import nn
 
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
+from bigtrain.engine.deepspeed_patches.marks import is_model_parallel
 from bigtrain.engine.deepspeed_patches.step import (
     has_overflowed,
     measured_norm,
@@ -97,6 +98,7 @@ class TrainEngine:
         self._router_losses = RouterLosses(self.module, moe, mesh.replicas)
         self.expert_load = ExpertLoad(self.module, mesh, device, is_compiled=is_compiled)
         self._bias = SelectionBias(self.module, self.expert_load, moe.bias_update_rate)
+        self._sharded = [p for p in self.module.parameters() if is_model_parallel(p)]
         self._is_updated = True
         self._norm: torch.Tensor | None = None
         self._scale_of_norm = 1.0
@@ -132,7 +134,8 @@ class TrainEngine:
         # that share a sample as replicas.
         scale = dist.get_world_size(self.mesh.replicas) / num_targets.clamp(min=1)
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
-        self.engine.train()
+        if not self.module.training:  # which asks every module; else it is left so
+            self.engine.train()
         self._begin_experts(observe)
         for batch, moved in self._feed(micro_batches):
             self._accumulate(batch, moved, scale, loss_sum)
@@ -210,7 +213,7 @@ class TrainEngine:
         # are gone; every other engine, and `_clip_gradients`, measures it while it clips.
         plain = isinstance(self.engine.optimizer, torch.optim.Optimizer)
         if not plain:
-            mark_gradients(self.module.parameters())
+            mark_gradients(self._sharded)
         if not plain or self.engine.gradient_clipping() > 0:
             return None
         return total_norm(self.module.parameters(), self.mesh)

@@ -17,12 +17,13 @@ from torch import nn
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.partitions import gather_persistent_at_once
 from bigtrain.engine.deepspeed_patches.zero3_hooks import replace_hooks
+from bigtrain.engine.deepspeed_patches.zero12 import skip_redundant_work_of_zero12
 
 _HOOK_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
 
 def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: HostTime) -> None:
-    """Skip work of ZeRO 0 and 3 that changes no number. Call once, after `deepspeed.initialize`.
+    """Skip work of DeepSpeed that changes no number. Call once, after `deepspeed.initialize`.
 
     `replicas`: the ranks that gradients are averaged over. `host_time` counts the time of ZeRO-3's
     hooks from then on.
@@ -30,6 +31,7 @@ def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: Hos
     if dist.get_world_size(replicas) == 1:
         _skip_lone_reduction(engine)
     skip_overflow_check(engine.optimizer)
+    skip_redundant_work_of_zero12(engine.optimizer)
     speed_up_hooks(engine.module)
     if replace_hooks(engine.optimizer, host_time):
         gather_persistent_at_once(engine.optimizer)

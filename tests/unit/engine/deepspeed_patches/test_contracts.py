@@ -14,6 +14,7 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import constants
 from deepspeed.runtime import utils as runtime_utils
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -41,6 +42,7 @@ from bigtrain.engine.deepspeed_patches import (
     startup,
     step,
     zero3_hooks,
+    zero12,
 )
 from bigtrain.engine.deepspeed_patches.step import skip_overflow_check
 from bigtrain.engine.startup.process_group import process_group
@@ -191,6 +193,26 @@ CONTRACTS = [
         "inspect.signature(func)",
     ),
     takes(step.speed_up_hooks, lambda: LinearFunctionForZeroStage3.forward, *_LINEAR),
+    # zero12
+    sets(zero12.skip_redundant_work_of_zero12, lambda: DeepSpeedZeroOptimizer, "bit16_groups_flat"),
+    Contract(
+        zero12.skip_redundant_work_of_zero12,
+        "ZeRO-3 has round_robin_bit16_groups, too",
+        lambda: "round_robin_bit16_groups" not in inspect.getsource(DeepSpeedZeroOptimizer_Stage3),
+    ),
+    is_as_read(
+        zero12.skip_usage_reports, lambda: ZeROOptimizer.report_ipg_memory_usage, "c1e4cb5e2323"
+    ),
+    reads(
+        zero12.skip_usage_reports,
+        lambda: runtime_utils.see_memory_usage,
+        "    if not force:\n        return\n",
+    ),
+    is_as_read(
+        zero12.keep_views,
+        lambda: DeepSpeedZeroOptimizer._update_model_bit16_weights,
+        "f6e3c0c53b4a",
+    ),
     # host_time
     reads(
         host_time.time_reductions,
