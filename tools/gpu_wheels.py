@@ -28,14 +28,31 @@ CARRIED = {
     "hjson": "of deepspeed",
     "liger-kernel": "model.loss and model.kernels: liger",
     "orjson": "of bigtrain",
+    "peft": "the machine has one, of an unknown version; adapters need 0.21.2",
     "pydantic": "of bigtrain and deepspeed",
     "pydantic-core": "of pydantic",
     "transformers": "the machine has 5.17; masks of packed documents need 5.23",
     "typing-extensions": "of pydantic, which needs 4.16",
     "typing-inspection": "of pydantic",
 }
-"""By name, and why. `datasets` and the fast tokenizers are for text, which the check has none of;
-tokenizers 0.23.2 and huggingface_hub 1.33 are there and new enough."""
+"""By name, and why."""
+
+THERE = frozenset(
+    {
+        *("accelerate", "jinja2", "ninja", "numpy", "pyyaml", "safetensors", "tensorboard"),
+        *("tokenizers", "torch", "tqdm", "xxhash"),
+    }
+)
+"""Dependencies that the machine has, new enough (accelerate 1.15.0, numpy 2.5.2, safetensors 0.8.0,
+tokenizers 0.23.2, torch 2.11.0 and huggingface_hub 1.33.0, as a session saw it in 2026-11)."""
+
+NOT_NEEDED = {
+    "datasets": "reads text, which the check has none of",
+    "fastokens": "encodes text",
+    "gigatoken": "encodes text",
+    "zstandard": "`datasets` reads .zst files with it",
+}
+"""Dependencies that no line of the check imports, and why."""
 
 _BUILT_HERE = {"deepspeed"}
 # pip matches these exactly; see PEP 600.

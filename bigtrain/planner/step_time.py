@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from bigtrain.planner.communication import Group, Groups, groups_of
 from bigtrain.planner.kernels import (
@@ -85,7 +85,9 @@ class _Work:
         self.host += times * other.host
 
     def copy(self) -> _Work:
-        return replace(self)
+        copied = _Work()
+        copied.add(self)
+        return copied
 
     @property
     def device(self) -> float:

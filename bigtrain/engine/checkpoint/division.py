@@ -38,6 +38,8 @@ def divide(
     that several tensor-parallel ranks or stages hold, the `primary` one writes.
     """
     groups = {"tensor": mesh.replicas, "expert": mesh.expert_replicas}
+    # Once, not for each parameter: rows that share them are told and kept with one list of ranks.
+    members = {over: tuple(dist.get_process_group_ranks(group)) for over, group in groups.items()}
     rows: list[Row] = []
     keys: set[str] = set()
     alike: dict[str, list[tuple[str, Cut, torch.Tensor]]] = {over: [] for over in groups}
@@ -45,7 +47,7 @@ def divide(
         if not fragment.shard.primary:
             continue
         shard, capacity = fragment.shard, fragment.capacity
-        replicas = tuple(dist.get_process_group_ranks(groups[shard.over]))
+        replicas = members[shard.over]
         place = replicas.index(mesh.rank)
         cut = Cut(shard.shape, shard.dim, shard.ranges, shard.local_size)
         for kind, tensor in fragment.tensors.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -17,6 +19,24 @@ def test_every_carried_package_has_a_version() -> None:
         assert gpu_wheels.version_of(name)[0].isdigit()
     with pytest.raises(SystemExit, match="no version of nothing-like-it"):
         gpu_wheels.version_of("nothing-like-it")
+
+
+def test_every_dependency_is_carried_or_there_or_not_needed() -> None:
+    project = tomllib.loads((gpu_wheels.ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=; \[]", line)[0].lower() for line in project["dependencies"]}
+    carried, spared = set(gpu_wheels.CARRIED), set(gpu_wheels.NOT_NEEDED)
+    assert names == (names & carried) | gpu_wheels.THERE | spared
+    assert not carried & spared
+    assert not (carried | spared) & gpu_wheels.THERE
+
+
+def test_all_parts_are_imported_without_what_is_not_needed() -> None:
+    program = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({sorted(gpu_wheels.NOT_NEEDED)!r}))\n"
+        "import benchmarks.gpu_check.parts\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=gpu_wheels.ROOT, check=True)
 
 
 def test_a_wheel_for_one_machine_is_told_by_its_name() -> None:
