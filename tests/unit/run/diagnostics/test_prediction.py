@@ -52,7 +52,10 @@ def test_what_the_run_says_decides() -> None:
     assert prediction(world_size=1).memory.states > base.states
 
 
-def test_a_cpu_gets_no_rate_and_a_gpu_does(on_gpu: RunPrediction, tmp_path: Path) -> None:
+def test_a_cpu_gets_no_rate_and_a_gpu_does(
+    on_gpu: RunPrediction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))  # with no calibration in it
     quiet = prediction()
     assert quiet.tokens_per_second is None
     assert "tokens/s" not in quiet.line()
