@@ -35,6 +35,9 @@ from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.traced_costs import model_costs
+from bigtrain.planner.communication import Group
+from bigtrain.planner.step_time import bytes_to_experts
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.world import read_world
@@ -88,12 +91,15 @@ class Layout:
 LAYOUTS = (Layout("ZeRO 1", ""), Layout("EP 2", "expert"), Layout("TP 2", "tensor"))
 
 
-def formula_of_experts(shape: dict[str, int]) -> float:
-    """Bytes that a rank of EP 2 sends to the other in a step, where the router chooses evenly."""
-    tokens = GLOBAL_BATCH_SIZE // WORLD_SIZE * shape["max_position_embeddings"]
-    rows = tokens * shape["num_experts_per_tok"] * (1 - 1 / WORLD_SIZE)
+def formula_of_experts(config: RunConfig) -> float:
+    """Bytes that a rank of EP 2 sends to the other in a step, as the planner has it: where the
+    router chooses evenly."""
+    model, _ = model_costs(config)
+    tokens = GLOBAL_BATCH_SIZE // WORLD_SIZE * config.batch.sequence_length
+    hidden = tokens * model.hidden_size * FLOAT_BYTES
+    rows = sum(bytes_to_experts(model.kinds[kind], hidden, 1) for kind in model.layers)
     # There and back, in the forward and in the backward pass.
-    return 4.0 * shape["num_hidden_layers"] * rows * shape["hidden_size"] * FLOAT_BYTES
+    return 4 * Group(WORLD_SIZE, WORLD_SIZE).sent_bytes(rows)
 
 
 def run_config(shape: dict[str, int], layout: Layout, data: Path, num_steps: int) -> RunConfig:
@@ -176,6 +182,7 @@ def measure_all(size: str, num_steps: int, num_rounds: int) -> list[dict[str, An
         words = [__file__, "--world", json.dumps(task), str(output)]
         run_local_world(WORLD_SIZE, words, {"OMP_NUM_THREADS": "1"})
         rounds: list[dict[str, Any]] = json.loads(output.read_text())
+        formula = formula_of_experts(run_config(shape, LAYOUTS[1], data, num_steps))
     whole = LAYOUTS[0].name
     rows = []
     for layout in LAYOUTS:
@@ -197,7 +204,7 @@ def measure_all(size: str, num_steps: int, num_rounds: int) -> list[dict[str, An
                 "exchanged": found[0]["exchanged"],
                 "imbalance": found[0]["imbalance"],
                 "sent_bytes": sent,
-                "sent_of_formula": None if sent is None else sent / formula_of_experts(shape),
+                "sent_of_formula": None if sent is None else sent / formula,
             }
         )
     return rows

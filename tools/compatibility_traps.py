@@ -462,7 +462,7 @@ CHECKPOINTS = (
     Trap(
         "configuration",
         "Muon, LAMB and others have restrictions of their own",
-        "the run owns the optimizer, and has AdamW",
+        "the run owns the optimizer: AdamW, Muon, Lion or Adafactor, each with its rules",
         (_OWNERS,),
         refused=("optimizer.type",),
     ),

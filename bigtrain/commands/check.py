@@ -10,6 +10,7 @@ import yaml
 
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.settings.compatibility.check import Device
+from bigtrain.settings.hf_config_keys import missing_model
 from bigtrain.settings.resolve import ResolvedRun, resolve_run_files
 
 
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if args.show is not None:
         print(setting(resolved, args.show))
         return 0
+    if missing := missing_model(resolved.config.model):
+        raise ConfigError(missing, args.config)
     chosen = try_inputs(resolved) if args.inputs else []
     predicted = chosen + prediction(resolved, args.gpu)
     print(describe(resolved))

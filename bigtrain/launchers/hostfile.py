@@ -92,7 +92,16 @@ def _what_is_wrong(line: str) -> str:
         return f"{line!r}: no host before slots -> write its name first: node-1 {name}"
     if not rest:
         return f"{name}: no slots -> write the number of its processes: {name} slots=8"
-    return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots=8"
+    number = re.fullmatch(r"(?:slots\b)?[\s=:]*(\d+)", rest)
+    if number is not None:
+        return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots={number[1]}"
+    if re.search(r"\sslots=\d+$", line):  # which of the words is the name is not known
+        joined = "-".join(line.split()[:-1])
+        return (
+            f"{line!r}: a name of a host has no spaces -> write the name that ssh knows, "
+            f"{joined} {line.split()[-1]} perhaps"
+        )
+    return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots=N, its number of processes"
 
 
 def _duplicates(hosts: Sequence[Host]) -> list[str]:
@@ -101,9 +110,11 @@ def _duplicates(hosts: Sequence[Host]) -> list[str]:
     for host in hosts:
         before = first.setdefault(host.name, host)
         if before is not host:
+            slots = sorted({before.slots, host.slots})
+            wanted = "" if len(slots) == 1 else f", with slots={slots[0]} or slots={slots[1]}"
             problems.append(
-                f"line {host.line}: {host.name} stands in line {before.line} already -> one line "
-                f"with slots={before.slots + host.slots}, or take one out"
+                f"line {host.line}: {host.name} stands in line {before.line} already -> keep one "
+                f"line{wanted}"
             )
     return problems
 

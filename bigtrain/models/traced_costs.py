@@ -62,7 +62,7 @@ def _own_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCo
                 return ModelCosts.from_json(found), ""
     try:
         if not traces:
-            raise ModelError("they were not traced yet")
+            raise ModelError("it has no earlier trace, and only --gpu NAME makes one")
         if key is None:
             return _trace(config, hf_config), ""
         kept = cached(KIND, key, lambda: _trace(config, hf_config).to_json())
@@ -71,7 +71,7 @@ def _own_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCo
         reason = " ".join(str(error).split())
     shape = dense_shape(values)
     if shape is None and not traces:
-        raise ModelError("the model's layers were not traced yet")
+        raise ModelError("the model's layers have no earlier trace")
     if shape is None:
         remedy = "write hidden_size, num_hidden_layers, num_attention_heads, intermediate_size and "
         raise ConfigError(

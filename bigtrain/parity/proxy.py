@@ -183,14 +183,14 @@ def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
         notes.append(
             "optimizer states are float32 here: in bfloat16 they are rounded stochastically"
         )
-    return section.model_copy(
-        update={
-            "lr": max(RATES),
-            "state_dtype": "float32",
-            "eps": max(section.eps, _SMALLEST_EPS),
-            "clip_norm": _CLIP_NORM if section.clip_norm else 0.0,
-        }
-    )
+    update = {
+        "lr": max(RATES),
+        "state_dtype": "float32",
+        "clip_norm": _CLIP_NORM if section.clip_norm else 0.0,
+    }
+    if section.type in ("adamw", "muon"):  # the others do not read it
+        update["eps"] = max(section.eps, _SMALLEST_EPS)
+    return section.model_copy(update=update)
 
 
 def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tuple[str, ...]:

@@ -47,8 +47,11 @@ class Group:
         """Seconds until each rank has all `num_bytes`; a reduce-scatter takes the same."""
         if self.size == 1:
             return 0.0
-        moved = (self.size - 1) / self.size * num_bytes
-        return moved / self.bandwidth(device) + self.latency(device)
+        return self.sent_bytes(num_bytes) / self.bandwidth(device) + self.latency(device)
+
+    def sent_bytes(self, num_bytes: float) -> float:
+        """What of the `num_bytes` that a rank holds, or will have, others send or are sent."""
+        return (self.size - 1) / self.size * num_bytes
 
     def all_to_all(self, device: Device, num_bytes: float) -> float:
         """Seconds to exchange the `num_bytes` that each rank holds."""

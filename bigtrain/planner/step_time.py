@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from bigtrain.planner.communication import Group, Groups, groups_of
 from bigtrain.planner.kernels import (
@@ -85,7 +85,9 @@ class _Work:
         self.host += times * other.host
 
     def copy(self) -> _Work:
-        return replace(self)
+        copied = _Work()
+        copied.add(self)
+        return copied
 
     @property
     def device(self) -> float:
@@ -271,11 +273,18 @@ def _exchange(
         forward.sequence = in_sequence.all_to_all(device, hidden * (2 + 2 * ratio) / tensor)
         forward.sequence += 3 * in_sequence.latency(device)
     if expert > 1:
-        share = max((m.share for m in layer.matmuls if m.num_groups > 1), default=0.0)
-        if share:  # tokens, what becomes of them, and before them how many there are
-            sent = hidden * share / tensor  # a slice of the tokens from each
-            forward.expert = 2 * in_expert.all_to_all(device, sent)
+        rows = bytes_to_experts(layer, hidden, tensor)
+        if rows:  # tokens, what becomes of them, and before them how many there are
+            forward.expert = 2 * in_expert.all_to_all(device, rows)
             forward.expert += in_expert.latency(device)
+
+
+def bytes_to_experts(layer: LayerCosts, hidden: float, tensor_size: int) -> float:
+    """Bytes that a rank has for the experts of `layer`, of tokens with `hidden` bytes: a row for
+    each expert that a token chooses, of a slice of the tokens from each tensor-parallel rank. As
+    many come back, and as many again in each direction in the backward pass."""
+    share = max((m.share for m in layer.matmuls if m.num_groups > 1), default=0.0)
+    return hidden * share / tensor_size
 
 
 def _partitioned(

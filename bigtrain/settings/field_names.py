@@ -46,6 +46,10 @@ _ELSEWHERE = {
     "watchdog.rendezvous_timeout_seconds": "arrival_timeout_seconds rdzv_timeout",
     "output.directory": "output_dir out_dir save_dir",
     "engine.deepspeed_config": "deepspeed zero_stage",
+    "adapters.rank": "r lora_r lora_rank",
+    "adapters.alpha": "lora_alpha",
+    "adapters.dropout": "lora_dropout",
+    "adapters.targets": "target_modules lora_target_modules",
     "seed": "random_seed manual_seed",
 }
 _NO_FIELD = {

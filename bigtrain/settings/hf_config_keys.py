@@ -37,6 +37,7 @@ _JSON_TYPES: dict[str, type] = {
 _FIGURES = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size")
+_NAME_A_MODEL = "name a directory of a Hugging Face model, or a model of the hub"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,23 @@ def _read(section: ModelSection) -> tuple[str, Mapping[str, Any], list[Problem]]
     except (OSError, ValueError) as error:
         reason = str(error)
     rule = f"the directory holds no usable config.json ({reason})"
-    return key, {}, [Problem(key, str(source), rule, "name a directory of a Hugging Face model")]
+    return key, {}, [Problem(key, str(source), rule, _NAME_A_MODEL)]
+
+
+def missing_model(section: ModelSection) -> list[Problem]:
+    """The problem of a model that is named by a path which is not on this machine.
+
+    Not for scripts that start a run elsewhere: in a pod, the path may exist.
+    """
+    key = "model.path" if section.path is not None else "model.config"
+    source = section.path if section.path is not None else section.config
+    # What can only be a path: a hub name is NAME or OWNER/NAME.
+    if not isinstance(source, str) or not (
+        source.startswith((".", "/", "~")) or source.count("/") > 1
+    ):
+        return []
+    there = Path(source).exists()
+    return [] if there else [Problem(key, source, "no such directory", _NAME_A_MODEL)]
 
 
 def _check_type(model_type: object) -> Iterator[Problem]:

@@ -172,7 +172,35 @@ def _problem_of(detail: Any) -> Problem:
     remedy = ""
     if detail["type"] == "literal_error":
         remedy = _meant_value(value, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
-    return Problem(key, value, rule[:1].lower() + rule[1:], remedy)
+    return Problem(key, value, rule[:1].lower() + rule[1:], remedy or _what_to_write(detail, key))
+
+
+def _what_to_write(detail: Any, key: str) -> str:
+    """The remedy for a value of a wrong kind or beyond a bound; empty for any other."""
+    kind, bounds = detail["type"], detail.get("ctx", {})
+    if kind == "model_type":
+        fields = _section_fields(key)
+        return f"write its settings: {', '.join(f'{key}.{name}=VALUE' for name in fields)}"
+    if kind == "tuple_type":
+        return f"write a list: {key}=[a, b]"
+    if kind in ("greater_than_equal", "less_than_equal"):
+        return f"nearest: {bounds.get('ge', bounds.get('le'))}"
+    if kind in ("greater_than", "less_than"):
+        words = "more than" if kind == "greater_than" else "less than"
+        return f"write a number {words} {bounds.get('gt', bounds.get('lt'))}"
+    return ""
+
+
+def _section_fields(key: str) -> list[str]:
+    """The required settings of the section at `key`, or its first one where none is required."""
+    model: type[BaseModel] | None = RunConfig
+    for name in key.split("."):
+        field = model.model_fields.get(name) if model else None
+        model = _section_of(field.annotation) if field else None
+    if model is None:
+        return ["KEY"]
+    required = [name for name, field in model.model_fields.items() if field.is_required()]
+    return required or list(model.model_fields)[:1]
 
 
 def _meant_value(value: object, choices: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ memory and communication; the launcher owns where processes run.
 
 from __future__ import annotations
 
+import difflib
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -145,9 +146,12 @@ class RunConfig(Section):
                     "read follows from it"
                 )
             if section not in type(self).model_fields or (key and key not in fields):
+                names = [*type(self).model_fields]
+                names += [f"{section}.{name}" for name in fields]
+                close = difflib.get_close_matches(entry, names, n=1)
                 raise ValueError(
                     f"checkpoint.allow_changes: {entry} is neither a section nor a key "
-                    "(section.key) of a run"
+                    "(section.key) of a run" + (f" -> did you mean {close[0]}?" if close else "")
                 )
         return self
 

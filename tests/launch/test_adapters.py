@@ -87,6 +87,13 @@ def test_exports_what_plain_peft_loads(
     written = "my-adapter/adapter_model.safetensors"
     assert Path(written).read_bytes() == (adapted / "hf" / Path(written).name).read_bytes()
     assert json.loads(Path("my-adapter/adapter_config.json").read_text())["r"] == 4
+    for export in ("my-adapter", "my-model"):
+        modes = {path.name: path.stat().st_mode for path in Path(export).iterdir()}
+        assert len(set(modes.values())) == 1, modes
+    card = Path("my-adapter/README.md").read_text(encoding="utf-8")
+    assert "library_name: peft" in card
+    assert "rank: 4" in card
+    assert "library_name: transformers" in Path("my-model/README.md").read_text(encoding="utf-8")
     state = load_file(written)
     assert len(state) == 2 * 7 * 2  # matrices x linear layers x decoder layers
     assert all(t.dtype == torch.float32 and t.abs().max() > 0 for t in state.values())

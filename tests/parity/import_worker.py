@@ -17,7 +17,7 @@ import torch
 from bigtrain.engine import build
 from bigtrain.engine.checkpoint.fragments import MASTER, owned_fragments
 from bigtrain.engine.checkpoint.snapshot import read_weights, save_engine
-from bigtrain.engine.pipeline import engine as pipeline
+from bigtrain.engine.pipeline import build as pipeline
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.models.build import build_model

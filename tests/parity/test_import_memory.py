@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,16 @@ def test_memory_is_a_shard_and_less_than_two_tensors(dataset: Path, tmp_path: Pa
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
 
 
+EXPERTS: list[tuple[int, dict[str, int], str]] = [
+    (2, {}, "zero1"),
+    (2, {}, "zero3"),
+    (4, {"tensor": 2}, "zero1"),
+    (4, {"tensor": 2}, "zero3"),
+    (4, {"pipeline": 2}, "pipeline_zero1"),
+]
+"""Processes, degrees beside 2 for experts, DeepSpeed's JSON."""
+
+
 def test_no_process_holds_more_than_its_experts_and_a_layer(dataset: Path, tmp_path: Path) -> None:
     """Separate experts in the files, which transformers makes stacks of: 254 MB in float32, of
     which a layer has 63 MB."""
@@ -95,21 +106,27 @@ def test_no_process_holds_more_than_its_experts_and_a_layer(dataset: Path, tmp_p
     layer = sum(p.numel() for p in model.model.layers[0].parameters()) * 4
     whole = sum(p.numel() for p in model.parameters()) * 4
     del model
-    cases = {
-        engine: {
-            "config": run_config(
-                dataset, {"path": str(tmp_path / "hf")}, micro_batch_size=1, parallel={"expert": 2}
-            ),
-            "deepspeed_config": engine,
-        }
-        for engine in ("zero1", "zero3")
-    }
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    run_world(2, [str(WORKER), str(tmp_path / "cases.json"), str(tmp_path / "seen")])
-    for rank in range(2):
-        for name, seen in json.loads((tmp_path / f"seen.{rank}").read_text()).items():
-            mb = {key: round(value / 1e6) for key, value in seen.items()}
-            print(f"{name} rank {rank} MB: {mb}, a layer {layer / 1e6:.0f}")
-            assert seen["shard"] < 0.51 * whole, name
-            assert seen["built"] <= seen["shard"] + 1.2 * layer, (name, mb)
-            assert seen["read"] <= layer, (name, mb)
+    cases: dict[int, dict[str, Any]] = {}
+    for size, degrees, engine in EXPERTS:
+        name = "-".join([*(f"{axis}{n}" for axis, n in degrees.items()), engine])
+        run = run_config(
+            dataset,
+            {"path": str(tmp_path / "hf")},
+            micro_batch_size=1,
+            parallel={"expert": 2, **degrees},
+        )
+        cases.setdefault(size, {})[name] = {"config": run, "deepspeed_config": engine}
+    for size, of_size in cases.items():
+        file = tmp_path / f"cases{size}.json"
+        file.write_text(json.dumps(of_size))
+        run_world(size, [str(WORKER), str(file), str(tmp_path / f"seen{size}")])
+        for rank in range(size):
+            found = json.loads((tmp_path / f"seen{size}.{rank}").read_text())
+            assert found.keys() == of_size.keys()
+            for name, seen in found.items():
+                mb = {key: round(value / 1e6) for key, value in seen.items()}
+                print(f"{name} rank {rank} MB: {mb}, a layer {layer / 1e6:.0f}")
+                # A stage has half of the layers.
+                assert seen["shard"] < (0.3 if "pipeline" in name else 0.51) * whole, (name, mb)
+                assert seen["built"] <= seen["shard"] + 1.2 * layer, (name, mb)
+                assert seen["read"] <= layer, (name, mb)

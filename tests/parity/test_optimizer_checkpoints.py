@@ -82,7 +82,9 @@ def case(data: Path, optimizer: str, point: Point, **steps: Any) -> dict[str, An
         {"config": llama()},
         micro_batch_size=4 * inner // point.world_size,
         parallel=dict(point.degrees),
-        optimizer={"lr": 3e-3, "clip_norm": 0.5, "eps": 1e-6} | OPTIMIZERS[optimizer],
+        optimizer={"lr": 3e-3, "clip_norm": 0.5}
+        | ({} if optimizer in ("lion", "adafactor") else {"eps": 1e-6})
+        | OPTIMIZERS[optimizer],
     )
     return {"config": config, "deepspeed_config": point.engine, **steps}
 

@@ -300,8 +300,8 @@ def refuse_other_shape(directory: Path, key: str, shape: tuple[int, ...], wanted
     if shape != wanted.shape:
         raise CheckpointError(
             f"{directory}: {key} has shape {list(shape)} there and {list(wanted.shape)} in this "
-            "run's model -> give the model the shapes it has there, or train this one as a run of its "
-            "own in another output.directory"
+            "run's model -> give the model the shapes it has there, or train this one as a run of "
+            "its own in another output.directory"
         )
 
 

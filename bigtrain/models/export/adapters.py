@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ModelError
 from bigtrain.models.build import empty_model
-from bigtrain.models.export.verified import Probe, compare_logits, writing_directory
+from bigtrain.models.export.verified import CARD, Probe, compare_logits, writing_directory
 from bigtrain.models.layers.adapters import (
     ADAPTER,
     COPY,
@@ -49,6 +50,7 @@ def export_adapter(
     *,
     dtype: str,
     probe: Probe,
+    card: str = "",
     replace: bool = False,
 ) -> None:
     """Write a directory that peft's `PeftModel.from_pretrained` loads on top of `base`.
@@ -65,7 +67,11 @@ def export_adapter(
         directory.mkdir(parents=True)
         _write_config(directory, section, base, hf_config)
         save_file(state, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        # safetensors writes with permissions for the owner alone, whatever the umask is.
+        shutil.copymode(directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS)
         write_tokenizer(tokenizer_directory, directory, output)
+        if card:
+            (directory / CARD).write_text(card, encoding="utf-8")
         with torch.no_grad(), _quiet():
             model = _load(base, hf_config, directory, DTYPES[probe.dtype])
             compare_logits(model, probe, output, dtype)

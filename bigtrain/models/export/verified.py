@@ -26,7 +26,7 @@ from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.files import cannot_be_written
 
-_CARD = "README.md"
+CARD = "README.md"
 # Relative root-mean-square difference of logits that another kernel, thread count or device makes:
 # about 1e-6 was seen in float32 and 5e-3 in bfloat16; a wrong or misplaced weight makes about 1.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
@@ -95,7 +95,7 @@ def export_model(
         write_tokenizer(tokenizer_directory, temporary, output)
         stop_at_end_of_turn(temporary)
         if card:
-            (temporary / _CARD).write_text(card, encoding="utf-8")
+            (temporary / CARD).write_text(card, encoding="utf-8")
         _verify(temporary, probe, output, dtype, in_turn=is_sharded)
 
 

@@ -36,6 +36,10 @@ def fit_experts(model: PreTrainedModel) -> None:
     fail: odd ones of a configuration, or those left by tensor parallelism. If padded ones fail as
     well, which is tried, it loops over experts. All compute the same function. Parameters must have
     their final shapes.
+
+    The choice depends on widths alone, not on a timing: another way adds up in another order, so a
+    resumed run, or another host's rank, could have other bits. It is the fastest wherever
+    `benchmarks/expert_products.py` measured (docs/benchmarks.md).
     """
     if model.get_experts_implementation()[""] != "grouped_mm":
         return
@@ -45,7 +49,7 @@ def fit_experts(model: PreTrainedModel) -> None:
         for parameter in module.parameters(recurse=False)
     )
     if any(is_odd(parameter) for parameter in stacked):
-        model.set_experts_implementation(PADDED if _padded_works() else "eager")
+        model.set_experts_implementation(PADDED if padded_works() else "eager")
 
 
 def is_odd(parameter: nn.Parameter) -> bool:
@@ -55,7 +59,7 @@ def is_odd(parameter: nn.Parameter) -> bool:
 
 
 @cache
-def _padded_works() -> bool:
+def padded_works() -> bool:
     """Whether this torch computes padded products and their gradients; registers them if so."""
     rows = torch.ones(3, 5, requires_grad=True)
     stacks = torch.ones(2, 7, 5, requires_grad=True)

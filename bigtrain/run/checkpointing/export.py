@@ -53,6 +53,12 @@ def export_run(
     )
     tokenizer = run_directory / "tokenizer"
     probe = Probe.load(directory / checkpoints.PROBE, config.precision.dtype)
+    card = model_card(
+        config,
+        int(state["step"]),
+        run_directory / "metrics.jsonl",
+        library="transformers" if config.adapters is None or merge else "peft",
+    )
     if config.adapters is None and merge:
         raise ModelError(f"{run_directory}: has no adapters to merge -> leave out --merge")
     if config.adapters is not None:
@@ -67,6 +73,7 @@ def export_run(
                 output,
                 dtype=dtype or "float32",
                 probe=probe,
+                card=card,
                 replace=replace,
             )
             return int(state["step"])
@@ -79,7 +86,7 @@ def export_run(
         dtype=dtype or config.precision.dtype,
         probe=probe,
         generation_config=model_config / GENERATION_CONFIG,
-        card=model_card(config, int(state["step"]), run_directory / "metrics.jsonl"),
+        card=card,
         replace=replace,
         max_shard_size=max_shard_size,
     )

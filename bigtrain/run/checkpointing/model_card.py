@@ -12,14 +12,17 @@ from bigtrain import __version__
 from bigtrain.settings.run_config import RunConfig
 
 _TAIL_BYTES = 1 << 22  # of a file that grows with the run
-_SECTIONS = ("model", "batch", "train", "optimizer", "schedule", "precision", "seed")
+_SECTIONS = ("model", "adapters", "batch", "train", "optimizer", "schedule", "precision", "seed")
 
 
-def model_card(config: RunConfig, step: int, metrics: Path) -> str:
+def model_card(
+    config: RunConfig, step: int, metrics: Path, *, library: str = "transformers"
+) -> str:
     """Markdown with the front matter that the Hugging Face hub reads. `step`: of the checkpoint;
-    `metrics`: the run's metrics.jsonl, of which the last figures up to that step are taken."""
+    `metrics`: the run's metrics.jsonl, of which the last figures up to that step are taken;
+    `library`: that loads the export, by the hub's name."""
     base = config.model.path
-    front: dict[str, Any] = {"library_name": "transformers", "tags": ["bigtrain"]}
+    front: dict[str, Any] = {"library_name": library, "tags": ["bigtrain"]}
     if base is not None and not Path(base).exists():
         front["base_model"] = base
     samples = config.batch.samples_per_step

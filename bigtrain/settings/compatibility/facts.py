@@ -26,8 +26,8 @@ class Facts:
     ``activation_offload`` of section model; ``isolates``: whether documents are isolated;
     ``auxiliary_loss``, ``z_loss`` (its coefficient) and ``bias_updates`` (whether the rate is
     positive) of section moe; ``optimizer`` and ``state_dtype`` of section optimizer; ``adapters``:
-    their type, None without, with ``dora``, ``saved_modules`` (modules_to_save is set) and
-    ``adapted_stacks`` (target_parameters is set); ``num_sites``: 0 without section sites.
+    their type, None without, with ``dora``, ``saved_modules`` (modules_to_save) and
+    ``adapted_stacks`` (target_parameters); ``num_sites``: 0 without section sites.
 
     Of the model, once its configuration was read: ``attention_heads``; ``cut_heads`` and
     ``cut_key_heads``, the heads that its tensor-parallel plan divides among ranks; ``num_layers``
@@ -76,8 +76,8 @@ class Facts:
     bias_updates: bool = False
     adapters: str | None = None
     dora: bool = False
-    saved_modules: bool = False
-    adapted_stacks: bool = False
+    saved_modules: tuple[str, ...] = ()
+    adapted_stacks: tuple[str, ...] = ()
     num_sites: int = 0
     accelerate: bool = False
     device: Device | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bigtrain.settings.compatibility.facts import Facts, Rule, rule
+from bigtrain.settings.compatibility.facts import Facts, Rule, rule, rules_of
 
 _OFFLOAD = "ds:zero_optimization.offload_optimizer"
 
@@ -18,6 +18,10 @@ def _own(facts: Facts) -> str:
 
 def _is_own(facts: Facts) -> bool:
     return facts.optimizer != "adamw" or facts.state_dtype != "float32"
+
+
+_refused = rules_of(lambda f: f.optimizer != "adamw", {"optimizer": "muon"})
+_UNPROVEN = "optimizers other than AdamW have not been compared with torch's"
 
 
 OPTIMIZER_RULES: tuple[Rule, ...] = (
@@ -43,5 +47,41 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
             offload_optimizer="nvme",
             offload_optimizer_nvme_path="/local-disk",
         ),
+    ),
+    _refused(
+        "another optimizer in float16",
+        lambda f: f.dtype == "float16",
+        ("precision.dtype", lambda f: f.dtype),
+        f"{_UNPROVEN} with a loss scale",
+        "precision.dtype=bfloat16, or optimizer.type=adamw",
+        {"dtype": "bfloat16"},
+        Facts(dtype="float16"),
+    ),
+    _refused(
+        "another optimizer with quantized weights",
+        lambda f: f.quantized_weights,
+        ("ds:zero_optimization.zero_quantized_weights", lambda f: f.quantized_weights),
+        f"{_UNPROVEN} where weights are sent quantized (ZeRO++)",
+        "ds_configs/zero3.json, or optimizer.type=adamw",
+        {"quantized_weights": False},
+        Facts(zero_stage=3, quantized_weights=True),
+    ),
+    _refused(
+        "another optimizer with quantized gradients",
+        lambda f: f.quantized_gradients,
+        ("ds:zero_optimization.zero_quantized_gradients", lambda f: f.quantized_gradients),
+        f"{_UNPROVEN} where gradients are sent quantized (ZeRO++)",
+        "ds_configs/zero3.json, or optimizer.type=adamw",
+        {"quantized_gradients": False},
+        Facts(zero_stage=3, quantized_gradients=True),
+    ),
+    _refused(
+        "another optimizer with a secondary partition",
+        lambda f: f.partition_size > 1,
+        ("ds:zero_optimization.zero_hpz_partition_size", lambda f: f.partition_size),
+        f"{_UNPROVEN} with a secondary partition of weights (ZeRO++'s hpZ)",
+        "ds_configs/zero3.json, or optimizer.type=adamw",
+        {"partition_size": 1},
+        Facts(zero_stage=3, partition_size=2, world_size=4),
     ),
 )

@@ -63,8 +63,10 @@ class AdaptersSection(Section):
         asked = _QUANTIZED & values.keys() if isinstance(values, dict) else set()
         if asked:
             raise ValueError(
-                f"adapters.{min(asked)}: adapters beside a base in 4 bits (QLoRA) have not been "
-                "compared with plain peft's -> leave it out, and take ZeRO 3 or a GPU that holds "
+                f"adapters.{min(asked)}: adapters beside a base in 4 bits (QLoRA) are not "
+                "implemented: bigtrain reads a base into 16 or 32 bits, and nothing compares "
+                "packed weights under ZeRO with plain peft (docs/howto/adapters.md: "
+                "what was tried) -> leave it out, and take ZeRO 3 or a GPU that holds "
                 "the base in 16 bits"
             )
         return values

@@ -96,7 +96,8 @@ class DataSection(Section):
         kinds = {(s.weight is not None, s.epochs is not None) for s in self.sources}
         if kinds and kinds not in ({(True, False)}, {(False, True)}):
             raise ValueError(
-                "data.sources: every source must have a weight, or every one epochs, and none both"
+                "data.sources: every source must have a weight, or every one epochs, and none both "
+                "-> write weight: 1 (or epochs: 1) in each, and leave the other out"
             )
         paths = [os.path.normpath(source.path) for source in self.sources]
         for second, path in enumerate(paths):
@@ -164,7 +165,12 @@ class BatchSection(Section):
     def _one_size(self) -> Self:
         if (self.global_batch_size is None) == (self.global_tokens is None):
             raise ValueError(
-                "exactly one of batch.global_batch_size and batch.global_tokens must be set"
+                "exactly one of batch.global_batch_size and batch.global_tokens must be set -> "
+                + (
+                    "batch.global_batch_size=SAMPLES"
+                    if self.global_tokens is None
+                    else "batch.global_batch_size=null, or batch.global_tokens=null"
+                )
             )
         if self.global_tokens is not None and self.global_tokens % self.sequence_length:
             below = self.global_tokens // self.sequence_length * self.sequence_length

@@ -14,6 +14,16 @@ Decay = Annotated[float, Field(ge=0)]
 
 _LION_BETAS = (0.9, 0.99)
 
+_UNREAD = {
+    "lion": {"eps": "Lion's update is a sign, which is divided by nothing"},
+    "adafactor": {
+        "betas": "Adafactor's decay is adafactor.beta2_decay, and it has no momentum",
+        "eps": "Adafactor's are adafactor.eps1 and adafactor.eps2",
+        "state_dtype": "Adafactor's states are a number for each row and column, in float32",
+    },
+}
+"""Settings that an optimizer does not read, with the reason."""
+
 
 class SplitSection(Section):
     """How a fused projection is split into its matrices for Muon."""
@@ -93,9 +103,10 @@ class OptimizerSection(Section):
     )
     lr: Rate = Field(description="peak learning rate")
     betas: tuple[Beta, Beta] = Field(
-        default=(0.9, 0.95), description="of adamw; of lion, whose default is [0.9, 0.99]"
+        default=(0.9, 0.95),
+        description="of adamw, also beside muon; of lion, whose default is [0.9, 0.99]",
     )
-    eps: Rate = 1e-8
+    eps: Rate = Field(default=1e-8, description="of adamw, also beside muon")
     weight_decay: Decay = Field(default=0.1, description="decoupled decay of the decay group")
     decay_embeddings: bool = Field(
         default=True,
@@ -107,7 +118,8 @@ class OptimizerSection(Section):
     )
     state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="of moments and momentum; bfloat16 halves their size, with stochastic rounding",
+        description="of moments and momentum; bfloat16 halves their size, with stochastic "
+        "rounding; adafactor, which has none, takes float32 alone",
     )
     muon: MuonSection = MuonSection()
     adafactor: AdafactorSection = AdafactorSection()
@@ -131,5 +143,14 @@ class OptimizerSection(Section):
                 raise ValueError(
                     f"optimizer.{name} is set, and optimizer.type = {self.type} does not read it "
                     f"-> type: {name}, or take it out"
+                )
+        for name, reason in _UNREAD.get(self.type, {}).items():
+            # By value: the configuration that a checkpoint holds has every field set.
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default:
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ValueError(
+                    f"optimizer.{name} = {shown}: optimizer.type = {self.type} does not read it: "
+                    f"{reason} -> take it out, or type: adamw"
                 )
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -11,10 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import expert_products
 from benchmarks.support import litgpt_loop
 from benchmarks.support.contenders import BareLoop, Point, resolve_point
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.parallel.grouped_experts import PADDED
+from bigtrain.planner.tables.calibration_file import write_calibration
+from bigtrain.planner.tables.engines import cpu_engine
+from bigtrain.planner.tables.hardware import find_device
 from tests.support.worlds import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "cpu_step.py"
@@ -200,6 +206,16 @@ def test_divided_experts_send_what_the_planner_says(tmp_path: Path) -> None:
     assert rows["ZeRO 1"]["sent_bytes"] is rows["TP 2"]["sent_bytes"] is None
 
 
+def test_every_way_to_compute_experts_is_measured_and_the_same() -> None:
+    shapes = expert_products.SHAPES["tiny"]
+    aligned, odd = (
+        next(expert_products.measure_all([shape], torch.device("cpu"), 1)) for shape in shapes
+    )
+    assert aligned["seconds"].keys() == {"grouped_mm", PADDED, "batched_mm", "eager"}
+    assert odd["seconds"].keys() == {PADDED, "batched_mm", "eager"}
+    assert all(seconds > 0 for row in (aligned, odd) for seconds in row["seconds"].values())
+
+
 @pytest.mark.slow
 def test_a_report_is_compared_with_parsing() -> None:
     finished = run_script("report.py", "--steps", "200", "--rounds", "1")
@@ -219,3 +235,30 @@ def test_the_engine_s_host_time_is_measured(words: tuple[str, ...], tmp_path: Pa
     (row,) = json.loads(output.read_text())
     assert row["num_parameters"] == 2 * 9 + 2
     assert min(row["bare_ms"], row["engine_ms"]) > 0
+
+
+@pytest.mark.slow
+def test_predicted_memory_is_held_against_real_allocations() -> None:
+    """One layout of each kind, and what they are off by: within the bounds that the docs tell."""
+    for only in ("llama zero3 offload optimizer", "qwen3_moe zero1 ep2 bf16"):
+        script = [sys.executable, str(ROOT / "benchmarks" / "planner_memory.py"), "--only", only]
+        finished = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        line, summary = finished.stdout.splitlines()[-2:]
+        assert line.startswith(only)
+        assert "predicted" in line
+        found = re.fullmatch(r"1 layouts: mean error ([0-9.]+)%, worst [0-9.]+%", summary)
+        assert found is not None, summary
+        assert float(found[1]) < 10
+
+
+@pytest.mark.slow
+def test_layouts_ranked_first_are_measured(tmp_path: Path) -> None:
+    hardware = tmp_path / "cpu.json"
+    write_calibration(find_device("CPU"), cpu_engine(), hardware)
+    script = [sys.executable, str(ROOT / "benchmarks" / "planner_ranking.py"), "--only", "llama"]
+    script += ["--world-sizes", "2", "--first", "2", "--hardware", str(hardware)]
+    finished = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "llama, 2 processes: of 2 layouts, the one ranked first is number" in finished.stdout
+    assert re.search(r"places of the layouts ranked first: [12]$", finished.stdout.strip())

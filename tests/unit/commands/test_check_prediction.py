@@ -59,6 +59,12 @@ def test_what_cannot_fit_is_refused_as_the_run_refuses_it(
     assert "# the run is predicted to need" in out
 
 
+def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["check", "--config", "quickstart", "model.config=null", "model.path=/no/model"]
+    assert main(command) == 2
+    assert "model.path = '/no/model': no such directory -> name" in capsys.readouterr().err
+
+
 def test_an_unknown_device_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--config", "quickstart", "--gpu", "H900"]) == 2
     error = capsys.readouterr().err

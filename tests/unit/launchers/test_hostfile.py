@@ -67,11 +67,29 @@ def test_unequal_hosts_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFix
     ("text", "said"),
     [
         ("a slots=2\r\nb slots=2\r\n", "line 1: ends as on Windows (CR LF)"),
-        ("a slots=2\nb slots=2\na slots=2\n", "line 3: a stands in line 1 already -> one line"),
+        (
+            "a slots=2\nb slots=2\na slots=2\n",
+            "line 3: a stands in line 1 already -> keep one line",
+        ),
+        (
+            "a slots=2\na slots=3\n",
+            "line 2: a stands in line 1 already -> keep one line, with slots=2 or slots=3",
+        ),
+        (
+            "127.0.0.1 slots 1\n",
+            "line 1: '127.0.0.1 slots 1': is not NAME slots=NUMBER -> write 127.0.0.1 slots=1",
+        ),
+        ("a slots = 4\n", "line 1: 'a slots = 4': is not NAME slots=NUMBER -> write a slots=4"),
+        ("a slots=x\n", "line 1: 'a slots=x': is not NAME slots=NUMBER -> write a slots=N, its"),
+        (
+            "node 6 slots=8\n",
+            "line 1: 'node 6 slots=8': a name of a host has no spaces -> write the name that ssh "
+            "knows, node-6 slots=8 perhaps",
+        ),
         ("a slots=2\n slots=2\n", "line 2: 'slots=2': no host before slots"),
         ("a slots=2\nb\n", "line 2: b: no slots -> write the number of its processes: b slots=8"),
         ("a slots=2\nb slots=two\n", "line 2: 'b slots=two': is not NAME slots=NUMBER"),
-        ("a slots=2\nb 2\n", "line 2: 'b 2': is not NAME slots=NUMBER -> write b slots=8"),
+        ("a slots=2\nb 2\n", "line 2: 'b 2': is not NAME slots=NUMBER -> write b slots=2"),
         ("a slots=2\nb slots=0\n", "line 2: b slots=0: a host has at least one slot"),
         ("a slots=2\nb: slots=1\n", "line 2: 'b:': is no name of a host, of letters, digits, dots"),
         ("# nothing\n\n", "no line names a host"),

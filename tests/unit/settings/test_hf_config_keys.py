@@ -15,7 +15,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models.configuration import load_hf_config, text_config
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.settings.compatibility.check import Facts, check_model
-from bigtrain.settings.hf_config_keys import ModelFigures, inspect_configuration
+from bigtrain.settings.hf_config_keys import ModelFigures, inspect_configuration, missing_model
 from bigtrain.settings.run_config import ModelSection
 from tests.support.worlds import ROOT
 
@@ -121,6 +121,18 @@ def test_local_directory_without_a_configuration(tmp_path: Path, content: str | 
         (tmp_path / "config.json").write_text(content)
     (problem,) = inspect_configuration(ModelSection(path=str(tmp_path)))[1]
     assert "the directory holds no usable config.json" in str(problem)
+
+
+@pytest.mark.parametrize("key", ["path", "config"])
+@pytest.mark.parametrize("name", ["/no/such/model", "./model", "../model", "~/model", "a/b/c"])
+def test_a_path_that_is_not_there_is_refused(key: str, name: str) -> None:
+    [problem] = missing_model(ModelSection.model_validate({key: name}))
+    assert str(problem) == (
+        f"model.{key} = {name!r}: no such directory -> name a directory of a Hugging Face model, "
+        "or a model of the hub"
+    )
+    assert missing_model(ModelSection(path="owner/model")) == []
+    assert missing_model(ModelSection(path=str(ROOT))) == []
 
 
 def test_hub_names_are_left_to_the_run() -> None:

@@ -185,6 +185,23 @@ def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
         (["model.gradient_checkpointing=some"], "model.gradient_checkpointing = 'some'"),
         (["optimizer.betas=[0.9, 1.0]"], "optimizer.betas.1 = 1.0: input should be less than 1"),
         (
+            ["optimizer.type=adafactor", "optimizer.state_dtype=bfloat16"],
+            "optimizer.state_dtype = bfloat16: optimizer.type = adafactor does not read it: "
+            "Adafactor's states are a number for each row and column, in float32 -> take it out",
+        ),
+        (
+            ["optimizer.type=adafactor", "optimizer.betas=[0.8, 0.9]"],
+            "optimizer.betas = [0.8, 0.9]: optimizer.type = adafactor does not read it: ",
+        ),
+        (
+            ["optimizer.type=adafactor", "optimizer.eps=1e-6"],
+            "optimizer.eps = 1e-06: optimizer.type = adafactor does not read it: ",
+        ),
+        (
+            ["optimizer.type=lion", "optimizer.eps=1e-6"],
+            "optimizer.eps = 1e-06: optimizer.type = lion does not read it: ",
+        ),
+        (
             ["data.chunk_length=100"],
             "data.chunk_length = 100 is not a multiple of batch.sequence_length = ",
         ),
@@ -192,6 +209,13 @@ def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
 )
 def test_values_that_do_not_fit(tmp_path: Path, overrides: list[str], message: str) -> None:
     assert message in "\n".join(problems_of(tmp_path, make_tree(), *overrides))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "lion", "adafactor"])
+def test_an_optimizers_configuration_is_read_again(tmp_path: Path, kind: str) -> None:
+    """A checkpoint holds every field, the defaults that an optimizer does not read too."""
+    config = load_run_config(write(tmp_path, make_tree()), [f"optimizer.type={kind}"])
+    assert type(config).model_validate(config.model_dump()) == config
 
 
 @pytest.mark.parametrize(
@@ -229,6 +253,40 @@ def test_values_that_do_not_fit(tmp_path: Path, overrides: list[str], message: s
 def test_mixtures_that_are_refused(tmp_path: Path, data: object, message: str) -> None:
     problems = problems_of(tmp_path, make_tree() | {"data": data})
     assert any(problem.startswith(message) for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (["batch.global_tokens=128"], "-> batch.global_batch_size=null, or batch.global_tokens="),
+        (["batch.global_batch_size=null"], "must be set -> batch.global_batch_size=SAMPLES"),
+        (["checkpoint.allow_changes=[optimizer.lrr]"], "-> did you mean optimizer.lr?"),
+        (["checkpoint.allow_changes=[optimiser]"], "-> did you mean optimizer?"),
+        (["adapters={r: 8}", "model={path: a}"], "-> did you mean adapters.rank?"),
+        (["data={sources: [{path: a}]}"], "-> write weight: 1 (or epochs: 1) in each"),
+    ],
+)
+def test_what_contradicts_itself_is_told_what_to_write(
+    tmp_path: Path, overrides: list[str], remedy: str
+) -> None:
+    [text] = problems_of(tmp_path, make_tree(), *overrides)
+    assert remedy in text
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("optimizer=1e-3", "-> write its settings: optimizer.lr=VALUE"),
+        ("optimizer.betas=0.9", "-> write a list: optimizer.betas=[a, b]"),
+        ("optimizer.betas=[0.9, 1.0]", "less than 1 -> write a number less than 1"),
+        ("batch.micro_batch_size=0", "-> nearest: 1"),
+    ],
+)
+def test_a_value_of_another_kind_is_told_what_to_write(
+    tmp_path: Path, override: str, remedy: str
+) -> None:
+    [text] = problems_of(tmp_path, make_tree(), override)
+    assert remedy in text
 
 
 def test_errors_carry_problems_source_and_exit_code() -> None:

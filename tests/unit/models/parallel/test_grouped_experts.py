@@ -63,7 +63,7 @@ def test_padded_products_take_16_bit(dtype: torch.dtype) -> None:
 
 
 def test_the_loop_is_left_where_padded_products_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_experts, "_padded_works", lambda: False)
+    monkeypatch.setattr(grouped_experts, "padded_works", lambda: False)
     model = model_of("qwen3_moe", 34, 10)
     fit_experts(model)
     assert model.get_experts_implementation()[""] == "eager"

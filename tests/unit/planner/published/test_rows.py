@@ -199,7 +199,7 @@ def test_a_device_that_no_table_has_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(ConfigError, match="nearest names: H800-80GB, H200-141GB, H100-80GB; "):
         find_device("H300")
     for name in ("H1000", "NVIDIA H1000 80GB", "A1000-40GB", "H100X", "XH100-80GB"):
-        with pytest.raises(ConfigError, match="no such device .* nearest names: "):
+        with pytest.raises(ConfigError, match=r"no such device .* nearest names: "):
             find_device(name)
 
 
