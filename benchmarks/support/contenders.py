@@ -30,6 +30,7 @@ from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.evaluation.held_out import Evaluator
 from bigtrain.run.loop import train
+from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
@@ -323,6 +324,7 @@ class Bigtrain:
         self.state = TrainState()
         session.begin_writing(self.state)
         self.saver = Saver(session, self.engine, session.inputs.data_hash)
+        self.outer = OuterSteps(session, self.engine, None)
 
     def run(self, num_steps: int) -> None:
         """Train `num_steps` optimizer steps."""
@@ -335,6 +337,7 @@ class Bigtrain:
                 self.evaluator,
                 self.state,
                 self.saver,
+                self.outer,
             )
         except _RoundOver:
             for _ in range(num_steps):
