@@ -28,8 +28,9 @@ class Entry:
 
 
 # Limits are for what goes wrong, and add up to more than the budget; all parts together fit into
-# ten minutes where nothing does. What no time is left for is in the results, by name: so numbers come
-# first, then a resume, the speed of the usual size, kernels, the largest size, and what is rarer.
+# ten minutes where nothing does. What no time is left for is in the results, by name: so numbers
+# come first, then a resume, the speed of the usual size, kernels, the largest size, and what is
+# rarer.
 PARTS = (
     Entry("machine", machine.machine, 60),
     Entry("parity-fp32", parity.parity_fp32, 60),
