@@ -69,4 +69,5 @@ def test_the_engine_is_measured() -> None:
         parts = (costs.micro_batch, costs.step, costs.micro_batch_exchange, costs.step_exchange)
         assert all(0 <= part < 1e-6 for part in parts), stage
         assert sum(parts) > 1e-11, stage
-    # What ZeRO 2 and 3 exchange with every micro-batch, ZeRO 0 does once in a step.
+    # ZeRO 2 and 3 exchange with every micro-batch. How much more than ZeRO 0 is the clock's to say.
+    assert min(found.zero[stage].micro_batch_exchange for stage in (2, 3)) > 0
