@@ -349,10 +349,11 @@ def _head(
             work.tensor += groups.tensor.all_reduce(device, 12 * tokens)
     moved = engine.loss_bytes * tokens * columns
     if layout.loss_chunk_tokens is not None and (not model.is_frozen or model.num_trained_outside):
-        # After each chunk its gradients of the head are read and added to a sum in float32.
+        # After each chunk its gradients of the head are read and added to a sum in float32 (writing
+        # them is a part of their product).
         chunks = math.ceil(tokens / layout.loss_chunk_tokens)
         weight = model.vocabulary_size // layout.tensor_size * hidden
-        moved += (chunks - 1) * weight * (8 + 2 * size)
+        moved += (chunks - 1) * weight * (8 + size)
     work.memory_bound = memory_seconds(device, moved)
     return work
 

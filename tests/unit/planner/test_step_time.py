@@ -173,3 +173,21 @@ def test_muon_is_iterated_on_by_those_who_hold_a_stage() -> None:
     sent = 2 * 2 * 8 * sum(rows * columns for rows, columns in shapes) / 8
     network = Group(8, 8).all_to_all(A100, sent / 2) * 2
     assert eight == pytest.approx(one / 8 + network, rel=1e-6)
+
+
+def test_head_and_loss_take_what_was_published() -> None:
+    """Wijmans et al. 2024 (arXiv 2411.09009), table A2: head and loss of Gemma 2 2B, forward and
+    backward of 8,192 tokens on an A100, take 207 ms at once and 303 ms in Liger's chunks: of 128
+    tokens, with sums in 16 bits, where those of `auto` are 262 and sums in float32."""
+    device = find_device("A100-80GB")
+    engine = replace(engine_named("deepspeed"), step_seconds=0.0)
+
+    def seconds(vocabulary: int, chunk: int | None) -> float:
+        model = closed_form(DenseShape(1, 2304, 8, 4, 9216, vocabulary))
+        layout = Layout(1, sequence_length=8192, loss_chunk_tokens=chunk)
+        time = step_time(model, layout, device, engine)
+        return time.matmul + time.memory_bound
+
+    without = seconds(1, None)
+    assert seconds(256000, None) - without == pytest.approx(0.207, rel=0.25)
+    assert seconds(256000, 262) - without == pytest.approx(0.303, rel=0.15)
