@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Recompute = Literal["none", "attention", "operators", "full"]
 """What the backward pass recomputes: nothing, attention only (Korthikanti et al. 2022), every
@@ -67,6 +67,12 @@ class Layout:
     gather_bucket_elements: int = 500_000_000
     overlap_communication: bool = True
     optimizer: OptimizerCosts = ADAMW
+
+    def changed(self, **changes: Any) -> Layout:
+        """As `dataclasses.replace`, in a tenth of its time: a search makes tens of thousands."""
+        other = object.__new__(Layout)
+        vars(other).update(vars(self), **changes)
+        return other
 
     @property
     def world_size(self) -> int:

@@ -154,7 +154,7 @@ def _pipeline(
         "pipeline": 2 * send * m * virtual * engine.pipeline_exposed,
         "data": m * pace.zero + data,
     }
-    return StepTime(
+    alone = StepTime(
         matmul=m * pace.matmul,
         memory_bound=m * pace.memory_bound,
         communication={kind: value for kind, value in communication.items() if value > 0},
@@ -162,6 +162,31 @@ def _pipeline(
         optimizer=optimizer,
         offload=offload,
         host=m * pace.host,
+    )
+    return _on_shared_cores(alone, everyone / (layout.pipeline_size * pace.total), layout, device)
+
+
+def _on_shared_cores(alone: StepTime, balance: float, layout: Layout, device: Device) -> StepTime:
+    """`alone`, of ranks with a core each, where more ranks of a node share its cores; `balance`:
+    the mean of the stages' work over the slowest one's.
+
+    Cores then have work whenever any of their ranks has, so that what a stage waits for costs
+    nothing as long as others compute: a step takes what all ranks' work takes on the cores, and no
+    less than it would with a core for each.
+    """
+    num_ranks = min(layout.world_size, device.devices_per_node)
+    if not device.num_cores or num_ranks <= device.num_cores:
+        return alone
+    share = balance * num_ranks / device.num_cores
+    work = share * (alone.total - alone.bubble)
+    return StepTime(
+        matmul=share * alone.matmul,
+        memory_bound=share * alone.memory_bound,
+        communication={kind: share * value for kind, value in alone.communication.items()},
+        bubble=max(0.0, alone.total - work),
+        optimizer=share * alone.optimizer,
+        offload=share * alone.offload,
+        host=share * alone.host,
     )
 
 
@@ -349,10 +374,11 @@ def _head(
             work.tensor += groups.tensor.all_reduce(device, 12 * tokens)
     moved = engine.loss_bytes * tokens * columns
     if layout.loss_chunk_tokens is not None and (not model.is_frozen or model.num_trained_outside):
-        # After each chunk its gradients of the head are read and added to a sum in float32.
+        # After each chunk its gradients of the head are read and added to a sum in float32 (writing
+        # them is a part of their product).
         chunks = math.ceil(tokens / layout.loss_chunk_tokens)
         weight = model.vocabulary_size // layout.tensor_size * hidden
-        moved += (chunks - 1) * weight * (8 + 2 * size)
+        moved += (chunks - 1) * weight * (8 + size)
     work.memory_bound = memory_seconds(device, moved)
     return work
 
