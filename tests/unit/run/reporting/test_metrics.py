@@ -86,13 +86,17 @@ def test_the_breakdown_of_a_step_is_written_and_summed_up(tmp_path: Path) -> Non
         exchange = {"sent_bytes": 4096.0, "seconds": 0.5}
         objects = {"breakdown": first, "peak_memory_gib_by_phase": peaks}
         experts = {"expert_imbalance": imbalance, "expert_exchange": exchange}
-        metrics.log_step(replace(step_metrics(1), **objects, **experts))
+        matrices = {"optimizer_exchange": {"sent_bytes": 512.0}}
+        metrics.log_step(replace(step_metrics(1), **objects, **experts, **matrices))
         metrics.log_step(replace(step_metrics(4), breakdown=second))
         metrics.log_step(step_metrics(5))
         summary = metrics.summary()
     lines = lines_of(tmp_path)
     assert [list(line)[len(FIELDS) :] for line in lines] == [
-        ["breakdown", "peak_memory_gib_by_phase", "expert_imbalance", "expert_exchange"],
+        [
+            *("breakdown", "peak_memory_gib_by_phase", "expert_imbalance", "expert_exchange"),
+            "optimizer_exchange",
+        ],
         ["breakdown"],
         [],
     ]
@@ -110,6 +114,7 @@ def test_the_breakdown_of_a_step_is_written_and_summed_up(tmp_path: Path) -> Non
     assert scalars["peak_memory_gib/save"] == [(1, 2.0)]
     assert scalars["expert_imbalance/model.layers.0.mlp.experts"] == [(1, 1.25)]
     assert scalars["expert_exchange/sent_bytes"] == [(1, 4096.0)]
+    assert scalars["optimizer_exchange/sent_bytes"] == [(1, 512.0)]
     assert "breakdown/compute_seconds" not in scalars
 
 
