@@ -93,8 +93,8 @@ class Source:
     @property
     def is_unpacked(self) -> bool:
         """Whether `bigtrain.data.sources.decompression` writes it out before it is read."""
-        once = self.compressed or self.is_standard_input
-        return once and self.kind in ("parquet", "arrow")
+        only_forward = self.compressed or self.record.bytes is None
+        return only_forward and self.kind in ("parquet", "arrow")
 
     @property
     def is_hashed_by_documents(self) -> bool:

@@ -106,11 +106,11 @@ def _groups(
 
 def _cut(source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
     """`source` in parts of about `shard_bytes`, as far as it can be cut."""
-    num_bytes = source.record.bytes or 0
-    if source.kind == "jsonl" and not source.compressed:
-        return _even(source, num_bytes, shard_bytes)
-    if source.is_unpacked:
+    num_bytes = source.record.bytes
+    if source.is_unpacked or (num_bytes is None and source.kind != "hub_dataset"):
         return [whole(source)]
+    if source.kind == "jsonl" and not source.compressed:
+        return _even(source, num_bytes or 0, shard_bytes)
     if source.kind == "parquet":
         return _cut_row_groups(source, shard_bytes)
     if source.kind == "arrow":

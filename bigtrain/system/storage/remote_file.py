@@ -28,13 +28,14 @@ def resumed(
     known: RemoteStat,
     begin: int,
     end: int | None,
-    patience: Patience = PATIENCE,
+    patience: Patience | None = None,
 ) -> Iterator[bytes | memoryview]:
     """Bytes [begin, end) of a file that is as `known`; without `end` to its end.
 
     Where the connection breaks it is opened again at the first byte that has not arrived. Raises
     StorageError after `patience.tries` without another byte, Changed for a file that was changed.
     """
+    patience = patience or PATIENCE
     failed = 0
     while True:
         try:

@@ -35,8 +35,11 @@ class Patience:
 PATIENCE = Patience()
 
 
-def persistently(address: str, what: str, act: Callable[[], T], patience: Patience = PATIENCE) -> T:
+def persistently(
+    address: str, what: str, act: Callable[[], T], patience: Patience | None = None
+) -> T:
     """`act()`, tried again while it raises `Broken`. Raises StorageError after the last try."""
+    patience = patience or PATIENCE
     for failed in range(1, patience.tries + 1):
         try:
             return act()

@@ -13,7 +13,7 @@ import pytest
 
 from bigtrain.system.storage import remote_file
 from bigtrain.system.storage.open_store import store_of
-from bigtrain.system.storage.remote_file import RemoteFile, resumed
+from bigtrain.system.storage.remote_file import RemoteFile
 from bigtrain.system.storage.retries import Patience
 from bigtrain.system.storage.stores import Changed, Gone, Refused, StorageError
 from tests.support.remote_servers import S3_VARIABLES, BreakingLine, WebServer, s3_server
@@ -31,7 +31,6 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_file, "PATIENCE", SOON)
-    monkeypatch.setattr(resumed, "__defaults__", (SOON,))
 
 
 def address_of(
