@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigtrain.report.marks import Marks
-from bigtrain.report.metrics_file import BREAKDOWN, EXPERTS, PHASES, SOURCES, WAITING
+from bigtrain.report.metrics_file import BREAKDOWN, EXPERTS, PHASES, SOURCES, TASKS, WAITING
 from bigtrain.report.reduction import Bucketed, Column, Reduced
 from bigtrain.report.run import Run
 
@@ -64,6 +64,24 @@ CHARTS = (
         "evaluations",
         ("held_out_loss", f"{SOURCES}/*"),
         logarithmic=True,
+    ),
+    Chart(
+        "bits-per-byte",
+        "Held-out bits per byte",
+        "bits",
+        "The held-out loss over the bytes of its text.",
+        "evaluations",
+        ("held_out_bits_per_byte",),
+        of_some_models=True,
+    ),
+    Chart(
+        "tasks",
+        "Tasks",
+        "",
+        "Metrics of lm-eval's tasks, as it defines them.",
+        "evaluations",
+        (f"{TASKS}/*",),
+        of_some_models=True,
     ),
     Chart("lr", "Learning rate", "", "Used in the step.", "steps", ("lr",)),
     Chart(

@@ -17,7 +17,7 @@ from bigtrain.run.health import fencing
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.session import Session
-from bigtrain.run.state import GuardState, TrainState
+from bigtrain.run.state import BestSoFar, GuardState, TrainState
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.files import writing
 
@@ -44,6 +44,7 @@ _FREE = {
 # Settings that older checkpoints lack, with the value that such a run had in effect.
 _BEFORE: dict[str, Any] = {
     "model.frozen": [],
+    "model.vocabulary": None,
     "adapters": None,
     "sites": None,
     "precision.tf32": False,
@@ -53,7 +54,7 @@ _BEFORE: dict[str, Any] = {
 }
 _PACKING = {"batch.sequence_length", "data.packing", "data.long_documents"}
 # Settings that may give the model's tensors other shapes, which no checkpoint can be read into.
-_SHAPES = {"model.config", "model.overrides", "model.path"}
+_SHAPES = {"model.config", "model.overrides", "model.path", "model.vocabulary"}
 _FREE_SECTIONS = {
     "output",
     "logging",
@@ -95,6 +96,7 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
             phases,
             GuardState.from_json(document.get("guard")),
             document.get("outer_steps", 0),
+            BestSoFar.from_json(document.get("best")),
         )
         session.say(f"resumed at step {state.step} from {directory}")
         if len(phases) > 1 and phases[-1].first_sample == state.samples:

@@ -79,6 +79,7 @@ class Facts:
     saved_modules: tuple[str, ...] = ()
     adapted_stacks: tuple[str, ...] = ()
     num_sites: int = 0
+    stops_early: bool = False
     accelerate: bool = False
     device: Device | None = None
     async_io: bool | None = None
