@@ -23,7 +23,7 @@ GC_THRESHOLD = 50_000
 """New objects between two garbage collections; Python's own default is 700."""
 
 COMMANDS = {
-    "tokenizer": "train a byte-level BPE tokenizer on text",
+    "tokenizer": "train a byte-level BPE tokenizer on text, or add tokens to one",
     "tokenize": "turn text into token shards",
     "inspect": "show what is in token shards",
     "check": "resolve and check a run without starting it",
@@ -37,6 +37,7 @@ COMMANDS = {
     "report": "write a run as one page: curves, events, settings; or serve it while it goes on",
     "doctor": "look at every host before a run is started on it",
     "export": "write a run's weights as a verified Hugging Face directory",
+    "grow": "give a Hugging Face model rows for the tokens that were added to its tokenizer",
     "generate": "continue a prompt with a Hugging Face directory",
 }
 

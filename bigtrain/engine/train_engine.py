@@ -265,19 +265,28 @@ class TrainEngine:
         num_tokens = int(totals[1])
         return float(totals[0]) / max(1, num_tokens), num_tokens
 
-    @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits of `input_ids` [samples, tokens] in evaluation mode: float32, on the CPU.
 
         Every rank computes the same; all must call it with the same input.
+        """
+        return self.read_logits(input_ids, torch.Tensor.float)
+
+    @torch.no_grad()
+    def read_logits(
+        self, input_ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """What `read` makes of the logits [samples, tokens, vocabulary] of `input_ids` in
+        evaluation mode, on the CPU.
+
+        Ranks with the same data rank bring the same input; others may bring another of that shape.
         """
         self.engine.eval()
         alone = self.sequence.whole_samples() if self.sequence else nullcontext()
         with alone, uncompiled() if self.is_compiled else nullcontext():
             outputs = self.engine(input_ids=self._to_device(input_ids), use_cache=False)
         self.engine.train()
-        logits: torch.Tensor = outputs.logits.float().cpu()
-        return logits
+        return read(outputs.logits).cpu()
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks from the model."""

@@ -178,6 +178,7 @@ def facts_of(
         and bool(model.num_experts),
         saved_modules=() if config.adapters is None else config.adapters.modules_to_save,
         num_sites=0 if config.sites is None else config.sites.count,
+        stops_early=config.evaluation.early_stopping is not None,
         accelerate=source == SOURCE,
         loss=config.model.loss,
         kernels=config.model.kernels,

@@ -81,6 +81,7 @@ class Facts:
     adapted_stacks: tuple[str, ...] = ()
     adapts_experts: bool = False
     num_sites: int = 0
+    stops_early: bool = False
     accelerate: bool = False
     device: Device | None = None
     async_io: bool | None = None
