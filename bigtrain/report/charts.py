@@ -87,7 +87,7 @@ CHARTS = (
         "The held-out loss over the bytes of its text.",
         "evaluations",
         ("held_out_bits_per_byte",),
-        of_some_models=True,
+        of_some=True,
     ),
     Chart(
         "tasks",
@@ -96,7 +96,7 @@ CHARTS = (
         "Metrics of lm-eval's tasks, as it defines them.",
         "evaluations",
         (f"{TASKS}/*",),
-        of_some_models=True,
+        of_some=True,
     ),
     Chart("lr", "Learning rate", "", "Used in the step.", "steps", ("lr",)),
     Chart(
