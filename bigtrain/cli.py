@@ -36,6 +36,7 @@ COMMANDS = {
     "verify": "read token shards or a run's checkpoints again and compare every checksum",
     "report": "write a run as one page: curves, events, settings; or serve it while it goes on",
     "doctor": "look at every host before a run is started on it",
+    "fetch": "copy a run, a model or a dataset from an address (s3://, ...) to a directory",
     "export": "write a run's weights as a verified Hugging Face directory",
     "grow": "give a Hugging Face model rows for the tokens that were added to its tokenizer",
     "generate": "continue a prompt with a Hugging Face directory",
