@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from bigtrain import __version__
 from bigtrain.errors import BigtrainError
+from bigtrain.settings.field_names import with_setting_names
 from bigtrain.system.processes import exit_process
 
 GC_THRESHOLD = 50_000
@@ -41,10 +42,18 @@ COMMANDS = {
 }
 
 
+SETTINGS = "[section.key=value ...]"
+"""How the usage of a command ends that takes settings of a run."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Accepts overrides between options too, as train.py does."""
 
     _intermixing = False
+    takes_settings = False  # whether the command that was named does
+
+    def error(self, message: str) -> NoReturn:
+        super().error(with_setting_names(message) if self.takes_settings else message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._intermixing or self._subparsers is not None:
@@ -69,6 +78,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(name, help=summary, description=_sentence(summary))
         if name == command:
             importlib.import_module(f"bigtrain.commands.{name}").add_arguments(subparser)
+            parser.takes_settings = subparser.format_usage().rstrip().endswith(SETTINGS)
     return parser
 
 

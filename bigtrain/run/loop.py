@@ -137,7 +137,7 @@ def _log(
     """Log a step; returns the number of steps since the last logged one, and seconds of each."""
     # Apart from the guard, the only places in the loop that wait for the device.
     loss, norm = losses.read(), engine.gradient_norm()
-    load = engine.expert_load.read()
+    load, sent_bytes = engine.expert_load.read(), engine.optimizer_sent_bytes()
     times = clock.read()
     if session.metrics is None:
         return times.num_steps, times.step_seconds
@@ -157,6 +157,7 @@ def _log(
             breakdown=times.breakdown,
             peak_memory_gib_by_phase=session.memory.by_phase_gib(),
             **_experts(load),
+            optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
         )
     )
     return times.num_steps, times.step_seconds

@@ -24,8 +24,13 @@ NOT_PURE = {
     "bigtrain.launchers.doctor.collective_probe",
     "bigtrain.launchers.rendezvous_server",
 }
-# The one place below that takes a library, when it is called.
-LAZILY = {"bigtrain.system.files": {"xxhash"}}
+# The places below that take a library, when they are called.
+LAZILY = {
+    "bigtrain.system.files": {"xxhash"},
+    "bigtrain.system.storage.fsspec_store": {"fsspec"},
+    "bigtrain.system.storage.http_store": {"requests", "urllib3"},
+    "bigtrain.system.storage.object_store": {"obstore"},
+}
 # Folders and loose files of bigtrain/ from the ground up. What stands in one line may not import
 # each other; within a folder the circles are looked for.
 FLOORS = (

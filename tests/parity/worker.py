@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import cache, partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ from tests.parity.routing import Choices, checksum
 
 
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
+    if "optimizer_module" in case:
+        import_module(case["optimizer_module"]).register()
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world.size, case["deepspeed_config"], device.type)
     if "optimizer" in case:
@@ -126,6 +129,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         if step + 1 == case.get("save_at"):
             save(engine, Path(case["save_to"]), world)
         keep_weights(engine, case, step + 1, world)
+    sent_bytes = engine.optimizer_sent_bytes()
     batches.close()
     engine.close()
     if outer is not None:
@@ -140,6 +144,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "outer_steps": outer_steps,
         "samples": samples_of_steps(samples, place.data_rank, world),
         "secondary_size": secondary_size(),
+        "optimizer_sent_bytes": sent_bytes,
     }
     if choices is not None:
         found["choices"] = choices.of_all_ranks(samples, place.sequence_rank)

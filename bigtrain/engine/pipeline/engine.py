@@ -107,7 +107,7 @@ class PipelineTrainEngine(TrainEngine):
         factor_of_loss = self._scale / self.plan.accumulation
         self._stage.feed(micro_batches, factor_of_loss, self._router_losses.of)
         self._skip_policy, self._num_targets = self._noting(skip_policy), num_targets
-        self._begin_experts(observe)
+        self._begin_counts(observe)
         self.engine.train_batch(data_iter=((b.input_ids, b.labels) for b in micro_batches))
         return StepResult(self._loss_sum, num_targets, self._end_step())
 

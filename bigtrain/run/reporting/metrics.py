@@ -4,13 +4,13 @@
 
     {"step", "loss", "lr", "grad_norm", "tokens", "samples", "tokens_per_second", "step_seconds",
      "model_flops_utilization", "memory_gib", "breakdown", "peak_memory_gib_by_phase",
-     "expert_imbalance", "expert_exchange"}
+     "expert_imbalance", "expert_exchange", "optimizer_exchange"}
 
 where "breakdown" holds what `bigtrain.run.reporting.breakdown.Breakdown` describes, and a run on a
-CPU has no "peak_memory_gib_by_phase", a model without experts not the last two, and one whose
-experts are not divided no "expert_exchange". Trackers get them as ``breakdown/NAME``,
-``peak_memory_gib/PHASE``, ``expert_imbalance/MODULE`` and ``expert_exchange/NAME``. Every
-evaluation::
+CPU has no "peak_memory_gib_by_phase", a model without experts neither of those about them, one
+whose experts are not divided no "expert_exchange", and only one with Muon "optimizer_exchange".
+Trackers get them as ``breakdown/NAME``, ``peak_memory_gib/PHASE``, ``expert_imbalance/MODULE``,
+``expert_exchange/NAME`` and ``optimizer_exchange/NAME``. Every evaluation::
 
     {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens", "held_out_bits_per_byte",
      "held_out_sources", "tasks"}
@@ -75,7 +75,13 @@ __all__ = ["HeldOutLoss", "MetricsWriter", "StepMetrics", "check_trackers", "mem
 
 GIB = 2**30
 # Fields of `StepMetrics` that are objects, and omitted if not known.
-_OBJECTS = ("breakdown", "peak_memory_gib_by_phase", "expert_imbalance", "expert_exchange")
+_OBJECTS = (
+    "breakdown",
+    "peak_memory_gib_by_phase",
+    "expert_imbalance",
+    "expert_exchange",
+    "optimizer_exchange",
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,9 @@ class StepMetrics:
     many; None without experts and where layers are compiled; `expert_exchange`: where ranks divide
     the experts, "sent_bytes" that a rank has sent to others in the exchanges of tokens and of
     gradients, and the "seconds" that these took, waiting for the others included; of the logged
-    step alone, means over all ranks.
+    step alone, means over all ranks; `optimizer_exchange`: with Muon, "sent_bytes" that a rank has
+    sent to others to bring matrices together and to return their updates, of the logged step alone
+    (0 if its update was skipped), the mean over all ranks.
     """
 
     step: int
@@ -116,6 +124,7 @@ class StepMetrics:
     peak_memory_gib_by_phase: Mapping[str, float] | None = None
     expert_imbalance: Mapping[str, float] | None = None
     expert_exchange: Mapping[str, float] | None = None
+    optimizer_exchange: Mapping[str, float] | None = None
 
 
 class MetricsWriter:

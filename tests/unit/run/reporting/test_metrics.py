@@ -86,13 +86,17 @@ def test_the_breakdown_of_a_step_is_written_and_summed_up(tmp_path: Path) -> Non
         exchange = {"sent_bytes": 4096.0, "seconds": 0.5}
         objects = {"breakdown": first, "peak_memory_gib_by_phase": peaks}
         experts = {"expert_imbalance": imbalance, "expert_exchange": exchange}
-        metrics.log_step(replace(step_metrics(1), **objects, **experts))
+        matrices = {"optimizer_exchange": {"sent_bytes": 512.0}}
+        metrics.log_step(replace(step_metrics(1), **objects, **experts, **matrices))
         metrics.log_step(replace(step_metrics(4), breakdown=second))
         metrics.log_step(step_metrics(5))
         summary = metrics.summary()
     lines = lines_of(tmp_path)
     assert [list(line)[len(FIELDS) :] for line in lines] == [
-        ["breakdown", "peak_memory_gib_by_phase", "expert_imbalance", "expert_exchange"],
+        [
+            *("breakdown", "peak_memory_gib_by_phase", "expert_imbalance", "expert_exchange"),
+            "optimizer_exchange",
+        ],
         ["breakdown"],
         [],
     ]
@@ -110,6 +114,7 @@ def test_the_breakdown_of_a_step_is_written_and_summed_up(tmp_path: Path) -> Non
     assert scalars["peak_memory_gib/save"] == [(1, 2.0)]
     assert scalars["expert_imbalance/model.layers.0.mlp.experts"] == [(1, 1.25)]
     assert scalars["expert_exchange/sent_bytes"] == [(1, 4096.0)]
+    assert scalars["optimizer_exchange/sent_bytes"] == [(1, 512.0)]
     assert "breakdown/compute_seconds" not in scalars
 
 
@@ -142,21 +147,6 @@ def test_held_out_losses_of_a_mixture(tmp_path: Path) -> None:
     assert scalars["held_out_loss"] == [(20, 2.0)]
     assert scalars["held_out_loss/books"] == [(20, 1.0)]
     assert scalars["held_out_loss/code"] == [(20, 1e4)]
-
-
-def test_bits_per_byte_and_tasks(tmp_path: Path) -> None:
-    whole, tasks = HeldOutLoss(2.0, 512, 1.25), {"tasks/arc_easy/acc": 0.5, "tasks/arc_easy/x": 1.0}
-    with writer(tmp_path, trackers=("tensorboard",)) as metrics:
-        metrics.log_evaluation(20, whole, {"only": whole})
-        metrics.log_evaluation(30, tasks=tasks)
-    first, second = lines_of(tmp_path)
-    assert first["held_out_bits_per_byte"] == 1.25
-    assert "held_out_sources" not in first
-    assert second == {"step": 30, "tasks": {"arc_easy/acc": 0.5, "arc_easy/x": 1.0}}
-    log = (tmp_path / "log.txt").read_text()
-    assert "perplexity 7.39 bits/byte 1.2500\n" in log
-    assert "step 30/400 tasks arc_easy/acc 0.5000, arc_easy/x 1.0000\n" in log
-    assert read_scalars(tmp_path)["tasks/arc_easy/acc"] == [(30, 0.5)]
 
 
 def test_samples_of_steps_that_are_trained_again_are_dropped(tmp_path: Path) -> None:
@@ -454,3 +444,18 @@ def test_events_go_by_the_samples_they_concern(tmp_path: Path) -> None:
     with writer(tmp_path, resume_step=2, resume_samples=64):
         pass
     assert [(line["step"], line.get("event")) for line in lines_of(tmp_path)] == [(1, None), *rest]
+
+
+def test_bits_per_byte_and_tasks(tmp_path: Path) -> None:
+    whole, tasks = HeldOutLoss(2.0, 512, 1.25), {"tasks/arc_easy/acc": 0.5, "tasks/arc_easy/x": 1.0}
+    with writer(tmp_path, trackers=("tensorboard",)) as metrics:
+        metrics.log_evaluation(20, whole, {"only": whole})
+        metrics.log_evaluation(30, tasks=tasks)
+    first, second = lines_of(tmp_path)
+    assert first["held_out_bits_per_byte"] == 1.25
+    assert "held_out_sources" not in first
+    assert second == {"step": 30, "tasks": {"arc_easy/acc": 0.5, "arc_easy/x": 1.0}}
+    log = (tmp_path / "log.txt").read_text()
+    assert "perplexity 7.39 bits/byte 1.2500\n" in log
+    assert "step 30/400 tasks arc_easy/acc 0.5000, arc_easy/x 1.0000\n" in log
+    assert read_scalars(tmp_path)["tasks/arc_easy/acc"] == [(30, 0.5)]
