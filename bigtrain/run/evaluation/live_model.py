@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,7 @@ class LiveModel:
                 tokens = torch.tensor([*context, *continuation])
                 ids[number, : lengths[row]] = tokens[:-1]
                 labels[number, len(context) - 1 : lengths[row]] = tokens[len(context) :]
-            found = self._engine.read_logits(ids, lambda logits, of=labels: _scores(logits, of))
+            found = self._engine.read_logits(ids, partial(_scores, labels=labels))
             if self._reports:
                 totals[part.mine] = found[: len(part.mine)]
         totals = self._summed(totals)
@@ -124,7 +125,7 @@ class LiveModel:
             for number, row in enumerate(part.mine):
                 last[number] = len(texts[row]) - 1
                 ids[number, : len(texts[row])] = torch.tensor([*texts[row].prompt, *texts[row].new])
-            logits = self._engine.read_logits(ids, lambda logits, at=last: _rows_at(logits, at))
+            logits = self._engine.read_logits(ids, partial(_rows_at, last=last))
             chosen = torch.zeros(len(texts), dtype=torch.float64)
             for number, row in enumerate(part.mine if self._reports else ()):
                 chosen[row] = _choose(logits[number], drawing.temperature, generators[row])
