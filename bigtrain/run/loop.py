@@ -99,6 +99,9 @@ def train(
                 with clock.paused("evaluation"):
                     held_out_loss = evaluator.run(state)
             if last or received or _due(state.step, config.checkpoint.every_steps):
+                beat.at("settling the exchange with the other sites", slow=True)
+                with clock.paused("outer_step"):
+                    outer.settle(state)
                 with clock.paused("save"):
                     _save(session, saver, state, held_out_loss)
             saver.report()
