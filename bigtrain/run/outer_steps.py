@@ -12,7 +12,7 @@ from bigtrain.engine.sites.outer_step import OuterStep
 from bigtrain.engine.sites.server_step import ServerStep
 from bigtrain.engine.sites.site_rendezvous import SiteRendezvous
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.run.checkpointing.resume import mathematics
+from bigtrain.run.checkpointing.changed_settings import mathematics
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState

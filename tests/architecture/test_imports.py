@@ -99,14 +99,16 @@ def test_the_report_loads_without_big_libraries() -> None:
     ],
     ids=" ".join,
 )
-def test_command_line_answers_without_big_libraries(arguments: list[str]) -> None:
+def test_command_line_answers_without_big_libraries(arguments: list[str], tmp_path: Path) -> None:
+    """In a folder without runs: of a checkpoint, check reads what needs numpy."""
     loaded = run_python(
         "import json, sys\n"
         "from bigtrain.cli import main\n"
         f"try: code = main({arguments!r})\n"
         "except SystemExit as exit: code = exit.code\n"
         "assert code == 0, code\n"
-        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))",
+        cwd=tmp_path,
     )
     assert loaded == []
 
