@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 
 from bigtrain import __version__
 from bigtrain.errors import BigtrainError
+from bigtrain.settings.field_names import with_setting_names
 from bigtrain.system.processes import exit_process
 
 GC_THRESHOLD = 50_000
 """New objects between two garbage collections; Python's own default is 700."""
 
 COMMANDS = {
-    "tokenizer": "train a byte-level BPE tokenizer on text",
+    "tokenizer": "train a byte-level BPE tokenizer on text, or add tokens to one",
     "tokenize": "turn text into token shards",
     "inspect": "show what is in token shards",
     "check": "resolve and check a run without starting it",
@@ -34,17 +35,27 @@ COMMANDS = {
     "why it is kept",
     "verify": "read token shards or a run's checkpoints again and compare every checksum",
     "report": "write a run as one page: curves, events, settings; or serve it while it goes on",
+    "outer-server": "hold the global weights of sites that can only open connections outwards",
     "doctor": "look at every host before a run is started on it",
     "fetch": "copy a run, a model or a dataset from an address (s3://, ...) to a directory",
     "export": "write a run's weights as a verified Hugging Face directory",
+    "grow": "give a Hugging Face model rows for the tokens that were added to its tokenizer",
     "generate": "continue a prompt with a Hugging Face directory",
 }
+
+
+SETTINGS = "[section.key=value ...]"
+"""How the usage of a command ends that takes settings of a run."""
 
 
 class _Parser(argparse.ArgumentParser):
     """Accepts overrides between options too, as train.py does."""
 
     _intermixing = False
+    takes_settings = False  # whether the command that was named does
+
+    def error(self, message: str) -> NoReturn:
+        super().error(with_setting_names(message) if self.takes_settings else message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._intermixing or self._subparsers is not None:
@@ -68,8 +79,14 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=_sentence(summary))
         if name == command:
-            importlib.import_module(f"bigtrain.commands.{name}").add_arguments(subparser)
+            _module(name).add_arguments(subparser)
+            parser.takes_settings = subparser.format_usage().rstrip().endswith(SETTINGS)
     return parser
+
+
+def _module(command: str) -> Any:
+    """The module of a command: its name, with underscores."""
+    return importlib.import_module(f"bigtrain.commands.{command.replace('-', '_')}")
 
 
 def _sentence(summary: str) -> str:
@@ -82,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in arguments if word in COMMANDS), None)
     args = build_parser(command).parse_args(arguments)
     try:
-        module = importlib.import_module(f"bigtrain.commands.{args.command}")
-        return int(module.run(args))
+        return int(_module(args.command).run(args))
     except BigtrainError as error:
         print(f"bigtrain {args.command}: {error}", file=sys.stderr)
         return error.exit_code

@@ -31,16 +31,23 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from signal import SIGINT, SIGTERM, Signals
+from typing import NoReturn
 
 from bigtrain.errors import BigtrainError
 from bigtrain.settings.accelerate import read_accelerate
+from bigtrain.settings.field_names import with_setting_names
 from bigtrain.settings.resolve import ResolvedRun, resolve_run_files
 from bigtrain.system.world import World, has_other_hosts, read_world
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(with_setting_names(message))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of train.py."""
-    parser = argparse.ArgumentParser(prog="train.py", description="Train a causal LM.")
+    parser = _Parser(prog="train.py", description="Train a causal LM.")
     parser.add_argument("--config", required=True, help="run YAML, or the name of a recipe")
     parser.add_argument(
         "--deepspeed_config",
@@ -114,12 +121,15 @@ def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
     # inputs before DeepSpeed, which probes devices and prints while it is imported.
     with importing():
         from bigtrain.engine.startup.device import refuse_for_device
+        from bigtrain.run.checkpointing.changed_settings import refuse_other_run
         from bigtrain.run.preflight import inspect_inputs
 
     refuse_for_device(run.config, world.size)
     with importing():  # the model's libraries
         # One rank of each host compares the sizes of the shards' files; the others read the list.
         inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed")
+        if world.local_rank == 0:
+            refuse_other_run(run.config, inputs.sources, inputs.data_hash)
         from bigtrain.run.training import train_inputs
 
     return train_inputs(run, inputs, world, signals)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,10 @@ def pytest_configure() -> None:
     os.environ["BIGTRAIN_CACHE"] = tempfile.mkdtemp(prefix="bigtrain-tests-")
     # DeepSpeed looks for the ninja of this environment on PATH.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    # A shell's `nohup make test &` has it ignored, and so would every program that a test starts,
+    # of which some are ended by it.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # On a busy machine an example may take any time, and so may making one.
     settings.register_profile(
         "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]

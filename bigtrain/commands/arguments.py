@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from bigtrain.data.sources.discovery import Selection
 
 
-def add_input_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which text to read: the arguments that `selection_of` understands."""
+def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Which text to read: the arguments that `selection_of` understands.
+
+    `required`: whether the command always needs an input."""
     parser.add_argument(
         "--input",
-        required=True,
+        required=required,
         nargs="+",
         action="extend",
         metavar="INPUT",

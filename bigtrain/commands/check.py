@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any, get_args
 
 import yaml
@@ -52,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the resolved run and its predicted time and memory. Raises ConfigError with all
-    problems, LaunchError if it cannot fit `--gpu`; with `--inputs` ModelError for a model that
-    cannot be found."""
+    problems, LaunchError if it cannot fit `--gpu`, CheckpointError if the run's directory holds
+    another run; with `--inputs` ModelError for a model that cannot be found."""
     kind: Device | None = args.device
     if kind is None and args.gpu is not None:
         kind = "cuda"
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if missing := missing_model(resolved.config.model):
         raise ConfigError(missing, args.config)
-    chosen = try_inputs(resolved) if args.inputs else []
+    chosen = try_inputs(resolved) if args.inputs else try_settings(resolved)
     predicted = chosen + prediction(resolved, args.gpu)
     print(describe(resolved))
     print(*(f"# {line}" for line in predicted), sep="\n")
@@ -74,12 +75,29 @@ def run(args: argparse.Namespace) -> int:
 
 def try_inputs(resolved: ResolvedRun) -> list[str]:
     """Lines on what the run would choose for its model. Raises the errors that the run itself would
-    raise about its data and its model."""
+    raise about its data, its model and a checkpoint that it would resume from."""
+    from bigtrain.run.checkpointing.changed_settings import refuse_other_run
     from bigtrain.run.preflight import inspect_inputs
 
     inputs = inspect_inputs(resolved)
+    found = refuse_other_run(resolved.config, inputs.sources, inputs.data_hash)
     lines = [f"data: {len(inputs.datasets)} opened, model: {inputs.hf_config.model_type}"]
-    return lines + inputs.model_plan.lines(resolved.plan.accumulation)
+    lines += inputs.model_plan.lines(resolved.plan.accumulation)
+    return lines + _resumes_from(found)
+
+
+def try_settings(resolved: ResolvedRun) -> list[str]:
+    """A line on the checkpoint that the run would resume from, if there is one. Raises
+    CheckpointError if that is of a run with other settings; the data is not compared."""
+    if not (Path(resolved.config.output.directory) / "checkpoints").exists():
+        return []  # without the import of numpy
+    from bigtrain.run.checkpointing.changed_settings import refuse_other_run
+
+    return _resumes_from(refuse_other_run(resolved.config))
+
+
+def _resumes_from(checkpoint: Path | None) -> list[str]:
+    return [] if checkpoint is None else [f"resumes from {checkpoint}"]
 
 
 def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:

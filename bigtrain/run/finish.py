@@ -8,6 +8,7 @@ from signal import Signals
 
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.run.checkpointing.export import export_run
+from bigtrain.run.evaluation.best import has_stopped, is_over
 from bigtrain.run.health.stopping import leave_marker
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.reporting.run_copies import STOPPED_WAIT_SECONDS
@@ -36,12 +37,13 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
 
 
 def is_complete(session: Session, state: TrainState) -> bool:
-    """Whether the run is at its last step and everything is written, export included. Collective.
+    """Whether the run is at its last step, or stopped early, and everything is written, export
+    included. Collective.
 
     Logs that it is.
     """
-    steps = session.run.config.train.steps
-    if state.step < steps:
+    config = session.run.config
+    if not is_over(config, state):
         return False
 
     def all_is_written() -> bool:
@@ -52,7 +54,11 @@ def is_complete(session: Session, state: TrainState) -> bool:
 
     complete = session.long_work.on_main_rank(all_is_written)
     if complete:
-        session.say(f"complete: the run is at step {state.step} of {steps}; nothing to do")
+        early = " and has stopped early" if has_stopped(config, state) else ""
+        session.say(
+            f"complete: the run is at step {state.step} of {config.train.steps}{early}; nothing to "
+            "do"
+        )
     return complete
 
 

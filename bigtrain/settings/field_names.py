@@ -74,3 +74,21 @@ def field_known_as(name: str) -> str | None:
 def why_no_field(name: str) -> str | None:
     """What a run has instead of `name`, a setting of other programs; None if it is unknown."""
     return next((text for names, text in _NO_FIELD.items() if name in names.split()), None)
+
+
+def with_setting_names(message: str) -> str:
+    """The message of argparse about arguments that it does not know, with how the settings are
+    written that they may stand for; other messages as they are."""
+    kind, _, words = message.partition("unrecognized arguments: ")
+    if kind or not words:
+        return message
+    names = [word.lstrip("-").split("=")[0] for word in words.split() if word.startswith("--")]
+    found = [_how_to_write(name.replace("-", "_")) for name in names]
+    return "; ".join([message, *found])
+
+
+def _how_to_write(name: str) -> str:
+    field = field_known_as(name) or (name if "." in name else None)
+    if field is None and (reason := why_no_field(name)):
+        return f"there is no {name}: {reason}"
+    return f"a setting of the run is written {field or 'section.key'}=VALUE, without dashes"

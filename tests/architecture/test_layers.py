@@ -213,6 +213,10 @@ def test_only_models_import_peft() -> None:
     assert importers, "nobody imports peft: this test looks in the wrong place"
 
 
+def test_one_file_imports_lm_eval() -> None:
+    assert importers_of("lm_eval") == {"bigtrain.models.lm_eval_tasks"}
+
+
 def importers_of(library: str) -> set[str]:
     return {
         module

@@ -28,7 +28,8 @@ DISTRIBUTIONS = {"yaml": "pyyaml"}
 # Imported only where an extra of pyproject.toml brought them.
 OPTIONAL = {
     Requirement(text).name.replace("-", "_")
-    for text in PROJECT["project"]["optional-dependencies"]["gpu"]
+    for extra in ("gpu", "eval", "sites")
+    for text in PROJECT["project"]["optional-dependencies"][extra]
 }
 # Imported only together with the distribution that brings them.
 BROUGHT_ALONG = {"urllib3": "requests", "pyarrow": "datasets", "huggingface_hub": "transformers"}

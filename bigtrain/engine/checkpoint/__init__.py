@@ -3,5 +3,6 @@
 Imports `models` and the rest of `engine` but `sites`; `run`, `parity` and `sites` import it. Start
 with `snapshot`. `fragments` are the parts of parameters that a rank holds under every ZeRO stage,
 `division` says which rank writes which, `io` writes and reads them, `tensor_files` is the format,
-`lazy` reads a part of it, `layout` says which files hold what.
+`cover` says whether the parts of a tensor make up all of it, `lazy` reads some,
+`layout` says which files hold what.
 """

@@ -29,6 +29,7 @@ from typing import Any
 
 import xxhash
 
+from bigtrain.engine.checkpoint.cover import Cover
 from bigtrain.engine.checkpoint.layout import Layout
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.system.storage.direct_file import ALIGNMENT, DirectFile
@@ -244,11 +245,12 @@ def find_parts(
     not fit the others.
     """
     found: dict[str, list[Part]] = {}
-    covers: dict[str, _Cover] = {}
+    covers: dict[str, Cover] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
         if kinds is None or part.key.partition("/")[0] in kinds:
             found.setdefault(part.key, []).append(part)
-            covers.setdefault(part.key, _Cover(part.shape)).add_part(part)
+            cover = covers.setdefault(part.key, Cover(part.shape))
+            cover.add_part(part.shape, part.offsets, part.sizes, part.dtype)
     if not covers:
         raise CorruptCheckpointError(f"{directory}: holds no tensors")
     _require_covered(directory, covers)
@@ -285,7 +287,7 @@ def find_boxes(
             kind = CheckpointError if ranks is None else MissingPartsError
             raise kind(f"{directory}: holds no tensor {key}")
         for offsets, sizes in tensor.boxes:
-            cover = _Cover(sizes)
+            cover = Cover(sizes)
             for part in found[key]:
                 common = _common((offsets, sizes), part)
                 if common is not None:
@@ -311,10 +313,11 @@ def verify_files(directory: Path, listing: Listing) -> None:
     Holds one header in memory. Raises CorruptCheckpointError if a file is not as it was written,
     belongs to another save than is listed, or does not fit the others.
     """
-    covers: dict[str, _Cover] = {}
+    covers: dict[str, Cover] = {}
     for parts in _read_headers(directory, listing):
         for part in parts:
-            covers.setdefault(part.key, _Cover(part.shape)).add_part(part)
+            cover = covers.setdefault(part.key, Cover(part.shape))
+            cover.add_part(part.shape, part.offsets, part.sizes, part.dtype)
         verify_parts(parts)
     _require_covered(directory, covers)
 
@@ -413,64 +416,7 @@ def _parse(
     return identity, parts
 
 
-class _Cover:
-    """Checks in constant memory that rectangles cover a box of `sizes`, each element once.
-
-    Corners of rectangles cancel in pairs, but those of the sum of all rectangles modulo 2: if they
-    are the box's own, every element is covered an odd number of times, and by the volume just once.
-    Corners that are left are told apart by the exclusive or of their 64-bit hashes.
-    """
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self._sizes = sizes
-        self._volume = 0
-        self._corners = 0
-        self._dtypes: set[str] = set()
-        self._is_odd = False
-
-    def add_part(self, part: Part) -> None:
-        self._is_odd |= part.shape != self._sizes
-        self.add(part.offsets, part.sizes, part.dtype)
-
-    def add(self, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: str) -> None:
-        self._dtypes.add(dtype)
-        self._volume += math.prod(sizes)
-        if not self._is_odd:
-            self._corners ^= self._hash(offsets, sizes)
-
-    def problem(self) -> str | None:
-        """What is wrong with the parts; None if nothing."""
-        if self._is_odd or len(self._dtypes) > 1:
-            return "different shapes or dtypes"
-        if self._volume != math.prod(self._sizes):
-            return "parts are missing, or there are too many,"
-        whole = self._hash((0,) * len(self._sizes), self._sizes)
-        return None if self._corners == whole else "parts overlap, and others are missing,"
-
-    def _hash(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-        if 0 in sizes:
-            return 0
-        corners = [0]
-        for whole, low, size in zip(self._sizes, offsets, sizes, strict=True):
-            corners = [c * (whole + 1) + end for c in corners for end in (low, low + size)]
-        found = 0
-        for corner in corners:
-            found ^= _mixed(corner)
-        return found
-
-
-def _mixed(number: int) -> int:
-    """SplitMix64 (Steele, Lea, Flood 2014), of numbers below 2**64; larger ones are folded."""
-    number = (number ^ (number >> 64)) + 0x9E3779B97F4A7C15 & _WORD
-    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
-    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _WORD
-    return number ^ (number >> 31)
-
-
-_WORD = (1 << 64) - 1
-
-
-def _require_covered(directory: Path, covers: Mapping[str, _Cover]) -> None:
+def _require_covered(directory: Path, covers: Mapping[str, Cover]) -> None:
     for key, cover in covers.items():
         problem = cover.problem()
         if problem:

@@ -191,7 +191,10 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda f: f.max_positions is not None and f.sequence_length > f.max_positions,
         ("batch.sequence_length", lambda f: f.sequence_length),
         lambda f: f"is more than the model's max_position_embeddings = {f.max_positions}",
-        lambda f: f"at most {f.max_positions}, or raise model.overrides.max_position_embeddings",
+        lambda f: (
+            f"at most {f.max_positions}, or raise model.overrides.max_position_embeddings "
+            "(not of pretrained weights with learned positions, as GPT-2's: they have no more rows)"
+        ),
         lambda f: replace(f, sequence_length=f.max_positions or f.sequence_length),
         Facts(sequence_length=128, max_positions=64),
     ),

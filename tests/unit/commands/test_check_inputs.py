@@ -13,6 +13,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.run.preflight import inspect_inputs
 from bigtrain.settings.resolve import resolve_run_files
 from tests.support.datasets import write_dataset
+from tests.support.small_checkpoint import write_small_checkpoint
 
 
 def run_yaml(place: Path, shards: Path, model: dict[str, Any], **sections: Any) -> str:
@@ -67,3 +68,17 @@ def test_it_says_what_the_run_would_choose(
     path = run_yaml(tmp_path, data, {"model_type": "llama"})
     assert main(["check", "--config", path, "--inputs"]) == 0
     assert "# data: 1 opened, model: llama" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--inputs"]])
+def test_a_checkpoint_of_other_settings_is_refused_as_the_run_refuses_it(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_dataset(tmp_path / "shards", vocab_size=50)
+    path = run_yaml(tmp_path, data, {"model_type": "llama"})
+    there = yaml.safe_load(Path(path).read_text())
+    write_small_checkpoint(tmp_path / "run", 1, {**there, "optimizer": {"lr": 2e-3}})
+    assert main(["check", "--config", path, *more]) == 2
+    assert "optimizer.lr: 0.002 there, 0.001 now" in capsys.readouterr().err
+    assert main(["check", "--config", path, "optimizer.lr=2e-3"]) == 0
+    assert "# resumes from" in capsys.readouterr().out

@@ -15,11 +15,13 @@ from bigtrain.errors import CheckpointError
 from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.layers.loss_plan import LossPlan
-from bigtrain.run.checkpointing.resume import resumed_phases
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.changed_settings import refuse_other_run, resumed_phases
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.state import TrainState
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
+from tests.support.small_checkpoint import write_small_checkpoint
 
 SHARDS = SourceIdentity("shards", "h", 1001)
 MORE = SourceIdentity("more", "m", 2001)
@@ -56,7 +58,8 @@ def resume(
     document: dict[str, Any], now: dict[str, Any], inputs_now: Inputs | None = None
 ) -> tuple[Phase, ...]:
     run = RunConfig.model_validate(now)
-    return resumed_phases(document, run, inputs_now or inputs(), Path("checkpoint"))
+    found = inputs_now or inputs()
+    return resumed_phases(document, run, found.sources, found.data_hash, Path("checkpoint"))
 
 
 def test_a_checkpoint_from_before_mixtures_and_boundaries_goes_on() -> None:
@@ -198,3 +201,22 @@ def test_a_checkpoint_from_before_packing_goes_on() -> None:
     document = with_phases(tree())
     del document["config"]["data"]["packing"], document["config"]["data"]["long_documents"]
     assert len(resume(document, tree())) == 1
+
+
+def test_a_run_is_refused_by_what_its_directory_holds_before_it_starts(tmp_path: Path) -> None:
+    now = {**tree(), "output": {"directory": str(tmp_path)}}
+    other = {**now, "optimizer": {"lr": 2e-3}}
+    assert refuse_other_run(RunConfig.model_validate(now)) is None
+    write_small_checkpoint(tmp_path, 1, now)
+    newest = write_small_checkpoint(tmp_path, 2, other)
+    assert refuse_other_run(RunConfig.model_validate(other)) == newest
+    config = RunConfig.model_validate(now)
+    with pytest.raises(CheckpointError, match=r"optimizer\.lr: 0\.002 there, 0\.001 now"):
+        refuse_other_run(config)
+    allowed = {**now, "checkpoint": {"allow_changes": ["optimizer.lr"]}}
+    assert refuse_other_run(RunConfig.model_validate(allowed)) == newest
+    with pytest.raises(CheckpointError, match="data: 'h' there, 'x' now"):
+        refuse_other_run(RunConfig.model_validate(other), (SHARDS,), "x")
+    # As the run does, it passes over a checkpoint that is corrupt.
+    (newest / checkpoints.STATE).write_text("{}")
+    assert refuse_other_run(config) == checkpoints.checkpoint_path(tmp_path, 1)

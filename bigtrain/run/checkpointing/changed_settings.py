@@ -1,0 +1,218 @@
+"""Whether a run may resume from a checkpoint with the settings and the data that it has now.
+
+Only what is read: nothing here is collective, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bigtrain.data.samples.identity import SourceIdentity
+from bigtrain.data.samples.phases import Phase, differences, first_phase, next_phase
+from bigtrain.errors import CheckpointError, CorruptCheckpointError
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.settings.run_config import RunConfig
+
+# Settings that may change on resume: none of them changes the mathematics. Everything else must be
+# equal.
+_FREE = {
+    "batch.micro_batch_size",
+    "model.attention",
+    "model.gradient_checkpointing",
+    "model.loss",
+    "model.loss_chunk_tokens",
+    "model.kernels",
+    "model.compile",
+    "model.activation_offload",
+    # Which tokens, in which proportions, is what the data hash says.
+    "data.path",
+    "data.sources",
+    "data.tokenizer",
+    "data.verify",
+    "data.workers",
+    "sites.address",
+    "sites.timeout_seconds",
+    "sites.server",
+    "sites.token_file",
+    "sites.certificate_file",
+}
+# Settings that older checkpoints lack, with the value that such a run had in effect.
+_BEFORE: dict[str, Any] = {
+    "model.frozen": [],
+    "model.vocabulary": None,
+    "adapters": None,
+    "sites": None,
+    "precision.tf32": False,
+    "data.document_boundaries": "ignore",
+    "data.packing": "concatenate",
+    "data.long_documents": "cut",
+}
+# The same, of runs with sites.
+_BEFORE_OF_SITES: dict[str, Any] = {
+    "sites.fragments": 1,
+    "sites.overlap_steps": 0,
+    "sites.mixing": 0.0,
+    "sites.shares": None,
+}
+_PACKING = {"batch.sequence_length", "data.packing", "data.long_documents"}
+# Settings that may give the model's tensors other shapes, which no checkpoint can be read into.
+_SHAPES = {"model.config", "model.overrides", "model.path", "model.vocabulary"}
+_FREE_SECTIONS = {
+    "output",
+    "logging",
+    "checkpoint",
+    "evaluation",
+    "engine",
+    "parallel",
+    "profile",
+    "watchdog",
+    "guard",
+}
+
+
+def refuse_other_run(
+    config: RunConfig, sources: Sequence[SourceIdentity] | None = None, data_hash: str = ""
+) -> Path | None:
+    """The checkpoint that the run would resume from, or None where it would begin.
+
+    Reads no tensors, so that a run can be refused before there is a process group. `sources` and
+    `data_hash`: as in `resumed_phases`; without them the data is not compared. Raises
+    CheckpointError if the checkpoint is of a run with other settings.
+    """
+    directory = Path(config.output.directory)
+    for path in checkpoints.usable(directory, lambda _reason: None):
+        try:
+            document = checkpoints.read_state(path)
+        except CorruptCheckpointError:
+            continue  # the run passes it over too, and says so
+        if sources is not None:
+            resumed_phases(document, config, sources, data_hash, path)
+        else:
+            _refuse_changes(_changed_settings(document["config"], config), document, config, path)
+        return path
+    return None
+
+
+def resumed_phases(
+    document: dict[str, Any],
+    config: RunConfig,
+    sources: Sequence[SourceIdentity],
+    data_hash: str,
+    directory: Path,
+) -> tuple[Phase, ...]:
+    """The data phases with which a run resumes from a checkpoint; `document`: its ``state.json``.
+    `sources`, `data_hash`: of the data that the run has now (`bigtrain.data.samples.identity`).
+
+    One more than in the checkpoint if the data has changed. Raises CheckpointError with every
+    changed setting that ``checkpoint.allow_changes`` does not name, and for a change of the data
+    that cannot be followed.
+    """
+    changes = _changed_settings(document["config"], config)
+    if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
+        _refuse_other_packing(changes, directory)
+    phases = tuple(Phase.from_json(phase) for phase in document.get("phases", ()))
+    if not phases:
+        # Older than phases: with other data, it is unknown what was read already.
+        if document["data_hash"] != data_hash:
+            text = f"{document['data_hash']!r} there, {data_hash!r} now"
+            _refuse([*changes, ("data", text)], (), directory)
+        length = document["config"]["batch"]["sequence_length"]
+        phases = (first_phase(config, sources, length),)
+    following = next_phase(phases[-1], config, sources, document["samples"])
+    named = {key for key, _ in changes}
+    changes += [change for change in differences(phases[-1], following) if change[0] not in named]
+    _refuse_changes(changes, document, config, directory)
+    return phases if following is phases[-1] else (*phases, following)
+
+
+def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -> None:
+    packing = [f"  {key}: {text}" for key, text in changes if key in _PACKING]
+    if packing:
+        raise CheckpointError(
+            f"{directory}: other settings pack the documents differently, so that the unread rest "
+            "of the epoch is not known; restore the settings, or export the weights and begin a "
+            "new run with them:\n" + "\n".join(packing)
+        )
+
+
+def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
+    before = _BEFORE | (_BEFORE_OF_SITES if there.get("sites") else {}) | _flat(there)
+    now = mathematics(config)
+    return [
+        (key, text)
+        for key in sorted(before.keys() | now.keys())
+        for text in _differences(before.get(key), now.get(key))
+    ]
+
+
+def _differences(before: Any, now: Any) -> Iterator[str]:
+    """What differs: of two dictionaries by key, since one of a model fills a screen."""
+    if before == now:
+        return
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        yield f"{before!r} there, {now!r} now"
+        return
+    for name in sorted(before.keys() | now.keys()):
+        there, here = (repr(tree[name]) if name in tree else "absent" for tree in (before, now))
+        if there != here:
+            yield f"{name}: {there} there, {here} now"
+
+
+def _refuse_changes(
+    changes: Sequence[tuple[str, str]], document: dict[str, Any], config: RunConfig, directory: Path
+) -> None:
+    is_over = config.train.steps <= document["step"]
+    _refuse(changes, config.checkpoint.allow_changes, directory, is_over=is_over)
+
+
+def _refuse(
+    changes: Sequence[tuple[str, str]],
+    allowed: Sequence[str],
+    directory: Path,
+    *,
+    is_over: bool = False,
+) -> None:
+    # A section that is allowed stands for its keys.
+    refused = [
+        (key, text)
+        for key, text in changes
+        if not any(f"{key}.".startswith(f"{entry}.") for entry in allowed)
+    ]
+    if refused:
+        # With what is allowed already, which must stay: whoever pastes this is not refused again.
+        keys = ",".join(sorted({*allowed, *(key for key, _ in refused)}))
+        remedy = (
+            "or restore the settings (with these train.steps nothing would be left to do; with "
+            f"more it could resume by checkpoint.allow_changes=[{keys}])"
+            if is_over
+            else f"restore the settings, or resume with these by checkpoint.allow_changes=[{keys}]"
+        )
+        models = ", ".join(sorted({key for key, _ in refused} & _SHAPES))
+        if models:
+            remedy += f" (of {models} only what leaves every tensor its shape can change)"
+        raise CheckpointError(
+            f"{directory} belongs to a run with other settings; use another output.directory, "
+            f"{remedy}:\n" + "\n".join(f"  {key}: {text}" for key, text in refused)
+        )
+
+
+def mathematics(config: RunConfig) -> dict[str, Any]:
+    """The settings that change the mathematics, by name; the batch size in samples."""
+    return _flat(config.model_dump(mode="json"))
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for section, value in config.items():
+        if section in _FREE_SECTIONS:
+            continue
+        for key, item in value.items() if isinstance(value, dict) else [(None, value)]:
+            name = f"{section}.{key}" if key else section
+            if name not in _FREE:
+                flat[name] = item
+    tokens = flat.pop("batch.global_tokens", None)
+    if tokens is not None:
+        flat["batch.global_batch_size"] = tokens // flat["batch.sequence_length"]
+    return flat

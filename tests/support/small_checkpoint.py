@@ -1,0 +1,27 @@
+"""A checkpoint directory with one tensor of four bytes: for what looks at settings and steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bigtrain.engine.checkpoint.tensor_files import Identity, NewPart, write_parts
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.settings.run_config import RunConfig
+
+RUN_ID = "0123456789abcdef"
+
+
+def write_small_checkpoint(run: Path, step: int, config: dict[str, Any]) -> Path:
+    """Of that step, committed, in the directory of a run; as from before there were phases."""
+    partial = checkpoints.partial_path(run, step, "0123abcd")
+    checkpoints.prepare(partial)
+    settings = RunConfig.model_validate(config).model_dump(mode="json")
+    place = {"run": RUN_ID, "step": step, "samples": 12, "data_hash": "h"}
+    (partial / checkpoints.STATE).write_text(json.dumps({**place, "config": settings}))
+    identity = Identity(RUN_ID, step, "0123abcd")
+    part = NewPart("m/a", (4,), (0,), (4,), "U8", lambda: memoryview(b"mean"))
+    name = "rank-00000.safetensors"
+    written = {name: write_parts(partial / checkpoints.TENSORS / name, identity, 0, [part])}
+    return checkpoints.commit(partial, written, identity)
