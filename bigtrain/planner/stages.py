@@ -244,7 +244,9 @@ def matrix_exchange(stage: Stage, model: ModelCosts, layout: Layout) -> tuple[fl
     for kind, alike in stage.counts:
         for product in model.kinds[kind].matmuls:
             replicas, cut = layout.partition_size, layout.tensor_size
-            size = alike * product.count * product.num_groups * product.in_size * product.out_size
+            size: float = (
+                alike * product.count * product.num_groups * product.in_size * product.out_size
+            )
             if product.num_groups > 1 and layout.expert_size > 1:
                 # Each rank has some experts, and those whole.
                 size /= layout.expert_size

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from bigtrain.errors import LaunchError
 from bigtrain.run.reporting import trackers as trackers_module
@@ -292,8 +294,11 @@ def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
 
 
 def test_tensorboard_of_a_resumed_run_forgets_the_steps_that_are_trained_again(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Files are read in the order of their names, which end with how many this process has written:
+    # of the tenth and the eleventh, the other way round.
+    monkeypatch.setattr(event_file_writer, "_global_uid", AtomicCounter(0))
     for first, resume_step in ((10, 0), (20, 10)):
         with writer(tmp_path, trackers=("tensorboard",), resume_step=resume_step) as metrics:
             metrics.log_step(step_metrics(first, loss=float(first)))
