@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of, size
 from bigtrain.errors import DataError
-
-if TYPE_CHECKING:
-    from bigtrain.data.documents.parts import ReadOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,44 +99,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tokenize and print a summary. Raises DataError; then only finished work is left behind."""
     from bigtrain.data.shards.inspection import summary
-    from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES, OptionsRecord
-    from bigtrain.data.tokenize_job.job import build_dataset
-    from bigtrain.data.tokenize_job.request import BuildRequest
-    from bigtrain.data.tokenize_job.work_division import find_worker_rank
+    from bigtrain.python_api.tokenizing import build_tokens
 
-    if args.chat_key is not None and args.text_key:
-        raise DataError(f"--text-key and --chat-key {args.chat_key} exclude each other")
-    reading = reading_of(args)
-    chat = _conversations(args, reading)
-    if args.chat_template is not None and chat is None:
-        raise DataError("--chat-template is for conversations -> name their key: --chat-key")
-    if args.learn != "all" and chat is None:
-        raise DataError("--learn last is for conversations -> --format messages, or leave it out")
-    options = OptionsRecord(
-        text_keys=reading.text_keys if chat is None else chat[1],
-        held_out=args.held_out,
-        shard_bytes=args.shard_size or DEFAULT_SHARD_BYTES,
-        max_document_bytes=reading.max_document_bytes,
-        max_bad_fraction=args.max_bad_fraction,
-        parse_special_tokens=args.parse_special_tokens,
-        chat=chat is not None,
-        chat_format="messages" if chat is None else chat[0],
-        learned=args.learn,
-        dataset_config=reading.selection.dataset_config,
-        dataset_split=reading.selection.dataset_split,
-    )
+    format_, keys = _format_and_keys(args)
     started_at = time.monotonic()
-    result = build_dataset(
-        BuildRequest(
-            reading.selection,
-            options,
-            args.tokenizer,
-            args.output,
-            chat_template=args.chat_template,
-            encoder=args.encoder,
-            workers=args.workers,
-            share=find_worker_rank(os.environ, args.rank, args.world_size),
-        )
+    result = build_tokens(
+        args.input,
+        args.tokenizer,
+        args.output,
+        **reading_of(args),
+        format=format_,
+        keys=keys,
+        learn=args.learn,
+        chat_template=args.chat_template,
+        held_out=args.held_out,
+        shard_bytes=args.shard_size,
+        max_bad_fraction=args.max_bad_fraction,
+        workers=args.workers,
+        rank=args.rank,
+        world_size=args.world_size,
+        encoder=args.encoder,
+        parse_special_tokens=args.parse_special_tokens,
     )
     if result.already_finished:
         print(f"{args.output} is already the finished dataset of this input; nothing to do")
@@ -153,35 +131,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _conversations(
-    args: argparse.Namespace, reading: ReadOptions
-) -> tuple[Any, tuple[str, ...]] | None:
-    """The format of conversations and its keys in a row; None for text. Raises DataError."""
-    from bigtrain.data.documents.chat_formats import FORMATS, nearest
-    from bigtrain.data.documents.first_row import keys_of_first_row
-
-    names = dict(_renamed(pair) for pair in args.key)
-    name = args.format
-    if args.chat_key is not None:
-        if name not in ("auto", "messages"):
-            raise DataError(f"--chat-key is of --format messages, and --format is {name} -> --key")
-        name, names = "messages", {"messages": args.chat_key, **names}
-    if name == "auto":
-        found = None if args.text_key else nearest(keys_of_first_row(reading))
-        name = "text" if found is None else found.name
-        if found is not None:
-            print(f"the keys of the first row are those of --format {name}", file=sys.stderr)
-    if name == "text":
-        if names:
-            raise DataError("--key names keys of conversations -> --text-key for text")
-        return None
-    known = FORMATS[name].keys
-    wrong = next((key for key in names if key not in known), None)
-    if wrong is not None:
-        raise DataError(f"--key {wrong}: --format {name} has no such key -> {', '.join(known)}")
-    keys = tuple(names.get(key, key) for key in known)
-    # For messages the key `tools` is implied: it is not recorded, as in earlier versions.
-    return name, keys[:1] if name == "messages" and keys[1:] == known[1:] else keys
+def _format_and_keys(args: argparse.Namespace) -> tuple[Any, dict[str, str]]:
+    """What --format, --key and --chat-key say together. Raises DataError where they disagree."""
+    keys = dict(_renamed(pair) for pair in args.key)
+    if args.chat_key is None:
+        return args.format, keys
+    if args.text_key:
+        raise DataError(f"--text-key and --chat-key {args.chat_key} exclude each other")
+    if args.format not in ("auto", "messages"):
+        rule = f"--chat-key is of --format messages, and --format is {args.format}"
+        raise DataError(f"{rule} -> --key")
+    return "messages", {"messages": args.chat_key, **keys}
 
 
 def _renamed(pair: str) -> tuple[str, str]:

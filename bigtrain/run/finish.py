@@ -1,4 +1,4 @@
-"""The end of a run: a verified Hugging Face directory and a closing summary."""
+"""The end of a run: a verified Hugging Face directory, a closing summary, and its result."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from signal import Signals
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.run.checkpointing.export import export_run
 from bigtrain.run.health.stopping import leave_marker
+from bigtrain.run.reporting.closing import TrainingResult
+from bigtrain.run.reporting.metrics_lines import last_lines
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
@@ -17,6 +19,26 @@ from bigtrain.system.files import writing
 EXPORT = "hf"
 EXPORTED = "exported.json"
 """File of a run directory that names the step of its ``hf/``. Absent: no export, or unknown."""
+
+
+def closing_result(session: Session, step: int, received: Signals | None = None) -> TrainingResult:
+    """The result of a launch that ends after `step`, by signal `received` or at the end of the run.
+    Collective: the main rank reads the run's metrics."""
+
+    def read() -> TrainingResult:
+        steps, export = session.run.config.train.steps, session.directory / EXPORT
+        logged, evaluation = last_lines(session.directory / "metrics.jsonl")
+        return TrainingResult(
+            session.directory,
+            step,
+            steps,
+            None if received is None else received.name,
+            export if step >= steps and export.is_dir() else None,
+            logged,
+            evaluation,
+        )
+
+    return session.long_work.on_main_rank(read)
 
 
 def stop_early(session: Session, engine: TrainEngine, state: TrainState, received: Signals) -> None:
