@@ -4,7 +4,7 @@ PYTHON ?= python3
 # `make test-oldest` says others.
 VENV := .venv
 CONSTRAINTS := constraints.txt
-EXTRAS := dev,docs
+EXTRAS := dev,docs,eval
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 

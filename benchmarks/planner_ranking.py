@@ -1,10 +1,11 @@
 """Where the layout that the planner ranks first stands among all layouts, measured.
 
     python benchmarks/planner_ranking.py [--world-sizes 2 4] [--only llama] [--first 10]
-                                         [--hardware FILE]
+                                         [--hardware FILE] [--output FILE]
 
 Calibrates this machine, plans three small models for two and four processes, trains every legal
-layout for a few steps, then the fastest ones and those ranked first again, in turns.
+layout for a few steps, then the fastest ones and those ranked first again, in turns. `--output` has
+every layout's figures, a JSON object a line.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def name_of(candidate: Candidate) -> str:
     )
 
 
-def show(title: str, ranking: Ranking) -> int:
+def show(title: str, ranking: Ranking, output: Path | None) -> int:
     """Measure, print, and return where the first one stands."""
     every = ranking.measure(list(range(len(ranking.cases))), steps=2)
     fastest = sorted(every, key=lambda key: every[key])
@@ -101,6 +102,14 @@ def show(title: str, ranking: Ranking) -> int:
     seconds = {**every, **ranking.measure(again, steps=3, rounds=4)}
     order = sorted(again, key=lambda key: seconds[key])
     place = order.index(0) + 1
+    if output is not None:
+        with output.open("a") as file:
+            for key, taken in sorted(seconds.items()):
+                candidate = ranking.candidates[key]
+                line = {"case": title, "ranked": key + 1, "layout": name_of(candidate),
+                        "seconds": taken, "predicted": candidate.time.total,
+                        "terms": candidate.time.terms(), "again": key in again}  # fmt: skip
+                file.write(json.dumps(line) + "\n")
     print(f"{title}: of {len(every)} layouts, the one ranked first is number {place} measured, at "
           f"{seconds[order[0]] / seconds[0]:.2f} of the fastest's speed")  # fmt: skip
     for key in order[:AGAIN]:
@@ -117,6 +126,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models with this in their names")
     parser.add_argument("--first", type=int, help="measure those ranked first alone, so many")
     parser.add_argument("--hardware", type=Path, help="a calibration that was made before")
+    parser.add_argument("--output", type=Path, help="figures of every layout, appended")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         hardware = args.hardware or Path(name) / "calibration.json"
@@ -134,7 +144,7 @@ def main() -> None:
                 ranking = Ranking(directory, str(path), size, hardware)
                 if args.first is not None:
                     del ranking.cases[args.first :]
-                places.append(show(f"{model}, {size} processes", ranking))
+                places.append(show(f"{model}, {size} processes", ranking, args.output))
     print("places of the layouts ranked first: " + ", ".join(map(str, places)))
 
 

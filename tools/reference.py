@@ -181,7 +181,7 @@ def _field_table(section: str, found: list[tuple[str, FieldInfo]]) -> str:
         path = f"{section}.{name}".lstrip(".")
         cells = (
             f"`{path}`",
-            _type_text(field.annotation, field.metadata),
+            _choices(field) or _type_text(field.annotation, field.metadata),
             _default_text(field),
             unit_of(path, field.annotation),
             _cell(field.description or ""),
@@ -215,6 +215,13 @@ def _takes_numbers(annotation: Any) -> bool:
     if get_origin(annotation) is Literal:
         return False
     return annotation in (int, float) or any(map(_takes_numbers, get_args(annotation)))
+
+
+def _choices(field: FieldInfo) -> str:
+    """The values of a text that is one of a table's; empty for other fields."""
+    extra = field.json_schema_extra
+    values = extra.get("enum") if isinstance(extra, dict) else None
+    return " or ".join(f"`{value}`" for value in values) if isinstance(values, list) else ""
 
 
 def _type_text(annotation: Any, constraints: list[Any]) -> str:

@@ -60,7 +60,7 @@ def completion_script(shell: str) -> str:
             elif _takes_path(action):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     functions = "\n".join(_functions(shell, _words()))
-    script: str = shtab.complete(parser, shell, preamble={shell: functions})
+    script: str = shtab.complete(parser, shell, preamble=functions)
     return script + _BASH_WITHOUT_SPACE if shell == "bash" else script
 
 

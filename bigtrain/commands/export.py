@@ -12,6 +12,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--run", required=True, type=Path, help="run directory")
     parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest)")
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="export the checkpoint that is the best by evaluation.best of the run",
+    )
     parser.add_argument("--output", required=True, type=Path, help="directory to write")
     parser.add_argument(
         "--dtype",
@@ -58,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         args.run,
         args.output,
         step=args.step,
+        best=args.best,
         dtype=args.dtype,
         merge=args.merge,
         max_shard_size=args.max_shard_size,

@@ -13,7 +13,7 @@ from bigtrain.settings.field_names import with_setting_names
 
 COMMANDS = {
     "init": "ask a few questions, or take options, and write a run YAML",
-    "tokenizer": "train a byte-level BPE tokenizer on text",
+    "tokenizer": "train a byte-level BPE tokenizer on text, or add tokens to one",
     "tokenize": "turn text into token shards",
     "inspect": "show what is in token shards",
     "check": "resolve and check a run without starting it",
@@ -27,6 +27,7 @@ COMMANDS = {
     "report": "write a run as one page: curves, events, settings; or serve it while it goes on",
     "doctor": "look at every host before a run is started on it",
     "export": "write a run's weights as a verified Hugging Face directory",
+    "grow": "give a Hugging Face model rows for the tokens that were added to its tokenizer",
     "generate": "continue a prompt with a Hugging Face directory, or talk to it",
     "schema": "print the JSON schema of the run YAML, for editors",
     "completion": "print a script that lets bash, zsh or fish complete what is typed",

@@ -5,49 +5,15 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of, size
-from bigtrain.errors import DataError
+from bigtrain.commands.conversations import add_conversation_arguments, conversations_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bigtrain tokenize`."""
     add_input_arguments(parser)
-    parser.add_argument(
-        "--chat-key",
-        metavar="KEY",
-        help="instead of --text-key: the key that holds a conversation, a list of messages with "
-        "role and content (its tools are in the key `tools`); rendered by the tokenizer's chat "
-        "template, with loss on the assistant's tokens only",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"),
-        default="auto",
-        help="what a row holds; auto detects it from the keys of the first row, and prints it, if "
-        "neither --text-key nor --chat-key is given; for a named pipe it is text (default: auto)",
-    )
-    parser.add_argument(
-        "--key",
-        action="append",
-        default=[],
-        metavar="NAME=KEY",
-        help="name in the data of a key of --format, such as instruction=question",
-    )
-    parser.add_argument(
-        "--learn",
-        choices=("all", "last"),
-        default="all",
-        help="which answers of the assistant in a conversation have loss: all, or only the last "
-        "one (default: all)",
-    )
-    parser.add_argument(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="Jinja file to render conversations with instead of the tokenizer's own",
-    )
+    add_conversation_arguments(parser)
     parser.add_argument(
         "--tokenizer", required=True, help="directory or name on the Hugging Face hub"
     )
@@ -66,21 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes of input per shard, as far as a file can be split; also the most work that is "
         "lost when a worker is killed (default: 256MiB)",
     )
-    parser.add_argument(
-        "--workers",
-        type=positive_int,
-        metavar="N",
-        help="processes that build shards; 1 is this process alone, with threads (default: all "
-        "cores, in as many processes as have 256 MiB of input and 1 GiB of free memory each)",
-    )
-    parser.add_argument(
-        "--rank",
-        type=int,
-        metavar="R",
-        help="rank of this command among several with the same --output on different nodes; taken "
-        "from torchrun, Slurm or a Kubernetes indexed job if not given",
-    )
-    parser.add_argument("--world-size", type=int, metavar="W", help="number of such commands")
+    _add_work_arguments(parser)
     parser.add_argument(
         "--encoder",
         choices=("auto", "gigatoken", "fastokens", "reference"),
@@ -96,22 +48,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
+    """Who does the work; nothing of it changes the result."""
+    parser.add_argument(
+        "--workers",
+        type=positive_int,
+        metavar="N",
+        help="processes that build shards; 1 is this process alone, with threads (default: all "
+        "cores, in as many processes as have 256 MiB of input and 1 GiB of free memory each)",
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        metavar="R",
+        help="rank of this command among several with the same --output on different nodes; taken "
+        "from torchrun, Slurm or a Kubernetes indexed job if not given",
+    )
+    parser.add_argument("--world-size", type=int, metavar="W", help="number of such commands")
+
+
 def run(args: argparse.Namespace) -> int:
     """Tokenize and print a summary. Raises DataError; then only finished work is left behind."""
     from bigtrain.data.shards.inspection import summary
     from bigtrain.python_api.tokenizing import build_tokens
 
-    format_, keys = _format_and_keys(args)
     started_at = time.monotonic()
     result = build_tokens(
         args.input,
         args.tokenizer,
         args.output,
         **reading_of(args),
-        format=format_,
-        keys=keys,
-        learn=args.learn,
-        chat_template=args.chat_template,
+        **conversations_of(args),
         held_out=args.held_out,
         shard_bytes=args.shard_size,
         max_bad_fraction=args.max_bad_fraction,
@@ -129,26 +96,6 @@ def run(args: argparse.Namespace) -> int:
         tokens = result.built_tokens
         print(f"  {elapsed_s:.1f} s, {tokens:,} tokens here, {tokens / elapsed_s:,.0f} tokens/s")
     return 0
-
-
-def _format_and_keys(args: argparse.Namespace) -> tuple[Any, dict[str, str]]:
-    """What --format, --key and --chat-key say together. Raises DataError where they disagree."""
-    keys = dict(_renamed(pair) for pair in args.key)
-    if args.chat_key is None:
-        return args.format, keys
-    if args.text_key:
-        raise DataError(f"--text-key and --chat-key {args.chat_key} exclude each other")
-    if args.format not in ("auto", "messages"):
-        rule = f"--chat-key is of --format messages, and --format is {args.format}"
-        raise DataError(f"{rule} -> --key")
-    return "messages", {"messages": args.chat_key, **keys}
-
-
-def _renamed(pair: str) -> tuple[str, str]:
-    name, equals, key = pair.partition("=")
-    if not (name and equals and key):
-        raise DataError(f"--key {pair}: not NAME=KEY, such as instruction=question")
-    return name, key
 
 
 def _fraction(text: str) -> float:

@@ -44,7 +44,9 @@ class DeviceFeed:
 
     def _when_copied(self, batch: MicroBatch, copied: _Copied) -> tuple[MicroBatch, MicroBatch]:
         computing = torch.cuda.current_stream(self._device)
-        computing.wait_event(copied.done)
+        # Not `computing.wait_event`, which is counted as waiting for other ranks
+        # (`bigtrain.models.torch_patches.observed_device_waits`).
+        copied.done.wait(computing)
         # Memory of the other stream, in use by this one until the tensors are gone.
         copied.batch.moved(lambda tensor: _in_use(tensor, computing))
         return batch, copied.batch

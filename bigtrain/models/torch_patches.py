@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -151,6 +151,74 @@ def observed_waits(observe: Callable[[float], None]) -> Iterator[None]:
         yield
     finally:
         kind.wait = own
+
+
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "all_gather_single", "all_gather_single_coalesced",
+    "allgather", "allgather_coalesced", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "alltoall", "all_to_all_single", "broadcast", "reduce",
+    "gather", "scatter", "send", "recv", "recv_anysource", "barrier",
+)  # fmt: skip
+"""Methods of `dist.ProcessGroup` by which torch/distributed/distributed_c10d.py communicates."""
+
+
+@contextmanager
+def observed_device_waits(
+    around: Callable[[], AbstractContextManager[object]],
+    computing: Callable[[], object] = torch.cuda.current_stream,
+) -> Iterator[None]:
+    """Inside, everything for which the compute stream (`computing()` on entry) may wait until other
+    ranks have answered is called within `around()`: an event before and one after it on that stream
+    tell how long it did.
+
+    That is a collective on the compute stream itself (those of NCCL that are not asynchronous);
+    `Work.wait`, and waits for another stream, on which DeepSpeed reduces and gathers; and the host
+    waiting for such a stream (`Stream.synchronize`), while nothing is launched. Only of this thread
+    and of its backward passes: other threads launch nothing on the compute stream, but may wait for
+    collectives of their own beside it.
+    """
+    stream, thread, inside = computing(), threading.get_ident(), False
+
+    def counts() -> bool:
+        return not inside and (threading.get_ident() == thread or is_in_backward())
+
+    def observed(own: Any, applies: Callable[[Any], bool]) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if not (counts() and applies(self)):
+                return own(self, *args, **kwargs)
+            inside = True
+            try:
+                with around():
+                    return own(self, *args, **kwargs)
+            finally:
+                inside = False
+
+        return call
+
+    def here(_: Any) -> bool:
+        return computing() == stream
+
+    kinds: list[tuple[Any, str, Callable[[Any], bool]]] = [
+        *((dist.ProcessGroup, name, here) for name in COLLECTIVES),
+        (dist.Work, "wait", here),
+        (torch.cuda.Stream, "wait_stream", lambda waiting: waiting == stream),
+        (torch.cuda.Stream, "wait_event", lambda waiting: waiting == stream),
+        (torch.cuda.Stream, "synchronize", lambda other: other != stream),
+    ]
+    # As the classes' own dicts have them: a method of C++ that is read from its class and put back
+    # is bound no more. What a class inherits is deleted again.
+    before = [(kind, name, vars(kind).get(name)) for kind, name, _ in kinds]
+    for kind, name, applies in kinds:
+        setattr(kind, name, observed(getattr(kind, name), applies))
+    try:
+        yield
+    finally:
+        for kind, name, own in before:
+            if own is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, own)
 
 
 def default_store() -> dist.Store:

@@ -22,7 +22,7 @@ from bigtrain.planner.kernels import (
 )
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
-from bigtrain.planner.stages import Stage, stage_sizes, stages_of
+from bigtrain.planner.stages import Stage, matrix_exchange, stage_sizes, stages_of
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
 
@@ -154,7 +154,7 @@ def _pipeline(
         "pipeline": 2 * send * m * virtual * engine.pipeline_exposed,
         "data": m * pace.zero + data,
     }
-    return StepTime(
+    alone = StepTime(
         matmul=m * pace.matmul,
         memory_bound=m * pace.memory_bound,
         communication={kind: value for kind, value in communication.items() if value > 0},
@@ -162,6 +162,31 @@ def _pipeline(
         optimizer=optimizer,
         offload=offload,
         host=m * pace.host,
+    )
+    return _on_shared_cores(alone, everyone / (layout.pipeline_size * pace.total), layout, device)
+
+
+def _on_shared_cores(alone: StepTime, balance: float, layout: Layout, device: Device) -> StepTime:
+    """`alone`, of ranks with a core each, where more ranks of a node share its cores; `balance`:
+    the mean of the stages' work over the slowest one's.
+
+    Cores then have work whenever any of their ranks has, so that what a stage waits for costs
+    nothing as long as others compute: a step takes what all ranks' work takes on the cores, and no
+    less than it would with a core for each.
+    """
+    num_ranks = min(layout.world_size, device.devices_per_node)
+    if not device.num_cores or num_ranks <= device.num_cores:
+        return alone
+    share = balance * num_ranks / device.num_cores
+    work = share * (alone.total - alone.bubble)
+    return StepTime(
+        matmul=share * alone.matmul,
+        memory_bound=share * alone.memory_bound,
+        communication={kind: share * value for kind, value in alone.communication.items()},
+        bubble=max(0.0, alone.total - work),
+        optimizer=share * alone.optimizer,
+        offload=share * alone.offload,
+        host=share * alone.host,
     )
 
 
@@ -349,10 +374,11 @@ def _head(
             work.tensor += groups.tensor.all_reduce(device, 12 * tokens)
     moved = engine.loss_bytes * tokens * columns
     if layout.loss_chunk_tokens is not None and (not model.is_frozen or model.num_trained_outside):
-        # After each chunk its gradients of the head are read and added to a sum in float32.
+        # After each chunk its gradients of the head are read and added to a sum in float32 (writing
+        # them is a part of their product).
         chunks = math.ceil(tokens / layout.loss_chunk_tokens)
         weight = model.vocabulary_size // layout.tensor_size * hidden
-        moved += (chunks - 1) * weight * (8 + 2 * size)
+        moved += (chunks - 1) * weight * (8 + size)
     work.memory_bound = memory_seconds(device, moved)
     return work
 
@@ -371,7 +397,7 @@ def _orthogonalizing(
     """Seconds that Muon takes besides a pass over its parameters: matrices are sent to the ranks
     that own them, orthogonalized, and sent back."""
     own = layout.optimizer
-    if own.type != "muon":
+    if not own.needs_whole_matrices:
         return 0.0
     work = 0.0
     for kind, alike in stage.counts:
@@ -385,12 +411,10 @@ def _orthogonalizing(
                 (short, short, long),
             ):
                 work += count * matmul_seconds(device, rows, inner, columns, own.wire_bytes)
-    sizes = stage_sizes(stage, model, layout)
-    parts = layout.partition_size if layout.zero_stage else 1
-    sent = own.wire_bytes * sizes.matrix_share * sizes.held
-    there = groups.partition.all_to_all(device, sent / parts)
-    back = groups.partition.all_to_all(device, sent / (1 if layout.zero_stage == 0 else parts))
-    return work / (layout.partition_size * layout.tensor_size) + there + back
+    group = groups.tensor if layout.partition_size == 1 else groups.partition
+    sent = [num_bytes for num_bytes in matrix_exchange(stage, model, layout) if num_bytes]
+    moving = sum(sent) / group.bandwidth(device) + len(sent) * group.latency(device)
+    return work / (layout.partition_size * layout.tensor_size) + moving
 
 
 def _gradients(

@@ -75,6 +75,7 @@ def export_run(
     output: str | Path,
     *,
     step: int | None = None,
+    best: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     merge: bool = False,
     max_shard_size: str = "5GB",
@@ -84,7 +85,8 @@ def export_run(
 ) -> Exported:
     """Write a checkpoint's weights as a verified Hugging Face directory.
 
-    step: of the checkpoint (default: the newest complete one). dtype: of the stored weights
+    step: of the checkpoint (default: the newest complete one). best: take the one that is the best
+    by ``evaluation.best`` of the run. dtype: of the stored weights
     (default: the one the run computed in; of adapters float32). merge: adapters into the weights of
     their base. max_shard_size: of a weight file. push_to_hub: also upload to this OWNER/NAME,
     private if it is new and `private`. warn: gets a line on each newer checkpoint that is corrupt
@@ -96,16 +98,20 @@ def export_run(
     from bigtrain.models.export.hub import push_to_hub as push
     from bigtrain.models.export.hub import refuse_unreachable
     from bigtrain.run.checkpointing.export import export_run as export
+    from bigtrain.run.checkpointing.listing import best_step
 
     if private and push_to_hub is None:
         rule = "is of a repository, and none is named"
         raise ConfigError(Problem("--private", None, rule, "--push-to-hub OWNER/NAME"))
+    if best and step is not None:
+        rule = "both name a checkpoint"
+        raise ConfigError(Problem("--best and --step", step, rule, "leave one of them out"))
     if push_to_hub is not None:
         refuse_unreachable(push_to_hub)
     exported_step = export(
         Path(run),
         Path(output),
-        step=step,
+        step=best_step(Path(run)) if best else step,
         dtype=dtype,
         max_shard_size=max_shard_size,
         merge=merge,

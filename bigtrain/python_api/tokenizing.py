@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
-from bigtrain.errors import DataError
+from bigtrain.python_api.row_formats import detected_format, refuse_for_text, row_format
 
 if TYPE_CHECKING:
     from bigtrain.data.documents.bad_documents import BadDocument
@@ -29,6 +29,7 @@ class TokenizeOptions(TypedDict, total=False):
     text_keys: Sequence[str]
     format: Format
     keys: Mapping[str, str] | None
+    roles: Mapping[str, str] | None
     learn: Literal["all", "last"]
     chat_template: str | Path | None
     held_out: float
@@ -38,6 +39,7 @@ class TokenizeOptions(TypedDict, total=False):
     dataset_config: str | None
     dataset_split: str
     max_document_bytes: int | None
+    read_as: str
     max_bad_fraction: float
     workers: int | None
     rank: int | None
@@ -71,6 +73,7 @@ def build_tokens(
     text_keys: Sequence[str] = (),
     format: Format = "auto",
     keys: Mapping[str, str] | None = None,
+    roles: Mapping[str, str] | None = None,
     learn: Literal["all", "last"] = "all",
     chat_template: str | Path | None = None,
     held_out: float = 0.0,
@@ -80,6 +83,7 @@ def build_tokens(
     dataset_config: str | None = None,
     dataset_split: str = "train",
     max_document_bytes: int | None = None,
+    read_as: str = "",
     max_bad_fraction: float = 0.0,
     workers: int | None = None,
     rank: int | None = None,
@@ -94,11 +98,13 @@ def build_tokens(
         ``text``).
     format: what a row holds; ``auto``: detected by the keys of the first row, text if `text_keys`
         are given. keys: names in the data of the keys of `format`, such as
-        ``{"instruction": "question"}``. learn: which answers of the assistant have loss.
+        ``{"instruction": "question"}``. roles: what names of roles in the data mean, such as
+        ``{"customer": "user"}``. learn: which answers of the assistant have loss.
     chat_template: a Jinja file instead of the tokenizer's own template.
     held_out: share of the documents kept for evaluation, 0 to below 1.
     shard_bytes: bytes of input per shard (default: 256 MiB).
-    suffixes, exclude: files to take from folders, and those to skip.
+    suffixes, exclude: files to take from folders, and those to skip. read_as: read every file as if
+        its name ended so, such as ``.jsonl.gz``.
     dataset_config, dataset_split: of a hub dataset.
     max_document_bytes: a larger document is bad (default: 64 MiB); max_bad_fraction: bad documents
         are skipped up to this share of all, 0 makes the first one an error.
@@ -120,22 +126,25 @@ def build_tokens(
         dataset_config=dataset_config,
         dataset_split=dataset_split,
         max_document_bytes=max_document_bytes,
+        read_as=read_as,
     )
-    chat = _conversations(format, keys or {}, reading, bool(text_keys), say or _to_stderr)
-    if chat_template is not None and chat is None:
-        raise DataError("--chat-template is for conversations -> name their key: --chat-key")
-    if learn != "all" and chat is None:
-        raise DataError("--learn last is for conversations -> --format messages, or leave it out")
+    name: str = format
+    if name == "auto":
+        name = "text" if text_keys else detected_format(reading, say or _to_stderr)
+    rows = row_format(name, keys or {}, roles or {})
+    if rows is None:
+        refuse_for_text(chat_template, learn, roles or {})
     options = OptionsRecord(
-        text_keys=reading.text_keys if chat is None else chat[1],
+        text_keys=reading.text_keys if rows is None else rows.keys,
         held_out=held_out,
         shard_bytes=shard_bytes or DEFAULT_SHARD_BYTES,
         max_document_bytes=reading.max_document_bytes,
         max_bad_fraction=max_bad_fraction,
         parse_special_tokens=parse_special_tokens,
-        chat=chat is not None,
-        chat_format="messages" if chat is None else chat[0],
+        chat=rows is not None,
+        chat_format="messages" if rows is None else rows.name,
         learned=learn,
+        roles=() if rows is None else rows.roles,
         dataset_config=reading.selection.dataset_config,
         dataset_split=reading.selection.dataset_split,
     )
@@ -164,6 +173,7 @@ def train_tokenizer(
     dataset_config: str | None = None,
     dataset_split: str = "train",
     max_document_bytes: int | None = None,
+    read_as: str = "",
     max_bad_fraction: float = 0.0,
     say: Callable[[str], None] | None = None,
 ) -> int:
@@ -189,6 +199,7 @@ def train_tokenizer(
         dataset_config=dataset_config,
         dataset_split=dataset_split,
         max_document_bytes=max_document_bytes,
+        read_as=read_as,
     )
     reading = replace(reading, scratch=existing_above(target))
     bad: list[BadDocument] = []
@@ -216,6 +227,7 @@ def read_options(
     dataset_config: str | None = None,
     dataset_split: str = "train",
     max_document_bytes: int | None = None,
+    read_as: str = "",
 ) -> ReadOptions:
     """Which text is read, and how; the parameters are those of `build_tokens`."""
     from bigtrain.data.documents.parts import ReadOptions
@@ -229,40 +241,10 @@ def read_options(
         exclude=tuple(exclude),
         dataset_config=dataset_config,
         dataset_split=dataset_split,
+        read_as=read_as,
     )
     keys = tuple(dict.fromkeys(text_keys)) or ("text",)
     return ReadOptions(selection, keys, max_document_bytes or DEFAULT_MAX_DOCUMENT_BYTES)
-
-
-def _conversations(
-    name: str,
-    names: Mapping[str, str],
-    reading: ReadOptions,
-    has_text_keys: bool,
-    say: Callable[[str], None],
-) -> tuple[Any, tuple[str, ...]] | None:
-    """The format of conversations and its keys in a row; None for text. Raises DataError."""
-    from bigtrain.data.documents.chat_formats import FORMATS, nearest
-    from bigtrain.data.documents.first_row import keys_of_first_row
-
-    if name == "auto":
-        found = None if has_text_keys else nearest(keys_of_first_row(reading))
-        name = "text" if found is None else found.name
-        if found is not None:
-            say(f"the keys of the first row are those of --format {name}")
-    if name == "text":
-        if names:
-            raise DataError("--key names keys of conversations -> --text-key for text")
-        return None
-    if name not in FORMATS:
-        raise DataError(f"--format {name}: unknown -> auto, text, {', '.join(FORMATS)}")
-    known = FORMATS[name].keys
-    wrong = next((key for key in names if key not in known), None)
-    if wrong is not None:
-        raise DataError(f"--key {wrong}: --format {name} has no such key -> {', '.join(known)}")
-    keys = tuple(names.get(key, key) for key in known)
-    # For messages the key `tools` is implied: it is not recorded, as in earlier versions.
-    return name, keys[:1] if name == "messages" and keys[1:] == known[1:] else keys
 
 
 def _with_progress(reader: DocumentReader) -> Iterator[list[str]]:

@@ -15,7 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigtrain.report.marks import Marks
-from bigtrain.report.metrics_file import BREAKDOWN, EXPERTS, PHASES, SOURCES, WAITING
+from bigtrain.report.metrics_file import (
+    BREAKDOWN,
+    EXCHANGE,
+    EXPERTS,
+    MEAN_OF_LAYERS,
+    MOST_OF_LAYERS,
+    PHASES,
+    SITES,
+    SOURCES,
+    TABLES,
+    TASKS,
+    WAITING,
+)
 from bigtrain.report.reduction import Bucketed, Column, Reduced
 from bigtrain.report.run import Run
 
@@ -26,10 +38,11 @@ _MOST_KNOTS = 2048
 class Chart:
     """One chart.
 
-    table: "steps" or "evaluations"; series: names there, or ``OBJECT/*`` for all entries of an
-    object. predicted: field of the prediction to draw as well. stacked: as stacked areas, per run;
-    apart: series that are contained in the others, drawn as lines over them. scale: factor on the
-    file's values. of_some_models: not reported as missing, since other models do not have it.
+    table: one of `TABLES`; series: names there, or ``OBJECT/*`` for all entries of an object, if
+    there are at most `most_entries`. predicted: field of the prediction to draw as well. stacked:
+    as stacked areas, per run; apart: series that are contained in the others, drawn as lines over
+    them. scale: factor on the file's values. of_some: not reported as missing, since only some runs
+    have it (a mixture of experts, several sites). from_zero: the axis begins there.
     """
 
     name: str
@@ -43,7 +56,9 @@ class Chart:
     stacked: bool = False
     scale: int = 1
     apart: tuple[str, ...] = ()
-    of_some_models: bool = False
+    of_some: bool = False
+    most_entries: int = 64
+    from_zero: bool = False
 
 
 CHARTS = (
@@ -64,6 +79,24 @@ CHARTS = (
         "evaluations",
         ("held_out_loss", f"{SOURCES}/*"),
         logarithmic=True,
+    ),
+    Chart(
+        "bits-per-byte",
+        "Held-out bits per byte",
+        "bits",
+        "The held-out loss over the bytes of its text.",
+        "evaluations",
+        ("held_out_bits_per_byte",),
+        of_some=True,
+    ),
+    Chart(
+        "tasks",
+        "Tasks",
+        "",
+        "Metrics of lm-eval's tasks, as it defines them.",
+        "evaluations",
+        (f"{TASKS}/*",),
+        of_some=True,
     ),
     Chart("lr", "Learning rate", "", "Used in the step.", "steps", ("lr",)),
     Chart(
@@ -116,10 +149,73 @@ CHARTS = (
         "experts",
         "Busiest expert",
         "x mean",
-        "Tokens of the busiest expert over the mean of its layer's experts.",
+        "Tokens of the busiest expert over the mean of its layer's experts: where that is most, "
+        "the mean of all layers and, where they are few, each layer.",
         "steps",
-        (f"{EXPERTS}/*",),
-        of_some_models=True,
+        (MOST_OF_LAYERS, MEAN_OF_LAYERS, f"{EXPERTS}/*"),
+        of_some=True,
+        most_entries=6,
+    ),
+    Chart(
+        "expert-bytes",
+        "Sent between experts' ranks",
+        "bytes",
+        "By a rank in the exchanges of tokens and gradients of a step, mean of all ranks.",
+        "steps",
+        (f"{EXCHANGE}/sent_bytes",),
+        of_some=True,
+        from_zero=True,
+    ),
+    Chart(
+        "expert-seconds",
+        "Exchanges between experts' ranks",
+        "s",
+        "Of a step, waiting for the other ranks included; mean of all ranks.",
+        "steps",
+        (f"{EXCHANGE}/seconds",),
+        of_some=True,
+        from_zero=True,
+    ),
+    Chart(
+        "site-bytes",
+        "Sent between sites",
+        "bytes",
+        "In an outer step: by all ranks of this site together.",
+        "outer_steps",
+        ("sent_bytes", "link_bytes"),
+        of_some=True,
+        from_zero=True,
+    ),
+    Chart(
+        "site-distance",
+        "Distance between sites",
+        "",
+        "Root mean square of the weights: distance of this site to the mean of all, and change of "
+        "the global weights by it.",
+        "outer_steps",
+        ("distance", "change"),
+        logarithmic=True,
+        of_some=True,
+    ),
+    Chart(
+        "site-seconds",
+        "Outer steps",
+        "s",
+        "Wall time of an outer step, and how long it waited for other sites.",
+        "outer_steps",
+        ("seconds", "waited_seconds"),
+        of_some=True,
+        from_zero=True,
+    ),
+    Chart(
+        "sites",
+        "Sites that took part",
+        "sites",
+        "In an outer step.",
+        "outer_steps",
+        (SITES,),
+        of_some=True,
+        from_zero=True,
     ),
     Chart(
         "memory",
@@ -129,6 +225,7 @@ CHARTS = (
         "steps",
         ("memory_gib", f"{PHASES}/*"),
         predicted="peak_memory_gib",
+        from_zero=True,
     ),
 )
 
@@ -136,24 +233,26 @@ CHARTS = (
 def names_of(chart: Chart, run: Run) -> list[str]:
     """The series of `chart` that `run` has values of."""
     reduced = reduced_of(chart, run)
+    known = [name for name, one in reduced.series.items() if not np.isnan(one.mean).all()]
     found = []
     for wanted in chart.series:
-        for name, series in reduced.series.items():
-            matches = name.startswith(wanted[:-1]) if wanted.endswith("*") else name == wanted
-            if matches and not np.isnan(series.mean).all():
-                found.append(name)
+        if wanted.endswith("*"):
+            entries = [name for name in known if name.startswith(wanted[:-1])]
+            found += entries if len(entries) <= chart.most_entries else []
+        elif wanted in known:
+            found.append(wanted)
     return sorted(found, key=lambda name: name in chart.apart)
 
 
 def reduced_of(chart: Chart, run: Run) -> Reduced:
     """The table of `run` that `chart` draws from."""
-    metrics = run.metrics
-    return (metrics.steps if chart.table == "steps" else metrics.evaluations).reduced()
+    return run.metrics.table(chart.table).reduced()
 
 
 def page_data(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, Any]:
     """The data of all charts."""
     return {
+        "tables": TABLES,
         "charts": charts_data(runs),
         "runs": [run_data(run, one) for run, one in zip(runs, marks, strict=True)],
     }
@@ -172,6 +271,9 @@ def charts_data(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "stacked": chart.stacked,
             "apart": chart.apart,
             "scale": chart.scale,
+            "fromZero": chart.from_zero,
+            # Those that are no entries of an object: called by the chart's title, or their own.
+            "named": [name for name in chart.series if not name.endswith("*")],
             "series": [names_of(chart, run) for run in runs],
         }
         for chart in CHARTS
@@ -179,22 +281,22 @@ def charts_data(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def run_data(
-    run: Run, marks: Sequence[Marks], since: int = 0, evaluations_since: int = 0
+    run: Run, marks: Sequence[Marks], since: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """The curves and marks of one run, starting from these buckets of its tables."""
-    prediction = run.files.prediction
+    """The curves and marks of one run; `since`: by table, the first bucket to give."""
+    prediction, begin = run.files.prediction, since or {}
+    tables = {
+        name: {
+            **_columns(run.metrics.table(name).reduced(begin.get(name, 0)), begin.get(name, 0)),
+            "complete": run.metrics.table(name).num_complete,
+        }
+        for name in TABLES
+    }
     return {
         "name": run.name,
         "version": run.metrics.version,
-        "steps": {
-            **_columns(run.metrics.steps.reduced(since), since),
-            "complete": run.metrics.steps.num_complete,
-            "knots": _knots(run.metrics.steps.reduced()),
-        },
-        "evaluations": {
-            **_columns(run.metrics.evaluations.reduced(evaluations_since), evaluations_since),
-            "complete": run.metrics.evaluations.num_complete,
-        },
+        **tables,
+        "knots": _knots(run.metrics.steps.reduced()),
         "marks": [
             {
                 "kind": one.kind,

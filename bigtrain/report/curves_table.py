@@ -33,7 +33,7 @@ def curves_html(runs: Sequence[Run]) -> str:
 
 
 def _row(run: str, chart: Chart, name: str, series: Bucketed) -> str:
-    entry = name.partition("/")[2].removesuffix("_seconds")
+    entry = _entry(chart, name).removesuffix("_seconds")
     words = [run, chart.title, entry]
     label = ": ".join(word for word in words if word) + (f", {chart.unit}" if chart.unit else "")
     known = series.mean[~np.isnan(series.mean)]
@@ -46,6 +46,14 @@ def _row(run: str, chart: Chart, name: str, series: Bucketed) -> str:
     )
     cells = "".join(f"<td>{_figure(float(value) * chart.scale)}</td>" for value in figures)
     return f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>'
+
+
+def _entry(chart: Chart, name: str) -> str:
+    """What a series of `chart` is called beside its title."""
+    if name not in chart.series:
+        return name.partition("/")[2]
+    several = sum(1 for one in chart.series if not one.endswith("*")) > 1
+    return name.replace("_", " ") if several else ""
 
 
 def _figure(value: float) -> str:

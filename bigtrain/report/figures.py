@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bigtrain.report.marks import HANG, RESTART, ROLLBACK, SKIPPED, STRAGGLER, Marks
-from bigtrain.report.metrics_file import NON_FINITE
+from bigtrain.report.metrics_file import NON_FINITE, OTHER_SITES
 from bigtrain.report.run import Run
 from bigtrain.report.run_files import finite
 
@@ -53,6 +53,8 @@ def incidents(run: Run, marks: Sequence[Marks]) -> Rows:
         NON_FINITE: "Steps not finite",
         STRAGGLER: "Stragglers",
     }
+    if OTHER_SITES in totals:
+        names[OTHER_SITES] = "Changes of sites"
     rows = [(name, f"{totals.pop(kind, 0):,}") for kind, name in names.items()]
     return rows + [(kind, f"{total:,}") for kind, total in totals.items()]
 

@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 from bigtrain.errors import DataError, LaunchError
 from bigtrain.report.charts import charts_data, run_data
 from bigtrain.report.marks import marks_of
+from bigtrain.report.metrics_file import TABLES
 from bigtrain.report.page import page_html, sections_html
 from bigtrain.report.run import Run
 
@@ -45,7 +46,7 @@ class LivePage:
 
     def news(self, seen: int, have: str) -> bytes | None:
         """The update for a browser that has revision `seen` and, of each run, the buckets `have`
-        (version:width:complete, then width:complete of the evaluations); None if it has all."""
+        (its version, then width:complete of each of `TABLES`); None if it has all."""
         with self._lock:
             self._refresh()
             if seen == self._revision:
@@ -55,7 +56,7 @@ class LivePage:
             answer = {
                 "charts": charts_data(self._runs),
                 "runs": [
-                    run_data(run, one, *_since(run, part))
+                    run_data(run, one, _since(run, part))
                     for run, one, part in zip(self._runs, marks, parts, strict=True)
                 ],
                 "sections": sections_html(self._runs, marks),
@@ -87,21 +88,21 @@ def _parts(have: str, count: int) -> list[list[int]]:
         parts = [[int(number) for number in part.split(":")] for part in have.split(",")]
     except ValueError:
         parts = []
-    return parts if len(parts) == count and all(len(p) == 5 for p in parts) else [[]] * count
+    fitting = len(parts) == count and all(len(part) == 1 + 2 * len(TABLES) for part in parts)
+    return parts if fitting else [[]] * count
 
 
-def _since(run: Run, part: list[int]) -> tuple[int, int]:
-    """The first bucket of steps and of evaluations that the browser lacks."""
+def _since(run: Run, part: list[int]) -> dict[str, int]:
+    """The first bucket of each table that the browser lacks."""
     metrics = run.metrics
     if not part or part[0] != metrics.version:
-        return 0, 0
-    _, width, complete, evaluations_width, evaluations_complete = part
-    same = width == metrics.steps.width and 0 <= complete <= metrics.steps.num_complete
-    evaluated = (
-        evaluations_width == metrics.evaluations.width
-        and 0 <= evaluations_complete <= metrics.evaluations.num_complete
-    )
-    return (complete if same else 0), (evaluations_complete if evaluated else 0)
+        return {}
+    found = {}
+    for name, width, complete in zip(TABLES, part[1::2], part[2::2], strict=True):
+        table = metrics.table(name)
+        if width == table.width and 0 <= complete <= table.num_complete:
+            found[name] = complete
+    return found
 
 
 class _Handler(BaseHTTPRequestHandler):

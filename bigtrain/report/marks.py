@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigtrain.report.metrics_file import NON_FINITE
+from bigtrain.report.metrics_file import NON_FINITE, OTHER_SITES, SITES
 from bigtrain.report.run import Run
 from bigtrain.report.run_files import Start
 
 RESTART, ROLLBACK, HANG = "restart", "rollback", "hang"
 SKIPPED, STRAGGLER = "skipped step", "straggler"
-KINDS = (RESTART, ROLLBACK, HANG, SKIPPED, NON_FINITE, STRAGGLER)
+KINDS = (RESTART, ROLLBACK, HANG, SKIPPED, NON_FINITE, STRAGGLER, OTHER_SITES)
 """In this order; further events of `metrics.jsonl` follow under their own names."""
 _OF_FILE = {"rolled_back": ROLLBACK, "skipped": SKIPPED}
 MEANINGS = {
@@ -25,6 +25,7 @@ MEANINGS = {
     SKIPPED: "the update was skipped, because loss or gradient norm was bad",
     NON_FINITE: "a logged step has no finite loss or gradient norm, and was not skipped",
     STRAGGLER: "one rank took longer than its peers and held up the run",
+    OTHER_SITES: "other sites took part in an outer step than in the one before",
 }
 
 _MOST_POSITIONS = 1000
@@ -121,6 +122,10 @@ def _event_text(kind: str, line: dict[str, Any]) -> str:
             f"{_shown(line.get('work_seconds'))} s of work, its peers "
             f"{_shown(line.get('median_seconds'))} s{samples}"
         )
+    if kind == OTHER_SITES:
+        sites = line.get(SITES)
+        named = ", ".join(_shown(site) for site in sites[:20]) if isinstance(sites, list) else ""
+        return f"outer step {_shown(line.get('outer_step'))} with sites {named or 'not recorded'}"
     if kind == NON_FINITE:
         names = [name for name in ("loss", "grad_norm") if type(line.get(name)) is not float]
         return f"{' and '.join(names)} not finite"

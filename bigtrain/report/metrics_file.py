@@ -40,11 +40,24 @@ WAITING = f"{BREAKDOWN}/communication_seconds"
 """Time that the training thread waits for other ranks; it is contained in the other parts."""
 PHASES = "peak_memory_gib_by_phase"
 EXPERTS = "expert_imbalance"
+EXCHANGE = "expert_exchange"
 SOURCES = "held_out_sources"
+TASKS = "tasks"
 """Objects of a line whose entries are series of their own, named ``OBJECT/ENTRY``."""
+MOST_OF_LAYERS, MEAN_OF_LAYERS = "busiest_layer", "mean_of_layers"
+"""Series made of the entries of `EXPERTS`: a model may have a hundred layers."""
+OF_STEPS = (BREAKDOWN, PHASES, EXPERTS, EXCHANGE)
+OUTER_FIGURES = ("sent_bytes", "link_bytes", "seconds", "waited_seconds", "change", "distance")
+"""Fields of an outer step that are drawn as curves."""
+SITES = "sites"
+"""The sites that took part in an outer step; their number is a curve."""
+TABLES = ("steps", "evaluations", "outer_steps")
+"""Attributes of `MetricsFile` that charts draw from."""
 
 NON_FINITE = "not finite"
 """The event of a logged step without a finite loss or gradient norm."""
+OTHER_SITES = "other sites"
+"""The event of an outer step in which other sites took part than in the one before."""
 
 _BLOCK_BYTES = 1 << 20
 _TAIL_BYTES = 256
@@ -73,6 +86,29 @@ class Events:
 
 
 @dataclass
+class TookPart:
+    """Which sites took part in outer steps: `num_outer_steps` in all, and of each site how many
+    and the last one's number (`outer_step`, None where a line has none)."""
+
+    num_outer_steps: int = 0
+    counts: Counter[int] = field(default_factory=Counter)
+    last: dict[int, int | None] = field(default_factory=dict)
+    newest: tuple[int, ...] = ()
+
+    def add(self, line: dict[str, Any]) -> bool:
+        """Record an outer step; returns whether its sites are others than before."""
+        number, given = line.get("outer_step"), line.get(SITES)
+        sites = tuple(n for n in given if type(n) is int) if isinstance(given, list) else ()
+        before, self.newest = self.newest, sites
+        self.num_outer_steps += 1
+        for site in sites:
+            if site in self.counts or len(self.counts) < _MOST_SERIES:
+                self.counts[site] += 1
+                self.last[site] = number if type(number) is int else None
+        return self.num_outer_steps > 1 and sites != before
+
+
+@dataclass
 class UnreadableLines:
     """Lines that cannot be read: how many, and the first of them by number and reason."""
 
@@ -89,10 +125,11 @@ class UnreadableLines:
 class MetricsFile:
     """The figures of one run, as far as its file has been read.
 
-    Attributes: `steps`, `evaluations`: reduced; `events`; `unreadable`; `missing`: by field, the
-    number of logged steps in which it is null; `last`: the last logged step's line, `best`: the
-    evaluation with the lowest held-out loss; None where there is none. `version` changes when the
-    file was replaced or truncated and is read again from its beginning.
+    Attributes: `steps`, `evaluations`, `outer_steps`: reduced; `took_part`; `events`;
+    `unreadable`; `missing`: by field, the number of logged steps in which it is null; `last`: the
+    last logged step's line, `best`: the evaluation with the lowest held-out loss; None where there
+    is none. `version` changes when the file was replaced or truncated and is read again from its
+    beginning.
     """
 
     def __init__(self, path: Path, max_buckets: int = MAX_BUCKETS) -> None:
@@ -104,6 +141,8 @@ class MetricsFile:
     def _begin(self) -> None:
         self.steps = Reducer(POSITIONS, self._max_buckets)
         self.evaluations = Reducer(("step",), self._max_buckets)
+        self.outer_steps = Reducer(("step",), self._max_buckets)
+        self.took_part = TookPart()
         self.events = Events()
         self.unreadable = UnreadableLines()
         self.missing: Counter[str] = Counter()
@@ -113,7 +152,7 @@ class MetricsFile:
         self._num_lines = 0
         self._identity: tuple[int, int] | None = None
         self._tail = b""
-        self._step = self._evaluated = 0
+        self._step = self._evaluated = self._outer = 0
         self._hours = 0.0
 
     def read(self, final: bool = False) -> bool:
@@ -167,6 +206,7 @@ class MetricsFile:
                 lines = [_parsed(text) for text in block.split(b"\n")[:-1]]
         steps: list[dict[str, Any]] = []
         evaluations: list[dict[str, Any]] = []
+        outer_steps: list[dict[str, Any]] = []
         for number, line in enumerate(lines, self._num_lines + 1):
             step = line.get("step") if type(line) is dict else None
             if type(step) is not int or not 0 <= step < _MOST_STEP:
@@ -182,17 +222,31 @@ class MetricsFile:
                     self.unreadable.add(
                         number, f"is of step {step:,}, which is not later than before"
                     )
-            elif "held_out_loss" in line:
+            elif "held_out_loss" in line or TASKS in line:
                 if step > self._evaluated:
                     self._evaluated = step
                     evaluations.append(line)
                 else:
                     self.unreadable.add(number, f"evaluates step {step:,} once more")
+            elif "outer_step" in line:
+                # Several after one step: of each part of the model.
+                if step >= self._outer:
+                    self._outer = step
+                    outer_steps.append(line)
+                else:
+                    self.unreadable.add(number, f"is an outer step before step {self._outer:,}")
         self._num_lines += len(lines)
         if steps:
             self._add_steps(steps)
         if evaluations:
             self._add_evaluations(evaluations)
+        if outer_steps:
+            self._add_outer_steps(outer_steps)
+
+    def table(self, name: str) -> Reducer:
+        """The one of `TABLES` that is called so."""
+        table: Reducer = getattr(self, name)
+        return table
 
     def _add_steps(self, lines: list[dict[str, Any]]) -> None:
         before = 0 if self.last is None else self.last["step"]
@@ -206,8 +260,14 @@ class MetricsFile:
         seconds = np.nan_to_num(series["step_seconds"]) * np.diff(step, prepend=before)
         positions["hours"] = self._hours + np.cumsum(np.maximum(seconds, 0.0)) / 3600
         self._hours = float(positions["hours"][-1])
-        for name in (BREAKDOWN, PHASES, EXPERTS):
+        for name in OF_STEPS:
             series.update(self._entries(lines, name, self.steps.names))
+        layers = [one for name, one in series.items() if name.startswith(f"{EXPERTS}/")]
+        if layers:
+            series[MOST_OF_LAYERS] = np.fmax.reduce(layers)
+            known = np.sum(~np.isnan(layers), axis=0)
+            total = np.nansum(layers, axis=0)
+            series[MEAN_OF_LAYERS] = np.where(known > 0, total / np.maximum(known, 1), math.nan)
         bad = np.isnan(series["loss"]) | np.isnan(series["grad_norm"])
         for row in np.flatnonzero(bad).tolist():
             self.events.add(NON_FINITE, lines[row]["step"], lines[row])
@@ -245,11 +305,30 @@ class MetricsFile:
         ]
         wrapped = [{SOURCES: one} for one in sources]
         series.update(self._entries(wrapped, SOURCES, self.evaluations.names))
+        series.update(self._entries(lines, TASKS, self.evaluations.names))
+        bits = _column(lines, "held_out_bits_per_byte")
+        if not np.isnan(bits).all():
+            series["held_out_bits_per_byte"] = bits
         self.evaluations.add({"step": _column(lines, "step")}, series)
         if not np.isnan(series["held_out_loss"]).all():
             lowest = lines[int(np.nanargmin(series["held_out_loss"]))]
             if self.best is None or lowest["held_out_loss"] < self.best["held_out_loss"]:
                 self.best = lowest
+
+    def _add_outer_steps(self, lines: list[dict[str, Any]]) -> None:
+        series = {
+            name: _column(lines, name)
+            for name in OUTER_FIGURES
+            if any(name in line for line in lines)
+        }
+        given = [line.get(SITES) for line in lines]
+        series[SITES] = np.array(
+            [len(one) if isinstance(one, list) else math.nan for one in given], dtype=np.float64
+        )
+        self.outer_steps.add({"step": _column(lines, "step")}, series)
+        for line in lines:
+            if self.took_part.add(line):
+                self.events.add(OTHER_SITES, line["step"], line)
 
 
 _BLANK = object()

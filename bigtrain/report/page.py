@@ -19,7 +19,7 @@ from typing import Any
 import bigtrain
 from bigtrain.report.charts import CHARTS, names_of, page_data
 from bigtrain.report.curves_table import curves_html
-from bigtrain.report.figures import NOT_KNOWN, headline, incidents, notes_of
+from bigtrain.report.figures import NOT_KNOWN, count, headline, incidents, notes_of
 from bigtrain.report.marks import MEANINGS, Marks, marks_of
 from bigtrain.report.prediction import predictions_html
 from bigtrain.report.run import Run
@@ -76,7 +76,7 @@ def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict
     return {
         "notes": _notes(runs),
         "figures": _figures(runs, marks),
-        "events": _events(runs, marks),
+        "events": _events(runs, marks) + _sites(runs),
         "resolution": _resolution(runs),
         "curves": curves_html(runs),
         "absent": _absent(runs),
@@ -178,6 +178,29 @@ def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
     return "".join(parts) + (f'<ul class="meanings">{meanings}</ul>' if meanings else "")
 
 
+def _sites(runs: Sequence[Run]) -> str:
+    """Of each run with several sites, which of them took part in how many outer steps."""
+    parts = []
+    for run in runs:
+        took_part = run.metrics.took_part
+        if not took_part.counts:
+            continue
+        title = f"{escape(run.name)}: " if len(runs) > 1 else ""
+        rows = "".join(
+            f'<tr><th scope="row">{site}</th><td>{number:,}</td>'
+            f"<td>{count(took_part.last.get(site))}</td></tr>"
+            for site, number in sorted(took_part.counts.items())
+        )
+        parts.append(
+            f"<details><summary>{title}{len(took_part.counts):,} sites in "
+            f"{took_part.num_outer_steps:,} outer steps</summary>"
+            '<div class="scroll"><table class="numbers"><thead><tr><th scope="col">Site</th>'
+            '<th scope="col">Took part in</th><th scope="col">Last outer step</th></tr></thead>'
+            f"<tbody>{rows}</tbody></table></div></details>"
+        )
+    return "".join(parts)
+
+
 def _event_rows(one: Marks) -> str:
     cells = [("" if step is None else f"{step:,}", text) for step, text in one.rows]
     if one.total > len(one.rows):
@@ -206,7 +229,7 @@ def _absent(runs: Sequence[Run]) -> str:
     missing = [
         chart
         for chart in CHARTS
-        if not chart.of_some_models and not any(names_of(chart, run) for run in runs)
+        if not chart.of_some and not any(names_of(chart, run) for run in runs)
     ]
     if not missing:
         return ""

@@ -8,6 +8,7 @@ from signal import Signals
 
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.run.checkpointing.export import export_run
+from bigtrain.run.evaluation.best import has_stopped, is_over
 from bigtrain.run.health.stopping import leave_marker
 from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.reporting.metrics_lines import last_lines
@@ -21,19 +22,22 @@ EXPORTED = "exported.json"
 """File of a run directory that names the step of its ``hf/``. Absent: no export, or unknown."""
 
 
-def closing_result(session: Session, step: int, received: Signals | None = None) -> TrainingResult:
-    """The result of a launch that ends after `step`, by signal `received` or at the end of the run.
-    Collective: the main rank reads the run's metrics."""
+def closing_result(
+    session: Session, step: int | None, received: Signals | None = None
+) -> TrainingResult:
+    """The result of a launch that ends after `step`, by signal `received` or at the end of the run;
+    `step` is None where the run was complete. Collective: the main rank reads the run's metrics."""
 
     def read() -> TrainingResult:
-        steps, export = session.run.config.train.steps, session.directory / EXPORT
+        export = session.directory / EXPORT
         logged, evaluation = last_lines(session.directory / "metrics.jsonl")
+        steps = session.run.config.train.steps
         return TrainingResult(
             session.directory,
-            step,
+            logged.get("step", steps) if step is None else step,
             steps,
             None if received is None else received.name,
-            export if step >= steps and export.is_dir() else None,
+            export if received is None and export.is_dir() else None,
             logged,
             evaluation,
         )
@@ -55,12 +59,13 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
 
 
 def is_complete(session: Session, state: TrainState) -> bool:
-    """Whether the run is at its last step and everything is written, export included. Collective.
+    """Whether the run is at its last step, or stopped early, and everything is written, export
+    included. Collective.
 
     Logs that it is.
     """
-    steps = session.run.config.train.steps
-    if state.step < steps:
+    config = session.run.config
+    if not is_over(config, state):
         return False
 
     def all_is_written() -> bool:
@@ -71,7 +76,11 @@ def is_complete(session: Session, state: TrainState) -> bool:
 
     complete = session.long_work.on_main_rank(all_is_written)
     if complete:
-        session.say(f"complete: the run is at step {state.step} of {steps}; nothing to do")
+        early = " and has stopped early" if has_stopped(config, state) else ""
+        session.say(
+            f"complete: the run is at step {state.step} of {config.train.steps}{early}; nothing to "
+            "do"
+        )
     return complete
 
 

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from bigtrain.data.loading.loader import TrainingBatches, open_held_out, open_training_data
+from bigtrain.data.loading.loader import (
+    TrainingBatches,
+    open_held_out,
+    open_held_out_sets,
+    open_training_data,
+)
 from bigtrain.data.shards.block_checksums import NOT_VERIFIED
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import Mesh, open_mesh, warm_up
@@ -22,7 +27,8 @@ from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
 from bigtrain.run.data_verification import verify_data
 from bigtrain.run.diagnostics.prediction import predict
-from bigtrain.run.evaluation.held_out import Evaluator
+from bigtrain.run.evaluation.best import is_over
+from bigtrain.run.evaluation.evaluator import Evaluator
 from bigtrain.run.finish import closing_result, finish, is_complete, stop_early
 from bigtrain.run.loop import train
 from bigtrain.run.outer_steps import OuterSteps, join_sites
@@ -49,7 +55,7 @@ def train_inputs(
     ranks of `world`.
     """
     source = weights_source(run.config)
-    weights = source.find(run.config, inputs.hf_config)
+    weights = source.find(run.config, inputs)
     with open_session(run, inputs, world, signals) as session:
         for line in notes:
             session.note(line)
@@ -68,7 +74,7 @@ def train_inputs(
         begun = _begin(session, engine, inputs, mesh, source, weights)
         if begun is None:
             engine.close()
-            return closing_result(session, run.config.train.steps)
+            return closing_result(session, None)
         state, batches, evaluator = begun
         outer.begin(state)
         session.begin_writing(state)
@@ -178,8 +184,13 @@ def _begin(
         data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
         batches = open_training_data(*data, datasets=inputs.datasets, device_pin=pin)
         held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)
+        # In the mean over all sets they count only where the data has no held-out documents.
+        weight = 0 if held_out else 1
+        held_out += open_held_out_sets(
+            *data[:3], inputs.held_out_sets, weight=weight, device_pin=pin
+        )
         evaluator = Evaluator(session, engine, held_out)
-        if state.step < run.config.train.steps:
+        if not is_over(run.config, state):
             refuse_small_disk(session, engine)
         # Before any rank writes; a signal from here on takes effect after the first step.
         session.signals.listen()

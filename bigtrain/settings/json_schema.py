@@ -45,7 +45,7 @@ def _without_titles(tree: Any) -> Any:
         return [_without_titles(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in tree.items():
         if key == "title" and isinstance(value, str):
             continue

@@ -173,8 +173,12 @@ def facts_of(
         adapters=None if config.adapters is None else config.adapters.type,
         dora=config.adapters is not None and config.adapters.dora,
         adapted_stacks=() if config.adapters is None else config.adapters.target_parameters,
+        adapts_experts=config.adapters is not None
+        and "mlp" in config.adapters.presets
+        and bool(model.num_experts),
         saved_modules=() if config.adapters is None else config.adapters.modules_to_save,
         num_sites=0 if config.sites is None else config.sites.count,
+        stops_early=config.evaluation.early_stopping is not None,
         accelerate=source == SOURCE,
         loss=config.model.loss,
         kernels=config.model.kernels,

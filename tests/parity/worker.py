@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import cache, partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.data.loading.loader import open_training_data
+from bigtrain.data.shards.shard_table import read_table
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.fragments import MASTER, ensure_optimizer_states, owned_fragments
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_engine, save_engine
@@ -33,6 +35,7 @@ from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
 from bigtrain.engine.optimizers.skip_step import StepStats
 from bigtrain.engine.sites.outer_step import OuterStep
 from bigtrain.engine.sites.site_rendezvous import SiteRendezvous
+from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.train_engine import TrainEngine
@@ -43,7 +46,13 @@ from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.parallel.stage_layout import StagePlan
-from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.models.weights.import_hf import Weights, find_weights
+from bigtrain.models.weights.vocabulary import (
+    Growth,
+    base_configuration,
+    grown_configuration,
+    grown_weights,
+)
 from bigtrain.run.session import step_seed
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.lr_schedule import learning_rate_at
@@ -55,20 +64,23 @@ from tests.parity.routing import Choices, checksum
 
 
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
+    if "optimizer_module" in case:
+        import_module(case["optimizer_module"]).register()
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world.size, case["deepspeed_config"], device.type)
     if "optimizer" in case:
         run.engine.deepspeed["optimizer"] = case["optimizer"]
         run.engine.deepspeed["zero_allow_untested_optimizer"] = True
     mesh = open_mesh(run.topology, world.rank)
-    hf_config = load_hf_config(config.model)
+    tokens = read_table(Path(str(config.data.path))).tokenizer.vocab_size
+    hf_config, growth = grown_configuration(config.model, load_hf_config(config.model), tokens)
     model_plan = model_plan_of(config, run.plan)
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, model_plan)
     outer = None
     if config.sites is not None:
         outer = OuterStep(engine, SiteRendezvous.join(config.sites, world, case.get("facts", {})))
     if config.model.path is not None:
-        read_weights(engine, find_weights(config.model.path, hf_config))
+        read_weights(engine, weights_of(config, hf_config, growth))
     place = mesh.coordinates
     batches = open_training_data(config, run.plan, place.data_rank)
     losses, norms, samples = [], [], []
@@ -117,6 +129,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         if step + 1 == case.get("save_at"):
             save(engine, Path(case["save_to"]), world)
         keep_weights(engine, case, step + 1, world)
+    sent_bytes = engine.optimizer_sent_bytes()
     batches.close()
     engine.close()
     if outer is not None:
@@ -131,10 +144,20 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "outer_steps": outer_steps,
         "samples": samples_of_steps(samples, place.data_rank, world),
         "secondary_size": secondary_size(),
+        "optimizer_sent_bytes": sent_bytes,
     }
     if choices is not None:
         found["choices"] = choices.of_all_ranks(samples, place.sequence_rank)
     return found if masks is None else found | {"masks": masks.of_all_processes()}
+
+
+def weights_of(config: RunConfig, hf_config: Any, growth: Growth | None) -> Weights:
+    """Those that the run starts from."""
+    assert config.model.path is not None
+    if growth is None:
+        return find_weights(config.model.path, hf_config)
+    base = find_weights(config.model.path, base_configuration(hf_config, growth))
+    return grown_weights(base, hf_config, growth, config.model, config.seed, on_main_rank)
 
 
 def secondary_size() -> int | None:

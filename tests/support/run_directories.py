@@ -43,6 +43,21 @@ def evaluation_line(step: int, loss: float, **sources: float) -> dict[str, Any]:
     return line
 
 
+def outer_line(step: int, number: int, sites: list[int], **figures: Any) -> dict[str, Any]:
+    """An outer step of a run with several sites."""
+    return {
+        "step": step,
+        "outer_step": number,
+        "sites": sites,
+        "sent_bytes": 1_048_576,
+        "seconds": 1.5,
+        "waited_seconds": 0.5,
+        "change": 1e-3,
+        "distance": 0.25,
+        **figures,
+    }
+
+
 def write_lines(path: Path, lines: Iterable[dict[str, Any] | str]) -> None:
     """JSON objects, or texts as they are, each on a line."""
     with path.open("w") as file:
@@ -87,7 +102,8 @@ def environment(
 
 
 def eventful_lines(num_steps: int = 600, seed: int = 1) -> list[dict[str, Any]]:
-    """Everything that a line may have: a mixture's evaluations, all events, gaps, a breakdown."""
+    """Everything that a line may have: a mixture's evaluations, all events, gaps, a breakdown,
+    experts, outer steps of three sites."""
     draw = random.Random(seed)
     lines: list[dict[str, Any]] = []
     for step in range(1, num_steps + 1):
@@ -117,6 +133,10 @@ def eventful_lines(num_steps: int = 600, seed: int = 1) -> list[dict[str, Any]]:
                     f"model.layers.{layer}.mlp.experts": 1 + (layer + 1) / (1 + step / 100)
                     for layer in range(3)
                 },
+                expert_exchange={
+                    "sent_bytes": 3.2e6 + draw.gauss(0, 4e4),
+                    "seconds": 0.03 + abs(draw.gauss(0, 0.004)),
+                },
                 peak_memory_gib_by_phase={
                     "forward": 48.0,
                     "backward": min(57.0 + step * 0.05, 60.2),
@@ -139,6 +159,13 @@ def eventful_lines(num_steps: int = 600, seed: int = 1) -> list[dict[str, Any]]:
             lines.append(
                 {"step": 405, "event": "rolled_back", "first_sample": 3200, "num_samples": 40}
                 | {"to_step": 400}
+            )
+        if step % 25 == 0:
+            away = 200 <= step < 300
+            distance = 0.02 * math.exp(-step / 300) + 0.002 * draw.random()
+            lines.append(
+                outer_line(step, step // 25, [0, 2] if away else [0, 1, 2], distance=distance)
+                | {"change": distance / 3, "seconds": 1.2 + draw.random()}
             )
         if step % 50 == 0:
             loss = 2.15 + 5.5 * math.exp(-step / 90)

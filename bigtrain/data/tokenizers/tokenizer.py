@@ -36,6 +36,10 @@ FACTS = ("hash", "vocab_size", "end_of_document_id")
 _DATE_FUNCTION = "strftime_now"
 
 
+class NoChatTemplate(DataError):
+    """A tokenizer without a chat template."""
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """A loaded Hugging Face tokenizer and what a dataset records of it.
@@ -62,11 +66,26 @@ class Tokenizer:
         `ends`: each document gets the end-of-document token.
         """
         end = self.end_of_document_id if ends else None
+        return ReferenceEncoder(self.backend_json, end, parse_special_tokens)
+
+    @property
+    def backend_json(self) -> str:
+        """``tokenizer.json`` of what transformers makes of it, for `tokenizers`."""
         if self.cached is not None:
-            content = self.cached.backend_json
-        else:
-            content = str(self.huggingface.backend_tokenizer.to_str())
-        return ReferenceEncoder(content, end, parse_special_tokens)
+            return self.cached.backend_json
+        return str(self.huggingface.backend_tokenizer.to_str())
+
+    def text_ends(self) -> tuple[tuple[int, ...], str]:
+        """The special tokens that it begins every text with by itself, and the letters of the
+        end-of-document token."""
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_str(self.backend_json)
+        alone = backend.encode("a", add_special_tokens=False).ids
+        found = backend.encode("a", add_special_tokens=True).ids
+        places = range(len(found) - len(alone) + 1)
+        begin = next((n for n in places if found[n : n + len(alone)] == alone), 0)
+        return tuple(found[:begin]), str(backend.id_to_token(self.end_of_document_id))
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate:
         """The tokenizer's chat template, or the one in `file`.
@@ -82,7 +101,7 @@ class Tokenizer:
             find = self.huggingface.get_chat_template
             without, with_tools = find(given, None), find(given, [])
         except ValueError as error:
-            raise DataError(
+            raise NoChatTemplate(
                 f"tokenizer {self.name} has no chat template -> give one: --chat-template FILE"
             ) from error
         literals = _literals({without, with_tools}, str(file or f"of tokenizer {self.name}"))

@@ -79,6 +79,7 @@ def _measure(device: torch.device, say: Callable[[str], None]) -> Device:
         reach=Reach(1.0, depth, attention / peak, 1.0, 1.0, 1.0, kernel, start, 0.0, start),
         float32_flops=peak if is_cpu else _product(device, _LARGE["cuda"] // 2, torch.float32),
         is_cpu=is_cpu,
+        num_cores=count if is_cpu else 0,
     )  # fmt: skip
 
 

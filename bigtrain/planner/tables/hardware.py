@@ -51,7 +51,8 @@ class Device:
     `num_units`: multiprocessors. Bandwidths in bytes: `link_bandwidth`: in one direction to the
     devices of its node; `network_bandwidth`: its share of the node's network; `host_bandwidth`: to
     main memory (offload); `host_memory_bandwidth`: of main memory, for all devices of a node
-    together (an offloaded optimizer step).
+    together (an offloaded optimizer step). `num_cores`: of a CPU, those that the ranks of a node
+    share; 0 where each has one of its own, or more.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Device:
     float32_flops: float = 0.0
     float8_gain: float = 1.0
     is_cpu: bool = False
+    num_cores: int = 0
 
     def __hash__(self) -> int:
         """Worked out once: a search looks kernels of a device up hundreds of thousands of times."""

@@ -16,7 +16,9 @@ function linesOf(chart) {
     if (!run.visible) return;
     const names = chart.series[number];
     names.forEach((name, index) => {
-      const entry = name.includes("/") ? name.slice(name.indexOf("/") + 1) : "";
+      const whole = chart.named.includes(name);
+      const own = whole && chart.named.length > 1;
+      const entry = own ? name.replaceAll("_", " ") : whole ? "" : name.slice(name.indexOf("/") + 1);
       const labels = runs.length > 1 && !chart.stacked ? [run.name, entry] : [entry || chart.title];
       const alone = runs.length === 1 || chart.stacked;
       found.push({
@@ -25,7 +27,8 @@ function linesOf(chart) {
         label: labels.filter(Boolean).join(": ").replace(/_seconds$/, ""),
         colour: `run-${(alone ? index : number) % 8}`,
         stacked: chart.stacked && !chart.apart.includes(name),
-        dash: chart.apart.includes(name) || (entry && !chart.stacked) ? DASHES[(index + DASHES.length - 1) % DASHES.length] : [],
+        // Solid is the whole of entries, or the first of several figures.
+        dash: chart.apart.includes(name) || (entry && !chart.stacked && !(own && index === 0)) ? DASHES[(index + DASHES.length - 1) % DASHES.length] : [],
       });
     });
   });
@@ -205,7 +208,7 @@ function yRange(chart, low, high, predicted, logarithmic) {
     max = Math.max(max, value);
   }
   if (logarithmic) return uPlot.rangeLog(min > 0 ? min : max / 1e3 || 1e-3, max > 0 ? max : 1, 10, false);
-  if (chart.stacked || chart.name === "memory") min = Math.min(0, min);
+  if (chart.stacked || chart.fromZero) min = Math.min(0, min);
   if (max === min) return [min - (Math.abs(min) || 1) * 0.1, max + (Math.abs(max) || 1) * 0.1];
   return uPlot.rangeNum(min, max, 0.06, true);
 }

@@ -40,9 +40,8 @@ function makeRun(given) {
   return {
     name: given.name,
     version: given.version,
-    steps: table(given.steps),
-    evaluations: table(given.evaluations),
-    knots: knots(given.steps.knots),
+    ...Object.fromEntries(payload.tables.map((name) => [name, table(given[name])])),
+    knots: knots(given.knots),
     marks: given.marks,
     predicted: given.predicted,
     visible: true,
@@ -52,7 +51,7 @@ function makeRun(given) {
 
 /** Take in what a live run has more of; a table that begins at 0 replaces what was there. */
 function extendRun(run, given) {
-  for (const name of ["steps", "evaluations"]) {
+  for (const name of payload.tables) {
     const fresh = table(given[name]);
     const since = given[name].since;
     if (since > 0) {
@@ -73,7 +72,7 @@ function extendRun(run, given) {
     run[name] = fresh;
   }
   run.version = given.version;
-  run.knots = knots(given.steps.knots);
+  run.knots = knots(given.knots);
   run.marks = given.marks;
   run.predicted = given.predicted;
   run.cache.clear();

@@ -156,7 +156,7 @@ async function follow() {
   for (;;) {
     await new Promise((done) => setTimeout(done, payload.poll_seconds * 1000));
     try {
-      const have = runs.map((run) => [run.version, run.steps.width, run.steps.complete, run.evaluations.width, run.evaluations.complete].join(":"));
+      const have = runs.map((run) => [run.version, ...payload.tables.flatMap((name) => [run[name].width, run[name].complete])].join(":"));
       const answer = await fetch(`data?seen=${seen}&have=${have.join(",")}`, { cache: "no-store" });
       if (!answer.ok) throw new Error(`${answer.status}`);
       if (answer.status === 200) {

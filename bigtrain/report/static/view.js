@@ -14,7 +14,7 @@ function fullRange() {
   let min = Infinity;
   let max = -Infinity;
   for (const run of shownRuns().length ? shownRuns() : runs) {
-    for (const name of ["steps", "evaluations"]) {
+    for (const name of payload.tables) {
       const xs = positions(run, name, view.axis);
       if (xs.length) {
         min = Math.min(min, xs[0]);
@@ -76,6 +76,7 @@ const MARK_COLOURS = {
   "skipped step": "mark-skipped",
   "not finite": "mark-nonfinite",
   straggler: "mark-straggler",
+  "other sites": "mark-sites",
 };
 
 /** Of a kind of event; of several runs that of the run. */

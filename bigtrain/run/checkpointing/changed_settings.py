@@ -38,6 +38,7 @@ _FREE = {
 # Settings that older checkpoints lack, with the value that such a run had in effect.
 _BEFORE: dict[str, Any] = {
     "model.frozen": [],
+    "model.vocabulary": None,
     "adapters": None,
     "sites": None,
     "precision.tf32": False,
@@ -47,7 +48,7 @@ _BEFORE: dict[str, Any] = {
 }
 _PACKING = {"batch.sequence_length", "data.packing", "data.long_documents"}
 # Settings that may give the model's tensors other shapes, which no checkpoint can be read into.
-_SHAPES = {"model.config", "model.overrides", "model.path"}
+_SHAPES = {"model.config", "model.overrides", "model.path", "model.vocabulary"}
 _FREE_SECTIONS = {
     "output",
     "logging",

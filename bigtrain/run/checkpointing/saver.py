@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -109,8 +109,9 @@ class Saver:
         checkpoints.clear_garbage(session.directory)
         return identity
 
-    def save(self, state: TrainState, held_out_loss: float | None) -> None:
-        """Save `state`, once the save before is finished. `held_out_loss`: at it, if measured.
+    def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
+        """Save `state`, once the save before is finished. `evaluation`: what was measured at it,
+        by the names that ``evaluation.best.metric`` takes.
 
         Asynchronous, it returns as soon as a copy is taken. Raises CheckpointError on every rank
         when saves have failed ``checkpoint.max_failures`` times in a row.
@@ -121,7 +122,8 @@ class Saver:
         document = {
             **self._run_document,
             **asdict(state),
-            "held_out_loss": held_out_loss,
+            "held_out_loss": evaluation.get("held_out_loss"),
+            "evaluation": dict(evaluation),
             "engine": snapshot.scalars,
         }
         probe = _probe(self._session.run.config, self._engine)
@@ -266,9 +268,9 @@ class Saver:
             )
         )
         try:
-            retain(
-                self._session.directory, write.step, self._section, self._session.check_run_token
-            )
+            best = self._session.run.config.evaluation.best
+            permit = self._session.check_run_token
+            retain(self._session.directory, write.step, self._section, permit, best)
         except OSError as error:
             write.notes.append(f"an older checkpoint could not be removed: {error}")
 

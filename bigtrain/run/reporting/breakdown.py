@@ -17,8 +17,9 @@ class Breakdown:
     pipeline; `compute_seconds`: both passes in a pipeline, where they take turns, exchanges with
     the other stages and waiting for them included; else None; `optimizer_seconds`: the gradient
     norm, clipping, the update and gathering what was updated; `communication_seconds`: in which
-    the training thread waits for collectives and messages, a part of the others; None on CUDA,
-    where it is the device that waits; `engine_seconds`: on a CPU DeepSpeed's hooks and reductions
+    the training thread waits for collectives and messages, a part of the others; on CUDA the time
+    for which the compute stream waits for them or computes them itself (exposed communication), of
+    the logged step alone; `engine_seconds`: on a CPU DeepSpeed's hooks and reductions
     inside of the passes, without waiting in them, and all of the step outside of the others; on
     CUDA the latter alone, for hooks run while the device computes. Modules that keep DeepSpeed's
     own ZeRO-3 hooks (leaf modules, NVMe) have them counted in the passes.

@@ -13,7 +13,8 @@ from bigtrain.errors import EXIT_STOPPED
 class TrainingResult:
     """How a launch of a run ended; equal on every rank.
 
-    directory: of the run. step: the last one that is saved. total_steps: of the whole run.
+    directory: of the run. step: the last one that is saved; it is less than total_steps also where
+    the run stopped early, as ``evaluation.early_stopping`` says.
     stopped_by: the name of the signal that stopped it before its end, else None. export: the
     Hugging Face directory of a complete run that writes one. metrics: the last logged step,
     evaluation: the last evaluation, as lines of ``metrics.jsonl``; empty without one.
@@ -29,8 +30,8 @@ class TrainingResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run is at its last step."""
-        return self.step >= self.total_steps
+        """Whether the run is at its end: at its last step, or stopped early by its evaluation."""
+        return self.stopped_by is None
 
     @property
     def loss(self) -> float | None:

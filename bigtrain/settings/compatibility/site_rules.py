@@ -38,6 +38,15 @@ SITE_RULES: tuple[Rule, ...] = (
         Facts(bias_updates=True),
     ),
     _refused(
+        "sites that stop early",
+        lambda f: f.stops_early,
+        ("evaluation.early_stopping", lambda f: "set"),
+        "each site measures by itself, and the others would wait for one that has stopped",
+        "evaluation.early_stopping=null",
+        {"stops_early": False},
+        Facts(stops_early=True),
+    ),
+    _refused(
         "sites in float16",
         lambda f: f.dtype == "float16",
         ("precision.dtype", lambda f: f.dtype),

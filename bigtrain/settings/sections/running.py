@@ -33,7 +33,7 @@ class CheckpointSection(Section):
         default=None, description="checkpoints of multiples of this many steps are kept for good"
     )
     keep_best: NonNegativeInt = Field(
-        default=0, description="checkpoints kept for their held-out loss, the lowest ones"
+        default=0, description="checkpoints kept because they are the best by evaluation.best"
     )
     verify: Literal["sizes", "contents"] = Field(
         default="sizes",
@@ -77,18 +77,6 @@ class LoggingSection(Section):
         default="file",
         description="DeepSpeed's own log lines; file: in log.txt alone, but for its errors; shown: "
         "on standard output, too",
-    )
-
-
-class EvaluationSection(Section):
-    """Loss on the held-out documents."""
-
-    every_steps: PositiveInt | None = Field(
-        default=None, description="optimizer steps between evaluations; default: only at the end"
-    )
-    samples: PositiveInt = Field(
-        default=256,
-        description="held-out samples per evaluation, always the same ones; of each source",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -136,6 +137,40 @@ def waits_by_wait() -> bool:
     return (waited, len(seconds)) == (1, 2) and min(seconds) >= 0
 
 
+def is_observed_on_a_device() -> bool:
+    """A collective and the wait for it; nothing of another thread, or afterwards."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    num_seen = 0
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        nonlocal num_seen
+        num_seen += 1
+        yield
+
+    try:
+        with torch_patches.observed_device_waits(around, lambda: "compute"):
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            seen = [num_seen]
+            work.wait()
+            seen.append(num_seen)
+            for collective in (
+                lambda: dist.all_reduce(torch.ones(1)),
+                lambda: dist.broadcast(torch.ones(1), 0),
+                dist.barrier,
+            ):
+                collective()
+                seen.append(num_seen)
+            thread = threading.Thread(target=dist.barrier)
+            thread.start()
+            thread.join()
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.destroy_process_group()
+    return seen == [1, 2, 4, 6, 8] and num_seen == 8
+
+
 def knows_backward() -> bool:
     """Also where a checkpointed layer is computed again."""
     seen = []
@@ -210,6 +245,14 @@ CONTRACTS = [
         "collectives of torch.distributed do not wait by Work.wait any more",
         waits_by_wait,
     ),
+    Contract(
+        torch_patches.observed_device_waits,
+        "collectives of torch.distributed are no methods of ProcessGroup any more",
+        lambda: (
+            all(hasattr(dist.ProcessGroup, name) for name in torch_patches.COLLECTIVES)
+            and is_observed_on_a_device()
+        ),
+    ),
     has(torch_patches.default_store, lambda: dist.distributed_c10d, "_get_default_store"),
     takes(torch_patches.default_store, lambda: dist.distributed_c10d._get_default_store),
     Contract(
@@ -256,3 +299,42 @@ def test_the_default_store_is_the_one_that_the_group_was_opened_with(store: dist
     # torch puts a prefix before each key of a group.
     assert torch_patches.default_store().get("key") == b"value"
     assert store.num_keys() > 0
+
+
+def test_waits_for_other_streams_are_the_compute_stream_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own waiting for a stream, and the host's for one that is not it; nested calls once."""
+    seen: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            seen.append("waited")
+
+        def wait_event(self, event: object) -> None:
+            self.wait_stream(event)
+
+        def synchronize(self) -> None:
+            seen.append("synchronized")
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        seen.append("begin")
+        yield
+        seen.append("end")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    computing, reducing = Stream(), Stream()
+    with torch_patches.observed_device_waits(around, lambda: computing):
+        computing.wait_stream(reducing)
+        reducing.wait_stream(computing)
+        reducing.synchronize()
+        computing.synchronize()
+        computing.wait_event(object())
+    reducing.synchronize()
+    assert seen == [
+        *("begin", "waited", "end"),
+        "waited",
+        *("begin", "synchronized", "end"),
+        "synchronized",
+        *("begin", "waited", "end"),
+        "synchronized",
+    ]

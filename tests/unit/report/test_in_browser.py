@@ -90,7 +90,9 @@ def test_it_is_drawn_at_every_width(
     # Nothing to scroll to the side: all that is wide scrolls within itself.
     assert browser.evaluate("document.documentElement.scrollWidth") == width
     assert Image.open(shot).convert("RGB").getpixel((2, 2)) == BACKGROUND[scheme]
-    for chart in ("loss", "held-out-loss", "lr", "throughput", "mfu", "step-time", "memory"):
+    charts = ("loss", "held-out-loss", "lr", "throughput", "mfu", "step-time", "memory", "experts",
+              "expert-bytes", "site-bytes", "site-distance", "sites")  # fmt: skip
+    for chart in charts:
         pixels = part(browser, f"#chart-{chart} canvas", shot)
         assert pixels.width >= min(width - 60, 400), chart
         assert share_of(pixels, BLUE[scheme]) > 40, chart
@@ -114,6 +116,12 @@ def test_the_points_are_the_figures(browser: Browser, pages: dict[str, str]) -> 
     assert held_out["x"] == list(range(50, 601, 50))
     assert set(held_out) >= {"Held-out loss", "code", "web"}
     assert held_out["code"][0] == pytest.approx(held_out["Held-out loss"][0] - 0.4, rel=1e-5)
+    outer = drawn(browser, "site-distance")
+    assert outer["x"] == list(range(25, 601, 25))
+    assert outer["distance"] == pytest.approx([3 * change for change in outer["change"]])
+    assert drawn(browser, "sites")["Sites that took part"][7:12] == [2, 2, 2, 2, 3]
+    busiest = drawn(browser, "experts")
+    assert {"busiest layer", "mean of layers", "model.layers.0.mlp.experts"} < set(busiest)
     assert max(drawn(browser, "mfu")["Model FLOPs utilization"]) > 35, "not in percent"
 
 
@@ -153,6 +161,8 @@ def test_marks_stand_at_their_steps(browser: Browser, pages: dict[str, str], sho
         "step 161: skipped step",
         "step 402: skipped step",
         "step 320: straggler",
+        "step 200: other sites",
+        "step 300: other sites",
     ]
     assert "rank 11 on node1" in circles[3][1]
     # On a straight line from the first step to the last.

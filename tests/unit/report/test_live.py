@@ -40,7 +40,7 @@ def append(directory: Path, *lines: dict[str, Any]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def news_of(page: LivePage, seen: int, have: str = "0:1:2:1:1") -> dict[str, Any]:
+def news_of(page: LivePage, seen: int, have: str = "0:1:2:1:1:1:0") -> dict[str, Any]:
     news = page.news(seen, have)
     assert news is not None
     answer: dict[str, Any] = json.loads(news)
@@ -51,7 +51,7 @@ def test_nothing_new_is_nothing(directory: Path) -> None:
     page = LivePage(open_runs([directory], final=False))
     data = data_of(page.html().decode())
     assert data["live"] is True
-    assert page.news(data["revision"], "0:1:2:1:1") is None
+    assert page.news(data["revision"], "0:1:2:1:1:1:0") is None
 
 
 def test_what_is_new_is_sent_alone(directory: Path) -> None:
@@ -65,10 +65,13 @@ def test_what_is_new_is_sent_alone(directory: Path) -> None:
     assert run["evaluations"]["since"] == 1
     assert numbers(run["evaluations"]["series"]["held_out_loss"]["mean"]) == [2.5]
     assert "3 of 1,000" in answer["sections"]["figures"]
-    assert page.news(answer["revision"], "0:1:3:1:2") is None
+    assert page.news(answer["revision"], "0:1:3:1:2:1:0") is None
 
 
-@pytest.mark.parametrize("have", ["", "x", "1:1:2:1:1", "0:2:2:1:1", "0:1:99:1:99", "0:1:-1:1:-1"])
+@pytest.mark.parametrize(
+    "have",
+    ["", "x", "0:1:2:1:1", "1:1:2:1:1:1:0", "0:2:2:1:1:1:0", "0:1:99:1:99:1:9", "0:1:-1:1:-1:1:-1"],
+)
 def test_who_has_something_else_gets_all(directory: Path, have: str) -> None:
     page = LivePage(open_runs([directory], final=False))
     append(directory, step_line(3))
@@ -101,7 +104,7 @@ def test_figures_that_are_gone_for_a_moment_still_show(directory: Path) -> None:
     path = directory / "metrics.jsonl"
     kept = path.read_bytes()
     path.unlink()
-    assert page.news(1, "0:1:2:1:1") is None
+    assert page.news(1, "0:1:2:1:1:1:0") is None
     path.write_bytes(kept)
     append(directory, step_line(3))
     [run] = news_of(page, 1, "")["runs"]
@@ -132,7 +135,7 @@ def test_what_the_server_answers(port: int) -> None:
     code, kind, body = ask(port, "/")
     assert (code, kind) == (200, "text/html; charset=utf-8")
     assert b"connect-src 'self'" in body
-    assert ask(port, "/data?seen=1&have=0:1:2:1:1") == (204, "", b"")
+    assert ask(port, "/data?seen=1&have=0:1:2:1:1:1:0") == (204, "", b"")
     code, kind, body = ask(port, "/data?seen=x")
     assert (code, kind) == (200, "application/json")
     assert json.loads(body)["revision"] == 1
@@ -203,4 +206,4 @@ def test_looks_are_so_many_at_most(directory: Path, monkeypatch: pytest.MonkeyPa
     page = LivePage(open_runs([directory], final=False))
     page.html()
     append(directory, step_line(3))
-    assert page.news(1, "0:1:2:1:1") is None
+    assert page.news(1, "0:1:2:1:1:1:0") is None

@@ -25,6 +25,7 @@ def test_each_kind_of_an_eventful_run(tmp_path: Path) -> None:
         "hang": [247],
         "skipped step": [160, 161, 402],
         "straggler": [320],
+        "other sites": [200, 300],
     }
     rows = {kind: one.rows[0][1] for kind, one in found.items()}
     assert rows["restart"] == "start 2 on node0, 2026-11-21 10:00:00 UTC, 16 ranks"
@@ -35,6 +36,7 @@ def test_each_kind_of_an_eventful_run(tmp_path: Path) -> None:
     assert rows["straggler"] == (
         "rank 5 on node0: 0.71 s of work, its peers 0.36 s; samples 2,552 to 2,559"
     )
+    assert rows["other sites"] == "outer step 8 with sites 0, 2"
 
 
 def test_kinds_have_meanings() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bigtrain.errors import DataError
 from bigtrain.report import metrics_file
 from bigtrain.report.metrics_file import NON_FINITE, MetricsFile
+from bigtrain.run.reporting.held_out_loss import HeldOutLoss
 from tests.support.run_directories import evaluation_line, eventful_lines, step_line, write_lines
 from tests.support.tiers import examples
 from tests.unit.run.reporting.test_metrics import FIELDS, step_metrics, writer
@@ -40,19 +41,40 @@ def test_the_fields_are_those_of_a_run() -> None:
     drawn = {*metrics_file.FIGURES, *metrics_file.POSITIONS} - {"hours"}
     assert drawn <= set(FIELDS)
     # Objects of several figures, which not every run measures.
-    assert set(FIELDS) - drawn <= {metrics_file.BREAKDOWN, metrics_file.PHASES}
+    assert set(FIELDS) - drawn <= set(metrics_file.OF_STEPS)
 
 
 def test_what_a_run_writes_is_read(tmp_path: Path) -> None:
     with writer(tmp_path) as metrics:
         for step in range(1, 8):
             metrics.log_step(step_metrics(step, loss=math.nan if step == 3 else 7.0 - step))
-        metrics.log_held_out(4, 2.5, 100)
+        metrics.log_evaluation(4, HeldOutLoss(2.5, 100))
+        metrics.log_outer_step(
+            5,
+            outer_step=1,
+            sites=[0, 1],
+            sent_bytes=10,
+            link_bytes=5,
+            seconds=1.0,
+            waited_seconds=0.5,
+            change=0.1,
+            distance=0.2,
+        )
         metrics.log_event("skipped", step=3, first_sample=32, num_samples=16, reason="bad")
     found = read(tmp_path / "metrics.jsonl")
     assert steps_of(found) == list(range(1, 8))
     np.testing.assert_array_equal(loss_of(found), [6, 5, np.nan, 3, 2, 1, 0])
     assert found.evaluations.reduced().series["held_out_loss"].mean.tolist() == [2.5]
+    outer = found.outer_steps.reduced().series
+    assert {name: one.mean.tolist() for name, one in outer.items()} == {
+        "sent_bytes": [10],
+        "link_bytes": [5],
+        "seconds": [1.0],
+        "waited_seconds": [0.5],
+        "change": [0.1],
+        "distance": [0.2],
+        "sites": [2],
+    }
     assert found.events.count("skipped") == 1
     assert found.events.steps[NON_FINITE].tolist() == [3]
     assert found.missing == {"loss": 1, "model_flops_utilization": 7}

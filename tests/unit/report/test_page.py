@@ -24,6 +24,7 @@ from tests.support.run_directories import (
     evaluation_line,
     eventful_run,
     make_run,
+    outer_line,
     step_line,
     write_lines,
 )
@@ -83,7 +84,7 @@ def test_curves_are_the_figures(tmp_path: Path) -> None:
     )
     assert numbers(run["evaluations"]["series"]["held_out_sources/code"]["mean"]) == [1.5]
     assert "model_flops_utilization" not in run["steps"]["series"]  # known of no step
-    tokens = run["steps"]["knots"]["tokens"]
+    tokens = run["knots"]["tokens"]
     assert numbers(tokens["value"], "<f8") == [4096, 4 * 4096]  # straight: its two ends
 
 
@@ -91,7 +92,7 @@ def test_tokens_bend_where_their_slope_changes(tmp_path: Path) -> None:
     """After a resume with another batch, say."""
     lines = [step_line(s, tokens=100 * s if s <= 10 else 1000 + 300 * (s - 10)) for s in range(20)]
     [run] = data_of(page(make_run(tmp_path / "run", lines)))["runs"]
-    tokens = run["steps"]["knots"]["tokens"]
+    tokens = run["knots"]["tokens"]
     assert numbers(tokens["step"], "<f8") == [1, 10, 19]
     assert numbers(tokens["value"], "<f8") == [100, 1000, 3700]
 
@@ -138,6 +139,63 @@ def test_what_is_absent_is_said_in_sentences(tmp_path: Path) -> None:
 
 def test_a_run_that_has_logged_nothing_has_a_page(tmp_path: Path) -> None:
     assert "No step has been logged yet." in Elements(page(make_run(tmp_path / "r", []))).words
+
+
+def test_experts_of_many_layers_are_two_curves(tmp_path: Path) -> None:
+    """And of few also each layer; bytes and seconds of the exchange are charts of their own."""
+
+    def lines(num_layers: int) -> list[dict[str, Any]]:
+        layers = {f"layers.{n}.mlp": 1.0 + n for n in range(num_layers)}
+        exchange = {"sent_bytes": 4096.0, "seconds": 0.25}
+        return [step_line(1, expert_imbalance=layers, expert_exchange=exchange), step_line(2)]
+
+    few, many = make_run(tmp_path / "few", lines(2)), make_run(tmp_path / "many", lines(48))
+    data = data_of(page(few, many))
+    series = {chart["name"]: chart["series"] for chart in data["charts"]}
+    own = ["busiest_layer", "mean_of_layers"]
+    of_few = [*own, "expert_imbalance/layers.0.mlp", "expert_imbalance/layers.1.mlp"]
+    assert series["experts"] == [of_few, own]
+    assert series["expert-bytes"] == [["expert_exchange/sent_bytes"]] * 2
+    values = {
+        name: numbers(one["mean"])[0] for name, one in data["runs"][1]["steps"]["series"].items()
+    }
+    assert values["busiest_layer"] == 48.0
+    assert values["mean_of_layers"] == 24.5
+    assert values["expert_exchange/seconds"] == 0.25
+
+
+def test_outer_steps_are_drawn_and_who_took_part_is_told(tmp_path: Path) -> None:
+    """Two after one step, of two parts of the model; a site that misses one; and an older line."""
+    steps = [step_line(step) for step in (1, 2, 3)]
+    outer = [
+        outer_line(2, 1, [0, 1, 2]),
+        outer_line(2, 2, [0, 1, 2], distance=0.5, link_bytes=70),
+        outer_line(3, 3, [0, 2]),
+        outer_line(1, 4, [0]),
+    ]
+    html = page(make_run(tmp_path / "run", [*steps, *outer]))
+    data = data_of(html)
+    series = {chart["name"]: chart["series"][0] for chart in data["charts"]}
+    assert series["site-bytes"] == ["sent_bytes", "link_bytes"]
+    assert series["site-distance"] == ["distance", "change"]
+    assert series["sites"] == ["sites"]
+    table = data["runs"][0]["outer_steps"]
+    assert numbers(table["step"], "<f8") == [2, 2, 3]
+    assert numbers(table["series"]["sites"]["mean"]) == [3, 3, 2]
+    assert numbers(table["series"]["distance"]["mean"]) == [0.25, 0.5, 0.25]
+    np.testing.assert_array_equal(
+        numbers(table["series"]["link_bytes"]["mean"]), [np.nan, 70, np.nan]
+    )
+    words = Elements(html).words
+    for sentence in (
+        "3 sites in 3 outer steps",
+        "outer step 3 with sites 0, 2",
+        "line 7 is an outer step before step 3",
+        "other sites took part in an outer step than in the one before",
+    ):
+        assert sentence in words, sentence
+    [changed] = data["runs"][0]["marks"]
+    assert (changed["kind"], changed["steps"], changed["total"]) == ("other sites", [3], 1)
 
 
 def test_unreadable_lines_and_gaps_are_named(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Event:
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         self.at = self._clocks.device
 
     def query(self) -> bool:
@@ -113,6 +113,48 @@ def test_parts_are_means_of_the_steps_since_the_last_reading(device_type: str) -
     assert times.breakdown.forward_seconds == 1.0
     assert times.breakdown.optimizer_seconds == 0.0
     assert sum_of(times.breakdown) == pytest.approx(times.step_seconds) == 2.5
+
+
+def test_a_device_s_waits_are_those_of_the_logged_step() -> None:
+    """Between the events around them: what the stream computed before is no wait."""
+    run = Run("cuda")
+    waits = run.clock.device_waits
+    assert waits is not None
+
+    def step(seconds: float, *, is_logged: bool) -> None:
+        run.clock.begin_step(is_logged=is_logged)
+        run.mark(FORWARD_PASS)
+        for _ in range(2):
+            run.clocks.both(1.0)
+            with waits.around():
+                run.clocks.both(seconds)
+        run.clock.count_step()
+        with waits.around():  # agreeing whether to stop
+            run.clocks.both(100.0)
+
+    step(5.0, is_logged=False)
+    assert run.clock.read().breakdown.communication_seconds is None
+    step(5.0, is_logged=False)
+    step(0.25, is_logged=True)
+    found = run.clock.read().breakdown
+    assert found.communication_seconds == pytest.approx(0.5)
+    assert found.forward_seconds == pytest.approx((12.0 + 2.5) / 2)
+    run.clock.begin_step(is_logged=True)
+    run.clock.count_step()
+    assert run.clock.read().breakdown.communication_seconds == 0.0
+
+
+def test_of_a_step_with_too_many_waits_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_clock, "_MOST_WAITS", 3)
+    run = Run("cuda")
+    waits = run.clock.device_waits
+    assert waits is not None
+    run.clock.begin_step(is_logged=True)
+    for _ in range(4):
+        with waits.around():
+            run.clocks.both(1.0)
+    run.clock.count_step()
+    assert run.clock.read().breakdown.communication_seconds is None
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
