@@ -23,7 +23,7 @@ GC_THRESHOLD = 50_000
 """New objects between two garbage collections; Python's own default is 700."""
 
 COMMANDS = {
-    "tokenizer": "train a byte-level BPE tokenizer on text",
+    "tokenizer": "train a byte-level BPE tokenizer on text, or add tokens to one",
     "tokenize": "turn text into token shards",
     "inspect": "show what is in token shards",
     "check": "resolve and check a run without starting it",
@@ -35,8 +35,11 @@ COMMANDS = {
     "why it is kept",
     "verify": "read token shards or a run's checkpoints again and compare every checksum",
     "report": "write a run as one page: curves, events, settings; or serve it while it goes on",
+    "outer-server": "hold the global weights of sites that can only open connections outwards",
     "doctor": "look at every host before a run is started on it",
+    "fetch": "copy a run, a model or a dataset from an address (s3://, ...) to a directory",
     "export": "write a run's weights as a verified Hugging Face directory",
+    "grow": "give a Hugging Face model rows for the tokens that were added to its tokenizer",
     "generate": "continue a prompt with a Hugging Face directory",
 }
 
@@ -76,9 +79,14 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=_sentence(summary))
         if name == command:
-            importlib.import_module(f"bigtrain.commands.{name}").add_arguments(subparser)
+            _module(name).add_arguments(subparser)
             parser.takes_settings = subparser.format_usage().rstrip().endswith(SETTINGS)
     return parser
+
+
+def _module(command: str) -> Any:
+    """The module of a command: its name, with underscores."""
+    return importlib.import_module(f"bigtrain.commands.{command.replace('-', '_')}")
 
 
 def _sentence(summary: str) -> str:
@@ -91,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in arguments if word in COMMANDS), None)
     args = build_parser(command).parse_args(arguments)
     try:
-        module = importlib.import_module(f"bigtrain.commands.{args.command}")
-        return int(module.run(args))
+        return int(_module(args.command).run(args))
     except BigtrainError as error:
         print(f"bigtrain {args.command}: {error}", file=sys.stderr)
         return error.exit_code

@@ -51,12 +51,19 @@ UNITS = {
     "data.sources.weight": "ratio",
     "data.workers": "threads",
     "engine.cpu_threads": "threads",
+    "evaluation.early_stopping.min_delta": "of the metric",
+    "evaluation.early_stopping.patience": "evaluations",
+    "evaluation.max_new_tokens": "tokens",
     "evaluation.samples": "samples",
+    "evaluation.tasks_fewshot": "examples",
+    "evaluation.tasks_limit": "documents",
+    "evaluation.temperature": "ratio",
     "guard.max_consecutive": "optimizer steps",
     "guard.max_rollbacks": "rollbacks",
     "guard.spike_sigma": "standard deviations",
     "guard.window": "optimizer steps",
     "model.gradient_checkpointing": "layers",
+    "model.vocabulary.pad_to_multiple_of": "rows",
     "moe.bias_update_rate": "score per optimizer step",
     "moe.z_loss_coefficient": "ratio",
     "optimizer.adafactor.beta2_decay": "power of the step",
@@ -175,7 +182,7 @@ def _field_table(section: str, found: list[tuple[str, FieldInfo]]) -> str:
         path = f"{section}.{name}".lstrip(".")
         cells = (
             f"`{path}`",
-            _type_text(field.annotation, field.metadata),
+            _choices(field) or _type_text(field.annotation, field.metadata),
             _default_text(field),
             unit_of(path, field.annotation),
             _cell(field.description or ""),
@@ -209,6 +216,13 @@ def _takes_numbers(annotation: Any) -> bool:
     if get_origin(annotation) is Literal:
         return False
     return annotation in (int, float) or any(map(_takes_numbers, get_args(annotation)))
+
+
+def _choices(field: FieldInfo) -> str:
+    """The values of a text that is one of a table's; empty for other fields."""
+    extra = field.json_schema_extra
+    values = extra.get("enum") if isinstance(extra, dict) else None
+    return " or ".join(f"`{value}`" for value in values) if isinstance(values, list) else ""
 
 
 def _type_text(annotation: Any, constraints: list[Any]) -> str:

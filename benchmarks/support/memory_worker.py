@@ -30,7 +30,7 @@ from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
 
 WARM_UP = 2
-_MARK = "bigtrain measured step"
+MARK = "bigtrain measured step"
 
 
 def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[str, float]:
@@ -49,10 +49,10 @@ def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[st
         batches = _batches(config, run.plan.accumulation)
         for _ in range(WARM_UP):
             engine.train_step(batches, 1e-4)
-        with record_function(_MARK):
+        with record_function(MARK):
             engine.train_step(batches, 1e-4)
     engine.close()
-    return _peak(seen)
+    return peak_of(seen)
 
 
 def _batches(config: RunConfig, accumulation: int) -> list[MicroBatch]:
@@ -61,7 +61,7 @@ def _batches(config: RunConfig, accumulation: int) -> list[MicroBatch]:
     return [MicroBatch(ids, ids.clone()) for _ in range(accumulation)]
 
 
-def _peak(seen: profile) -> dict[str, float]:
+def peak_of(seen: profile) -> dict[str, float]:
     """The most bytes live at once in the measured step, and those live before it.
 
     By address: what another thread frees (gloo's) is not seen until some of its memory is given out
@@ -69,7 +69,7 @@ def _peak(seen: profile) -> dict[str, float]:
     """
     assert seen.profiler is not None
     results = seen.profiler.kineto_results
-    step = next(event for event in results.events() if event.name() == _MARK)
+    step = next(event for event in results.events() if event.name() == MARK)
     begin, end = step.start_ns(), step.start_ns() + step.duration_ns()
     live: dict[int, int] = {}
     starts: list[int] = []  # of what lives, ascending

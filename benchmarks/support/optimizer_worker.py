@@ -1,10 +1,11 @@
-"""One process of the worlds that `benchmarks/optimizers.py` starts: seconds of a step."""
+"""One process of the world that `benchmarks/optimizers.py` starts: what a step costs."""
 
 from __future__ import annotations
 
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -14,11 +15,14 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoModelForCausalLM
 
+from benchmarks.support.memory_worker import MARK, peak_of
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.snapshot import read_weights
+from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.models.configuration import load_hf_config
@@ -30,13 +34,11 @@ from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
 
 
-def of_bigtrain(
-    case: dict[str, Any], world: World, device: torch.device
-) -> tuple[Callable[[], None], Any]:
+def of_bigtrain(case: dict[str, Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """A step, and what DeepSpeed calls the optimizer."""
     config = RunConfig.model_validate(case["config"])
-    run = resolve_run(config, world.size, case["engine"], "cpu")
-    mesh = open_mesh(run.topology, world.rank)
+    run = resolve_run(config, dist.get_world_size(), case["engine"], "cpu")
+    mesh = open_mesh(run.topology, dist.get_rank())
     hf_config = load_hf_config(config.model)
     plan, problems = choose(config, hf_config, run.plan)
     assert plan is not None, problems
@@ -45,12 +47,14 @@ def of_bigtrain(
     read_weights(engine, find_weights(config.model.path, hf_config))
     ids = _ids(config)
     batches = [MicroBatch(ids, ids.clone()) for _ in range(run.plan.accumulation)]
-    return lambda: engine.train_step(batches, 1e-4) and None, engine.engine.optimizer
+
+    def step() -> None:
+        engine.train_step(batches, 1e-4)
+
+    return step, engine.engine.optimizer
 
 
-def of_deepspeed(
-    case: dict[str, Any], _world: World, device: torch.device
-) -> tuple[Callable[[], None], Any]:
+def of_deepspeed(case: dict[str, Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """DeepSpeed's own Muon on the same model."""
     config = RunConfig.model_validate(case["config"])
     assert config.model.path is not None
@@ -72,40 +76,69 @@ def _ids(config: RunConfig) -> torch.Tensor:
     return torch.arange(shape[0] * shape[1]).reshape(shape) % 61 + 1
 
 
-def held_bytes(optimizer: Any) -> int:
-    """Of the torch optimizer's states on this rank, whatever wraps it; masters left out."""
+def inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer, whatever wraps it."""
     while not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
-    tensors = [t for state in optimizer.state.values() for t in state.values()]
-    return sum(t.numel() * t.itemsize for t in tensors if torch.is_tensor(t))
+    return optimizer
 
 
-def measure(case: dict[str, Any], steps: int, world: World, device: torch.device) -> dict[str, Any]:
-    """Seconds of the fastest of `steps` steps, the slowest rank's. Collective."""
-    make = of_deepspeed if "deepspeed" in case else of_bigtrain
-    step, optimizer = make(case, world, device)
-    taken = []
-    for _ in range(1 + steps):
-        dist.barrier()
-        begun = time.perf_counter()
-        step()
-        dist.barrier()
-        taken.append(time.perf_counter() - begun)
-    figures = torch.tensor([min(taken[1:]), held_bytes(optimizer)], dtype=torch.float64)
-    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
-    return {"seconds": float(figures[0]), "bytes": int(figures[1])}
+def held_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of the states on this rank; masters left out."""
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    if isinstance(optimizer, RuleOptimizer):
+        states += [tensor for _, kinds in optimizer.small_states() for tensor in kinds.values()]
+    return sum(t.numel() * t.itemsize for t in states if torch.is_tensor(t))
+
+
+def measure(
+    cases: list[dict[str, Any]], rounds: int, world: World, device: torch.device
+) -> list[dict[str, float]]:
+    """Figures of each case, of the rank that has most, after the optimizers took turns. Collective.
+
+    seconds, cpu_seconds: of a step, medians; cpu_seconds of this process with all its threads.
+    bytes: of states. step_bytes: the most that a step has allocated at a time. sent_bytes: in an
+    update, where it is counted.
+    """
+    made = [(of_deepspeed if "deepspeed" in case else of_bigtrain)(case, device) for case in cases]
+    taken: list[list[tuple[float, float]]] = [[] for _ in cases]
+    for number in range(1 + rounds):
+        for (step, _), times in zip(made, taken, strict=True):
+            dist.barrier()
+            begun = time.perf_counter(), time.process_time()
+            step()
+            dist.barrier()
+            spent = time.perf_counter() - begun[0], time.process_time() - begun[1]
+            if number:  # the first one allocates
+                times.append(spent)
+    found = []
+    for (step, wrapped), times in zip(made, taken, strict=True):
+        optimizer = inner(wrapped)
+        sent = optimizer.sent_bytes() if isinstance(optimizer, RuleOptimizer) else None
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            with record_function(MARK):
+                step()
+        own = [statistics.median(column) for column in zip(*times, strict=True)]
+        own += [held_bytes(optimizer), peak_of(seen)["peak"], sent or 0]
+        figures = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(figures, op=dist.ReduceOp.MAX)
+        names = ("seconds", "cpu_seconds", "bytes", "step_bytes", "sent_bytes")
+        found.append(dict(zip(names, figures.tolist(), strict=True)))
+    return found
 
 
 def main() -> int:
-    """Measure every case of a file; each result is written as soon as it is known."""
+    """Measure every list of cases of a file; results are written as soon as they are known."""
+    torch.set_num_threads(1)
     world = read_world(os.environ)
     order = json.loads(Path(sys.argv[1]).read_text())
     with process_group(world) as joined:
-        for case in order["cases"]:
-            found = measure(case, order["steps"], world, joined.device)
+        for cases in order["turns"]:
+            found = measure(cases, order["rounds"], world, joined.device)
             if world.is_main:
                 with Path(order["output"]).open("a") as file:
-                    file.write(json.dumps({"key": case["key"], **found}) + "\n")
+                    for case, figures in zip(cases, found, strict=True):
+                        file.write(json.dumps({"key": case["key"], **figures}) + "\n")
             gc.collect()
     return 0
 

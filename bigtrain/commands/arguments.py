@@ -11,16 +11,20 @@ if TYPE_CHECKING:
     from bigtrain.data.sources.discovery import Selection
 
 
-def add_input_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which text to read: the arguments that `selection_of` understands."""
+def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Which text to read: the arguments that `selection_of` understands.
+
+    `required`: whether the command always needs an input."""
     parser.add_argument(
         "--input",
-        required=True,
+        required=required,
         nargs="+",
         action="extend",
         metavar="INPUT",
-        help="files, folders, globs, directories of Dataset.save_to_disk, or hub datasets. Files: "
-        ".jsonl, .ndjson, .parquet, .arrow, .csv, .tsv, .json, or else text, each also compressed "
+        help="files, folders, globs, directories of Dataset.save_to_disk, hub datasets, - for "
+        "standard input, or addresses (s3://, gs://, az://, hf://, https:// and all that fsspec "
+        "knows) of files, folders and globs. Files: .jsonl, .ndjson, .parquet, .arrow, .csv, "
+        ".tsv, .json, or else text, each also compressed "
         "(.gz, .zst, .xz, .bz2). Compressed parquet and arrow files are decompressed beside the "
         "output while they are read: there must be space for the largest, once per worker",
     )
@@ -41,6 +45,14 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=".SUFFIX",
         help="files to take from folders, also with .gz, .zst, .xz or .bz2 after it; may be "
         "repeated (default: .txt .jsonl .parquet)",
+    )
+    parser.add_argument(
+        "--read-as",
+        default=None,
+        type=_suffix,
+        metavar=".SUFFIX",
+        help="read every input file as if its name ended so, such as .jsonl.gz (default: by its "
+        "own name; for standard input .jsonl)",
     )
     parser.add_argument(
         "--exclude",
@@ -89,6 +101,7 @@ def selection_of(args: argparse.Namespace) -> Selection:
         exclude=tuple(args.exclude),
         dataset_config=args.dataset_config,
         dataset_split=args.dataset_split,
+        read_as=args.read_as or "",
     )
 
 

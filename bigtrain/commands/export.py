@@ -14,6 +14,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--run", required=True, type=Path, help="run directory")
     parser.add_argument("--step", type=int, help="checkpoint to export (default: the newest)")
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="export the checkpoint that is the best by evaluation.best of the run",
+    )
     parser.add_argument("--output", required=True, type=Path, help="directory to write")
     parser.add_argument(
         "--dtype",
@@ -56,16 +61,20 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError, before anything is written, if the hub cannot be used."""
     from bigtrain.models.export.hub import push_to_hub, refuse_unreachable
     from bigtrain.run.checkpointing.export import export_run
+    from bigtrain.run.checkpointing.listing import best_step
 
     if args.private and args.push_to_hub is None:
         rule = "is of a repository, and none is named"
         raise ConfigError(Problem("--private", None, rule, "--push-to-hub OWNER/NAME"))
+    if args.best and args.step is not None:
+        rule = "both name a checkpoint"
+        raise ConfigError(Problem("--best and --step", args.step, rule, "leave one of them out"))
     if args.push_to_hub is not None:
         refuse_unreachable(args.push_to_hub)
     step = export_run(
         args.run,
         args.output,
-        step=args.step,
+        step=best_step(args.run) if args.best else args.step,
         dtype=args.dtype,
         max_shard_size=args.max_shard_size,
         merge=args.merge,

@@ -4,55 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of, size
-from bigtrain.errors import DataError
-
-if TYPE_CHECKING:
-    from bigtrain.data.documents.parts import ReadOptions
+from bigtrain.commands.conversations import add_conversation_arguments, row_format_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bigtrain tokenize`."""
     add_input_arguments(parser)
-    parser.add_argument(
-        "--chat-key",
-        metavar="KEY",
-        help="instead of --text-key: the key that holds a conversation, a list of messages with "
-        "role and content (its tools are in the key `tools`); rendered by the tokenizer's chat "
-        "template, with loss on the assistant's tokens only",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"),
-        default="auto",
-        help="what a row holds; auto detects it from the keys of the first row, and prints it, if "
-        "neither --text-key nor --chat-key is given; for a named pipe it is text (default: auto)",
-    )
-    parser.add_argument(
-        "--key",
-        action="append",
-        default=[],
-        metavar="NAME=KEY",
-        help="name in the data of a key of --format, such as instruction=question",
-    )
-    parser.add_argument(
-        "--learn",
-        choices=("all", "last"),
-        default="all",
-        help="which answers of the assistant in a conversation have loss: all, or only the last "
-        "one (default: all)",
-    )
-    parser.add_argument(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="Jinja file to render conversations with instead of the tokenizer's own",
-    )
+    add_conversation_arguments(parser)
     parser.add_argument(
         "--tokenizer", required=True, help="directory or name on the Hugging Face hub"
     )
@@ -71,21 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes of input per shard, as far as a file can be split; also the most work that is "
         "lost when a worker is killed (default: 256MiB)",
     )
-    parser.add_argument(
-        "--workers",
-        type=positive_int,
-        metavar="N",
-        help="processes that build shards; 1 is this process alone, with threads (default: all "
-        "cores, in as many processes as have 256 MiB of input and 1 GiB of free memory each)",
-    )
-    parser.add_argument(
-        "--rank",
-        type=int,
-        metavar="R",
-        help="rank of this command among several with the same --output on different nodes; taken "
-        "from torchrun, Slurm or a Kubernetes indexed job if not given",
-    )
-    parser.add_argument("--world-size", type=int, metavar="W", help="number of such commands")
+    _add_work_arguments(parser)
     parser.add_argument(
         "--encoder",
         choices=("auto", "gigatoken", "fastokens", "reference"),
@@ -101,6 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
+    """Who does the work; nothing of it changes the result."""
+    parser.add_argument(
+        "--workers",
+        type=positive_int,
+        metavar="N",
+        help="processes that build shards; 1 is this process alone, with threads (default: all "
+        "cores, in as many processes as have 256 MiB of input and 1 GiB of free memory each)",
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        metavar="R",
+        help="rank of this command among several with the same --output on different nodes; taken "
+        "from torchrun, Slurm or a Kubernetes indexed job if not given",
+    )
+    parser.add_argument("--world-size", type=int, metavar="W", help="number of such commands")
+
+
 def run(args: argparse.Namespace) -> int:
     """Tokenize and print a summary. Raises DataError; then only finished work is left behind."""
     from bigtrain.data.shards.inspection import summary
@@ -109,24 +76,19 @@ def run(args: argparse.Namespace) -> int:
     from bigtrain.data.tokenize_job.request import BuildRequest
     from bigtrain.data.tokenize_job.work_division import find_worker_rank
 
-    if args.chat_key is not None and args.text_key:
-        raise DataError(f"--text-key and --chat-key {args.chat_key} exclude each other")
     reading = reading_of(args)
-    chat = _conversations(args, reading)
-    if args.chat_template is not None and chat is None:
-        raise DataError("--chat-template is for conversations -> name their key: --chat-key")
-    if args.learn != "all" and chat is None:
-        raise DataError("--learn last is for conversations -> --format messages, or leave it out")
+    rows = row_format_of(args, reading)
     options = OptionsRecord(
-        text_keys=reading.text_keys if chat is None else chat[1],
+        text_keys=reading.text_keys if rows is None else rows.keys,
         held_out=args.held_out,
         shard_bytes=args.shard_size or DEFAULT_SHARD_BYTES,
         max_document_bytes=reading.max_document_bytes,
         max_bad_fraction=args.max_bad_fraction,
         parse_special_tokens=args.parse_special_tokens,
-        chat=chat is not None,
-        chat_format="messages" if chat is None else chat[0],
+        chat=rows is not None,
+        chat_format="messages" if rows is None else rows.name,
         learned=args.learn,
+        roles=() if rows is None else rows.roles,
         dataset_config=reading.selection.dataset_config,
         dataset_split=reading.selection.dataset_split,
     )
@@ -151,44 +113,6 @@ def run(args: argparse.Namespace) -> int:
         tokens = result.built_tokens
         print(f"  {elapsed_s:.1f} s, {tokens:,} tokens here, {tokens / elapsed_s:,.0f} tokens/s")
     return 0
-
-
-def _conversations(
-    args: argparse.Namespace, reading: ReadOptions
-) -> tuple[Any, tuple[str, ...]] | None:
-    """The format of conversations and its keys in a row; None for text. Raises DataError."""
-    from bigtrain.data.documents.chat_formats import FORMATS, nearest
-    from bigtrain.data.documents.first_row import keys_of_first_row
-
-    names = dict(_renamed(pair) for pair in args.key)
-    name = args.format
-    if args.chat_key is not None:
-        if name not in ("auto", "messages"):
-            raise DataError(f"--chat-key is of --format messages, and --format is {name} -> --key")
-        name, names = "messages", {"messages": args.chat_key, **names}
-    if name == "auto":
-        found = None if args.text_key else nearest(keys_of_first_row(reading))
-        name = "text" if found is None else found.name
-        if found is not None:
-            print(f"the keys of the first row are those of --format {name}", file=sys.stderr)
-    if name == "text":
-        if names:
-            raise DataError("--key names keys of conversations -> --text-key for text")
-        return None
-    known = FORMATS[name].keys
-    wrong = next((key for key in names if key not in known), None)
-    if wrong is not None:
-        raise DataError(f"--key {wrong}: --format {name} has no such key -> {', '.join(known)}")
-    keys = tuple(names.get(key, key) for key in known)
-    # For messages the key `tools` is implied: it is not recorded, as in earlier versions.
-    return name, keys[:1] if name == "messages" and keys[1:] == known[1:] else keys
-
-
-def _renamed(pair: str) -> tuple[str, str]:
-    name, equals, key = pair.partition("=")
-    if not (name and equals and key):
-        raise DataError(f"--key {pair}: not NAME=KEY, such as instruction=question")
-    return name, key
 
 
 def _fraction(text: str) -> float:

@@ -15,6 +15,7 @@ from torch import nn
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.marks import is_model_parallel
+from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
 from bigtrain.engine.deepspeed_patches.step import (
     has_overflowed,
     measured_norm,
@@ -28,6 +29,7 @@ from bigtrain.engine.experts.selection_bias import SelectionBias
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
 from bigtrain.engine.optimizers.parameter_groups import set_learning_rate
 from bigtrain.engine.optimizers.skip_step import SkipPolicy, SkipStepHook, StepStats, mean_loss
+from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.engine.prefetch import DeviceFeed
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.compilation import uncompiled
@@ -136,7 +138,7 @@ class TrainEngine:
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         if not self.module.training:  # which asks every module; else it is left so
             self.engine.train()
-        self._begin_experts(observe)
+        self._begin_counts(observe)
         for batch, moved in self._feed(micro_batches):
             self._accumulate(batch, moved, scale, loss_sum)
             if batch is micro_batches[-1]:
@@ -148,8 +150,11 @@ class TrainEngine:
             self.engine.step()
         return StepResult(loss_sum, num_targets, self._end_step())
 
-    def _begin_experts(self, observe: bool) -> None:
+    def _begin_counts(self, observe: bool) -> None:
         """A step begins; `observe`: whether the load of its experts will be read."""
+        optimizer = inner_optimizer(self.engine)
+        if isinstance(optimizer, RuleOptimizer):
+            optimizer.begin_count()
         self._router_losses.begin_step()
         counting = observe or self._bias.rate > 0
         self.expert_load.begin_step(counting=counting, measuring=observe)
@@ -225,6 +230,17 @@ class TrainEngine:
         norm = self.engine.get_global_grad_norm()
         return float(norm) / self._scale_of_norm if norm is not None else float("nan")
 
+    def optimizer_sent_bytes(self) -> float | None:
+        """Bytes that a rank sent to others in the update of the last step, the mean over all ranks;
+        None with an optimizer that sends none."""
+        optimizer = inner_optimizer(self.engine)
+        own = optimizer.sent_bytes() if isinstance(optimizer, RuleOptimizer) else None
+        if own is None:
+            return None
+        total = torch.tensor(float(own), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
     def step_loss(self, result: StepResult) -> float:
         """Mean loss of a step over the global batch, in nats per token. Waits for the device."""
         if result.figures is not None:
@@ -249,19 +265,28 @@ class TrainEngine:
         num_tokens = int(totals[1])
         return float(totals[0]) / max(1, num_tokens), num_tokens
 
-    @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits of `input_ids` [samples, tokens] in evaluation mode: float32, on the CPU.
 
         Every rank computes the same; all must call it with the same input.
+        """
+        return self.read_logits(input_ids, torch.Tensor.float)
+
+    @torch.no_grad()
+    def read_logits(
+        self, input_ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """What `read` makes of the logits [samples, tokens, vocabulary] of `input_ids` in
+        evaluation mode, on the CPU.
+
+        Ranks with the same data rank bring the same input; others may bring another of that shape.
         """
         self.engine.eval()
         alone = self.sequence.whole_samples() if self.sequence else nullcontext()
         with alone, uncompiled() if self.is_compiled else nullcontext():
             outputs = self.engine(input_ids=self._to_device(input_ids), use_cache=False)
         self.engine.train()
-        logits: torch.Tensor = outputs.logits.float().cpu()
-        return logits
+        return read(outputs.logits).cpu()
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks from the model."""

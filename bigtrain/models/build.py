@@ -7,7 +7,6 @@ partitioned while the model is built.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers.adapters import add_adapters
-from bigtrain.models.layers.parameters import freeze
+from bigtrain.models.layers.adapters import add_adapters, find_parameters
+from bigtrain.models.layers.parameters import freeze, seed_of
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.models.torch_patches import has_buffers_alone
@@ -79,12 +78,14 @@ def build_model(
     # zero/partition_parameters.py) loses its decorators' constructor afterwards.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     # A copy: what is set below, and by transformers, must not change the caller's configuration.
+    if adapters is not None and partitioning is not WHOLE:
+        _check_undivided(hf_config, adapters)
     model = _construct(copy.deepcopy(hf_config), section, seed, dtype, partitioning)
     # Counts layers, so it comes before any are removed.
     _set_gradient_checkpointing(model, section)
     freeze(model, section.frozen)
     if adapters is not None:
-        add_adapters(model, adapters, lambda name: _seed_of(seed, name))
+        add_adapters(model, adapters, lambda name: seed_of(seed, name))
     if partitioning.prepare is not None:
         partitioning.prepare(model)
     if section.path is None:
@@ -96,6 +97,16 @@ def build_model(
     fit_experts(model)
     model.config.use_cache = False
     return model
+
+
+def _check_undivided(hf_config: PreTrainedConfig, adapters: AdaptersSection) -> None:
+    """The settings refuse it where they know the model, which a hub name hides from them."""
+    stacks, _ = find_parameters(empty_model(hf_config), adapters)
+    if stacks:
+        raise ModelError(
+            f"adapters: {stacks[0]} is a stacked weight, and adapters of those are not divided "
+            "among ranks -> ZeRO 2 and parallel.tensor=1, or adapters.targets=attention"
+        )
 
 
 @torch.no_grad()
@@ -225,7 +236,7 @@ def initialize_weights(
                 with _float32_on_cpu(parameters), torch.random.fork_rng(devices=[]):
                     for name, child, child_owner in _post_order(module, prefix, owner, recurse):
                         if not getattr(child, "is_hollow", False):
-                            torch.manual_seed(_seed_of(seed, name))
+                            torch.manual_seed(seed_of(seed, name))
                             initialize_module(child_owner, child)
         for parameter in parameters:
             # transformers' init functions skip flagged tensors: a tied weight, or a layer that a
@@ -281,11 +292,6 @@ def _float32_on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
         for parameter, home in zip(parameters, homes, strict=True):
             home.copy_(parameter.data)
             parameter.data = home
-
-
-def _seed_of(seed: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,19 @@ def attention_name(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation)
 
 
+def attention_classes(model: PreTrainedModel) -> tuple[type, ...]:
+    """The classes of the modules whose attention weights can be asked for; none if the
+    architecture declares none.
+
+    `_can_record_outputs` of the base model's class, a class or an `OutputRecorder` by the name of
+    an output (utils/output_capturing.py:58).
+    """
+    declared: Any = getattr(model.base_model, "_can_record_outputs", None) or {}
+    found = declared.get("attentions", ())
+    recorded: list[Any] = list(found) if isinstance(found, list | tuple) else [found]
+    return tuple(getattr(item, "target_class", item) for item in recorded)
+
+
 def replace_checkpoint(layer: Any, wrap: Callable[[Checkpoint], Checkpoint]) -> None:
     """Replace the checkpoint function of a checkpointed layer by `wrap` of it.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.parallel.hidden_matrices import Box, Matrix, hidden_matrices, matrices_of
 from bigtrain.settings.run_config import OptimizerSection
 
@@ -22,6 +23,10 @@ class PlainOptimizer(Protocol):
         """Update once, by the gradients."""
 
 
+Groups = list[dict[str, Any]]
+"""torch's parameter groups, of masters."""
+
+
 def plain_optimizer(
     model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
@@ -33,7 +38,7 @@ def plain_optimizer(
 
     Matrices decay, embeddings if the run says so; vectors and scalars do not.
     """
-    chosen = hidden_matrices(model) if section.type == "muon" else {}
+    chosen = {} if section.facts.beside is None else hidden_matrices(model)
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
@@ -49,23 +54,27 @@ def plain_optimizer(
         {"params": decay, "weight_decay": section.weight_decay},
         {"params": no_decay, "weight_decay": 0.0},
     ]
-    if section.type == "lion":
-        return _Lion(groups, section.betas)
-    if section.type == "adafactor":
-        own = section.adafactor
-        eps = (own.eps1, own.eps2)
-        return torch.optim.Adafactor(
-            groups, beta2_decay=own.beta2_decay, eps=eps, d=own.clip_threshold
-        )
-    adamw = torch.optim.AdamW(groups, betas=section.betas, eps=section.eps)
-    if section.type == "adamw":
-        return adamw
-    ratio = 1.0 if section.muon.lr is None else section.muon.lr / section.lr
-    matrices = matrices_of(chosen.values(), section.muon.split)
-    return _Together([(_MuonOfParts(matrices, masters, section), ratio), (adamw, 1.0)])
+    facts = section.facts
+    plain = PLAIN[facts.beside or section.type](groups, section)
+    if facts.beside is None:
+        return plain
+    own = section.own_settings
+    ratio = 1.0 if getattr(own, "lr", None) is None else own.lr / section.lr
+    matrices = matrices_of(chosen.values(), getattr(own, "split", {}))
+    return Together(
+        [(PLAIN_OF_MATRICES[section.type](matrices, masters, section), ratio), (plain, 1.0)]
+    )
 
 
-class _Together:
+def check_comparable(section: OptimizerSection) -> None:
+    """Raises ConfigError if there is no plain optimizer to compare with."""
+    known = PLAIN.keys() | PLAIN_OF_MATRICES.keys()
+    if section.type not in known:
+        rule = "has no plain optimizer here to be compared with"
+        raise ConfigError(Problem("optimizer.type", section.type, rule, f"one of {sorted(known)}"))
+
+
+class Together:
     """Optimizers that step together; the learning rate of each is the one set times its ratio."""
 
     def __init__(self, parts: Sequence[tuple[PlainOptimizer, float]]) -> None:
@@ -73,6 +82,7 @@ class _Together:
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
 
     def step(self) -> None:
+        """Update once."""
         for optimizer, ratio in self._parts:
             for group in optimizer.param_groups:
                 group["lr"] = self.param_groups[0]["lr"] * ratio
@@ -115,6 +125,17 @@ def _taken(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
 def _where(box: Box) -> tuple[slice, ...]:
     pairs = zip(box.offsets, box.sizes, strict=True)
     return tuple(slice(low, low + size) for low, size in pairs)
+
+
+def _adamw(groups: Groups, section: OptimizerSection) -> PlainOptimizer:
+    return torch.optim.AdamW(groups, betas=section.betas, eps=section.eps)
+
+
+def _adafactor(groups: Groups, section: OptimizerSection) -> PlainOptimizer:
+    own = section.adafactor
+    return torch.optim.Adafactor(
+        groups, beta2_decay=own.beta2_decay, eps=(own.eps1, own.eps2), d=own.clip_threshold
+    )
 
 
 def _muon(matrices: Sequence[torch.Tensor], section: OptimizerSection) -> PlainOptimizer:
@@ -172,9 +193,9 @@ class _WideMuon:
 class _Lion:
     """Chen et al. 2023 (arXiv 2302.06675), algorithm 2; torch has none."""
 
-    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float]) -> None:
+    def __init__(self, groups: Groups, section: OptimizerSection) -> None:
         self.param_groups = groups
-        self._betas = betas
+        self._betas = section.betas
         self._moments = {
             id(master): torch.zeros_like(master) for group in groups for master in group["params"]
         }
@@ -187,3 +208,17 @@ class _Lion:
                 master.mul_(1 - group["lr"] * group["weight_decay"])
                 master.add_(direction.sign(), alpha=-group["lr"])
                 moment.mul_(self._betas[1]).add_(gradient, alpha=1 - self._betas[1])
+
+
+PLAIN: dict[str, Callable[[Groups, OptimizerSection], PlainOptimizer]] = {
+    "adamw": _adamw,
+    "lion": _Lion,
+    "adafactor": _adafactor,
+}
+"""By ``optimizer.type``: of whole masters, in groups with and without decay."""
+
+PLAIN_OF_MATRICES: dict[
+    str,
+    Callable[[Sequence[Matrix], Mapping[str, torch.Tensor], OptimizerSection], PlainOptimizer],
+] = {"muon": _MuonOfParts}
+"""By ``optimizer.type``: of the matrices of hidden layers alone."""

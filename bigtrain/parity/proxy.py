@@ -18,6 +18,7 @@ from bigtrain.models.equivalence.proxy_model import VOCABULARY, build_proxy_mode
 from bigtrain.models.equivalence.tensor_parallel import deterministic, randomize
 from bigtrain.models.equivalence.thresholds import document_positions
 from bigtrain.models.layers.parameters import KEY as FROZEN
+from bigtrain.parity.optimizers import check_comparable
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import (
     find_deepspeed_config,
@@ -85,6 +86,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
         rule = "plain transformers, which topologies are compared with here, has no adapters"
         remedy = "leave adapters out: the topologies of the model alone are compared"
         raise ConfigError(Problem("adapters.type", config.adapters.type, rule, remedy))
+    check_comparable(config.optimizer)
     section, notes = config.model, []
     hf_config = load_hf_config(section)
     if dropout := _dropout(hf_config):
@@ -167,7 +169,7 @@ def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
     With Adam's default eps a gradient that is only rounding error moves a weight as far as any
     other, and every topology would differ; at a small learning rate no weight would show anything.
     """
-    if section.type == "muon":
+    if section.facts.settings == "muon":
         own: dict[str, Any] = {"ns_dtype": "float32", "split": {}}
         if section.muon.ns_dtype != "float32":
             notes.append(
@@ -188,7 +190,7 @@ def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
         "state_dtype": "float32",
         "clip_norm": _CLIP_NORM if section.clip_norm else 0.0,
     }
-    if section.type in ("adamw", "muon"):  # the others do not read it
+    if "eps" not in section.facts.unread:
         update["eps"] = max(section.eps, _SMALLEST_EPS)
     return section.model_copy(update=update)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from bigtrain.settings.sections.optimizer_facts import facts_of_optimizer
+
 Recompute = Literal["none", "attention", "operators", "full"]
 """What the backward pass recomputes: nothing, attention only (Korthikanti et al. 2022), every
 second matrix product and all other operations (torchtitan's selective-op), or whole layers."""
-
-
-_MOMENTS = {"adamw": 2, "muon": 1, "lion": 1, "adafactor": 0}
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,12 @@ class OptimizerCosts:
     def bytes_per_parameter(self, matrix_share: float) -> float:
         """Bytes of moments per parameter; `matrix_share`: the share of parameters in matrices of
         hidden layers. Adafactor's factored moments count as 0."""
-        if self.type == "muon":
-            return self.state_bytes * (matrix_share + 2 * (1 - matrix_share))
-        return float(self.state_bytes * _MOMENTS[self.type])
+        return self.state_bytes * facts_of_optimizer(self.type).states_per_element(matrix_share)
+
+    @property
+    def needs_whole_matrices(self) -> bool:
+        """Whether ranks send each other the matrices of hidden layers at every step."""
+        return facts_of_optimizer(self.type).beside is not None
 
 
 ADAMW = OptimizerCosts()

@@ -225,3 +225,39 @@ def _sizes(stage: Stage, model: ModelCosts, tensor_size: int, expert_parts: int)
     # experts' parts.
     trained += model.num_trained_outside if stage.is_last else 0
     return StageSizes(held, expert, trained, 0.0, largest, share)
+
+
+def matrix_exchange(stage: Stage, model: ModelCosts, layout: Layout) -> tuple[float, float]:
+    """Bytes that a rank of `stage` sends to others at each step, on average, to bring the matrices
+    of hidden layers together at their owners, and to return what these compute
+    (`engine/optimizers/matrix_exchange.py`); zeros for optimizers that need no whole matrices.
+
+    As if each rank of those that hold a matrix had an equal part of it, as under ZeRO 3 (but for
+    the padding) and ZeRO 0. ZeRO 1 and 2 cut the model once for each rank, and an owner may have
+    all of a matrix or nothing of it: of few matrices more or less is sent. Routers count as
+    matrices.
+    """
+    own = layout.optimizer
+    if not own.needs_whole_matrices:
+        return 0.0, 0.0
+    there = back = 0.0
+    for kind, alike in stage.counts:
+        for product in model.kinds[kind].matmuls:
+            replicas, cut = layout.partition_size, layout.tensor_size
+            size: float = (
+                alike * product.count * product.num_groups * product.in_size * product.out_size
+            )
+            if product.num_groups > 1 and layout.expert_size > 1:
+                # Each rank has some experts, and those whole.
+                size /= layout.expert_size
+                replicas, cut = layout.expert_replicas, 1
+            elif product.cut is None and product.num_groups == 1:
+                cut = 1
+            ranks = replicas * layout.tensor_size
+            # Of a matrix, how often ranks hold an element, and which part of it the owner has.
+            copies = layout.tensor_size / cut * (1 if layout.zero_stage else replicas)
+            part = 1 / (cut * (replicas if layout.zero_stage else 1))
+            missing = 1 - 1 / (ranks if layout.zero_stage else layout.tensor_size)
+            there += size * missing / ranks
+            back += size * (copies - part) / ranks
+    return own.wire_bytes * there, own.wire_bytes * back

@@ -22,7 +22,7 @@ from bigtrain.planner.kernels import (
 )
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
-from bigtrain.planner.stages import Stage, stage_sizes, stages_of
+from bigtrain.planner.stages import Stage, matrix_exchange, stage_sizes, stages_of
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
 
@@ -397,7 +397,7 @@ def _orthogonalizing(
     """Seconds that Muon takes besides a pass over its parameters: matrices are sent to the ranks
     that own them, orthogonalized, and sent back."""
     own = layout.optimizer
-    if own.type != "muon":
+    if not own.needs_whole_matrices:
         return 0.0
     work = 0.0
     for kind, alike in stage.counts:
@@ -411,12 +411,10 @@ def _orthogonalizing(
                 (short, short, long),
             ):
                 work += count * matmul_seconds(device, rows, inner, columns, own.wire_bytes)
-    sizes = stage_sizes(stage, model, layout)
-    parts = layout.partition_size if layout.zero_stage else 1
-    sent = own.wire_bytes * sizes.matrix_share * sizes.held
-    there = groups.partition.all_to_all(device, sent / parts)
-    back = groups.partition.all_to_all(device, sent / (1 if layout.zero_stage == 0 else parts))
-    return work / (layout.partition_size * layout.tensor_size) + there + back
+    group = groups.tensor if layout.partition_size == 1 else groups.partition
+    sent = [num_bytes for num_bytes in matrix_exchange(stage, model, layout) if num_bytes]
+    moving = sum(sent) / group.bandwidth(device) + len(sent) * group.latency(device)
+    return work / (layout.partition_size * layout.tensor_size) + moving
 
 
 def _gradients(

@@ -25,6 +25,7 @@ from bigtrain.report.metrics_file import (
     SITES,
     SOURCES,
     TABLES,
+    TASKS,
     WAITING,
 )
 from bigtrain.report.reduction import Bucketed, Column, Reduced
@@ -78,6 +79,24 @@ CHARTS = (
         "evaluations",
         ("held_out_loss", f"{SOURCES}/*"),
         logarithmic=True,
+    ),
+    Chart(
+        "bits-per-byte",
+        "Held-out bits per byte",
+        "bits",
+        "The held-out loss over the bytes of its text.",
+        "evaluations",
+        ("held_out_bits_per_byte",),
+        of_some=True,
+    ),
+    Chart(
+        "tasks",
+        "Tasks",
+        "",
+        "Metrics of lm-eval's tasks, as it defines them.",
+        "evaluations",
+        (f"{TASKS}/*",),
+        of_some=True,
     ),
     Chart("lr", "Learning rate", "", "Used in the step.", "steps", ("lr",)),
     Chart(

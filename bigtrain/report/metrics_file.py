@@ -42,6 +42,7 @@ PHASES = "peak_memory_gib_by_phase"
 EXPERTS = "expert_imbalance"
 EXCHANGE = "expert_exchange"
 SOURCES = "held_out_sources"
+TASKS = "tasks"
 """Objects of a line whose entries are series of their own, named ``OBJECT/ENTRY``."""
 MOST_OF_LAYERS, MEAN_OF_LAYERS = "busiest_layer", "mean_of_layers"
 """Series made of the entries of `EXPERTS`: a model may have a hundred layers."""
@@ -221,7 +222,7 @@ class MetricsFile:
                     self.unreadable.add(
                         number, f"is of step {step:,}, which is not later than before"
                     )
-            elif "held_out_loss" in line:
+            elif "held_out_loss" in line or TASKS in line:
                 if step > self._evaluated:
                     self._evaluated = step
                     evaluations.append(line)
@@ -304,6 +305,10 @@ class MetricsFile:
         ]
         wrapped = [{SOURCES: one} for one in sources]
         series.update(self._entries(wrapped, SOURCES, self.evaluations.names))
+        series.update(self._entries(lines, TASKS, self.evaluations.names))
+        bits = _column(lines, "held_out_bits_per_byte")
+        if not np.isnan(bits).all():
+            series["held_out_bits_per_byte"] = bits
         self.evaluations.add({"step": _column(lines, "step")}, series)
         if not np.isnan(series["held_out_loss"]).all():
             lowest = lines[int(np.nanargmin(series["held_out_loss"]))]

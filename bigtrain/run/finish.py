@@ -8,8 +8,10 @@ from signal import Signals
 
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.run.checkpointing.export import export_run
+from bigtrain.run.evaluation.best import has_stopped, is_over
 from bigtrain.run.health.stopping import leave_marker
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
+from bigtrain.run.reporting.run_copies import STOPPED_WAIT_SECONDS
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 from bigtrain.system.files import writing
@@ -22,6 +24,8 @@ EXPORTED = "exported.json"
 def stop_early(session: Session, engine: TrainEngine, state: TrainState, received: Signals) -> None:
     """End a run that a signal stopped, after `state` was saved. Collective."""
     engine.close()
+    for note in session.copies.wait(STOPPED_WAIT_SECONDS) if session.copies else ():
+        session.say(note)
     if session.world.is_main:
         session.check_run_token()
         with writing(session.directory, OUTPUT_REMEDY):
@@ -33,12 +37,13 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
 
 
 def is_complete(session: Session, state: TrainState) -> bool:
-    """Whether the run is at its last step and everything is written, export included. Collective.
+    """Whether the run is at its last step, or stopped early, and everything is written, export
+    included. Collective.
 
     Logs that it is.
     """
-    steps = session.run.config.train.steps
-    if state.step < steps:
+    config = session.run.config
+    if not is_over(config, state):
         return False
 
     def all_is_written() -> bool:
@@ -49,7 +54,11 @@ def is_complete(session: Session, state: TrainState) -> bool:
 
     complete = session.long_work.on_main_rank(all_is_written)
     if complete:
-        session.say(f"complete: the run is at step {state.step} of {steps}; nothing to do")
+        early = " and has stopped early" if has_stopped(config, state) else ""
+        session.say(
+            f"complete: the run is at step {state.step} of {config.train.steps}{early}; nothing to "
+            "do"
+        )
     return complete
 
 
@@ -82,6 +91,11 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
             export_run(session.directory, output, step=state.step, replace=True)
             record.write_text(json.dumps({"step": state.step}) + "\n")
             summary.append(f"exported to {output}, reloaded and compared: same logits")
+            if session.copies is not None:
+                summary += session.copies.wait(session.run.config.output.copy_wait_seconds)
+                session.copies.add(output)
+        if session.copies is not None:
+            summary += session.copies.wait(session.run.config.output.copy_wait_seconds)
         return summary
 
     # All is saved, and the export appears complete or not at all: a signal may end this at once.

@@ -3,6 +3,7 @@ save, stop."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from signal import Signals
 from typing import Protocol
 
@@ -18,7 +19,8 @@ from bigtrain.run.diagnostics.profiling import Profiler
 from bigtrain.run.diagnostics.step_clock import StepClock
 from bigtrain.run.diagnostics.step_guard import Guard
 from bigtrain.run.diagnostics.stragglers import StragglerWatch
-from bigtrain.run.evaluation.held_out import Evaluator
+from bigtrain.run.evaluation.best import is_over
+from bigtrain.run.evaluation.evaluator import Evaluator
 from bigtrain.run.health.stopping import StopAgreement
 from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.reporting.metrics import StepMetrics
@@ -42,8 +44,8 @@ def train(
     saver: Saver,
     outer: OuterSteps,
 ) -> tuple[TrainState, Signals | None]:
-    """Train until ``train.steps`` or a signal; returns the final state, which has been saved, and
-    the signal. Collective."""
+    """Train until ``train.steps``, early stopping or a signal; returns the final state, which has
+    been saved, and the signal. Collective."""
     config, plan = session.run.config, session.run.plan
     clock = StepClock(session.device.type, engine.host_time, session.memory)
     losses, profiler = LossWindow(engine), Profiler(session)
@@ -57,7 +59,7 @@ def train(
     beat.follow(engine.module)
     engine.mark = clock.marking(beat.at)
     with clock.running():
-        while state.step < config.train.steps and received is None:
+        while not is_over(config, state) and received is None:
             lr = learning_rate_at(
                 state.step, config.optimizer.lr, config.schedule, config.train.steps
             )
@@ -93,14 +95,18 @@ def train(
                 beat.at("logging")
                 num_steps, step_seconds = _log(session, engine, losses, state, lr, clock)
                 stragglers.gather(state, num_steps, step_seconds)
-            held_out_loss = None
-            if last or _due(state.step, config.evaluation.every_steps):
+            figures: dict[str, float] = {}
+            if last or evaluator.is_due(state):
                 beat.at("evaluating")
                 with clock.paused("evaluation"):
-                    held_out_loss = evaluator.run(state)
+                    state, figures = evaluator.run(state, last=last)
+                last = is_over(config, state)
             if last or received or _due(state.step, config.checkpoint.every_steps):
+                beat.at("settling the exchange with the other sites", slow=True)
+                with clock.paused("outer_step"):
+                    outer.settle(state)
                 with clock.paused("save"):
-                    _save(session, saver, state, held_out_loss)
+                    _save(session, saver, state, figures)
             saver.report()
     beat.at("finishing", slow=True)
     return state, received
@@ -115,12 +121,12 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _save(session: Session, saver: Saver, state: TrainState, held_out_loss: float | None) -> None:
+def _save(session: Session, saver: Saver, state: TrainState, figures: Mapping[str, float]) -> None:
     # Only the writing is slow; a copy takes no longer than other collectives.
     session.heartbeat.at("waiting for the save before this one", slow=True)
     saver.wait()
     session.heartbeat.at("saving", slow=not session.run.config.checkpoint.asynchronous)
-    saver.save(state, held_out_loss)
+    saver.save(state, figures)
 
 
 def _log(
@@ -134,7 +140,7 @@ def _log(
     """Log a step; returns the number of steps since the last logged one, and seconds of each."""
     # Apart from the guard, the only places in the loop that wait for the device.
     loss, norm = losses.read(), engine.gradient_norm()
-    load = engine.expert_load.read()
+    load, sent_bytes = engine.expert_load.read(), engine.optimizer_sent_bytes()
     times = clock.read()
     if session.metrics is None:
         return times.num_steps, times.step_seconds
@@ -154,6 +160,7 @@ def _log(
             breakdown=times.breakdown,
             peak_memory_gib_by_phase=session.memory.by_phase_gib(),
             **_experts(load),
+            optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
         )
     )
     return times.num_steps, times.step_seconds

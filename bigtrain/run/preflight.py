@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.data.loading.dataset_checks import check_datasets, open_checked
+from bigtrain.data.loading.held_out_sets import check_best, open_held_out_datasets
 from bigtrain.data.samples.identity import SourceIdentity, data_hash, identify_sources
 from bigtrain.data.samples.packed_samples import PackingReport, packing_reports
 from bigtrain.data.shards.dataset import Level, TokenDataset
@@ -18,19 +19,22 @@ from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.equivalence.once import choose_once
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
+from bigtrain.models.lm_eval_tasks import check_tasks
+from bigtrain.models.weights.vocabulary import Growth, grown_configuration
 from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.resolve import ResolvedRun
-from bigtrain.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)
 class Inputs:
     """What a run reads, checked to exist and to fit together.
 
-    hf_config: the model's Hugging Face configuration. data_hash: `bigtrain.data.samples.identity`.
+    hf_config: the model's Hugging Face configuration. growth: how its vocabulary has grown, if it
+    has. data_hash: `bigtrain.data.samples.identity`.
     sources, datasets: those of the mixture, in its order. packing: how their documents were packed.
-    model_plan: how the model is split, isolates documents and computes its loss.
+    model_plan: how the model is split, isolates documents and computes its loss. held_out_sets:
+    those of ``evaluation.held_out``.
     """
 
     hf_config: Any
@@ -39,6 +43,8 @@ class Inputs:
     datasets: tuple[TokenDataset, ...]
     packing: tuple[PackingReport, ...]
     model_plan: ModelPlan
+    growth: Growth | None = None
+    held_out_sets: tuple[TokenDataset, ...] = ()
 
 
 def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
@@ -57,9 +63,16 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
         *_check_positions(config.batch.sequence_length, hf_config),
         *not_opened,
     ]
+    growth = None
+    held_out_sets: tuple[TokenDataset, ...] = ()
+    if check != "listed":  # names are the same on every rank
+        problems += check_tasks(config.evaluation)
     if datasets:
         problems += check_datasets(config, datasets, vocabulary_size(hf_config))
-        problems += _check_best(config, datasets)
+        tokens = datasets[0].table.tokenizer.vocab_size
+        hf_config, growth = grown_configuration(config.model, hf_config, tokens)
+        held_out_sets, of_sets = open_held_out_datasets(config, datasets, check)
+        problems += of_sets or check_best(config, datasets, held_out_sets)
     problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
     problems += check_kernels(hf_config, config.model.kernels)
     model_plan = None
@@ -74,6 +87,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
         datasets,
         packing_reports(config, datasets),
         model_plan,
+        growth,
+        held_out_sets,
     )
 
 
@@ -87,19 +102,6 @@ def _check_output(directory: Path) -> Sequence[Problem]:
     else:
         return []
     return [Problem("output.directory", str(directory), rule, "choose another one")]
-
-
-def _check_best(config: RunConfig, datasets: Sequence[TokenDataset]) -> Sequence[Problem]:
-    if config.checkpoint.keep_best == 0 or any(d.shards("held_out") for d in datasets):
-        return []
-    return [
-        Problem(
-            "checkpoint.keep_best",
-            config.checkpoint.keep_best,
-            "the data holds out no documents to tell the best checkpoint by",
-            "make shards with `bigtrain tokenize --held-out`, or set checkpoint.keep_best=0",
-        )
-    ]
 
 
 def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:

@@ -35,13 +35,33 @@ class GuardState:
 
 
 @dataclass(frozen=True)
+class BestSoFar:
+    """The best evaluation so far, by ``evaluation.best``.
+
+    metric: its name. value: None before the first one. step: of it. num_since: evaluations after
+    it, none of which was better.
+    """
+
+    metric: str = ""
+    value: float | None = None
+    step: int = 0
+    num_since: int = 0
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any] | None) -> BestSoFar:
+        """From the output of `dataclasses.asdict`; None: a checkpoint older than it."""
+        return cls(**(tree or {}))
+
+
+@dataclass(frozen=True)
 class TrainState:
     """Optimizer steps done, samples and input tokens read. This is all state outside the engine:
     sample order and random streams are functions of it and the seed. Samples only grow, also when
     a run rolls back to an earlier step (`bigtrain.run.diagnostics.step_guard`).
 
     `phases`: of the data, `bigtrain.data.samples.phases`; one for each change of it, oldest first.
-    `outer_steps`: outer steps done with other sites.
+    `outer_steps`: outer steps done with other sites. `best`: evaluation. `outer_sent`: the fragment
+    that the last outer step has not yet brought to the masters, and the step it was sent after.
     """
 
     step: int = 0
@@ -50,6 +70,8 @@ class TrainState:
     phases: tuple[Phase, ...] = ()
     guard: GuardState = GuardState()
     outer_steps: int = 0
+    best: BestSoFar = BestSoFar()
+    outer_sent: tuple[int, int] | None = None
 
     def after_step(self, plan: BatchPlan) -> TrainState:
         """The state one optimizer step later."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from bigtrain.data.loading.loader import TrainingBatches, open_held_out, open_training_data
+from bigtrain.data.loading.loader import (
+    TrainingBatches,
+    open_held_out,
+    open_held_out_sets,
+    open_training_data,
+)
 from bigtrain.data.shards.block_checksums import NOT_VERIFIED
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import Mesh, open_mesh, warm_up
@@ -20,7 +25,8 @@ from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
 from bigtrain.run.data_verification import verify_data
 from bigtrain.run.diagnostics.prediction import predict
-from bigtrain.run.evaluation.held_out import Evaluator
+from bigtrain.run.evaluation.best import is_over
+from bigtrain.run.evaluation.evaluator import Evaluator
 from bigtrain.run.finish import finish, is_complete, stop_early
 from bigtrain.run.loop import train
 from bigtrain.run.outer_steps import OuterSteps, join_sites
@@ -39,7 +45,7 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
     Returns the exit code. Collective over all ranks of `world`.
     """
     source = weights_source(run.config)
-    weights = source.find(run.config, inputs.hf_config)
+    weights = source.find(run.config, inputs)
     with open_session(run, inputs, world, signals) as session:
         rendezvous = join_sites(session, inputs)
         if run.config.data.verify == "contents":
@@ -58,12 +64,15 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
             engine.close()
             return 0
         state, batches, evaluator = begun
-        outer.begin(state)
+        resumed, state = state, outer.begin(state)
         session.begin_writing(state)
         with Saver(session, engine, inputs.data_hash) as saver:
+            if resumed.step < state.step >= run.config.train.steps:
+                saver.save(state, {})  # other sites have trained to the end without this one
             state, received = train(session, engine, batches, evaluator, state, saver, outer)
         batches.close()
         if received is not None:
+            outer.stop()
             stop_early(session, engine, state, received)
             return EXIT_STOPPED
         outer.close()
@@ -166,8 +175,13 @@ def _begin(
         data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
         batches = open_training_data(*data, datasets=inputs.datasets, device_pin=pin)
         held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)
+        # In the mean over all sets they count only where the data has no held-out documents.
+        weight = 0 if held_out else 1
+        held_out += open_held_out_sets(
+            *data[:3], inputs.held_out_sets, weight=weight, device_pin=pin
+        )
         evaluator = Evaluator(session, engine, held_out)
-        if state.step < run.config.train.steps:
+        if not is_over(run.config, state):
             refuse_small_disk(session, engine)
         # Before any rank writes; a signal from here on takes effect after the first step.
         session.signals.listen()

@@ -170,8 +170,8 @@ def _problem_of(detail: Any) -> Problem:
     rule = str(detail["msg"]).removeprefix("Value error, ")
     value = None if isinstance(detail["input"], (dict, BaseModel)) else detail["input"]
     remedy = ""
-    if detail["type"] == "literal_error":
-        remedy = _meant_value(value, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+    if rule.startswith("Input should be '"):  # one of these
+        remedy = _meant_value(value, re.findall(r"'([^']*)'", rule))
     return Problem(key, value, rule[:1].lower() + rule[1:], remedy or _what_to_write(detail, key))
 
 

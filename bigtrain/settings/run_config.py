@@ -15,13 +15,22 @@ from pydantic import Field, model_validator
 from bigtrain.settings.sections.adapters import AdaptersSection
 from bigtrain.settings.sections.base import NonNegativeInt, Section
 from bigtrain.settings.sections.data import BatchSection, DataSection, SourceSection
+from bigtrain.settings.sections.evaluation import (
+    BestSection,
+    EvaluationSection,
+    HeldOutSetSection,
+)
 from bigtrain.settings.sections.failures import GuardSection, WatchdogSection
-from bigtrain.settings.sections.model import ModelSection, MoeSection, PrecisionSection
+from bigtrain.settings.sections.model import (
+    ModelSection,
+    MoeSection,
+    PrecisionSection,
+    VocabularySection,
+)
 from bigtrain.settings.sections.optimizer import OptimizerSection
 from bigtrain.settings.sections.running import (
     CheckpointSection,
     EngineSection,
-    EvaluationSection,
     LoggingSection,
     OutputSection,
     ParallelSection,
@@ -33,11 +42,13 @@ from bigtrain.settings.sections.training import ScheduleSection, TrainSection
 __all__ = [
     "AdaptersSection",
     "BatchSection",
+    "BestSection",
     "CheckpointSection",
     "DataSection",
     "EngineSection",
     "EvaluationSection",
     "GuardSection",
+    "HeldOutSetSection",
     "LoggingSection",
     "ModelSection",
     "MoeSection",
@@ -53,6 +64,7 @@ __all__ = [
     "SitesSection",
     "SourceSection",
     "TrainSection",
+    "VocabularySection",
     "WatchdogSection",
 ]
 
@@ -110,18 +122,46 @@ class RunConfig(Section):
                 f"model.frozen = {list(self.model.frozen)} has no meaning beside adapters, which "
                 "leave all weights of the model as they are -> leave it out"
             )
+        if self.model.vocabulary is not None:
+            raise ValueError(
+                "model.vocabulary has no meaning beside adapters: the export would name a base "
+                "without the new rows -> grow the base first, by `bigtrain grow`, set model.path "
+                "to what it wrote, and name embedding and head in adapters.modules_to_save"
+            )
         return self
 
     @model_validator(mode="after")
     def _best_is_known(self) -> Self:
         if self.checkpoint.keep_best == 0 or self.checkpoint.every_steps is None:
             return self
-        every, evaluated = self.checkpoint.every_steps, self.evaluation.every_steps
+        every, evaluated = self.checkpoint.every_steps, self.evaluation.best_every_steps
         if evaluated is None or every % evaluated:
+            metric = self.evaluation.best.metric
+            what = "held-out loss" if metric == "held_out_loss" else metric
             raise ValueError(
-                f"checkpoint.keep_best = {self.checkpoint.keep_best} needs a held-out loss at "
-                f"every checkpoint: evaluation.every_steps = {evaluated} must divide "
+                f"checkpoint.keep_best = {self.checkpoint.keep_best} needs a {what} at "
+                f"every checkpoint: {self.evaluation.best_every_key} = {evaluated} must divide "
                 f"checkpoint.every_steps = {every}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sets_have_names_of_their_own(self) -> Self:
+        sets = [one.name for one in self.evaluation.held_out]
+        if twice := sorted({*sets} & {*self.data.names}):
+            raise ValueError(
+                f"evaluation.held_out: a source of the data is called {twice[0]} too -> another "
+                "name"
+            )
+        asked, known = self.evaluation.best.set_name, [*self.data.names, *sets]
+        if asked is not None and (asked not in known or len(known) < 2):
+            raise ValueError(
+                f"evaluation.best.metric = {self.evaluation.best.metric!r}: "
+                + (
+                    f"there is no set {asked} -> one of {', '.join(known)}"
+                    if asked not in known
+                    else f"{asked} is the only set -> leave /{asked} out"
+                )
             )
         return self
 

@@ -24,8 +24,13 @@ NOT_PURE = {
     "bigtrain.launchers.doctor.collective_probe",
     "bigtrain.launchers.rendezvous_server",
 }
-# The one place below that takes a library, when it is called.
-LAZILY = {"bigtrain.system.files": {"xxhash"}}
+# The places below that take a library, when they are called.
+LAZILY = {
+    "bigtrain.system.files": {"xxhash"},
+    "bigtrain.system.storage.fsspec_store": {"fsspec"},
+    "bigtrain.system.storage.http_store": {"requests", "urllib3"},
+    "bigtrain.system.storage.object_store": {"obstore"},
+}
 # Folders and loose files of bigtrain/ from the ground up. What stands in one line may not import
 # each other; within a folder the circles are looked for.
 FLOORS = (
@@ -206,6 +211,10 @@ def test_only_models_import_peft() -> None:
     importers = importers_of("peft")
     assert {name for name in importers if not name.startswith("bigtrain.models.")} == set()
     assert importers, "nobody imports peft: this test looks in the wrong place"
+
+
+def test_one_file_imports_lm_eval() -> None:
+    assert importers_of("lm_eval") == {"bigtrain.models.lm_eval_tasks"}
 
 
 def importers_of(library: str) -> set[str]:

@@ -28,10 +28,11 @@ DISTRIBUTIONS = {"yaml": "pyyaml"}
 # Imported only where an extra of pyproject.toml brought them.
 OPTIONAL = {
     Requirement(text).name.replace("-", "_")
-    for text in PROJECT["project"]["optional-dependencies"]["gpu"]
+    for extra in ("gpu", "eval", "sites")
+    for text in PROJECT["project"]["optional-dependencies"][extra]
 }
 # Imported only together with the distribution that brings them.
-BROUGHT_ALONG = {"pyarrow": "datasets", "huggingface_hub": "transformers"}
+BROUGHT_ALONG = {"urllib3": "requests", "pyarrow": "datasets", "huggingface_hub": "transformers"}
 
 
 # With these the tests are not run, so their lower bounds are only what is known to work.

@@ -5,6 +5,7 @@ Hub names are directories of these names in the folder where the runs start, as 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -95,3 +96,8 @@ def test_it_trains_and_exports(folder: Path, name: str) -> None:
     assert "same logits" in call(folder, sys.executable, program, *words)
     written = "adapter_config.json" if is_adapted else "config.json"
     assert (folder / "runs" / name / "hf" / written).is_file()
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    # One process sends nothing to others, and says so.
+    sent = [json.loads(line).get("optimizer_exchange") for line in lines if '"loss"' in line]
+    assert sent
+    assert set(map(str, sent)) == {"{'sent_bytes': 0.0}" if name.endswith("_muon") else "None"}

@@ -49,7 +49,7 @@ def test_the_sections_are_read() -> None:
     for pattern, split in patterns.items():
         section = OptimizerSection(type="muon", lr=1e-3, muon={"split": {pattern: split}})
         model = empty_model(load_hf_config(ModelSection(config=MODELS[pattern])))
-        assert check_matrices(model, section.muon) == []
+        assert check_matrices(model, section) == []
 
 
 LINES = [line for block in blocks("bash") for line in block.splitlines()]

@@ -158,6 +158,55 @@ def test_goes_on_at_another_topology(
         assert_close(found[name], tensor, rtol=0, atol=1e-5)
 
 
+FILES = ("adapter_model.safetensors", "adapter_config.json")
+CARRIED = [
+    pytest.param("zero0", 1, (), id="one process"),
+    pytest.param("zero3", 2, (), id="ZeRO 3", marks=pytest.mark.slow),
+    pytest.param("zero1", 2, ("parallel.tensor=2",), id="TP 2"),
+    pytest.param("zero3", 2, ("parallel.tensor=2",), id="ZeRO 3, TP 2", marks=pytest.mark.slow),
+    pytest.param(
+        *("zero1", 2, ("parallel.pipeline=2", "batch.micro_batch_size=2")),
+        id="PP 2",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("engine", "num_processes", "parallel"), CARRIED)
+def test_files_have_the_same_bytes(
+    engine: str,
+    num_processes: int,
+    parallel: tuple[str, ...],
+    adapted: Path,
+    inputs: Inputs,
+    base: Path,
+    tmp_path: Path,
+) -> None:
+    """Of equal adapters: topologies add up in other orders, so a trained state is carried over by
+    its checkpoint, and a last step is made that is too small for a float32 of its size."""
+    run, before = tmp_path / "run", snapshot(base)
+    shutil.copytree(adapted, run)
+    shutil.rmtree(run / "hf")
+    small = (f"train.steps={STEPS + 1}", "optimizer.lr=1e-30")
+    allowed = "checkpoint.allow_changes=[train.steps,optimizer.lr]"
+    finished = start(inputs, base, run, engine, num_processes, *parallel, *small, allowed)
+    assert finished.code == 0, finished.output
+    assert f"resumed at step {STEPS} " in finished.output
+    assert list(metrics(run)) == list(range(1, STEPS + 2))
+    export = ["export", "--run", str(run)]
+    assert bigtrain([*export, "--output", str(tmp_path / "adapter")]) == 0
+    for name in FILES:
+        expected = (adapted / "hf" / name).read_bytes()
+        assert (run / "hf" / name).read_bytes() == expected
+        assert (tmp_path / "adapter" / name).read_bytes() == expected
+    for trained, output in ((adapted, "expected"), (run, "merged")):
+        words = ["export", "--run", str(trained), "--merge", "--output", str(tmp_path / output)]
+        assert bigtrain(words) == 0
+    merged, expected = (tmp_path / name / "model.safetensors" for name in ("merged", "expected"))
+    assert merged.read_bytes() == expected.read_bytes()
+    assert snapshot(base) == before
+
+
 def test_another_base_is_refused(adapted: Path, inputs: Inputs, base: Path, tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     shutil.copytree(adapted, run)

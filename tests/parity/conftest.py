@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
+from math import prod
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
 
 import pytest
 
@@ -103,6 +107,29 @@ def hf_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+Grid = list[tuple[int, str, int, dict[str, int]]]
+
+
+def grid() -> Grid:
+    """(processes, engine, accumulation, degrees) of ZeRO 0 to 3 x offload x tensor x sequence x
+    accumulation, and of what of it stages go with: ZeRO 0 and 1, without offload and without
+    sequence parallelism (`settings/compatibility` refuses the rest)."""
+    engines = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+    points: list[tuple[str, dict[str, int]]] = [
+        (engine, {"tensor": tensor, "sequence": sequence})
+        for engine, tensor, sequence in product(engines, (1, 2), (1, 2))
+    ]
+    points += [
+        (engine, {"pipeline": 2, "tensor": tensor})
+        for engine, tensor in product(("zero0", "pipeline_zero1"), (1, 2))
+    ]
+    return [
+        (max(2, prod(degrees.values())), engine, accumulation, degrees)
+        for (engine, asked), accumulation in product(points, (1, 4))
+        for degrees in [{axis: size for axis, size in asked.items() if size > 1}]
+    ]
+
+
 def train_cases(world_size: int, cases: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Train `cases` in a world of `world_size` processes; results by case name."""
     (directory / "cases.json").write_text(json.dumps(cases))
@@ -110,3 +137,44 @@ def train_cases(world_size: int, cases: dict[str, Any], directory: Path) -> dict
     run_script(world_size, WORKER, directory / "cases.json", output)
     results: dict[str, Any] = json.loads(output.read_text())
     return results
+
+
+class Trained(Protocol):
+    """A case that so many processes train under a shipped engine."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def engine(self) -> str: ...
+
+
+AnyCase = TypeVar("AnyCase", bound=Trained)
+
+
+def train_and_save(
+    cases: Iterable[AnyCase],
+    config_of: Callable[[AnyCase], dict[str, Any]],
+    directory: Path,
+    job_of: Callable[[AnyCase], dict[str, Any]] = lambda _: {},
+    also: Mapping[int, dict[str, Any]] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Train each case to its end, all of one number of processes in one world; its state is saved
+    as ``directory / NAME``. job_of: what the worker is told of it besides. also: other jobs by
+    number of processes. Returns the results by name, and the directory."""
+    jobs = {size: dict(more) for size, more in also.items()}
+    for case in cases:
+        jobs.setdefault(case.world_size, {})[case.name] = {
+            "config": config_of(case),
+            "deepspeed_config": case.engine,
+            "save_at": STEPS,
+            "save_to": str(directory / case.name),
+            **job_of(case),
+        }
+    found: dict[str, Any] = {}
+    for world_size in sorted(jobs):
+        place = directory / f"world{world_size}"
+        place.mkdir()
+        found |= train_cases(world_size, jobs[world_size], place)
+    return {"results": found, "directory": directory}

@@ -1,14 +1,21 @@
-"""Optimizers of plain PyTorch, for `tests.parity.plain.train`: each of whole masters by name."""
+"""Optimizers of plain PyTorch, for `tests.parity.plain.train`: each of whole masters by name.
+
+Of bigtrain there is only `Together`, which sets two rates and steps twice: the engine has no part
+of it.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from bigtrain.parity.optimizers import Together
 from tests.parity.plain import adamw
 
 HIDDEN = r".*layers\.\d+\..*(proj|dense|dense_h_to_4h|dense_4h_to_h|key_value)(\.weight)?"
@@ -26,18 +33,70 @@ def zeropower(grad: torch.Tensor, coefficients: Any, num_steps: int, eps: float)
     return x.T if grad.size(0) > grad.size(1) else x
 
 
-class Together:
-    """Several optimizers that step together, one of them at a rate in proportion."""
+Keep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""What is kept of a state, from its float32 value and the gradient."""
 
-    def __init__(self, parts: Sequence[tuple[Any, float]]) -> None:
-        self._parts = parts
+
+def in_float32(value: torch.Tensor, _gradient: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def in_bfloat16(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Up or down to a neighbour that bfloat16 has, by lowbias32 of the bits of both (Wellons)."""
+    bits, x = (t.contiguous().numpy().view(np.uint32) for t in (value, gradient))
+    x = x * np.uint32(3) ^ bits
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
+    up = bits + (x & np.uint32(0xFFFF))
+    return torch.from_numpy((up & np.uint32(0xFFFF0000)).view(np.float32))
+
+
+class Kept:
+    """One of torch's optimizers, whose states are `keep`s of what each step makes of them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, keep: Keep) -> None:
+        self._optimizer, self._keep = optimizer, keep
+        self.param_groups = optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._optimizer.step()
+        for master, state in self._optimizer.state.items():
+            for moment in (state["exp_avg"], state["exp_avg_sq"]):
+                moment.copy_(self._keep(moment, master.grad))
+
+
+def kept_adamw(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Kept:
+    return Kept(adamw(list(masters.values()), section), in_bfloat16)
+
+
+class KeptMuon:
+    """Muon as torch has it, with momentum in bfloat16 and iterations in float32: of whole
+    masters."""
+
+    def __init__(self, masters: Sequence[torch.Tensor], weight_decay: float) -> None:
+        self._masters, self._decay = masters, weight_decay
+        self._moments = [torch.zeros_like(master) for master in masters]
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
 
+    @torch.no_grad()
     def step(self) -> None:
-        for optimizer, ratio in self._parts:
-            for group in optimizer.param_groups:
-                group["lr"] = self.param_groups[0]["lr"] * ratio
-            optimizer.step()
+        lr = self.param_groups[0]["lr"]
+        for master, moment in zip(self._masters, self._moments, strict=True):
+            assert master.grad is not None
+            moment.copy_(in_bfloat16(moment.lerp(master.grad, 0.05), master.grad))
+            update = master.grad.lerp(moment, 0.95)
+            update = zeropower(update, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+            master.mul_(1 - lr * self._decay)
+            master.add_(update, alpha=-0.2 * lr * math.sqrt(max(master.shape)))
+
+
+def kept_muon(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Together:
+    """Muon and AdamW with states in bfloat16, of a model without experts."""
+    hidden = [name for name in masters if re.fullmatch(HIDDEN, name) and masters[name].ndim == 2]
+    rest = {name: tensor for name, tensor in masters.items() if name not in hidden}
+    matrices = KeptMuon([masters[name] for name in hidden], section.get("weight_decay", 0.1))
+    return Together([(matrices, 1.0), (kept_adamw(rest, section), 1.0)])
 
 
 class SlicedMuon:
@@ -101,8 +160,8 @@ def muon(masters: dict[str, torch.Tensor], section: dict[str, Any], splits: Any 
 class _Lion:
     """Algorithm 2 of Chen et al. 2023, word by word."""
 
-    def __init__(self, masters: list[torch.Tensor], section: dict[str, Any]) -> None:
-        self._masters = masters
+    def __init__(self, masters: list[torch.Tensor], section: dict[str, Any], keep: Keep) -> None:
+        self._masters, self._keep = masters, keep
         self._betas = section.get("betas", (0.9, 0.99))
         self._decay = section.get("weight_decay", 0.1)
         self._moments = [torch.zeros_like(master) for master in masters]
@@ -115,11 +174,15 @@ class _Lion:
             g = master.grad
             c = self._betas[0] * m + (1 - self._betas[0]) * g
             master -= lr * (torch.sign(c) + decay * master)
-            m.copy_(self._betas[1] * m + (1 - self._betas[1]) * g)
+            m.copy_(self._keep(self._betas[1] * m + (1 - self._betas[1]) * g, g))
 
 
 def lion(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
-    return _Lion(list(masters.values()), section)
+    return _Lion(list(masters.values()), section, in_float32)
+
+
+def kept_lion(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
+    return _Lion(list(masters.values()), section, in_bfloat16)
 
 
 def adafactor(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
@@ -129,5 +192,6 @@ def adafactor(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
         [
             {"params": [p for p in masters.values() if p.ndim >= 2], "weight_decay": decay},
             {"params": [p for p in masters.values() if p.ndim < 2], "weight_decay": 0.0},
-        ]
+        ],
+        eps=(section.get("adafactor", {}).get("eps1"), 1e-3),
     )

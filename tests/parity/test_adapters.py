@@ -26,7 +26,15 @@ from bigtrain.models.weights.lazy_tensors import LazyTensor
 from bigtrain.run.session import step_seed
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
 from bigtrain.settings.topology import Coordinates
-from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_cases
+from tests.parity.conftest import (
+    ARCHITECTURES,
+    SEED,
+    STEPS,
+    grid,
+    llama,
+    run_config,
+    train_cases,
+)
 from tests.parity.plain import Spread, Training, orders, plain_training, root_mean_square
 
 pytestmark = [
@@ -54,6 +62,8 @@ LORA: dict[str, dict[str, Any]] = {
         "target_parameters": ["gate_up_proj", "down_proj"],
     },
     "dense_of_moe": {"rank": 4, "alpha": 16, "targets": "all-linear"},
+    "mlp_of_moe": {"rank": 2, "alpha": 8, "targets": "mlp"},
+    "attention": {"rank": 4, "alpha": 16, "targets": "attention"},
 }
 PEFT: dict[str, LoraConfig] = {
     "llama": LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
@@ -74,6 +84,8 @@ PEFT["qwen3_moe"] = LoraConfig(
     task_type="CAUSAL_LM",
 )
 PEFT["dense_of_moe"] = replace(PEFT["qwen3_moe"], r=4, lora_alpha=16, target_parameters=None)
+PEFT["mlp_of_moe"] = replace(PEFT["qwen3_moe"], target_modules=[])
+PEFT["attention"] = replace(PEFT["llama"], target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 PEFT |= {"odd": PEFT["llama"], "phi3": PEFT["llama"]}
 PEFT["first"] = replace(PEFT["llama"], target_modules=r"model\.layers\.0\..*_proj")
 MODELS: dict[str, dict[str, Any]] = {
@@ -84,6 +96,8 @@ MODELS: dict[str, dict[str, Any]] = {
     # One pipeline stage has nothing to train.
     "first": llama(),
     "dense_of_moe": ARCHITECTURES["qwen3_moe"],
+    "mlp_of_moe": ARCHITECTURES["qwen3_moe"],
+    "attention": llama(),
 }
 """Beside those of `hf_directories`."""
 
@@ -144,6 +158,8 @@ CASES = [
     Case(2, "zero3", "phi3", degrees={"tensor": 2}),
     Case(2, "zero0", accumulation=1, degrees={"tensor": 2}, sections=DROPOUT | RECOMPUTE),
     Case(2, "zero2", "qwen3_moe"),
+    Case(2, "zero2", "mlp_of_moe", slow=True),
+    Case(2, "zero3", "attention", degrees={"tensor": 2}, slow=True),
     *(
         Case(size, engine, "qwen3_moe", accumulation, degrees, sections, slow=True)
         for engine in ("zero0", "zero1", "zero2", "zero2_offload")
@@ -232,6 +248,11 @@ CASES = [
             ({"sequence": 2}, RECOMPUTE),
         )
     ),
+]
+CASES += [
+    case
+    for case in (Case(size, e, "odd", a, d, slow=True) for size, e, a, d in grid())
+    if case.name not in {known.name for known in CASES}
 ]
 
 

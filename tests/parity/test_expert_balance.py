@@ -23,7 +23,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.run_config import ModelSection
-from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_cases
+from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_and_save
 from tests.parity.plain import Training, divided, plain_training
 from tests.parity.test_expert_parallel import MODELS as EXPERT_MODELS
 from tests.parity.test_zero_stages import LOSS, NORM
@@ -140,26 +140,13 @@ def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str,
 def train(
     dataset: Path, directories: dict[str, Path], directory: Path, *, slow: bool
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for world_size in sorted({case.world_size for case in CASES if case.slow == slow}):
-        place = directory / f"world{world_size}"
-        place.mkdir()
-        jobs = {
-            case.name: {
-                "config": config_of(case, dataset, directories),
-                "deepspeed_config": case.engine,
-                "save_at": STEPS,
-                "save_to": str(directory / case.name),
-                "skipped": [SKIPPED],
-                "observe": True,
-            }
-            for case in CASES
-            if case.slow == slow and case.world_size == world_size
-        }
-        if world_size == 2 and not slow:
-            jobs |= more_jobs(dataset, directories, directory)
-        found |= train_cases(world_size, jobs, place)
-    return {"results": found, "directory": directory}
+    return train_and_save(
+        [case for case in CASES if case.slow == slow],
+        lambda case: config_of(case, dataset, directories),
+        directory,
+        lambda _: {"skipped": [SKIPPED], "observe": True},
+        {} if slow else {2: more_jobs(dataset, directories, directory)},
+    )
 
 
 def more_jobs(data: Path, directories: dict[str, Path], directory: Path) -> dict[str, Any]:

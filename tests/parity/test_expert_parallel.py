@@ -19,7 +19,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import try_model
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.settings.run_config import ModelSection, RunConfig
-from tests.parity.conftest import STEPS, run_config, train_cases
+from tests.parity.conftest import run_config, train_and_save
 from tests.parity.expert_models import (
     BIASES,
     COEFFICIENT,
@@ -141,23 +141,12 @@ def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str,
 def train(
     dataset: Path, directories: dict[str, Path], directory: Path, *, slow: bool
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for world_size in sorted({case.world_size for case in CASES if case.slow == slow}):
-        place = directory / f"world{world_size}"
-        place.mkdir()
-        jobs = {
-            case.name: {
-                "config": config_of(case, dataset, directories),
-                "deepspeed_config": case.engine,
-                "save_at": STEPS,
-                "save_to": str(directory / case.name),
-                "watch_routing": True,
-            }
-            for case in CASES
-            if case.slow == slow and case.world_size == world_size
-        }
-        found |= train_cases(world_size, jobs, place)
-    return {"results": found, "directory": directory}
+    return train_and_save(
+        [case for case in CASES if case.slow == slow],
+        lambda case: config_of(case, dataset, directories),
+        directory,
+        lambda _: {"watch_routing": True},
+    )
 
 
 @pytest.fixture(scope="module")

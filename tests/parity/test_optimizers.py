@@ -17,16 +17,20 @@ import torch
 from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.settings.run_config import ModelSection
-from tests.parity import plain_optimizers
+from bigtrain.models.traced_costs import model_costs
+from bigtrain.planner.run_layout import layout_of
+from bigtrain.planner.stages import matrix_exchange, stages_of
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import ModelSection, RunConfig
+from tests.parity import one_file_optimizer, plain_optimizers
 from tests.parity.conftest import (
     ARCHITECTURES,
     SEED,
-    STEPS,
     VOCAB_SIZE,
+    grid,
     llama,
     run_config,
-    train_cases,
+    train_and_save,
 )
 from tests.parity.plain import (
     Spread,
@@ -79,6 +83,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     },
     "lion": {"type": "lion", "lr": 3e-4},
     "adafactor": {"type": "adafactor", "lr": 1e-2},
+    "signum": {"type": "signum", "lr": 3e-4},
 }
 
 
@@ -118,6 +123,8 @@ CASES = [
     Case(2, "pipeline_zero1", degrees={"pipeline": 2}),
     Case(2, "zero2", "lion"),
     Case(2, "zero2", accumulation=4),
+    Case(2, "zero2", "signum", accumulation=4),
+    Case(2, "zero3", "signum", degrees={"tensor": 2}, slow=True),
     Case(2, "zero1", degrees={"sequence": 2}),
     Case(1, "zero0", "adafactor", slow=True),
     Case(2, "zero2", "adafactor", slow=True),
@@ -157,8 +164,14 @@ CASES = [
         for degrees in ({}, {"tensor": 2}, {"sequence": 2})
     ),
 ]
+CASES += [
+    case
+    for case in (Case(size, e, "muon", "llama", a, d, slow=True) for size, e, a, d in grid())
+    if case.name not in {known.name for known in CASES}
+]
 
 
+ONE_FILE = {"optimizer_module": one_file_optimizer.__name__}
 BFLOAT16 = Case(2, "zero2", "muon bf16", accumulation=4)
 
 
@@ -187,23 +200,12 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def train(
     dataset: Path, directories: dict[str, Path], directory: Path, *, slow: bool
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    cases = [case for case in CASES if case.slow == slow] + ([] if slow else [BFLOAT16])
-    for world_size in sorted({case.world_size for case in cases}):
-        place = directory / f"world{world_size}"
-        place.mkdir()
-        jobs = {
-            case.name: {
-                "config": config_of(case, dataset, directories),
-                "deepspeed_config": case.engine,
-                "save_at": STEPS,
-                "save_to": str(directory / case.name),
-            }
-            for case in cases
-            if case.world_size == world_size
-        }
-        found |= train_cases(world_size, jobs, place)
-    return {"results": found, "directory": directory}
+    return train_and_save(
+        [case for case in CASES if case.slow == slow] + ([BFLOAT16] if slow else []),
+        lambda case: config_of(case, dataset, directories),
+        directory,
+        lambda case: ONE_FILE if case.optimizer == one_file_optimizer.NAME else {},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +217,8 @@ def trained(
 
 def expected_of(case: Case, dataset: Path, directories: dict[str, Path], **options: Any) -> Any:
     config = config_of(case, dataset, directories)
-    make: Any = getattr(plain_optimizers, case.optimizer.partition(" ")[0])
+    owner = one_file_optimizer if case.optimizer == one_file_optimizer.NAME else plain_optimizers
+    make: Any = getattr(owner, case.optimizer.partition(" ")[0])
     if make is plain_optimizers.muon:
         heads = torch.arange(96).view(4, 3, 8)
         splits = {"attention.query_key_value.weight": [heads[:, n].flatten() for n in range(3)]}
@@ -266,6 +269,33 @@ def test_equals_plain_training_everywhere(
     compare(case, dataset, directories, slow_trained)
 
 
+COUNTED = [
+    case
+    for case in CASES
+    if not case.slow and case.optimizer.startswith("muon") and case.model == "llama"
+]
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
+def test_counted_bytes_are_the_planners(
+    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+) -> None:
+    """The mean over ranks. Where ZeRO 1 and 2 cut the flat model in two, the formula's equal parts
+    are a guess: nothing of a matrix may be at its owner, or all of it."""
+    config = RunConfig.model_validate(config_of(case, dataset, directories))
+    layout = layout_of(resolve_run(config, case.world_size, case.engine, "cpu"))
+    costs, _ = model_costs(config)
+    stages = stages_of(costs, layout.pipeline_size, True)
+    expected = [stage.num_alike * sum(matrix_exchange(stage, costs, layout)) for stage in stages]
+    counted = trained["results"][case.name]["optimizer_sent_bytes"]
+    mean = sum(expected) / layout.pipeline_size
+    if layout.zero_stage in (1, 2) and layout.partition_size > 1:
+        assert 0 <= counted <= 2 * mean
+    else:
+        assert counted == mean
+    assert (counted > 0) == (case.world_size > layout.pipeline_size)
+
+
 def test_a_part_on_its_own_would_show(dataset: Path, directories: dict[str, Path]) -> None:
     """Half of the rows of a matrix, orthogonalized without the others, is another update: far
     beyond what the comparison allows, in the losses as in the weights."""
@@ -289,8 +319,9 @@ def test_a_part_on_its_own_would_show(dataset: Path, directories: dict[str, Path
     assert max(abs(a - b) for a, b in zip(whole.losses, parts.losses, strict=True)) > 100 * LOSS
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_far_as_torch_is_from_itself(
-    dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+    dataset: Path, directories: dict[str, Path], slow_trained: dict[str, Any]
 ) -> None:
     """torch's iteration in bfloat16 makes of a gradient's last bits the third digit of an update:
     torch's own runs that add up in other orders are as far apart as ours is from them."""
@@ -307,8 +338,8 @@ def test_bfloat16_is_as_far_as_torch_is_from_itself(
         for chunks in orders()
     ]
     spread = Spread.of(runs)
-    result = trained["results"][case.name]
-    weights = read_full_masters(trained["directory"] / case.name / "tensors")
+    result = slow_trained["results"][case.name]
+    weights = read_full_masters(slow_trained["directory"] / case.name / "tensors")
     assert max(abs(a - b) for a, b in zip(result["losses"], spread.losses, strict=True)) <= (
         2 * spread.loss
     )

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import cache, partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,16 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.data.loading.loader import open_training_data
+from bigtrain.data.shards.shard_table import read_table
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.fragments import MASTER, ensure_optimizer_states, owned_fragments
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_engine, save_engine
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
 from bigtrain.engine.optimizers.skip_step import StepStats
 from bigtrain.engine.sites.outer_step import OuterStep
+from bigtrain.engine.sites.server_step import ServerStep
 from bigtrain.engine.sites.site_rendezvous import SiteRendezvous
+from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.train_engine import TrainEngine
@@ -43,7 +47,13 @@ from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.parallel.stage_layout import StagePlan
-from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.models.weights.import_hf import Weights, find_weights
+from bigtrain.models.weights.vocabulary import (
+    Growth,
+    base_configuration,
+    grown_configuration,
+    grown_weights,
+)
 from bigtrain.run.session import step_seed
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.lr_schedule import learning_rate_at
@@ -55,20 +65,25 @@ from tests.parity.routing import Choices, checksum
 
 
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
+    if "optimizer_module" in case:
+        import_module(case["optimizer_module"]).register()
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world.size, case["deepspeed_config"], device.type)
     if "optimizer" in case:
         run.engine.deepspeed["optimizer"] = case["optimizer"]
         run.engine.deepspeed["zero_allow_untested_optimizer"] = True
     mesh = open_mesh(run.topology, world.rank)
-    hf_config = load_hf_config(config.model)
+    tokens = read_table(Path(str(config.data.path))).tokenizer.vocab_size
+    hf_config, growth = grown_configuration(config.model, load_hf_config(config.model), tokens)
     model_plan = model_plan_of(config, run.plan)
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, model_plan)
-    outer = None
-    if config.sites is not None:
+    outer: OuterStep | ServerStep | None = None
+    if config.sites is not None and config.sites.server is not None:
+        outer = ServerStep(engine, config.sites, world, case.get("facts", {}))
+    elif config.sites is not None:
         outer = OuterStep(engine, SiteRendezvous.join(config.sites, world, case.get("facts", {})))
     if config.model.path is not None:
-        read_weights(engine, find_weights(config.model.path, hf_config))
+        read_weights(engine, weights_of(config, hf_config, growth))
     place = mesh.coordinates
     batches = open_training_data(config, run.plan, place.data_rank)
     losses, norms, samples = [], [], []
@@ -79,16 +94,17 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     calls: dict[str, dict[str, int]] = {}
     outer_steps: list[dict[str, Any]] = []
     keep_weights(engine, case, 0, world)
-    first = case.get("first_step", 0)
+    first, scalars = case.get("first_step", 0), {}
     if first:
         scalars = json.loads(Path(case["restore_from"], "scalars.json").read_text())
         restore_engine(engine, Path(case["restore_from"], "tensors"), scalars)
     if outer is not None:
         assert config.sites is not None
-        outer.begin(first // config.sites.inner_steps, is_new=first == 0)
+        number = first // config.sites.steps_between
+        outer.begin(number, first, is_new=first == 0, under_way=scalars.get("under_way"))
     if first:
         if "save_again_to" in case:
-            save(engine, Path(case["save_again_to"]), world)
+            save(engine, Path(case["save_again_to"]), world, outer)
     if case.get("save_at") == 0:
         save(engine, Path(case["save_to"]), world)
     last = case.get("last_step", config.train.steps) - 1
@@ -112,11 +128,14 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         assert result.figures is not None
         assert math.isclose(result.figures.grad_norm, norms[-1], rel_tol=1e-6)
         graphs.append(counters["stats"]["unique_graphs"])
-        if outer is not None and config.sites.is_due(step + 1, config.train.steps):
-            outer_steps.append(asdict(outer.step()))
+        if outer is not None and outer.is_due(step + 1, config.train.steps):
+            outer_steps += map(asdict, outer.after_step(step + 1, config.train.steps))
         if step + 1 == case.get("save_at"):
-            save(engine, Path(case["save_to"]), world)
+            if outer is not None:
+                outer_steps += map(asdict, outer.settle())
+            save(engine, Path(case["save_to"]), world, outer)
         keep_weights(engine, case, step + 1, world)
+    sent_bytes = engine.optimizer_sent_bytes()
     batches.close()
     engine.close()
     if outer is not None:
@@ -131,10 +150,20 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "outer_steps": outer_steps,
         "samples": samples_of_steps(samples, place.data_rank, world),
         "secondary_size": secondary_size(),
+        "optimizer_sent_bytes": sent_bytes,
     }
     if choices is not None:
         found["choices"] = choices.of_all_ranks(samples, place.sequence_rank)
     return found if masks is None else found | {"masks": masks.of_all_processes()}
+
+
+def weights_of(config: RunConfig, hf_config: Any, growth: Growth | None) -> Weights:
+    """Those that the run starts from."""
+    assert config.model.path is not None
+    if growth is None:
+        return find_weights(config.model.path, hf_config)
+    base = find_weights(config.model.path, base_configuration(hf_config, growth))
+    return grown_weights(base, hf_config, growth, config.model, config.seed, on_main_rank)
 
 
 def secondary_size() -> int | None:
@@ -199,7 +228,6 @@ def keep_weights(engine: TrainEngine, case: dict[str, Any], step: int, world: Wo
     own = [
         (fragment.name, fragment.shard.shape, offsets, view.detach().clone())
         for fragment in owned_fragments(engine.engine, engine.module)
-        if fragment.shard.primary
         for offsets, view in fragment.parts(MASTER)
     ]
     if is_new:
@@ -212,7 +240,8 @@ def keep_weights(engine: TrainEngine, case: dict[str, Any], step: int, world: Wo
             whole = full.setdefault(name, torch.full(shape, torch.nan))
             where = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
             held = whole[where]
-            assert held.isnan().all() or torch.equal(held, part), f"{name} differs by replica"
+            known = ~held.isnan()
+            assert torch.equal(held[known], part[known]), f"{name} differs by rank"
             whole[where] = part
         torch.save(full, file)
 
@@ -283,11 +312,15 @@ def samples_of_steps(own: list[list[int]], data_rank: int, world: World) -> list
     return [sorted(chain.from_iterable(parts)) for parts in zip(*replicas, strict=True)]
 
 
-def save(engine: TrainEngine, directory: Path, world: World) -> None:
+def save(
+    engine: TrainEngine, directory: Path, world: World, outer: OuterStep | ServerStep | None = None
+) -> None:
     if world.is_main:
         directory.mkdir(parents=True)
     dist.barrier()
     scalars = save_engine(engine, directory / "tensors")
+    if outer is not None:
+        scalars["under_way"] = outer.under_way
     if world.is_main:
         (directory / "scalars.json").write_text(json.dumps(scalars))
     dist.barrier()

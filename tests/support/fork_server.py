@@ -326,4 +326,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose datasets.py is not the library
     main()

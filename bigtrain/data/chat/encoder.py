@@ -8,6 +8,11 @@ last token of a block, it marks everything after it, and where it does not find 
 further block: here the tokens that hold characters of the block are marked. A message of
 ``weight: 0`` is not marked.
 
+A prompt and its completion that are plain text (`completion_bytes`) are encoded as they stand, as
+TRL's SFTTrainer encodes them: after the special tokens that the tokenizer begins every text with,
+before one end-of-document token. Marked is what follows the tokens that the text has in common with
+the prompt alone, the end included.
+
 Conversations are encoded in batches. The characters of each token follow from the tokens' bytes;
 where these do not add up to the text (a normalizer changed it), the conversation is encoded again
 by the reference tokenizer, which returns offsets.
@@ -56,11 +61,23 @@ class EncodedChats:
 @dataclass(frozen=True)
 class _Rendered:
     """A conversation as text, the assistant's character ranges of it, and the template's control
-    tokens where not every control token's text is one."""
+    tokens where not every control token's text is one. `prompt`: what `text` begins with, where it
+    is plain text."""
 
     text: str
     spans: Spans = ()
     control: Spans | None = None
+    prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class TextEnds:
+    """What a tokenizer begins every text with by itself, and the token that ends a document, with
+    the letters of it."""
+
+    prefix: tuple[int, ...]
+    end_id: int
+    end_text: str
 
 
 @dataclass
@@ -69,17 +86,21 @@ class ChatEncoder:
 
     `encoder` adds no ends and parses special tokens; so does `reference`, which says what it should
     have found. With `trusted` the text of control tokens in a conversation makes control tokens.
+    `template`: None where only plain text can be encoded. `plain_ends`: what plain text begins and
+    ends with.
     """
 
     encoder: Encoder
     reference: Encoder
-    template: ChatTemplate
+    template: ChatTemplate | None
     trusted: bool
+    plain_ends: TextEnds | None = None
 
     def __post_init__(self) -> None:
         assert self.encoder.parse_special_tokens
         assert self.encoder.end_of_document_id is None
-        self.control = ControlTokens(self.encoder.tokenizer_json, self.template.literals)
+        literals = () if self.template is None else self.template.literals
+        self.control = ControlTokens(self.encoder.tokenizer_json, literals)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_token_bytes"}
@@ -102,13 +123,16 @@ class ChatEncoder:
         if checks is not None:
             checks.run(self.encoder, self.reference, texts, encoded)
         mask, slow = self._mask(encoded.tokens, encoded.lengths, rendered, texts)
+        prompts = self._prompts(rendered)
         ends = np.cumsum(encoded.lengths)
         parts = []
         for number, chat in enumerate(rendered):
             low, high = int(ends[number] - encoded.lengths[number]), int(ends[number])
             tokens, own_mask = encoded.tokens[low:high], mask[low:high]
             try:
-                if slow[number]:
+                if number in prompts:
+                    tokens, own_mask = self._completion(chat, tokens, prompts[number])
+                elif slow[number]:
                     tokens, own_mask = self._encode_slowly(chat)
                 if number not in problems and not own_mask[1:].any():
                     raise ConversationError("there is no token of an assistant to learn from")
@@ -125,7 +149,50 @@ class ChatEncoder:
             tuple(sorted(problems.items())),
         )
 
+    def _prompts(self, rendered: Sequence[_Rendered]) -> dict[int, list[int]]:
+        """Of each that is plain text the tokens of its prompt alone."""
+        known = {number: chat for number, chat in enumerate(rendered) if chat.prompt is not None}
+        quick = {number: chat for number, chat in known.items() if chat.control is None}
+        found = self.encoder.encode_utf8([(c.prompt or "").encode() for c in quick.values()])
+        parts = np.split(found.tokens, np.cumsum(found.lengths)[:-1]) if quick else []
+        prompts = {n: part.tolist() for n, part in zip(quick, parts, strict=True)}
+        for number in known.keys() - quick.keys():
+            chat = known[number]
+            prompts[number] = self.control.encode(chat.prompt or "", chat.control)[0].tolist()
+        return prompts
+
+    def _completion(
+        self, chat: _Rendered, tokens: npt.NDArray[np.integer[Any]], prompt: list[int]
+    ) -> tuple[Integers, Mask]:
+        """Tokens and mask of plain text, whose `tokens` are known where no control token is in it.
+
+        As TRL's, also where a token holds the end of the prompt and the begin of the completion.
+        """
+        assert self.plain_ends is not None
+        if chat.control is not None:
+            tokens, _ = self.control.encode(chat.text, chat.control)
+        ids = tokens.tolist()
+        pairs = zip(ids, prompt, strict=False)
+        common = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(prompt)))
+        begin = self.plain_ends.prefix
+        whole = np.array([*begin, *ids, self.plain_ends.end_id], np.int64)
+        return whole, np.arange(len(whole)) >= len(begin) + common
+
+    def _render_plain(self, prompt: str, completion: str) -> _Rendered:
+        assert self.plain_ends is not None
+        # Data that was made for others may bring the end along, in letters.
+        text = prompt + completion.removesuffix(self.plain_ends.end_text)
+        doubtful = self.control.are_normalized or self.control.could_be_from([prompt, completion])
+        return _Rendered(text, (), () if doubtful and not self.trusted else None, prompt)
+
     def _render(self, conversation: dict[str, Any]) -> _Rendered:
+        if "prompt" in conversation:
+            return self._render_plain(conversation["prompt"], conversation["completion"])
+        if self.template is None:
+            raise ConversationError(
+                "it is of messages, and the tokenizer has no chat template -> give one: "
+                "--chat-template FILE"
+            )
         messages, tools = conversation["messages"], conversation.get("tools")
         text, spans = self.template.render(messages, tools)
         if self.template.marks_assistant(tools):

@@ -10,14 +10,39 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bigtrain.data.documents.conversations import ConversationError
+import orjson
+
+from bigtrain.data.documents.conversations import ConversationError, from_text
 
 Messages = list[dict[str, Any]]
 Values = Sequence[Any]
 """A row's values under the keys of its format, None for missing ones."""
+Roles = Mapping[str, str]
+"""What the user says that names of roles in the data mean (``--role``)."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages and the tools they were written with; not checked yet."""
+
+    messages: object
+    tools: object = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and its completion as plain text, for which no chat template is asked."""
+
+    prompt: str
+    completion: str
+
 
 TOOLS_KEY = "tools"
 """The key of a conversation's tools, beside its messages."""
+MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+"""Keys of a row that say that its conversation is not of text alone."""
+FUNCTION_CALL = "function_call"
+"""Of ShareGPT as LLaMA-Factory has it: a turn whose value is the JSON of a call, or of several."""
 ROLES = {
     "human": "user",
     "user": "user",
@@ -27,7 +52,8 @@ ROLES = {
     "bard": "assistant",
     "bing": "assistant",
     "model": "assistant",
-    "function_call": "assistant",
+    "bot": "assistant",
+    FUNCTION_CALL: "assistant",
     "system": "system",
     "developer": "developer",
     "tool": "tool",
@@ -41,22 +67,31 @@ ROLES = {
 @dataclass(frozen=True)
 class ChatFormat:
     """name: of ``--format``. keys: the first is required in every row; told: keys that identify the
-    format; make: converts their values to messages and tools."""
+    format; make: converts their values to a conversation."""
 
     name: str
     keys: tuple[str, ...]
     told: frozenset[str]
-    make: Callable[[Values], tuple[object, object]]
+    make: Callable[[Values, Roles], Chat | Completion]
 
 
-def _messages(values: Values) -> tuple[object, object]:
-    return values[0], values[1]
+def _messages(values: Values, roles: Roles) -> Chat:
+    messages = from_text(values[0])
+    if roles and isinstance(messages, list):
+        messages = [
+            {**m, "role": roles.get(str(m["role"]), m["role"])}
+            if isinstance(m, dict) and "role" in m
+            else m
+            for m in messages
+        ]
+    return Chat(messages, values[1])
 
 
-def _sharegpt(values: Values) -> tuple[object, object]:
+def _sharegpt(values: Values, roles: Roles) -> Chat:
     turns, system, tools = values
+    turns = from_text(turns)
     if not isinstance(turns, list):
-        return turns, tools
+        return Chat(turns, tools)
     messages: Messages = []
     if _text(system, "system"):
         messages.append({"role": "system", "content": system})
@@ -67,24 +102,61 @@ def _sharegpt(values: Values) -> tuple[object, object]:
                 shown = f"an object with the keys {', '.join(sorted(turn)) or 'none'}"
             raise ConversationError(
                 f"turn {number} is not an object with from and value but {shown}"
-                + (" -> --format messages" if isinstance(turn, dict) and "role" in turn else "")
+                + (
+                    " -> --format messages --key messages=conversations"
+                    if isinstance(turn, dict) and "role" in turn
+                    else ""
+                )
             )
-        role = ROLES.get(str(turn["from"]).lower())
-        if role is None:
+        messages.append(_turn(number, turn, roles))
+    return Chat(messages, tools)
+
+
+def _turn(number: int, turn: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
+    name = str(turn["from"])
+    role = roles.get(name) or ROLES.get(name.lower())
+    if role is None:
+        raise ConversationError(
+            f"turn {number} is from {name!r}, which is none of {', '.join(ROLES)} -> say what it "
+            f"is: --role '{name}=user'"
+        )
+    rest = {k: v for k, v in turn.items() if k not in ("from", "value")}
+    if name.lower() == FUNCTION_CALL and name not in roles:
+        return {"role": role, "tool_calls": _calls(number, turn.get("value")), **rest}
+    return {"role": role, "content": turn.get("value"), **rest}
+
+
+def _calls(number: int, value: object) -> list[dict[str, Any]]:
+    """The tool calls that the value of a `FUNCTION_CALL` turn is the JSON of."""
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except ValueError as error:
             raise ConversationError(
-                f"turn {number} is from {turn['from']!r}, which is none of {', '.join(ROLES)}"
-            )
-        rest = {k: v for k, v in turn.items() if k not in ("from", "value")}
-        messages.append({"role": role, "content": turn.get("value"), **rest})
-    return messages, tools
+                f"turn {number} is from {FUNCTION_CALL} and not JSON ({error}) -> to take it as "
+                f"plain text: --role {FUNCTION_CALL}=assistant"
+            ) from error
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(
+        isinstance(c, dict) and {"name", "arguments"} <= c.keys() for c in calls
+    ):
+        raise ConversationError(
+            f"turn {number} is from {FUNCTION_CALL} and not the JSON of an object with name and "
+            f"arguments -> to take it as plain text: --role {FUNCTION_CALL}=assistant"
+        )
+    return [{"type": "function", "function": call} for call in calls]
 
 
-def _alpaca(values: Values) -> tuple[object, object]:
+def _alpaca(values: Values, roles: Roles) -> Chat:
     instruction, given, output, system, history = values
+    history = from_text(history)
     messages: Messages = []
     if _text(system, "system"):
         messages.append({"role": "system", "content": system})
-    for number, pair in enumerate(history or (), 1):
+    pairs = history or ()
+    if not isinstance(pairs, (list, tuple)):
+        raise ConversationError(f"its history is not a list but {type(history).__name__}")
+    for number, pair in enumerate(pairs, 1):
         if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(_is_text, pair))):
             raise ConversationError(f"history {number} is not a pair of instruction and output")
         messages += [
@@ -96,23 +168,23 @@ def _alpaca(values: Values) -> tuple[object, object]:
         raise ConversationError(f"its {wrong} is not text")
     # As LLaMA-Factory and Alpaca itself join them.
     asked = f"{instruction}\n{given}" if _text(given, "input") else instruction
-    return [*messages, *_exchange(asked, output)], None
+    answered = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+    return Chat([*messages, *answered])
 
 
-def _prompt_completion(values: Values) -> tuple[object, object]:
+def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
     prompt, completion, tools = values
     if isinstance(prompt, list) and isinstance(completion, list):
+        before, after = (_messages((part, None), roles).messages for part in (prompt, completion))
+        assert isinstance(before, list)
+        assert isinstance(after, list)
         # Of the prompt nothing is learned, as in TRL.
-        before = [{**m, "train": False} if _is_answer(m) else m for m in prompt]
-        return [*before, *completion], tools
+        before = [{**m, "train": False} if _is_answer(m) else m for m in before]
+        return Chat([*before, *after], tools)
     if not _is_text(prompt) or not _is_text(completion):
         kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
         raise ConversationError(f"its prompt and completion are not both text or messages: {kinds}")
-    return _exchange(prompt, completion), tools
-
-
-def _exchange(asked: str, answer: str) -> Messages:
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return Completion(prompt, completion)
 
 
 def _is_answer(message: object) -> bool:

@@ -13,15 +13,17 @@ class ConversationError(Exception):
     """A conversation that cannot be used: the text is the reason, for the list of bad documents."""
 
 
+FLAGS = ("train", "loss")
+"""Keys of a message that say whether it is learned: Axolotl's, and that of ms-swift."""
+
+
 def conversation_bytes(messages: object, tools: object = None, *, last_only: bool = False) -> bytes:
     """A conversation as the document that is tokenized: JSON, always the same for the same.
 
     last_only: of what the assistant said only the last message is learned.
     Raises ConversationError for what is not one.
     """
-    if isinstance(messages, str):  # as some columns of tables hold them
-        with suppress(ValueError):
-            messages = orjson.loads(messages)
+    messages = from_text(messages)
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else type(messages).__name__
         raise ConversationError(f"not a list of messages but {found}")
@@ -38,6 +40,7 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
     tools = _listed_tools(tools)
     # As transformers does: a key without a value is no key.
     given = [{key: value for key, value in m.items() if value is not None} for m in messages]
+    given = [_with_parsed_calls(number, message) for number, message in enumerate(given, 1)]
     if last_only:
         answers = [number for number, message in enumerate(given) if is_learned(message)]
         for number in answers[:-1]:
@@ -48,32 +51,53 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
         raise ConversationError(f"it cannot be written as JSON: {error}") from error
 
 
+def completion_bytes(prompt: str, completion: str) -> bytes:
+    """A prompt and its completion as the document that is tokenized, without a chat template."""
+    return orjson.dumps({"prompt": prompt, "completion": completion})
+
+
 def is_learned(message: Mapping[str, Any]) -> bool:
     """Whether a message is learned: the assistant's, but for ``weight: 0`` (OpenAI's format) and
-    ``train: false`` (Axolotl's)."""
-    wanted = message.get("weight", 1) and message.get("train", True)
+    ``train: false`` or ``loss: false`` (`FLAGS`)."""
+    wanted = message.get("weight", 1) and all(message.get(flag, True) for flag in FLAGS)
     return bool(message["role"] == "assistant" and wanted)
 
 
+def from_text(value: object) -> object:
+    """`value`, or what it is the JSON text of, as columns of csv and some of parquet hold lists and
+    objects. Text that is no JSON stays what it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError):
+            return orjson.loads(value)
+    return value
+
+
 def _check_learning(number: int, message: Mapping[str, Any]) -> None:
-    weight, train, role = message.get("weight"), message.get("train"), message["role"]
+    weight, role = message.get("weight"), message["role"]
     if weight not in (None, 0, 1):
         raise ConversationError(
-            f"message {number} has weight {weight!r}: a message is learned or not -> 0, 1, or no "
-            "weight"
+            f"message {number} has weight {weight!r}: a message is learned or not, by one bit for "
+            "each token -> 0, 1, or no weight"
         )
-    if train is not None and not isinstance(train, bool):
-        raise ConversationError(f"message {number} has train {train!r} -> true, false, or no train")
-    for key, value in (("weight", weight), ("train", train)):
+    given = {} if weight is None else {"weight": weight}
+    for key in FLAGS:
+        flag = message.get(key)
+        if flag is not None and not isinstance(flag, bool):
+            raise ConversationError(
+                f"message {number} has {key} {flag!r} -> true, false, or no {key}"
+            )
+        if flag is not None:
+            given[key] = flag
+    for key, value in given.items():
         if value and role != "assistant":
             raise ConversationError(
                 f"message {number} has {key} {value!r} and role {role}: only messages of the "
                 f"assistant are learned -> {'0' if key == 'weight' else 'false'}, or no {key}"
             )
-    if weight is not None and train is not None and bool(weight) != train:
+    if len({bool(value) for value in given.values()}) > 1:
+        shown = " and ".join(f"{key} {value!r}" for key, value in given.items())
         raise ConversationError(
-            f"message {number} has weight {weight!r} and train {train!r}, which contradict each "
-            "other -> one of them"
+            f"message {number} has {shown}, which contradict each other -> one of them"
         )
 
 
@@ -86,6 +110,43 @@ def _check_content(number: int, content: object) -> None:
                 f"message {number} holds a part of type {kind!r}: models of text alone are trained "
                 "-> leave such conversations out (--skip-bad)"
             )
+
+
+def _with_parsed_calls(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with the arguments of its tool calls as objects, which templates write out; OpenAI
+    has them as JSON text."""
+    calls = from_text(message.get("tool_calls"))
+    if calls is None:
+        return message
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ConversationError(f"the tool_calls of message {number} are not a list of objects")
+    parsed = []
+    for call in calls:
+        if isinstance(call.get("function"), dict):
+            call = {**call, "function": _with_parsed_arguments(number, call["function"])}
+        elif "arguments" in call:  # as transformers also takes them, without "function" around
+            call = _with_parsed_arguments(number, call)
+        parsed.append(call)
+    return {**message, "tool_calls": parsed}
+
+
+def _with_parsed_arguments(number: int, function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return function
+    try:
+        found = orjson.loads(arguments) if arguments.strip() else {}
+    except ValueError as error:
+        raise ConversationError(
+            f"message {number} calls {function.get('name')!r} with arguments that are text but not "
+            f"JSON ({error})"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConversationError(
+            f"message {number} calls {function.get('name')!r} with arguments that are not a JSON "
+            f"object but {type(found).__name__}"
+        )
+    return {**function, "arguments": found}
 
 
 def _listed_tools(tools: object) -> object:

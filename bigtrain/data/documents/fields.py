@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from bigtrain.data.documents.chat_formats import ChatFormat, nearest
-from bigtrain.data.documents.conversations import ConversationError, conversation_bytes
+from bigtrain.data.documents.chat_formats import MEDIA_KEYS, ChatFormat, Completion, nearest
+from bigtrain.data.documents.conversations import (
+    ConversationError,
+    completion_bytes,
+    conversation_bytes,
+)
 
 JOINED_WITH = "\n"
 
@@ -30,28 +34,44 @@ def text_of(values: Sequence[Any], keys: Sequence[str]) -> tuple[bytes | None, s
 
 @dataclass(frozen=True)
 class Conversations:
-    """How rows are conversations: their format, the keys of it in a row, and whether only the last
-    answer of each is learned."""
+    """How rows are conversations: their format, the keys of it in a row, whether only the last
+    answer of each is learned, and which roles names of the data mean."""
 
     format: ChatFormat
     keys: tuple[str, ...]
     last_only: bool = False
+    roles: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The keys to read of a row: the format's, and those that say it is not text alone."""
+        return (*self.keys, *(key for key in MEDIA_KEYS if key not in self.keys))
 
 
 def conversation_of(values: Sequence[Any], how: Conversations) -> tuple[bytes | None, str]:
-    """The document of the `values` of `how.keys`, or None and why there is none."""
+    """The document of the `values` of `how.columns`, or None and why there is none."""
+    for key, value in zip(how.columns[len(how.keys) :], values[len(how.keys) :], strict=False):
+        if value is not None and value not in ("", [], {}):
+            return None, (
+                f"it has a value under {key!r}: models of text alone are trained -> leave such "
+                "conversations out (--skip-bad)"
+            )
     try:
-        messages, tools = how.format.make(values)
-        return conversation_bytes(messages, tools, last_only=how.last_only), ""
+        found = how.format.make(values[: len(how.keys)], how.roles)
+        if isinstance(found, Completion):
+            return completion_bytes(found.prompt, found.completion), ""
+        return conversation_bytes(found.messages, found.tools, last_only=how.last_only), ""
     except ConversationError as error:
         return None, f"{how.keys[0]!r} is no conversation: {error}"
+    except TypeError as error:  # halves of surrogate pairs, in a prompt
+        return None, f"{how.keys[0]!r} cannot be written as JSON: {error}"
 
 
-def value_at(tree: dict[str, Any], key: str) -> Any:
+def value_at(tree: Any, key: str) -> Any:
     """The value under `key`, or under the path that its points make of it; None where none is."""
-    if key in tree or "." not in key:
+    if isinstance(tree, dict) and (key in tree or "." not in key):
         return tree.get(key)
-    found: Any = tree
+    found = tree
     for name in key.split("."):
         found = found.get(name) if isinstance(found, dict) else None
     return found
@@ -80,5 +100,5 @@ def document_in(
         remedy = "" if near is None else f" -> --format {near.name}"
         return None, f"no key {' or '.join(map(repr, wanted))}; keys here: {there}{remedy}"
     if chat is not None:
-        return conversation_of([value_at(tree, key) for key in chat.keys], chat)
+        return conversation_of([value_at(tree, key) for key in chat.columns], chat)
     return text_of([value_at(tree, key) for key in found], found)

@@ -2,45 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import csv
+import json
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 
 import orjson
 import xxhash
 
 from bigtrain.data.documents.parts import ReadOptions
+from bigtrain.data.documents.table_rows import (
+    arrow_columns,
+    delimiter_of,
+    open_hf_dataset,
+    parquet_columns,
+)
 from bigtrain.data.sources.discovery import Source, find_sources
-from bigtrain.data.sources.files import open_stream
+from bigtrain.data.sources.files import READ_ERRORS, open_stream
 from bigtrain.data.sources.lines import split_lines, stream_chunks
+from bigtrain.errors import DataError
+
+HEAD_BYTES = 1 << 20
+"""Of a .json file, which may be one line, so many bytes are read for its first object."""
 
 
 def keys_of_first_row(options: ReadOptions) -> Collection[str]:
-    """Of the first source: of JSON lines the first line's keys, of parquet and arrow its columns.
-    None are known of text, of other tables, of a named pipe, whose bytes come once, and of what
-    cannot be read, which is refused later."""
+    """Of the first source: of JSON lines and .json the first object's keys, of tables and datasets
+    the columns. None are known of text, of compressed parquet and arrow, of a named pipe, whose
+    bytes come once, and of what cannot be read, which is refused later."""
     sources = find_sources(options.selection)
     source = sources[0] if sources else None
     if source is None or source.is_unpacked or source.read_once:
         return ()
-    if source.kind == "jsonl":
-        return _keys_of_line(source, options.max_document_bytes)
-    if source.kind == "parquet":
-        from pyarrow import ArrowInvalid, parquet
-
-        try:
-            return list(parquet.read_schema(source.path).names)
-        except (ArrowInvalid, OSError):
-            return ()
+    find = _KEYS.get(source.kind)
+    if find is None:
+        return ()
+    with suppress(DataError, *READ_ERRORS):
+        return find(source, options)
     return ()
 
 
-def _keys_of_line(source: Source, max_bytes: int) -> Collection[str]:
-    with open_stream(source, xxhash.xxh3_64()) as stream:
+def _keys_of_line(source: Source, options: ReadOptions) -> Collection[str]:
+    for line in _lines(source, options.max_document_bytes):
+        if line.strip():
+            try:
+                tree = orjson.loads(line)
+            except ValueError:
+                return ()
+            return list(tree) if isinstance(tree, dict) else ()
+    return ()
+
+
+def _keys_of_json(source: Source, options: ReadOptions) -> Collection[str]:
+    """Of a list of objects the first one's, of objects in lines the first line's."""
+    with open_stream(source, xxhash.xxh3_64(), whole=False) as stream:
+        head = next(stream_chunks(stream, HEAD_BYTES), b"")
+    text = head.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace").lstrip(" \t\r\n[")
+    try:
+        tree, _ = json.JSONDecoder().raw_decode(text)
+    except ValueError:
+        return ()
+    return list(tree) if isinstance(tree, dict) else ()
+
+
+def _keys_of_header(source: Source, options: ReadOptions) -> Collection[str]:
+    lines = (line.decode("utf-8") for line in _lines(source, options.max_document_bytes))
+    try:
+        return next(csv.reader(lines, delimiter=delimiter_of(source), strict=True), ())
+    except (csv.Error, UnicodeDecodeError):
+        return ()
+
+
+def _columns_of_dataset(source: Source, options: ReadOptions) -> Collection[str]:
+    dataset = open_hf_dataset(source, options.selection)
+    if dataset.column_names is not None:
+        return list(dataset.column_names)
+    return list(next(iter(dataset), ()))
+
+
+def _lines(source: Source, max_bytes: int) -> Iterator[bytes]:
+    with open_stream(source, xxhash.xxh3_64(), whole=False) as stream:
+        first = True
         for lines in split_lines(stream_chunks(stream), max_bytes):
             for line in lines:
-                if line is not None and line.strip():
-                    try:
-                        tree = orjson.loads(line.removeprefix(b"\xef\xbb\xbf"))
-                    except ValueError:
-                        return ()
-                    return list(tree) if isinstance(tree, dict) else ()
-    return ()
+                if line is not None:
+                    yield line.removeprefix(b"\xef\xbb\xbf") if first else line
+                first = False
+
+
+_KEYS: dict[str, Callable[[Source, ReadOptions], Collection[str]]] = {
+    "jsonl": _keys_of_line,
+    "json": _keys_of_json,
+    "csv": _keys_of_header,
+    "parquet": lambda source, _: parquet_columns(source),
+    "arrow": lambda source, _: arrow_columns(source),
+    "saved_dataset": _columns_of_dataset,
+    "hub_dataset": _columns_of_dataset,
+}
+"""By `Source.kind`."""

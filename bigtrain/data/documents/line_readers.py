@@ -1,10 +1,11 @@
-"""Documents of text files, each of which is one, and of files of JSON lines."""
+"""Documents of text files, each of which is one, and of files of JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import IO
+from itertools import chain
+from typing import IO, Any
 
 import orjson
 
@@ -13,6 +14,12 @@ from bigtrain.data.documents.fields import document_in, text_in
 from bigtrain.data.documents.reader import PartReader
 from bigtrain.data.sources.files import open_file, open_stream, stream_bytes
 from bigtrain.data.sources.lines import count_lines_before, range_chunks, split_lines, stream_chunks
+from bigtrain.errors import DataError
+
+MAX_LIST_BYTES = 1 << 31
+"""Of a .json file that is one list, which is parsed as a whole."""
+ROWS_PER_BLOCK = 1024
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class TextReader(PartReader):
@@ -46,7 +53,8 @@ class JsonLinesReader(PartReader):
     def reject_at(self, place: int, why: str) -> None:
         """`place` counts from the beginning of the part; an error names the line of the file."""
         if not self.rejects.allowed and self.part.begin:
-            place += count_lines_before(self.part.source.path, self.part.begin)
+            with open_file(self.part.source, self.part.begin) as file:
+                place += count_lines_before(file, self.part.begin)
         self.rejects.add(BadDocument(self.part.source.path, why, line=place))
 
     def _blocks(self) -> Iterator[list[bytes]]:
@@ -55,7 +63,7 @@ class JsonLinesReader(PartReader):
             with open_stream(source, self) as stream:
                 yield from self._parsed(stream_chunks(stream))
             return
-        with open_file(source) as file:
+        with open_file(source, self.part.end) as file:
             yield from self._parsed(self._range_chunks(file, self.part.end))
 
     def _skim(self, file: IO[bytes]) -> None:
@@ -98,7 +106,7 @@ class JsonLinesReader(PartReader):
             return None
         line = line.removesuffix(b"\n")
         if number == 1 and self.part.begin == 0:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix(BYTE_ORDER_MARK)
         if not line.strip():
             return None
         content: bytes | None = None
@@ -114,3 +122,81 @@ class JsonLinesReader(PartReader):
         if content is None:
             self.reject_at(number, why)
         return content
+
+
+class JsonReader(JsonLinesReader):
+    """A .json file: a list of objects, one object, or an object in each line after all."""
+
+    _is_list = False
+
+    def reject_at(self, place: int, why: str) -> None:
+        """`place`: the number of the object in a list, from 0, or of the line, from 1."""
+        where = {"row": place} if self._is_list else {"line": place}
+        self.rejects.add(BadDocument(self.part.source.path, why, **where))
+
+    def _blocks(self) -> Iterator[list[bytes]]:
+        with open_stream(self.part.source, self) as stream:
+            chunks = stream_chunks(stream)
+            head = b""
+            for chunk in chunks:  # up to the first line that says something
+                head += chunk
+                if b"\n" in head.removeprefix(BYTE_ORDER_MARK).lstrip():
+                    break
+            start = head.removeprefix(BYTE_ORDER_MARK).lstrip()
+            if not start.startswith(b"[") and _is_json(start.partition(b"\n")[0]):
+                yield from self._parsed(chain([head], chunks))
+            elif start:
+                self._is_list = True
+                yield from self._list(head, chunks)
+
+    def _list(self, head: bytes, chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
+        path, parts, size = self.part.source.path, [head], len(head)
+        for chunk in chunks:
+            parts.append(chunk)
+            size += len(chunk)
+            if size > MAX_LIST_BYTES:
+                raise DataError(
+                    f"{path} is one JSON value of more than {MAX_LIST_BYTES:,} bytes, which is "
+                    "read as a whole -> write its objects one a line, as .jsonl"
+                )
+        found = _parsed(path, b"".join(parts).removeprefix(BYTE_ORDER_MARK))
+        rows = found if isinstance(found, list) else [found]
+        for begin in range(0, len(rows), ROWS_PER_BLOCK):
+            self.places = []
+            yield [
+                content
+                for number, row in enumerate(rows[begin : begin + ROWS_PER_BLOCK], begin)
+                if (content := self._row(number, row)) is not None
+            ]
+
+    def _row(self, number: int, row: Any) -> bytes | None:
+        options = self.options
+        content, why = document_in(row, options.text_keys, options.conversations)
+        if content is not None and len(content) > options.max_document_bytes:
+            content, why = None, f"the document {options.too_large}"
+        if content is None:
+            self.reject_at(number, why)
+        else:
+            self.places.append(number)
+        return content
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        orjson.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _parsed(path: str, content: bytes) -> Any:
+    """Raises DataError naming the line of what is not JSON."""
+    try:
+        return orjson.loads(content)
+    except ValueError:  # which also refuses numbers beyond 64 bits
+        try:
+            return json.loads(content)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno} cannot be read as JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} cannot be read as JSON: {error}") from error

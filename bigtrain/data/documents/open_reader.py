@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from bigtrain.data.documents.bad_documents import Rejects
-from bigtrain.data.documents.line_readers import JsonLinesReader, TextReader
+from bigtrain.data.documents.line_readers import JsonLinesReader, JsonReader, TextReader
 from bigtrain.data.documents.parts import Part, ReadOptions, whole
 from bigtrain.data.documents.reader import PartReader
 from bigtrain.data.documents.table_readers import CsvReader, TableReader
@@ -14,6 +14,7 @@ from bigtrain.data.sources.discovery import Source
 READERS: dict[str, type[PartReader]] = {
     "text": TextReader,
     "jsonl": JsonLinesReader,
+    "json": JsonReader,
     "csv": CsvReader,
 }
 """By `Source.kind`; all others are tables."""

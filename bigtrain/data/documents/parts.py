@@ -19,8 +19,9 @@ class ReadOptions:
 
     `text_keys`: a row must have one of them; its non-empty ones are joined by a newline. `chat`:
     documents are conversations; `chat_format` defines what the keys hold, of which a row must have
-    the first, and `last_only` whether only the last answer has loss. `max_document_bytes`: of a
-    document's UTF-8, or of its line in a file of lines. `scratch`: a folder for sources with
+    the first, `last_only` whether only the last answer has loss, and `roles` what names of roles in
+    the data mean, as ``NAME=ROLE``. `max_document_bytes`: of a document's UTF-8, or of its line in
+    a file of lines. `scratch`: a folder for sources with
     `Source.is_unpacked`; must exist when documents are read.
     """
 
@@ -31,13 +32,14 @@ class ReadOptions:
     chat_format: str = "messages"
     last_only: bool = False
     scratch: Path | None = None
+    roles: tuple[str, ...] = ()
 
     @property
     def keys(self) -> Keys:
         chat = self.conversations
         if chat is not None:
             argument = "--chat-key" if self.chat_format == "messages" else "--format"
-            return Keys(chat.keys[:1], chat.keys[1:], argument)
+            return Keys(chat.columns[:1], chat.columns[1:], argument)
         return Keys(self.text_keys)
 
     @cached_property
@@ -47,7 +49,8 @@ class ReadOptions:
             return None
         known = FORMATS[self.chat_format]
         keys = (*self.text_keys, *known.keys[len(self.text_keys) :])
-        return Conversations(known, keys, self.last_only)
+        roles = dict(role.split("=", 1) for role in self.roles)
+        return Conversations(known, keys, self.last_only, roles)
 
     @property
     def too_large(self) -> str:
@@ -66,6 +69,11 @@ class Part:
     begin: int = 0
     end: int | None = None
     num_bytes: int = 0
+
+    @property
+    def end_byte(self) -> int | None:
+        """`end` of a range of bytes; None for others."""
+        return self.end if self.source.kind == "jsonl" else None
 
 
 def whole(source: Source) -> Part:

@@ -70,7 +70,7 @@ class PartReader(ABC):
         """Compute `checksum` and `layout` only; for a checksum of bytes, without decompressing or
         parsing them. Raises as `blocks`."""
         try:
-            with open_file(self.part.source) as file:
+            with open_file(self.part.source, self.part.end_byte) as file:
                 self._skim(file)
         except READ_ERRORS as error:
             raise DataError(f"{self.part.source.path} cannot be read: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 import xxhash
 
@@ -21,7 +21,7 @@ from bigtrain.data.documents.table_rows import (
     parquet_rows,
 )
 from bigtrain.data.sources.decompression import unpacked
-from bigtrain.data.sources.files import open_stream, require_unchanged
+from bigtrain.data.sources.files import open_stream, open_table, require_unchanged
 from bigtrain.data.sources.lines import stream_chunks
 
 
@@ -36,7 +36,7 @@ class CsvReader(PartReader):
         with open_stream(source, self) as stream:
             chunks = stream_chunks(stream)
             limit = options.max_document_bytes
-            for line, values in csv_rows(source.path, options.keys, chunks, limit, self.rejects):
+            for line, values in csv_rows(source, options.keys, chunks, limit, self.rejects):
                 content, why = _document(values, options)
                 if content is None:
                     self.reject_at(line, why)
@@ -64,10 +64,10 @@ class TableReader(PartReader):
                 yield from self._table(file)
             return
         require_unchanged(source)
-        yield from self._table()
+        yield from self._table(None if source.address is None else open_table(source))
         require_unchanged(source)
 
-    def _table(self, file: IO[bytes] | None = None) -> Iterator[list[bytes]]:
+    def _table(self, file: Any = None) -> Iterator[list[bytes]]:
         hashed = self.part.source.is_hashed_by_documents
         for block in self._rows(file):
             self.bytes_done = int(self.part.num_bytes * block.done)
@@ -91,7 +91,7 @@ class TableReader(PartReader):
                 self._layout.update(sizes.tobytes())
             yield contents
 
-    def _rows(self, file: IO[bytes] | None) -> Iterator[Block]:
+    def _rows(self, file: Any) -> Iterator[Block]:
         part, keys = self.part, self.options.keys
         source = part.source
         if source.kind in ("parquet", "arrow"):
@@ -115,12 +115,20 @@ class TableReader(PartReader):
             yield content
 
 
+def without_missing(value: Any) -> Any:
+    """`value` without the keys of objects that have none: a column of structures has every key of
+    any row in all of them, so that a tool would have the parameters of all others."""
+    if isinstance(value, dict):
+        return {key: without_missing(item) for key, item in value.items() if item is not None}
+    return [without_missing(item) for item in value] if isinstance(value, list) else value
+
+
 def _document(values: Sequence[Any], options: ReadOptions) -> tuple[bytes | None, str]:
     """The document of a row, or None and why there is none."""
     if options.conversations is not None:
         # One column of text comes without the others.
-        given = [*values, *(None for _ in options.conversations.keys[len(values) :])]
-        content, why = conversation_of(given, options.conversations)
+        given = [*values, *(None for _ in options.conversations.columns[len(values) :])]
+        content, why = conversation_of(without_missing(given), options.conversations)
     else:
         content, why = text_of(values, options.text_keys)
     if content is not None and len(content) > options.max_document_bytes:

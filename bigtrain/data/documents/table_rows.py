@@ -9,17 +9,20 @@ from __future__ import annotations
 import csv
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from bigtrain.data.documents.arrow_text import TextColumn, require_sound, text_column
 from bigtrain.data.documents.bad_documents import BadDocument, Rejects
 from bigtrain.data.documents.chat_formats import nearest
+from bigtrain.data.documents.fields import value_at
 from bigtrain.data.sources.discovery import Selection, Source, without_compression
+from bigtrain.data.sources.files import open_table
 from bigtrain.data.sources.lines import split_lines
 from bigtrain.errors import DataError, first_line
+from bigtrain.system.storage.remote_file import RemoteFile
 
 READ_BYTES = 1 << 21
 """About so many bytes of rows are read at a time, since a document may have many megabytes."""
@@ -53,52 +56,73 @@ class Block:
 
 
 def parquet_rows(
-    path: str, keys: Keys, begin: int, end: int | None, unpacked: IO[bytes] | None = None
+    path: str, keys: Keys, begin: int, end: int | None, opened: Any = None
 ) -> Iterator[Block]:
-    """Rows of row groups [begin, end). `unpacked`: the decompressed file of a compressed `path`."""
+    """Rows of row groups [begin, end). `opened`: what is read in place of the file `path`, such as
+    the decompressed one of a compressed file."""
     from pyarrow import parquet
 
     with _reading(path):
         # Buffering before reading holds all row groups in memory until the end.
-        whole = path if unpacked is None else unpacked
+        whole = path if opened is None else opened
         with parquet.ParquetFile(whole, pre_buffer=False) as file:
             columns = _columns(path, keys, file.schema_arrow.names)
+            stored = _stored(columns, file.schema_arrow.names)
             rows = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             row = first = sum(rows[:begin])
             count = sum(rows[begin:end])
             groups = range(begin, len(rows) if end is None else end)
             for group in groups:
-                num_bytes = _bytes_of(file.metadata.row_group(group), columns)
+                num_bytes = _bytes_of(file.metadata.row_group(group), stored)
                 at_once = _rows_per_read(num_bytes, rows[group])
-                for batch in file.iter_batches(at_once, row_groups=[group], columns=columns):
+                for batch in file.iter_batches(at_once, row_groups=[group], columns=stored):
                     yield Block(row, _rows_of(batch, columns, keys), (row - first) / max(1, count))
                     row += batch.num_rows
 
 
-def count_row_groups(path: str) -> list[int]:
+def parquet_columns(source: Source) -> list[str]:
+    """Columns of a parquet file. Raises DataError where it is corrupt."""
+    from pyarrow import parquet
+
+    with _reading(source.path):
+        return list(parquet.read_schema(open_table(source)).names)
+
+
+def arrow_columns(source: Source) -> list[str]:
+    """Columns of an IPC file or stream. Raises DataError where it is corrupt."""
+    import pyarrow
+
+    with _reading(source.path), _mapped(open_table(source)) as mapped:
+        is_file = _is_ipc_file(mapped)
+        opened = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
+        return list(opened.schema.names)
+
+
+def count_row_groups(source: Source) -> list[int]:
     """Rows of every row group of a parquet file. Raises DataError where it is corrupt."""
     from pyarrow import parquet
 
-    with _reading(path):
-        metadata = parquet.read_metadata(path)
+    with _reading(source.path):
+        metadata = parquet.read_metadata(open_table(source))
     return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 
 
 def arrow_rows(
-    path: str, keys: Keys, begin: int, end: int | None, unpacked: IO[bytes] | None = None
+    path: str, keys: Keys, begin: int, end: int | None, opened: Any = None
 ) -> Iterator[Block]:
-    """Rows of record batches [begin, end) of an IPC file or stream; `unpacked` as for parquet.
+    """Rows of record batches [begin, end) of an IPC file or stream; `opened` as for parquet.
 
     A stream can only be read completely: `begin` 0 and no `end`.
     """
-    with _reading(path), _mapped(path, unpacked) as mapped:
+    with _reading(path), _mapped(path if opened is None else opened) as mapped:
         row = 0
         for batch, done in _record_batches(mapped, begin, end):
             if done is not None:
                 columns = _columns(path, keys, batch.schema.names)
-                for column in columns:
+                stored = _stored(columns, batch.schema.names)
+                for column in stored:
                     require_sound(batch.column(column))
-                num_bytes = sum(batch.column(column).nbytes for column in columns)
+                num_bytes = sum(batch.column(column).nbytes for column in stored)
                 at_once = _rows_per_read(num_bytes, batch.num_rows)
                 for first in range(0, batch.num_rows, at_once):
                     part = batch.slice(first, at_once)
@@ -106,11 +130,11 @@ def arrow_rows(
             row += batch.num_rows
 
 
-def count_record_batches(path: str) -> int | None:
+def count_record_batches(source: Source) -> int | None:
     """Record batches of an arrow IPC file; None for a stream, which has no index of them."""
     import pyarrow
 
-    with _reading(path), pyarrow.memory_map(path) as mapped:
+    with _reading(source.path), _mapped(open_table(source)) as mapped:
         if not _is_ipc_file(mapped):
             return None
         return int(pyarrow.ipc.open_file(mapped).num_record_batches)
@@ -126,14 +150,17 @@ def _reading(path: str) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def _mapped(path: str, unpacked: IO[bytes] | None) -> Any:
+def _mapped(opened: Any) -> Any:
+    """A path, an open file of a disk or one at an address, as arrow reads it."""
     import pyarrow
 
-    if unpacked is None:
-        return pyarrow.memory_map(path)
+    if isinstance(opened, str):
+        return pyarrow.memory_map(opened)
+    if isinstance(opened, RemoteFile):
+        return pyarrow.PythonFile(opened, mode="r")
     # A map of no bytes is an error of its own; arrow's says that they are too few.
-    size = os.fstat(unpacked.fileno()).st_size
-    mapped = mmap.mmap(unpacked.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    size = os.fstat(opened.fileno()).st_size
+    mapped = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ) if size else b""
     return pyarrow.BufferReader(pyarrow.py_buffer(mapped))
 
 
@@ -159,7 +186,7 @@ def _is_ipc_file(mapped: Any) -> bool:
 
 
 def csv_rows(
-    path: str, keys: Keys, chunks: Iterator[bytes], max_bytes: int, rejects: Rejects
+    source: Source, keys: Keys, chunks: Iterator[bytes], max_bytes: int, rejects: Rejects
 ) -> Iterator[tuple[int, list[str | None]]]:
     """(line number, its row) of a file with a header, as RFC 4180 has it; in a ``.tsv`` with tabs
     for commas.
@@ -169,13 +196,13 @@ def csv_rows(
     case. Bytes that are not UTF-8 come as surrogates.
     """
     previous_limit = csv.field_size_limit(max_bytes)
-    delimiter = "\t" if without_compression(path).endswith(".tsv") else ","
+    path, delimiter = source.path, delimiter_of(source)
     lines = _csv_lines(path, chunks, max_bytes)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     line = 1
     try:
         names = [name.removeprefix("\ufeff") for name in next(reader, [])]
-        found = _aligned(_columns(path, keys, names), keys)
+        found = _aligned([c for c in _columns(path, keys, names) if c in names], keys)
         columns = [None if name is None else names.index(name) for name in found]
         line = reader.line_num + 1
         for fields in reader:
@@ -189,6 +216,11 @@ def csv_rows(
         raise DataError(f"{path}:{line} cannot be read as csv: {error}") from error
     finally:
         csv.field_size_limit(previous_limit)
+
+
+def delimiter_of(source: Source) -> str:
+    """Of a csv, which is a ``.tsv`` by its name."""
+    return "\t" if without_compression(source.file_name).endswith(".tsv") else ","
 
 
 def _csv_lines(path: str, chunks: Iterator[bytes], max_bytes: int) -> Iterator[str]:
@@ -220,15 +252,15 @@ def dataset_rows(
         assert end == begin + 1, "one shard of a streamed dataset at a time"
         dataset = dataset.shard(num_shards=dataset.num_shards, index=begin)
     if dataset.column_names is not None:
-        dataset = dataset.select_columns(_columns(source.path, keys, dataset.column_names))
+        names = list(dataset.column_names)
+        dataset = dataset.select_columns(_stored(_columns(source.path, keys, names), names))
     if source.kind == "saved_dataset":
         at_once = _rows_per_read(dataset.data.nbytes, dataset.data.num_rows)
     try:
         for batch in dataset.iter(at_once):
             columns = _columns(source.path, keys, list(batch))
-            absent = [None] * len(batch[columns[0]])
-            held = [absent if c is None else batch[c] for c in _aligned(columns, keys)]
-            rows = [list(values) for values in zip(*held, strict=True)]
+            names = list(batch)
+            rows = _joined(len(batch[names[0]]), columns, keys, names, batch.__getitem__)
             yield Block(row, rows, (row - begin) / count if count else 0.0)
             row += len(rows)
     except (DataError, GeneratorExit):
@@ -253,8 +285,6 @@ def open_hf_dataset(source: Source, selection: Selection) -> Any:
                 revision=source.record.revision,
                 streaming=True,
             )
-        if source.kind == "dataset_file":
-            return datasets.load_dataset("json", data_files=[path], split="train", streaming=True)
         saved = datasets.load_from_disk(path)
         return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
     except Exception as error:  # whatever the builder of a foreign format raises
@@ -284,11 +314,34 @@ def _aligned(columns: Sequence[str], keys: Keys) -> list[str | None]:
 
 
 def _rows_of(batch: Any, columns: Sequence[str], keys: Keys) -> Rows | TextColumn:
-    if len(columns) == 1 and (texts := text_column(batch.column(columns[0]))):
+    names = batch.schema.names
+    if (
+        len(columns) == 1
+        and columns[0] in names
+        and (texts := text_column(batch.column(columns[0])))
+    ):
         return texts
-    absent = [None] * batch.num_rows
-    values = [absent if c is None else _values(batch.column(c)) for c in _aligned(columns, keys)]
-    return [list(row) for row in zip(*values, strict=True)]
+    return _joined(batch.num_rows, columns, keys, names, lambda name: _values(batch.column(name)))
+
+
+def _joined(
+    num_rows: int,
+    columns: Sequence[str],
+    keys: Keys,
+    names: Sequence[str],
+    values: Callable[[str], Sequence[Any]],
+) -> Rows:
+    """The rows of `columns`, of which `values` gives those of one that is stored."""
+
+    def of(column: str | None) -> Sequence[Any]:
+        if column is None:
+            return [None] * num_rows
+        if column in names:
+            return values(column)
+        stored, _, path = column.partition(".")
+        return [None if v is None else value_at(v, path) for v in values(stored)]
+
+    return [list(row) for row in zip(*map(of, _aligned(columns, keys)), strict=True)]
 
 
 def _values(column: Any) -> list[Any]:
@@ -301,12 +354,22 @@ def _values(column: Any) -> list[Any]:
 
 
 def _columns(path: str, keys: Keys, names: Sequence[str]) -> list[str]:
-    """Those of `keys` that are columns. Raises DataError where none of the wanted is."""
-    found = [key for key in keys.wanted if key in names]
+    """Those of `keys` that are columns, or paths into them. Raises DataError where none of the
+    wanted is."""
+    found = [key for key in keys.wanted if _is_stored(key, names)]
     if not found:
         wanted = " or ".join(map(repr, keys.wanted))
         there = ", ".join(sorted(names)[:20]) or "none"
         near = nearest(names) if keys.argument != "--text-key" else None
         remedy = f"{keys.argument}: {there}" if near is None else f"--format {near.name}"
         raise DataError(f"{path}: no column {wanted} -> {remedy}")
-    return [*found, *(key for key in keys.optional if key in names)]
+    return [*found, *(key for key in keys.optional if _is_stored(key, names))]
+
+
+def _is_stored(key: str, names: Sequence[str]) -> bool:
+    return key in names or ("." in key and key.partition(".")[0] in names)
+
+
+def _stored(columns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The columns of a table that hold `columns`, each once."""
+    return list(dict.fromkeys(c if c in names else c.partition(".")[0] for c in columns))

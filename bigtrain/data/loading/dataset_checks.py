@@ -19,6 +19,7 @@ from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.data.tokenizers.fingerprint import foreign_file
 from bigtrain.errors import DataError, Problem
 from bigtrain.settings.run_config import ModelSection, RunConfig
+from bigtrain.system.storage.copies import at_hand
 
 MAX_PADDING_ROWS = 1024
 """Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
@@ -45,9 +46,9 @@ def check_datasets(
 ) -> list[Problem]:
     """Everything wrong with `datasets`, all those of ``config.data.mixture``, for this run.
 
-    `model_vocab_size`: rows of the model's embedding where the caller knows them; otherwise those
-    of `known_vocab_size`, if any. Reads headers and sizes of the shards, and loads a tokenizer only
-    where data.tokenizer names one.
+    `model_vocab_size`: rows of the model's embedding, before ``model.vocabulary`` grows it, where
+    the caller knows them; otherwise those of `known_vocab_size`, if any. Reads headers and sizes of
+    the shards, and loads a tokenizer only where data.tokenizer names one.
     """
     tables = [dataset.table for dataset in datasets]
     try:
@@ -60,7 +61,11 @@ def check_datasets(
     if model_vocab_size is None:
         model_vocab_size = known_vocab_size(config.model)
     if model_vocab_size is not None:
-        problems += check_vocabulary(tables[0].tokenizer, model_vocab_size)
+        if config.model.vocabulary is not None:
+            tokens = tables[0].tokenizer.vocab_size
+            model_vocab_size = config.model.vocabulary.size(model_vocab_size, tokens)
+        trained = config.model.path is not None
+        problems += check_vocabulary(tables[0].tokenizer, model_vocab_size, trained=trained)
     if config.data.tokenizer is not None:
         problems += _check_tokenizer(tables[0].tokenizer, config.data.tokenizer)
     return problems
@@ -121,7 +126,7 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
     length = config.batch.sequence_length
     chunk_length = config.data.chunk_length or length
     tokens = [dataset.table.num_tokens("train") for dataset in datasets]
-    samples = [_num_samples(config, dataset, "train") for dataset in datasets]
+    samples = [count_samples(config, dataset, "train") for dataset in datasets]
     key, value = ("data.path", config.data.path) if config.data.path else ("data.sources", None)
     problems = []
     if sum(samples) < config.batch.samples_per_step:
@@ -148,7 +153,7 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
                 )
             )
         held_out = dataset.table.num_tokens("held_out")
-        if held_out and not _num_samples(config, dataset, "held_out"):
+        if held_out and not count_samples(config, dataset, "held_out"):
             problems.append(
                 Problem(
                     key,
@@ -161,8 +166,8 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
     return problems
 
 
-def _num_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int:
-    """As `bigtrain.data.loading.loader` counts them."""
+def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int:
+    """The samples of a split, as `bigtrain.data.loading.loader` counts them."""
     if config.data.packing == "best_fit":
         return plan_of(config, dataset, split).num_packs
     length = config.batch.sequence_length
@@ -188,13 +193,29 @@ def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem
     ]
 
 
-def check_vocabulary(tokenizer: TokenizerRecord, model_vocab_size: int) -> list[Problem]:
-    """Whether the shards' token ids fit a model with `model_vocab_size` rows of embedding."""
+def check_vocabulary(
+    tokenizer: TokenizerRecord, model_vocab_size: int, *, trained: bool = False
+) -> list[Problem]:
+    """Whether the shards' token ids fit a model with `model_vocab_size` rows of embedding.
+
+    `trained`: whether it has trained weights, whose vocabulary may grow.
+    """
+    remedy = (
+        f"set vocab_size to {tokenizer.vocab_size} (random weights), or tokenize with the "
+        "model's own tokenizer"
+    )
+    if trained:
+        remedy = "tokenize with the model's own tokenizer"
     if tokenizer.vocab_size > model_vocab_size:
         rule = (
             f"too small: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
             f"has {tokenizer.vocab_size} tokens"
         )
+        if trained:
+            remedy += (
+                "; or, if this is that one with tokens added, let the weights grow: "
+                "model.vocabulary.new_rows=mean_covariance"
+            )
     elif model_vocab_size - tokenizer.vocab_size > MAX_PADDING_ROWS:
         rule = (
             f"too large: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
@@ -208,8 +229,7 @@ def check_vocabulary(tokenizer: TokenizerRecord, model_vocab_size: int) -> list[
             "model vocab_size",
             model_vocab_size,
             rule,
-            f"set vocab_size to {tokenizer.vocab_size} (random weights), or tokenize with the "
-            "model's own tokenizer",
+            remedy,
         )
     ]
 
@@ -218,7 +238,8 @@ def known_vocab_size(model: ModelSection) -> int | None:
     """Rows of the model's embedding as far as files on this machine say; None where they do not."""
     tree: Any = model.config
     if not isinstance(tree, dict):
-        path = Path(model.path if tree is None else tree) / "config.json"  # type: ignore[arg-type]
+        name = str(model.path if tree is None else tree)
+        path = Path(at_hand(name, weights=False)) / "config.json"
         try:
             tree = json.loads(path.read_bytes())
         except (OSError, ValueError):

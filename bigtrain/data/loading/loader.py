@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from threading import Event, Lock, Thread
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, StoredRows, new_rows
+from bigtrain.data.loading.held_out_sets import measured_split, tokens_per_byte
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.epoch_remainder import JoinedWindows
 from bigtrain.data.samples.identity import identify_sources
@@ -142,8 +143,10 @@ class TrainingBatches:
                 samples = self.order.windows(
                     request.first_sample, request.num_steps * plan.global_batch_size
                 )
-            divided = samples.reshape(-1, plan.num_readers, plan.micro_batch_size)
-            mine = divided[:, plan.reader(self.data_rank)].reshape(-1)
+            steps = samples.reshape(request.num_steps, plan.global_batch_size)
+            own = steps[:, plan.site_begin : plan.site_begin + plan.site_batch_size]
+            divided = own.reshape(-1, plan.data_size, plan.micro_batch_size)
+            mine = divided[:, self.data_rank].reshape(-1)
             reader.read_rows(mine, request.rows.part(0, len(mine)), self._closed.is_set)
 
         return read
@@ -212,11 +215,15 @@ class HeldOutBatches:
 
 @dataclass(frozen=True)
 class HeldOutSource:
-    """The held-out batches of one source, its name, and its weight in the mixture."""
+    """The held-out batches of one source, its name, and its weight in the mixture.
+
+    tokens_per_byte: of its split's text; None where not all tokens have a loss, or unknown.
+    """
 
     name: str
     weight: int
     batches: HeldOutBatches
+    tokens_per_byte: float | None = None
 
 
 def open_training_data(
@@ -287,10 +294,32 @@ def open_held_out(
                 config.evaluation.samples,
                 options,
             ),
+            tokens_per_byte(dataset, "held_out"),
         )
         for name, source, dataset in zip(config.data.names, phase.read, datasets, strict=True)
         if dataset.table.num_tokens("held_out")
     ]
+
+
+def open_held_out_sets(
+    config: RunConfig,
+    plan: BatchPlan,
+    data_rank: int,
+    datasets: Sequence[TokenDataset],
+    *,
+    weight: int,
+    device_pin: bool = False,
+) -> list[HeldOutSource]:
+    """The batches of rank `data_rank` of the sets of ``evaluation.held_out``, which `datasets` are;
+    `weight` of each in the mean over all. No collective."""
+    options = _options(config, datasets, device_pin) if datasets else BatchOptions()
+    found = []
+    for one, dataset in zip(config.evaluation.held_out, datasets, strict=True):
+        split = measured_split(dataset)
+        samples = _samples(config, dataset, split, plan.sequence_length)
+        batches = HeldOutBatches(samples, plan, data_rank, config.evaluation.samples, options)
+        found.append(HeldOutSource(one.name, weight, batches, tokens_per_byte(dataset, split)))
+    return found
 
 
 def _samples(

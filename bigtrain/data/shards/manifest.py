@@ -157,6 +157,9 @@ class OptionsRecord(Record):
     learned: Literal["all", "last"] = Field(
         default="all", description="which answers of a conversation"
     )
+    roles: tuple[Annotated[str, Field(pattern="^[^=]+=.+$")], ...] = Field(
+        default=(), strict=False, description="NAME=ROLE: roles of the data under other names"
+    )
     dataset_config: str | None = None
     dataset_split: str = "train"
 

@@ -5,10 +5,11 @@ manifest, no parsing: all ranks of a host memory-map one file. It is a cache of 
 by its checksum, and made once (`bigtrain.system.made_once`) in ``DATASET/tables/`` or, if that
 cannot be written, in ``tables/`` of the user's cache. A file is::
 
-    8 bytes  b"BTSHARD1"
+    8 bytes  b"BTSHARD2"
     uint64   bytes of the head, little-endian
     uint64   XXH3-64 of all that follows
-    head     JSON: tokenizer, token_dtype, is_masked, has_blocks, number of shards by split
+    head     JSON: tokenizer, token_dtype, is_masked, has_blocks, by split the number of shards and
+             the bytes of text
     ROW      [shards], of one split after the other
     UTF-8    names of all shards, one after the other
 """
@@ -39,7 +40,7 @@ from bigtrain.system.files import file_checksum
 from bigtrain.system.made_once import made_once
 from bigtrain.system.user_cache import beside_or_cached
 
-MAGIC = b"BTSHARD1"
+MAGIC = b"BTSHARD2"
 DIRECTORY = "tables"
 MIN_MANIFEST_BYTES = 1 << 20
 """Below, a manifest is read in some milliseconds, and nothing is written."""
@@ -94,13 +95,17 @@ class ShardColumns:
 
 @dataclass(frozen=True)
 class ShardTable:
-    """A dataset's shards by split, and what its manifest says of all of them."""
+    """A dataset's shards by split, and what its manifest says of all of them.
+
+    text_bytes: UTF-8 bytes of the documents, by split.
+    """
 
     tokenizer: TokenizerRecord
     token_dtype: str
     is_masked: bool
     has_blocks: bool
     splits: Mapping[Split, ShardColumns]
+    text_bytes: Mapping[Split, int]
 
     def num_tokens(self, split: Split) -> int:
         return self.splits[split].num_tokens if split in self.splits else 0
@@ -152,6 +157,10 @@ def _pack(manifest: Manifest) -> bytes:
             "is_masked": manifest.is_masked,
             "has_blocks": manifest.has_blocks,
             "splits": {split: len(shards) for split, shards in manifest.splits.items()},
+            "text_bytes": {
+                split: sum(shard.text_bytes for shard in shards)
+                for split, shards in manifest.splits.items()
+            },
         }
     ).encode()
     head += b" " * (-(len(head)) % 8)

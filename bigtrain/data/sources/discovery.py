@@ -1,10 +1,11 @@
 """Finds the files and datasets that an input names, with their sizes and times.
 
 What an input is, by its name without .gz, .zst, .xz or .bz2: ``.jsonl`` and ``.ndjson`` one JSON
-object per line, ``.parquet``, ``.arrow``, ``.csv`` and ``.tsv`` a column, ``.json`` through
-`datasets`, any other file one document as it stands (bytes decoded as UTF-8, nothing stripped or
-translated). Of a compressed one the name says with what, not the content.
-`bigtrain.data.documents.open_reader` reads them.
+object per line, ``.parquet``, ``.arrow``, ``.csv`` and ``.tsv`` a column, ``.json`` a list of JSON
+objects or one a line, any other file one document as it stands (bytes decoded as UTF-8, nothing
+stripped or translated). Of a compressed one the name says with what, not the content.
+`bigtrain.data.documents.open_reader` reads them. An input may be an address
+(`bigtrain.system.storage.addresses`), or ``-`` for standard input.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import logging
 import os
 import re
 import stat
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from bigtrain.data.shards.manifest import SourceRecord
+from bigtrain.data.sources.remote_files import RemoteEntry, file_at, find_remote_files
 from bigtrain.errors import DataError, first_line
+from bigtrain.system.storage.addresses import is_address, name_of, without_secrets
+from bigtrain.system.storage.stores import RemoteStat
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +39,16 @@ LINE_SUFFIXES = (".jsonl", ".ndjson")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_TIMEOUT_S = 10.0
 
-Kind = Literal[
-    "text", "jsonl", "csv", "parquet", "arrow", "dataset_file", "saved_dataset", "hub_dataset"
-]
+STANDARD_INPUT = "-"
+
+Kind = Literal["text", "jsonl", "csv", "parquet", "arrow", "json", "saved_dataset", "hub_dataset"]
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(LINE_SUFFIXES, "jsonl"),
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
-    ".json": "dataset_file",
+    ".json": "json",
 }
 
 
@@ -51,61 +56,84 @@ KINDS: dict[str, Kind] = {
 class Source:
     """One input that exists: how to read it, and what the manifest says of it.
 
-    `read_once`: a named pipe, which has neither size nor second reading.
+    `read_once`: a named pipe or standard input, which has neither size nor second reading.
+    `address`: of a file that is not on a disk, with what must not be recorded; None on a disk.
+    `read_as`: the end of another name than its own, which says how it is read.
     """
 
     kind: Kind
     record: SourceRecord
     read_once: bool = False
+    address: str | None = None
+    read_as: str = ""
 
     @property
     def path(self) -> str:
+        """For people and records: an address without its secrets."""
         return self.record.path
 
     @property
+    def file_name(self) -> str:
+        """What says by its end how it is read."""
+        return self.read_as or (self.path if self.address is None else name_of(self.path))
+
+    @property
+    def is_standard_input(self) -> bool:
+        return self.read_once and self.path == STANDARD_INPUT
+
+    @property
+    def stat(self) -> RemoteStat:
+        """Of one with an address: the file as it was listed."""
+        return RemoteStat(self.record.bytes, self.record.revision, self.record.modified_ns)
+
+    @property
     def compressed(self) -> bool:
-        return self.path.endswith(COMPRESSION_SUFFIXES)
+        return self.file_name.endswith(COMPRESSION_SUFFIXES)
 
     @property
     def is_unpacked(self) -> bool:
         """Whether `bigtrain.data.sources.decompression` writes it out before it is read."""
-        return self.compressed and self.kind in ("parquet", "arrow")
+        only_forward = self.compressed or self.record.bytes is None
+        return only_forward and self.kind in ("parquet", "arrow")
 
     @property
     def is_hashed_by_documents(self) -> bool:
         """Whether its checksum is of documents; of other sources it is of bytes of the file."""
         if self.is_unpacked:
             return False
-        return self.kind in ("parquet", "arrow", "dataset_file", "saved_dataset", "hub_dataset")
+        return self.kind in ("parquet", "arrow", "saved_dataset", "hub_dataset")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which inputs to take: `suffixes` and `exclude` choose among the files of folders."""
+    """Which inputs to take: `suffixes` and `exclude` choose among the files of folders. `read_as`:
+    every file is read as if its name ended so."""
 
     inputs: Sequence[str]
     suffixes: Sequence[str] = DEFAULT_SUFFIXES
     exclude: Sequence[str] = ()
     dataset_config: str | None = None
     dataset_split: str = "train"
+    read_as: str = ""
 
 
 def find_sources(selection: Selection) -> list[Source]:
     """The files and datasets that `selection` means, in its order, each once.
 
     An input is a file, a folder (its files with one of the suffixes, sorted by path), a glob, a
-    directory written by ``Dataset.save_to_disk``, or the name of a dataset on the hub. Raises
-    DataError for any other, for one that matches nothing, and for one that is named twice.
+    directory written by ``Dataset.save_to_disk``, the name of a dataset on the hub, an address of
+    a file, of a folder or with a glob, or ``-`` for standard input. Raises DataError for any other,
+    for one that matches nothing, and for one that is named twice.
     """
     inputs = selection.inputs
-    named = [os.path.normpath(name) for name in inputs]
+    named = [name if is_address(name) else os.path.normpath(name) for name in inputs]
     for second, name in enumerate(named):
         first = named.index(name)
         if first < second:
             raise DataError(
-                f"--input {inputs[second]} is named twice, as input {first + 1} and {second + 1}, "
-                "and would be read once -> name it once; to train on it more often make a dataset "
-                "of its own of it, and give that its weight in data.sources"
+                f"--input {without_secrets(inputs[second])} is named twice, as input {first + 1} "
+                f"and {second + 1}, and would be read once -> name it once; to train on it more "
+                "often make a dataset of its own of it, and give that its weight in data.sources"
             )
     found: dict[str, Source] = {}
     again: list[str] = []
@@ -124,11 +152,18 @@ def find_sources(selection: Selection) -> list[Source]:
 
 
 def _find(name: str, selection: Selection) -> list[Source]:
+    if name == STANDARD_INPUT:
+        # Nothing that was read of it before is what is in it now.
+        record = SourceRecord(path=name, modified_ns=time.time_ns())
+        read_as = selection.read_as or ".jsonl"
+        return [Source(_kind_of(read_as), record, read_once=True, read_as=read_as)]
+    if is_address(name):
+        return _find_at_address(name, selection)
     path = Path(name)
     if path.is_dir():
         return _find_in_folder(path, selection)
     if path.exists():
-        return [] if _excluded(path.name, selection.exclude) else [_file_source(path)]
+        return [] if _excluded(path.name, selection.exclude) else [_file_source(path, selection)]
     if glob.has_magic(name):
         return _find_by_glob(name, selection)
     known = (*DEFAULT_SUFFIXES, *KINDS, *COMPRESSION_SUFFIXES)
@@ -147,7 +182,7 @@ def _find_by_glob(pattern: str, selection: Selection) -> list[Source]:
         return [source for match in matches for source in _find(str(match), selection)]
     base = Path(*takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
     return [
-        _file_source(file)
+        _file_source(file, selection)
         for file in files
         if not _excluded(str(file.relative_to(base)), selection.exclude)
     ]
@@ -156,30 +191,80 @@ def _find_by_glob(pattern: str, selection: Selection) -> list[Source]:
 def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         return [_saved_dataset(folder, selection.dataset_split)]
-    suffixes = tuple(selection.suffixes)
-    seen: Counter[str] = Counter()
-    files: list[str] = []
+    files: list[tuple[str, str]] = []  # strings: there may be a million of them
     for root, directories, names in os.walk(folder):
-        # Strings from here on: there may be a million files.
         below = "" if Path(root) == folder else os.path.relpath(root, folder)
         directories[:] = [
             d for d in directories if not _excluded(os.path.join(below, d), selection.exclude)
         ]
         prefix = "" if root == "." else str(Path(root))
-        for name in names:
-            if selection.exclude and _excluded(os.path.join(below, name), selection.exclude):
-                continue
-            if name.endswith(suffixes) or without_compression(name).endswith(suffixes):
-                files.append(os.path.join(prefix, name))
-            seen[os.path.splitext(name)[1] or "no suffix"] += 1
-    if not files:
+        files += [(os.path.join(below, name), os.path.join(prefix, name)) for name in names]
+    taken = {path for _, path in _of_folder(str(folder), files, selection)}
+    return [_file_source(file, selection) for file in sorted(taken, key=lambda f: f.split(os.sep))]
+
+
+Named = TypeVar("Named")
+
+
+def _of_folder(
+    folder: str, files: Sequence[tuple[str, Named]], selection: Selection
+) -> list[tuple[str, Named]]:
+    """Of `files`, by their paths below `folder`, those to take. Raises DataError for none."""
+    suffixes = tuple(selection.suffixes)
+    taken = []
+    seen: Counter[str] = Counter()
+    for below, file in files:
+        if selection.exclude and _excluded(below, selection.exclude):
+            continue
+        if below.endswith(suffixes) or without_compression(below).endswith(suffixes):
+            taken.append((below, file))
+        seen[os.path.splitext(below)[1] or "no suffix"] += 1
+    if not taken:
         common = ", ".join(f"{suffix} ({count})" for suffix, count in seen.most_common(5))
         raise DataError(
             f"--input {folder}: no file there ends with {', '.join(suffixes)}; found: "
             f"{common or 'none at all'} -> name the suffix to read as text, for example "
             "--suffix .py"
         )
-    return [_file_source(file) for file in sorted(files, key=lambda file: file.split(os.sep))]
+    return taken
+
+
+def _find_at_address(name: str, selection: Selection) -> list[Source]:
+    """A file, all that match a glob, or those of a folder."""
+    if glob.has_magic(name_of(name)):
+        entries = find_remote_files(name)
+    elif (entry := file_at(name)) is not None:
+        return [_remote_source(entry, selection)]
+    else:
+        files = [(entry.below, entry) for entry in find_remote_files(name)]
+        if any(below.endswith(("dataset_info.json", "dataset_dict.json")) for below, _ in files):
+            raise DataError(
+                f"--input {without_secrets(name)} is a dataset of Dataset.save_to_disk -> name its "
+                "files, ADDRESS/*.arrow, or copy it here"
+            )
+        entries = [entry for _, entry in _of_folder(without_secrets(name), files, selection)]
+    return [
+        _remote_source(entry, selection)
+        for entry in entries
+        if not (selection.exclude and _excluded(entry.below, selection.exclude))
+    ]
+
+
+def _remote_source(entry: RemoteEntry, selection: Selection) -> Source:
+    shown = without_secrets(entry.address)
+    record = SourceRecord(
+        path=shown,
+        bytes=entry.stat.size,
+        modified_ns=entry.stat.modified_ns,
+        revision=entry.stat.version,
+    )
+    name = selection.read_as or name_of(shown)
+    return Source(_kind_of(name), record, address=entry.address, read_as=selection.read_as)
+
+
+def _kind_of(file_name: str) -> Kind:
+    bare = without_compression(file_name)
+    return KINDS.get(bare if bare in KINDS else os.path.splitext(bare)[1], "text")
 
 
 def _excluded(relative: str, patterns: Sequence[str]) -> bool:
@@ -188,7 +273,7 @@ def _excluded(relative: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(relative, p) or any(fnmatch(part, p) for part in parts) for p in patterns)
 
 
-def _file_source(path: str | Path) -> Source:
+def _file_source(path: str | Path, selection: Selection) -> Source:
     name = str(path)
     try:
         name.encode("utf-8")
@@ -197,14 +282,15 @@ def _file_source(path: str | Path) -> Source:
         raise DataError(f"--input {name!r}: the name is not UTF-8 -> rename it") from None
     except OSError as error:
         raise DataError(f"--input {path}: {error.strerror}") from error
-    kind = KINDS.get(os.path.splitext(without_compression(name))[1], "text")
+    kind = _kind_of(selection.read_as or name)
     record = SourceRecord(
         path=name,
         bytes=status.st_size,
         modified_ns=status.st_mtime_ns,
         changed_ns=status.st_ctime_ns,
     )
-    return Source(kind, record, read_once=not stat.S_ISREG(status.st_mode))
+    once = not stat.S_ISREG(status.st_mode)
+    return Source(kind, record, read_once=once, read_as=selection.read_as)
 
 
 def _saved_dataset(folder: Path, split: str) -> Source:
@@ -254,5 +340,5 @@ def _hub_source(name: str) -> Source:
 
 def without_compression(name: str) -> str:
     """The name of a file without the end that says how it is compressed."""
-    stem, suffix = os.path.splitext(name)
-    return stem if suffix in COMPRESSION_SUFFIXES else name
+    suffix = next((suffix for suffix in COMPRESSION_SUFFIXES if name.endswith(suffix)), "")
+    return name.removesuffix(suffix)

@@ -9,12 +9,14 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from bigtrain.data.sources.discovery import Source
 from bigtrain.data.sources.lines import Digest, HashingReader
 from bigtrain.errors import DataError
+from bigtrain.system.storage.open_store import store_of
+from bigtrain.system.storage.remote_file import RemoteFile
+from bigtrain.system.storage.retries import persistently
 
 
 def _open_zstd(raw: Any) -> Any:
@@ -36,32 +38,49 @@ READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
 
 
 @contextmanager
-def open_file(source: Source) -> Iterator[IO[bytes]]:
+def open_file(source: Source, end: int | None = None) -> Iterator[IO[bytes]]:
     """The source's file, checked to be unchanged since it was listed, before and after the block.
 
-    Raises as `require_unchanged`; opening and reading raise `READ_ERRORS`.
+    `end`: to where it is read one byte after another, for reading ahead over a network; without it
+    to the end. Raises as `require_unchanged`, and StorageError for a file at an address; opening
+    and reading raise `READ_ERRORS`.
     """
-    with open(source.path, "rb", buffering=0) as file:
+    if source.address is not None:
+        # Every answer says which version it is of, and another than was listed is refused.
+        size = source.record.bytes
+        with RemoteFile(source.address, source.stat, size if end is None else end) as remote:
+            yield cast(IO[bytes], remote)
+        return
+    where = 0 if source.is_standard_input else source.path
+    with open(where, "rb", buffering=0, closefd=not source.is_standard_input) as file:
         require_unchanged(source, file.fileno())
         yield file
         require_unchanged(source, file.fileno())
 
 
+def open_table(source: Source) -> Any:
+    """What pyarrow reads a table from that is not unpacked: a path, or a file at an address."""
+    if source.address is None:
+        return source.path
+    return RemoteFile(source.address, source.stat)
+
+
 @contextmanager
-def open_stream(source: Source, digest: Digest) -> Iterator[IO[bytes]]:
+def open_stream(source: Source, digest: Digest, *, whole: bool = True) -> Iterator[IO[bytes]]:
     """The decompressed content of the file; `digest` gets the bytes of the file as stored.
 
-    Raises as `open_file`.
+    whole: they are read to the end for it, whatever the block has read. Raises as `open_file`.
     """
     with open_file(source) as file:
         raw = HashingReader(file, digest)
-        opener = COMPRESSIONS.get(Path(source.path).suffix)
+        opener = COMPRESSIONS.get(source.file_name[source.file_name.rfind(".") :])
         if opener is None:
             yield raw  # type: ignore[misc]
         else:
             with opener(raw) as stream:
                 yield stream
-        raw.drain()
+        if whole:
+            raw.drain()
 
 
 def stream_bytes(source: Source) -> int | None:
@@ -70,14 +89,24 @@ def stream_bytes(source: Source) -> int | None:
 
 
 def require_unchanged(source: Source, descriptor: int | None = None) -> None:
-    """Raises DataError if size or time of the file have changed since it was listed.
+    """Raises DataError if size or time of the file have changed since it was listed, at an address
+    its version.
 
     `descriptor`: of the file, if it is open.
     """
-    if source.read_once or source.record.modified_ns is None or os.path.isdir(source.path):
+    if source.read_once:
         return
-    status = os.stat(source.path if descriptor is None else descriptor)
-    if (status.st_size, status.st_mtime_ns) != (source.record.bytes, source.record.modified_ns):
+    if source.address is not None:
+        store, address = store_of(source.address), source.address
+        now = persistently(address, "cannot be read", lambda: store.stat(address))
+        same = source.stat.is_same(now)
+    elif source.record.modified_ns is None or os.path.isdir(source.path):
+        return
+    else:
+        status = os.stat(source.path if descriptor is None else descriptor)
+        known = (source.record.bytes, source.record.modified_ns)
+        same = (status.st_size, status.st_mtime_ns) == known
+    if not same:
         raise DataError(
             f"{source.path} was changed while it was read -> start again when it is complete"
         )

@@ -145,13 +145,12 @@ def split_lines(chunks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes 
         yield [None if size > max_bytes else b"".join(parts)]
 
 
-def count_lines_before(path: str, begin: int) -> int:
+def count_lines_before(file: IO[bytes], begin: int) -> int:
     """How many lines of the file start before byte `begin`. Reads all of them."""
     count = 0
-    with open(path, "rb", buffering=0) as file:
-        left, last = begin, b"\n"
-        while left and (chunk := file.read(min(BLOCK_BYTES, left))):
-            count += chunk.count(b"\n")
-            left -= len(chunk)
-            last = chunk[-1:]
+    left, last = begin, b"\n"
+    while left and (chunk := file.read(min(BLOCK_BYTES, left))):
+        count += chunk.count(b"\n")
+        left -= len(chunk)
+        last = chunk[-1:]
     return count + (last != b"\n")

@@ -47,6 +47,9 @@ def inputs_outside(output: Path, sources: Sequence[Source]) -> list[Source]:
     folders = tuple(target + os.sep for target in targets)
     outside = []
     for source in sources:
+        if source.address is not None or source.is_standard_input:
+            outside.append(source)
+            continue
         path = os.path.abspath(source.path)
         if path in targets:
             raise DataError(f"--output {output} is one of the inputs")
@@ -147,5 +150,5 @@ def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:
 def _is_same_template(manifest: Manifest, request: BuildRequest) -> bool:
     if not request.options.chat:
         return True
-    template = load_tokenizer(request.tokenizer).chat_template(request.chat_template)
-    return template.hash == manifest.tokenizer.chat_template
+    template = request.find_template(load_tokenizer(request.tokenizer))
+    return (None if template is None else template.hash) == manifest.tokenizer.chat_template

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigtrain.data.chat.encoder import ChatEncoder
+from bigtrain.data.chat.encoder import ChatEncoder, TextEnds
 from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import Manifest
 from bigtrain.data.sources.discovery import Source, find_sources
@@ -70,6 +70,8 @@ def build_dataset(request: BuildRequest) -> BuildResult:
                 f"--input {source.path} is text, and --chat-key names a key of it -> conversations "
                 "are read from .jsonl, .parquet, .csv, .tsv, .json, .arrow and datasets"
             )
+    if request.share.size != 1 and any(source.is_standard_input for source in sources):
+        raise DataError("--input - is read by one command -> leave out --rank and --world-size")
     workspace = Workspace(request.output, new_token())
     if workspace.is_finished() or not is_own(workspace):
         return BuildResult(finished_manifest(request, sources, workspace), already_finished=True)
@@ -112,13 +114,18 @@ class _Build:
     def __post_init__(self) -> None:
         request, options, tokenizer = self.request, self.request.options, self.tokenizer
         self.reading = request.reading()
-        self.template = tokenizer.chat_template(request.chat_template) if options.chat else None
+        self.template = request.find_template(tokenizer)
         identity = [tokenizer.hash, options.held_out, options.parse_special_tokens]
         if self.template is not None:
             identity.append(self.template.hash)
+        if options.chat:
             chosen = (options.chat_format, options.learned)
             if chosen != ("messages", "all"):
                 identity.append(chosen)
+            if options.roles:
+                identity.append(options.roles)
+            if not request.needs_template:
+                identity.append("plain text")  # earlier versions rendered it as messages
         self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
@@ -177,6 +184,9 @@ class _Build:
 
     def _workers(self, units: Sequence[Unit]) -> Workers:
         """For `units`, of which other commands of known number take their part."""
+        if any(source.is_standard_input for source in self.sources):
+            # Another process would not have it.
+            return Workers(1, this_machine(os.environ).num_cores, started=False)
         parts = self.request.share.size or 1
         num_units = -(-len(units) // parts)
         num_bytes = sum(unit.num_bytes for unit in units) // parts
@@ -196,12 +206,14 @@ class _Build:
         self.workspace.drop_invalid(left)
         encoders = self._trusted_encoders()
         chat = None
-        if self.template is not None:
+        if self.request.options.chat:
+            prefix, end_text = self.tokenizer.text_ends()
             chat = ChatEncoder(
                 encoders.current,
                 encoders.reference,
                 self.template,
                 trusted=self.request.options.parse_special_tokens,
+                plain_ends=TextEnds(prefix, self.tokenizer.end_of_document_id, end_text),
             )
         job = Job(
             encoders.current,

@@ -9,7 +9,9 @@ from bigtrain.data.documents.parts import ReadOptions
 from bigtrain.data.shards.manifest import WORK_DIRECTORY, OptionsRecord
 from bigtrain.data.sources.discovery import Selection
 from bigtrain.data.tokenize_job.work_division import WorkerRank
+from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.selection import Choice
+from bigtrain.data.tokenizers.tokenizer import NoChatTemplate, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -37,4 +39,22 @@ class BuildRequest:
             self.options.chat_format,
             self.options.learned == "last",
             scratch=self.output / WORK_DIRECTORY,
+            roles=self.options.roles,
         )
+
+    @property
+    def needs_template(self) -> bool:
+        """Whether every document is rendered by a chat template; completions may be plain text."""
+        return self.options.chat and self.options.chat_format != "prompt-completion"
+
+    def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The chat template for its conversations; None where there are none, or it needs none and
+        the tokenizer has none. Raises DataError as `Tokenizer.chat_template`."""
+        if not self.options.chat:
+            return None
+        try:
+            return tokenizer.chat_template(self.chat_template)
+        except NoChatTemplate:
+            if self.needs_template:
+                raise
+            return None

@@ -106,15 +106,15 @@ def _groups(
 
 def _cut(source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
     """`source` in parts of about `shard_bytes`, as far as it can be cut."""
-    num_bytes = source.record.bytes or 0
-    if source.kind == "jsonl" and not source.compressed:
-        return _even(source, num_bytes, shard_bytes)
-    if source.is_unpacked:
+    num_bytes = source.record.bytes
+    if source.is_unpacked or (num_bytes is None and source.kind != "hub_dataset"):
         return [whole(source)]
+    if source.kind == "jsonl" and not source.compressed:
+        return _even(source, num_bytes or 0, shard_bytes)
     if source.kind == "parquet":
         return _cut_row_groups(source, shard_bytes)
     if source.kind == "arrow":
-        batches = count_record_batches(source.path)
+        batches = count_record_batches(source)
         return [whole(source)] if not batches else _even(source, batches, shard_bytes)
     if source.kind == "saved_dataset":
         return _even(source, len(open_hf_dataset(source, options.selection)), shard_bytes)
@@ -135,7 +135,7 @@ def _even(source: Source, count: int, shard_bytes: int | None) -> list[Part]:
 
 def _cut_row_groups(source: Source, shard_bytes: int) -> list[Part]:
     """Row groups of parquet, whose bytes are taken to be spread evenly over the rows."""
-    rows = count_row_groups(source.path)
+    rows = count_row_groups(source)
     ends = list(accumulate(rows))
     num_bytes = source.record.bytes or 0
     at = [num_bytes * end // max(1, ends[-1]) for end in ends]

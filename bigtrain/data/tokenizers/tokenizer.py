@@ -28,12 +28,18 @@ from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import ReferenceEncoder
 from bigtrain.data.tokenizers.transformers_patches import decodes_plainly, template_syntax_tree
 from bigtrain.errors import DataError, first_line
+from bigtrain.system.storage.addresses import is_address, without_secrets
+from bigtrain.system.storage.copies import at_hand
 
 logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 10.0
 FACTS = ("hash", "vocab_size", "end_of_document_id")
 _DATE_FUNCTION = "strftime_now"
+
+
+class NoChatTemplate(DataError):
+    """A tokenizer without a chat template."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,18 @@ class Tokenizer:
     end_of_document_id: int
     loaded: Any = None
     cached: CachedTokenizer | None = None
+    directory: str = ""
+    """Where it was copied to from the address `name`."""
+
+    @property
+    def place(self) -> str:
+        """What it can be loaded from again."""
+        return self.directory or self.name
 
     @cached_property
     def huggingface(self) -> Any:
         """What ``AutoTokenizer`` makes of it; imports transformers."""
-        return _load_with_transformers(self.name) if self.loaded is None else self.loaded
+        return _load_with_transformers(self.place) if self.loaded is None else self.loaded
 
     def encoder(self, parse_special_tokens: bool = False, ends: bool = True) -> ReferenceEncoder:
         """The reference encoder; `bigtrain.data.tokenizers.selection` finds a faster one.
@@ -62,11 +75,26 @@ class Tokenizer:
         `ends`: each document gets the end-of-document token.
         """
         end = self.end_of_document_id if ends else None
+        return ReferenceEncoder(self.backend_json, end, parse_special_tokens)
+
+    @property
+    def backend_json(self) -> str:
+        """``tokenizer.json`` of what transformers makes of it, for `tokenizers`."""
         if self.cached is not None:
-            content = self.cached.backend_json
-        else:
-            content = str(self.huggingface.backend_tokenizer.to_str())
-        return ReferenceEncoder(content, end, parse_special_tokens)
+            return self.cached.backend_json
+        return str(self.huggingface.backend_tokenizer.to_str())
+
+    def text_ends(self) -> tuple[tuple[int, ...], str]:
+        """The special tokens that it begins every text with by itself, and the letters of the
+        end-of-document token."""
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_str(self.backend_json)
+        alone = backend.encode("a", add_special_tokens=False).ids
+        found = backend.encode("a", add_special_tokens=True).ids
+        places = range(len(found) - len(alone) + 1)
+        begin = next((n for n in places if found[n : n + len(alone)] == alone), 0)
+        return tuple(found[:begin]), str(backend.id_to_token(self.end_of_document_id))
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate:
         """The tokenizer's chat template, or the one in `file`.
@@ -82,7 +110,7 @@ class Tokenizer:
             find = self.huggingface.get_chat_template
             without, with_tools = find(given, None), find(given, [])
         except ValueError as error:
-            raise DataError(
+            raise NoChatTemplate(
                 f"tokenizer {self.name} has no chat template -> give one: --chat-template FILE"
             ) from error
         literals = _literals({without, with_tools}, str(file or f"of tokenizer {self.name}"))
@@ -137,6 +165,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises DataError where there is none, where the hub cannot be reached (found out in seconds),
     and where the tokenizer has no fast implementation or no end-of-sequence token.
     """
+    if is_address(name):
+        place = at_hand(name, weights=False)
+        return replace(load_tokenizer(place), name=without_secrets(name), directory=place)
     directory = Path(name)
     if not directory.is_dir():
         return describe(name, _load_with_transformers(name))

@@ -38,7 +38,7 @@ from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.engine.startup.trees import gather_on_main
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
-from bigtrain.system.direct_file import ALIGNMENT
+from bigtrain.system.storage.direct_file import ALIGNMENT
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

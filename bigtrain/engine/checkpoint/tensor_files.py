@@ -32,7 +32,7 @@ import xxhash
 from bigtrain.engine.checkpoint.cover import Cover
 from bigtrain.engine.checkpoint.layout import Layout
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
-from bigtrain.system.direct_file import ALIGNMENT, DirectFile
+from bigtrain.system.storage.direct_file import ALIGNMENT, DirectFile
 
 FORMAT = "bigtrain.checkpoint/2"
 SUFFIX = ".safetensors"

@@ -1,12 +1,18 @@
-"""What the optimizer of ZeRO 1 and 2 does for each parameter at every step, and need not.
-
-Half of the host time of its steps above a bare loop's, together with what
-`bigtrain.engine.train_engine` does not repeat at every step.
-"""
+"""What the optimizer of ZeRO 1 and 2 does for each parameter at every step, and need not."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
+from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.utils import get_norm_dtype
+from torch import nn
+
+from bigtrain.engine.deepspeed_patches.marks import is_model_parallel, is_replicated
 
 
 def skip_redundant_work_of_zero12(optimizer: Any) -> None:
@@ -15,6 +21,9 @@ def skip_redundant_work_of_zero12(optimizer: Any) -> None:
         return
     skip_usage_reports(optimizer)
     keep_views(optimizer)
+    take_norms_at_once(optimizer)
+    copy_gradients_once(optimizer)
+    keep_accumulating_nodes()
 
 
 def skip_usage_reports(optimizer: Any) -> None:
@@ -51,3 +60,95 @@ def keep_views(optimizer: Any) -> None:
             known[group_index] = places(group_index)
 
     optimizer._update_model_bit16_weights = update_where_moved
+
+
+def take_norms_at_once(optimizer: Any) -> None:
+    """Take the norms of all gradients of a group by one call of torch.
+
+    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `get_grad_norm_direct`) makes a copy in float64
+    of each gradient, takes its norm, and moves that to the device where it is. Here the same norms
+    are taken in float64, and added up in the same order. Norms other than the 2-norm are left to
+    it, and a rank that counts nothing.
+    """
+    take = optimizer.get_grad_norm_direct
+
+    def norm_of(
+        gradients: Sequence[torch.Tensor], params: Iterable[nn.Parameter], norm_type: float = 2
+    ) -> Any:
+        found = (g for g in gradients if not getattr(g, "_zero_padding", False))
+        counts_all = optimizer.model_parallel_rank == 0
+        counted = [
+            gradient.detach()
+            for gradient, parameter in zip(found, params, strict=False)  # then there is padding
+            if not is_replicated(parameter) and (counts_all or is_model_parallel(parameter))
+        ]
+        if norm_type != 2 or not counted:
+            return take(gradients, params, norm_type)
+        norms = torch._foreach_norm(counted, 2.0, dtype=get_norm_dtype())
+        total = torch.stack(norms).pow(2.0).sum().float()
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
+        optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
+        norm = total.pow(0.5)
+        mask_nan_or_inf_with_val_inplace(norm, device=optimizer.device)
+        return norm
+
+    optimizer.get_grad_norm_direct = norm_of
+
+
+def copy_gradients_once(optimizer: Any) -> None:
+    """Copy a reduced gradient out of its bucket with half of the calls.
+
+    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `copy_grads_in_partition`) looks up for each
+    whether it is compact, and makes three views of it. The first of a step is left to it, which
+    allocates the place, and so are those of offloaded and of compact partitions.
+    """
+    copy = optimizer.copy_grads_in_partition
+    is_compact = [optimizer._use_compact_grad_partition_buffer(i) for i in _groups(optimizer)]
+
+    def copy_out(parameter: nn.Parameter, group_index: int | None = None) -> None:
+        place = optimizer.grads_in_partition
+        if place is None or group_index is None or is_compact[group_index] or optimizer.cpu_offload:
+            copy(parameter, group_index)
+            return
+        gradient = optimizer.get_gradient_for_reduction(parameter)
+        begin, length = optimizer.grads_in_partition_offset, gradient.numel()
+        moved = place.narrow(0, begin, length).view(gradient.shape).copy_(gradient)
+        gradient.data = moved
+        optimizer.grads_in_partition_offset = begin + length
+
+    optimizer.copy_grads_in_partition = copy_out
+
+
+def _groups(optimizer: Any) -> range:
+    return range(len(optimizer.bit16_groups))
+
+
+def keep_accumulating_nodes() -> None:
+    """Find once, not at every backward pass, where autograd accumulates into each parameter.
+
+    DeepSpeed 0.19.8 (runtime/utils.py, `count_used_parameters_in_backward`) counts in the first
+    hook of a backward pass how many parameters take part. The node of a parameter stays while
+    somebody holds it and the parameter has the dtype and the device that it had.
+    """
+    if not isinstance(stage_1_and_2.count_used_parameters_in_backward, _UsedParameters):
+        stage_1_and_2.count_used_parameters_in_backward = _UsedParameters()
+
+
+class _UsedParameters:
+    """Stands for `count_used_parameters_in_backward`, given the same list at each call."""
+
+    def __init__(self) -> None:
+        self._list: Sequence[nn.Parameter] = ()
+        self._kinds: list[tuple[torch.dtype, torch.device]] = []
+        self._nodes: list[Any] = []
+
+    def __call__(self, parameters: Sequence[nn.Parameter]) -> int:
+        kinds = [(p.dtype, p.device) for p in parameters]
+        if parameters is not self._list or kinds != self._kinds:
+            found = [
+                torch.autograd.graph.get_gradient_edge(p).node
+                for p in parameters
+                if p.requires_grad
+            ]
+            self._list, self._kinds, self._nodes = parameters, kinds, list(dict.fromkeys(found))
+        return sum(map(torch._C._will_engine_execute_node, self._nodes))

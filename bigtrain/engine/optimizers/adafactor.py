@@ -12,14 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from bigtrain.engine.optimizers.masters import MasterPart, cut_parts
-from bigtrain.engine.optimizers.update_rule import Master, UpdateRule, names_in_update
+from bigtrain.engine.optimizers.update_rule import (
+    Master,
+    RuleInputs,
+    UpdateRule,
+    names_in_update,
+)
 from bigtrain.engine.startup.mesh import Mesh, open_holders
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.optimizer import AdafactorSection
@@ -59,6 +64,10 @@ class Adafactor(UpdateRule):
         self._parts: list[MasterPart] | None = None
         self._copies: dict[str, float] = {}
         self._states: dict[str, dict[str, torch.Tensor]] = {}
+
+    @classmethod
+    def of(cls, inputs: RuleInputs) -> Self:
+        return cls(inputs.section.adafactor, inputs.model, inputs.mesh, inputs.device)
 
     def attach(self, parts: Sequence[MasterPart]) -> None:
         self._parts = [part for part in parts if part.name in self._shapes]
@@ -179,6 +188,9 @@ class Adafactor(UpdateRule):
         total = own.to(self._device)
         dist.all_reduce(total, group=self._group)
         return total.cpu()
+
+
+RULE = Adafactor
 
 
 def _place(state: torch.Tensor, box: _Rectangle) -> tuple[slice, ...]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.optim.adamw import adamw
 
 from bigtrain.engine.optimizers.state_dtype import StateDtype, chunks, store
-from bigtrain.engine.optimizers.update_rule import Master, UpdateRule
+from bigtrain.engine.optimizers.update_rule import Master, RuleInputs, UpdateRule
 
 
 class AdamW(UpdateRule):
@@ -17,7 +17,10 @@ class AdamW(UpdateRule):
 
     def __init__(self, betas: tuple[float, float], eps: float, state_dtype: StateDtype) -> None:
         self._betas, self._eps, self._dtype = betas, eps, state_dtype
-        self.state_bytes = 2 * state_dtype.torch_dtype.itemsize
+
+    @classmethod
+    def of(cls, inputs: RuleInputs) -> Self:
+        return cls(inputs.section.betas, inputs.section.eps, inputs.state_dtype)
 
     def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
         for master in masters:
@@ -62,3 +65,6 @@ class AdamW(UpdateRule):
             eps=self._eps,
             maximize=False,
         )
+
+
+RULE = AdamW

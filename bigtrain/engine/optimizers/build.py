@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
-from bigtrain.engine.optimizers.adafactor import Adafactor
-from bigtrain.engine.optimizers.adamw import AdamW
-from bigtrain.engine.optimizers.lion import Lion
 from bigtrain.engine.optimizers.masters import master_parts
-from bigtrain.engine.optimizers.muon import Muon
 from bigtrain.engine.optimizers.state_dtype import StateDtype
-from bigtrain.engine.optimizers.update_rule import RuleOptimizer, UpdateRule
+from bigtrain.engine.optimizers.update_rule import RuleInputs, RuleOptimizer, UpdateRule
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.settings.run_config import OptimizerSection
+from bigtrain.settings.sections.optimizer_facts import facts_of_optimizer
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """From parameter groups; what `deepspeed.initialize` takes as `optimizer`."""
@@ -32,14 +30,16 @@ def optimizer_maker(
     if not section.is_own:
         return None
     dtype = StateDtype(section.state_dtype)
-    rules: dict[str, UpdateRule] = {"adamw": AdamW(section.betas, section.eps, dtype)}
-    if section.type == "lion":
-        rules = {"lion": Lion(section.betas, dtype)}
-    if section.type == "adafactor":
-        rules = {"adafactor": Adafactor(section.adafactor, model, mesh, device)}
-    if section.type == "muon":
-        rules["muon"] = Muon(section.muon, dtype, model, mesh, device)
-    return lambda groups: RuleOptimizer(groups, rules, section.lr)
+    inputs = RuleInputs(section, dtype, model, mesh, device)
+    names = [section.type] if section.facts.beside is None else [section.type, section.facts.beside]
+    rules = {name: rule_class(name).of(inputs) for name in names}
+    return lambda groups: RuleOptimizer(groups, rules, section.lr, dtype)
+
+
+def rule_class(name: str) -> type[UpdateRule]:
+    """The update rule of ``optimizer.type`` = `name`: of the module that the table names."""
+    found: type[UpdateRule] = import_module(facts_of_optimizer(name).module).RULE
+    return found
 
 
 def attach_optimizer(engine: Any, model: nn.Module) -> None:

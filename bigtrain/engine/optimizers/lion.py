@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from bigtrain.engine.optimizers.state_dtype import StateDtype, chunks, store
-from bigtrain.engine.optimizers.update_rule import Master, UpdateRule
+from bigtrain.engine.optimizers.update_rule import Master, RuleInputs, UpdateRule
 
 
 class Lion(UpdateRule):
@@ -14,7 +14,10 @@ class Lion(UpdateRule):
 
     def __init__(self, betas: tuple[float, float], state_dtype: StateDtype) -> None:
         self._betas, self._dtype = betas, state_dtype
-        self.state_bytes = state_dtype.torch_dtype.itemsize
+
+    @classmethod
+    def of(cls, inputs: RuleInputs) -> Self:
+        return cls(inputs.section.betas, inputs.state_dtype)
 
     def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
         for master in masters:
@@ -25,3 +28,6 @@ class Lion(UpdateRule):
                 values.mul_(1 - group["lr"] * group["weight_decay"])
                 values.add_(wide.lerp(gradient, 1 - self._betas[0]).sign_(), alpha=-group["lr"])
                 store(mean, wide.lerp_(gradient, 1 - self._betas[1]), gradient)
+
+
+RULE = Lion

@@ -67,7 +67,10 @@ class _Round:
 
 
 class MatrixExchange:
-    """Gathers matrices at their owners, computes on them, and scatters the results."""
+    """Gathers matrices at their owners, computes on them, and scatters the results.
+
+    num_elements_sent: that this rank sends to others in one `run`, there and back.
+    """
 
     def __init__(
         self,
@@ -104,10 +107,9 @@ class MatrixExchange:
             if owner == rank:
                 self._owned[numbers[number]].append(number)
         self._check_covered()
+        self.num_elements_sent = self._count_sent(rank)
 
-    def num_elements_sent(self) -> int:
-        """Elements that this rank sends to others in one `run`, there and back."""
-        rank = dist.get_rank(self._group)
+    def _count_sent(self, rank: int) -> int:
         total = 0
         for plan in self._rounds:
             lists: Sequence[Sequence[Sequence[Piece | _Place]]] = (plan.sent, plan.returned)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,12 @@ from bigtrain.engine.optimizers.matrix_exchange import Holding, MatrixExchange
 from bigtrain.engine.optimizers.matrix_layout import Piece, pieces_of
 from bigtrain.engine.optimizers.newton_schulz import cost, orthogonalized
 from bigtrain.engine.optimizers.state_dtype import StateDtype, chunks, store
-from bigtrain.engine.optimizers.update_rule import Master, UpdateRule, names_in_update
+from bigtrain.engine.optimizers.update_rule import (
+    Master,
+    RuleInputs,
+    UpdateRule,
+    names_in_update,
+)
 from bigtrain.engine.startup.mesh import Mesh, open_holders
 from bigtrain.models.parallel.hidden_matrices import Matrix, hidden_matrices, matrices_of
 from bigtrain.models.parallel.sharding import is_expert, shard_of
@@ -31,7 +36,10 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Muon(UpdateRule):
-    """State: `momentum_buffer`. Collective over the ranks that hold the same stage."""
+    """State: `momentum_buffer`. Collective over the ranks that hold the same stage. sent_bytes: of
+    parts of matrices, there and back."""
+
+    sent_bytes: int
 
     def __init__(
         self,
@@ -44,7 +52,7 @@ class Muon(UpdateRule):
         """model: this rank's stage, whose hidden matrices are updated. Collective over all ranks.
         Raises ConfigError for a `split` that does not fit the model."""
         self._section, self._state_dtype, self._device = section, state_dtype, device
-        self.state_bytes = state_dtype.torch_dtype.itemsize
+        self.sent_bytes = 0
         found = hidden_matrices(model)
         self.parameters = {name: model.get_parameter(name) for name in found}
         self._matrices: dict[bool, list[Matrix]] = {False: [], True: []}
@@ -56,6 +64,11 @@ class Muon(UpdateRule):
         self._tensor_ranks = set(dist.get_process_group_ranks(mesh.tensor))
         self._parts: list[MasterPart] | None = None
         self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
+
+    @classmethod
+    def of(cls, inputs: RuleInputs) -> Self:
+        own = inputs.section.muon
+        return cls(own, inputs.state_dtype, inputs.model, inputs.mesh, inputs.device)
 
     def attach(self, parts: Sequence[MasterPart]) -> None:
         self._parts = [part for part in parts if part.name in self.parameters]
@@ -70,9 +83,10 @@ class Muon(UpdateRule):
                 store(held, held.float().lerp_(gradient, 1 - momentum), gradient)
         if self._parts is None or group["lr"] == 0:
             return  # DeepSpeed or `ensure_optimizer_states` only allocates states
-        exchange = self._exchange(masters, group)
+        exchange, dtype = self._exchange(masters, group), _DTYPES[self._section.ns_dtype]
+        self.sent_bytes += exchange.num_elements_sent * dtype.itemsize
         exchange.run(
-            _DTYPES[self._section.ns_dtype],
+            dtype,
             lambda piece, part: part.copy_(self._direction(piece, masters[piece.master])),
             self._orthogonalized,
             lambda piece, part: self._apply(masters[piece.master].values, piece, part, group),
@@ -150,6 +164,9 @@ class Muon(UpdateRule):
         """Whether this rank sends `part` to the owner: of replicas that hold the same, the one in
         the owner's tensor-parallel group does."""
         return part.shard.primary and (not part.is_replicated or ranks[owner] in self._tensor_ranks)
+
+
+RULE = Muon
 
 
 def _of_this_rank(matrices: Sequence[Matrix], parameter: nn.Parameter) -> list[Matrix]:

@@ -16,8 +16,9 @@ from bigtrain.settings.run_config import OptimizerSection
 def parameter_groups(
     model: nn.Module, section: OptimizerSection, expert_size: int
 ) -> list[dict[str, Any]]:
-    """Groups with and without weight decay, in this order, and with Muon its matrices; then the
-    same groups of experts if `expert_size` ranks divide them. Any may be empty.
+    """Groups with and without weight decay, in this order, and of hidden matrices where the
+    optimizer is for those alone; then the same groups of experts if `expert_size` ranks divide
+    them. Any may be empty.
     """
     split = split_by_decay(model, decay_embeddings=section.decay_embeddings)
     found: list[dict[str, Any]] = [
@@ -25,8 +26,8 @@ def parameter_groups(
         {"params": split.no_decay, "weight_decay": 0.0, "name": "no_decay"},
     ]
     for group in found if section.is_own else ():
-        group["rule"] = "adamw" if section.type == "muon" else section.type
-    if section.type == "muon":
+        group["rule"] = section.facts.beside or section.type
+    if section.facts.beside is not None:
         found.append(_take_matrices(model, section, found))
     for group in found[:] if expert_size > 1 else ():
         experts = [parameter for parameter in group["params"] if is_expert(parameter)]
@@ -41,18 +42,19 @@ def parameter_groups(
 def _take_matrices(
     model: nn.Module, section: OptimizerSection, groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Muon's group; its parameters are removed from the other `groups`."""
+    """The group of hidden matrices; its parameters are removed from the other `groups`."""
     chosen = {id(model.get_parameter(name)) for name in hidden_matrices(model)}
     matrices = [p for group in groups for p in group["params"] if id(p) in chosen]
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in chosen]
-    own = section.muon
+    own = section.own_settings
+    decay, lr = getattr(own, "weight_decay", None), getattr(own, "lr", None)
     return {
         "params": matrices,
-        "weight_decay": section.weight_decay if own.weight_decay is None else own.weight_decay,
+        "weight_decay": section.weight_decay if decay is None else decay,
         "name": "matrices",
-        "rule": "muon",
-        "lr_ratio": 1.0 if own.lr is None else own.lr / section.lr,
+        "rule": section.type,
+        "lr_ratio": 1.0 if lr is None else lr / section.lr,
     }
 
 

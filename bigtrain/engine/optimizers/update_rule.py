@@ -2,7 +2,9 @@
 
 DeepSpeed gives the inner torch optimizer full parameters (ZeRO 0) or flat ranges of many (ZeRO 1 to
 3), group by group. A rule sees them as `Master`s. An elementwise rule needs no more; one that needs
-full matrices learns from `UpdateRule.attach` what the masters hold.
+full matrices, or sums over full parameters, learns from `UpdateRule.attach` what the masters hold.
+What can be said of a rule without torch is its row in `settings/sections/optimizer_facts.py`, which
+names the module; the module's `RULE` is the class.
 """
 
 from __future__ import annotations
@@ -10,12 +12,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import nn
 
 from bigtrain.engine.optimizers.masters import MasterPart
 from bigtrain.engine.optimizers.state_dtype import StateDtype
+from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.settings.run_config import OptimizerSection
+from bigtrain.settings.sections.optimizer_facts import facts_of_optimizer
 
 
 @dataclass(frozen=True)
@@ -58,14 +64,33 @@ def names_in_update(
     return [name for name in group["names"] if name not in others]
 
 
+@dataclass(frozen=True)
+class RuleInputs:
+    """What a rule is made of: the run's section and state dtype, this rank's stage of the model,
+    its mesh, and a device that the backend of its groups takes."""
+
+    section: OptimizerSection
+    state_dtype: StateDtype
+    model: nn.Module
+    mesh: Mesh
+    device: torch.device
+
+
 class UpdateRule(ABC):
     """How the masters of a group are updated.
 
     Checkpoints save, load and reshard states that are shaped like their master without further
-    code; `step` counts updates. state_bytes: bytes per element in such states.
+    code; `step` counts updates. sent_bytes: what this rank has sent to others since it was set to
+    0, None for a rule that sends nothing that is counted.
     """
 
-    state_bytes: int = 0
+    sent_bytes: int | None = None
+
+    @classmethod
+    @abstractmethod
+    def of(cls, inputs: RuleInputs) -> Self:
+        """The rule of a run. Collective over all ranks. Raises ConfigError for settings that do not
+        fit the model."""
 
     def attach(self, parts: Sequence[MasterPart]) -> None:  # noqa: B027
         """Learn which parameters the masters hold, once DeepSpeed has made them. Collective over
@@ -89,10 +114,15 @@ class RuleOptimizer(torch.optim.Optimizer):
     """The torch optimizer that DeepSpeed wraps; each parameter group names its rule."""
 
     def __init__(
-        self, groups: Sequence[dict[str, Any]], rules: Mapping[str, UpdateRule], lr: float
+        self,
+        groups: Sequence[dict[str, Any]],
+        rules: Mapping[str, UpdateRule],
+        lr: float,
+        state_dtype: StateDtype,
     ) -> None:
-        """groups: of torch, each with a `rule` among `rules`."""
+        """groups: of torch, each with a `rule` among `rules`, which are by ``optimizer.type``."""
         self.rules = dict(rules)
+        self.state_dtype = state_dtype
         super().__init__(groups, {"lr": lr})
 
     def attach(self, parts: Sequence[MasterPart]) -> None:
@@ -103,6 +133,18 @@ class RuleOptimizer(torch.optim.Optimizer):
     def small_states(self) -> list[tuple[str, dict[str, torch.Tensor]]]:
         """See `UpdateRule.small_states`."""
         return [found for rule in self.rules.values() for found in rule.small_states()]
+
+    def begin_count(self) -> None:
+        """Begin to count what the rules send."""
+        for rule in self.rules.values():
+            if rule.sent_bytes is not None:
+                rule.sent_bytes = 0
+
+    def sent_bytes(self) -> int | None:
+        """Bytes that this rank has sent to others since `begin_count`; None if no rule counts
+        any, which is the same on all ranks."""
+        counts = [rule.sent_bytes for rule in self.rules.values() if rule.sent_bytes is not None]
+        return sum(counts) if counts else None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -122,8 +164,9 @@ def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     updates."""
     if not isinstance(optimizer, RuleOptimizer):
         return {}
+    size = optimizer.state_dtype.torch_dtype.itemsize
     return {
-        name: optimizer.rules[group["rule"]].state_bytes
+        name: len(facts_of_optimizer(group["rule"]).states) * size
         for group in optimizer.param_groups
         for name in group["names"]
     }

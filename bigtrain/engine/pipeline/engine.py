@@ -8,7 +8,7 @@ parameter groups that are empty on a stage, parameters without a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ class PipelineTrainEngine(TrainEngine):
         factor_of_loss = self._scale / self.plan.accumulation
         self._stage.feed(micro_batches, factor_of_loss, self._router_losses.of)
         self._skip_policy, self._num_targets = self._noting(skip_policy), num_targets
-        self._begin_experts(observe)
+        self._begin_counts(observe)
         self.engine.train_batch(data_iter=((b.input_ids, b.labels) for b in micro_batches))
         return StepResult(self._loss_sum, num_targets, self._end_step())
 
@@ -136,16 +136,22 @@ class PipelineTrainEngine(TrainEngine):
         return float(totals[0]) / max(1, num_tokens), num_tokens
 
     @torch.no_grad()
-    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """As `TrainEngine.logits`; stages compute one after the other."""
+    def read_logits(
+        self, input_ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """As `TrainEngine.read_logits`; stages compute one after the other."""
         self.engine.eval()
-        logits: torch.Tensor = self._in_turn(input_ids)[0][0]
+        found: torch.Tensor = self._in_turn(input_ids, read)[0][0]
         self.engine.train()
-        return logits.float()
+        return found
 
-    def _in_turn(self, input_ids: torch.Tensor) -> tuple[Any, list[P2PLayout]]:
-        """Run the stages one after another; returns the last stage's outputs, on the CPU of every
-        rank, and the layouts between stages."""
+    def _in_turn(
+        self,
+        input_ids: torch.Tensor,
+        read: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    ) -> tuple[Any, list[P2PLayout]]:
+        """Run the stages one after another; returns the last stage's outputs, of the logits what
+        `read` makes of them, on the CPU of every rank, and the layouts between stages."""
         ranks = dist.get_process_group_ranks(self.mesh.pipeline)
         handed: Any = None
         layouts: list[P2PLayout] = []
@@ -153,7 +159,9 @@ class PipelineTrainEngine(TrainEngine):
             box: list[Any] = [None, None]
             if index == self._stage.stage.index:
                 outputs = self._stage.run(handed, input_ids, None)
-                if not self._stage.stage.is_last:
+                if self._stage.stage.is_last:
+                    outputs = (read(outputs[0]),)
+                else:
                     box[1] = P2PLayout.of(outputs)
                 box[0] = _moved(outputs, torch.device("cpu"))
             dist.broadcast_object_list(box, src=rank, group=self.mesh.pipeline, device=self.device)

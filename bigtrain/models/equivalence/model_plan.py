@@ -76,10 +76,10 @@ def try_model(
         problems += check_frozen(empty_model(hf_config), config.model.frozen)
     if config.adapters is not None:
         problems += check_adapters(empty_model(hf_config), config.adapters)
-    if config.optimizer.type == "muon" and not problems:
+    if config.optimizer.facts.beside is not None and not problems:
         model = empty_model(hf_config)
         freeze(model, config.model.frozen)
-        problems += check_matrices(model, config.optimizer.muon)
+        problems += check_matrices(model, config.optimizer)
     problems += check_expert_balance(config, hf_config)
     isolation, not_isolated = plan_isolation(config, hf_config)
     problems += not_isolated

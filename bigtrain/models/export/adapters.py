@@ -24,6 +24,7 @@ from bigtrain.models.layers.adapters import (
     COPY,
     MAGNITUDE,
     add_adapters,
+    find_parameters,
     find_saved,
     find_targets,
     lora_config,
@@ -134,9 +135,9 @@ def _merged_stacks(
     hf_config: PreTrainedConfig,
 ) -> dict[str, torch.Tensor]:
     """Stacked weights [experts, ...] with an adapter for each expert, as peft lays it out."""
-    if not section.target_parameters:
-        return {}
     model = empty_model(hf_config)
+    if not find_parameters(model, section)[0]:
+        return {}
     with torch.device("meta"):
         add_adapters(model, section, lambda _: 0)
     merged: dict[str, torch.Tensor] = {}

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import Problem
+from bigtrain.models.layers.adapter_presets import LINEAR, layers_of, stacks_of
 from bigtrain.models.layers.parameters import names_of
 from bigtrain.models.transformers_patches import mark_initialized
-from bigtrain.settings.sections.adapters import AdaptersSection
+from bigtrain.settings.sections.adapters import PRESETS, AdaptersSection
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -38,7 +39,6 @@ MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"
 COPY = f".modules_to_save.{ADAPTER}."
 _OWN = re.compile(r"(\.base_layer)+\.|\.original_module\.|" + re.escape(COPY))
 _TRAINED = re.compile(rf"\.lora_[^.]+\.{ADAPTER}(\.|$)")
-_LINEAR = (nn.Linear, Conv1D)
 
 
 def base_name(name: str) -> str:
@@ -76,13 +76,19 @@ def find_targets(model: PreTrainedModel, section: AdaptersSection) -> tuple[list
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, _LINEAR) and module is not head
+        if isinstance(module, LINEAR) and module is not head
     ]
     if section.targets == "all-linear":
         return linear, []
-    patterns = section.targets
+    patterns = section.patterns
     missing = [p for p in patterns if not any(_matches(name, p) for name in linear)]
-    return [n for n in linear if any(_matches(n, p) for p in patterns)], missing
+    chosen: set[str] = set()
+    for preset in section.presets:
+        found = layers_of(model, preset)
+        chosen.update(found)
+        if not found and not stacks_of(model, preset):
+            missing.append(preset)
+    return [n for n in linear if n in chosen or any(_matches(n, p) for p in patterns)], missing
 
 
 def find_parameters(
@@ -92,7 +98,8 @@ def find_parameters(
     stacked = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     patterns = section.target_parameters
     missing = [p for p in patterns if not any(_matches(name, p) for name in stacked)]
-    return [name for name in stacked if any(_matches(name, p) for p in patterns)], missing
+    chosen = {name for preset in section.presets for name in stacks_of(model, preset)}
+    return [n for n in stacked if n in chosen or any(_matches(n, p) for p in patterns)], missing
 
 
 def parameter_layers(model: nn.Module) -> dict[str, Any]:
@@ -127,13 +134,17 @@ def _matches(name: str, pattern: str) -> bool:
 
 def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Problem]:
     """Problems with `section` for this model, which may be on the meta device."""
-    _, unknown = find_parameters(model, section)
+    stacked, unknown = find_parameters(model, section)
     if unknown:
         rule = "matches no stacked weight of experts; those alone can have such adapters"
         known = find_parameters(model, section.model_copy(update={"target_parameters": ("*",)}))[0]
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
         remedy = f"some of: {kinds}" if kinds else "leave it out: the model has none"
         return [Problem(PARAMETERS_KEY, pattern, rule, remedy) for pattern in unknown]
+    if stacked and not section.target_parameters and (section.dora or section.dropout):
+        name, off = ("dora", "false") if section.dora else ("dropout", "0")
+        rule = f"are the stacked weights of experts here, and peft has no {name} for those"
+        return [Problem(KEY, "mlp", rule, f"adapters.{name}={off}, or targets without mlp")]
     names, missing = find_targets(model, section)
     if saved := _check_saved(model, section, set(names)):
         return saved
@@ -144,7 +155,8 @@ def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Pro
         return [Problem(KEY, section.targets, rule, "leave adapters out")]
     remedy = f"all-linear, or some of: {', '.join(ends)}"
     rule = "matches no linear layer beside the head; only those can have adapters"
-    return [Problem(KEY, pattern, rule, remedy) for pattern in missing]
+    kind = "is a kind of layers of which nothing is known in this architecture"
+    return [Problem(KEY, name, kind if name in PRESETS else rule, remedy) for name in missing]
 
 
 def _check_saved(

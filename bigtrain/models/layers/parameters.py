@@ -1,7 +1,8 @@
-"""Frozen parameters: `model.frozen`."""
+"""Parameters by their names: which are frozen (`model.frozen`), from which seeds they are drawn."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -51,3 +52,9 @@ def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[s
     for name, parameter in parameters:
         found.setdefault(id(parameter), []).append(name)
     return found
+
+
+def seed_of(seed: int, name: str) -> int:
+    """The seed of what is drawn for the module or parameter `name`, in a run seeded `seed`."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

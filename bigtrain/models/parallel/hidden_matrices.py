@@ -14,7 +14,7 @@ from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.layers.decoder_layers import decoder_layers
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.models.transformers_patches import modules_of_experts
-from bigtrain.settings.sections.optimizer import MuonSection, SplitSection
+from bigtrain.settings.sections.optimizer import OptimizerSection, SplitSection
 
 KEY = "optimizer.muon.split"
 
@@ -162,10 +162,10 @@ def _boxes(
     return tuple(boxes)
 
 
-def check_matrices(model: nn.Module, section: MuonSection) -> list[Problem]:
-    """Why Muon cannot update `model`, which may be on the meta device: it has no hidden matrix, or
-    `split` does not fit it."""
-    found = hidden_matrices(model)
+def check_matrices(model: nn.Module, optimizer: OptimizerSection) -> list[Problem]:
+    """Why an optimizer of hidden matrices cannot update `model`, which may be on the meta device:
+    it has no hidden matrix, or `split` does not fit it."""
+    found, section = hidden_matrices(model), optimizer.muon
     problems = [
         Problem(
             f"{KEY}.{pattern}",
@@ -178,7 +178,7 @@ def check_matrices(model: nn.Module, section: MuonSection) -> list[Problem]:
     ]
     if not found:
         rule = "is for matrices of hidden layers, and nothing of this model that is trained is one"
-        return [Problem("optimizer.type", "muon", rule, "adamw")]
+        return [Problem("optimizer.type", optimizer.type, rule, "adamw")]
     try:
         matrices_of(found.values(), section.split)
     except ConfigError as error:

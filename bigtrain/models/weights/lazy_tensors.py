@@ -198,6 +198,13 @@ class _Joined:
         return _sources(self.tensors)
 
 
+def rows_joined(first: LazyTensor, second: torch.Tensor) -> LazyTensor:
+    """`second` below the rows of `first`, in the dtype of `first` where it is not read into
+    another."""
+    shape = (first.shape[0] + second.shape[0], *first.shape[1:])
+    return LazyTensor(shape, first.dtype, _Joined((first, second), 0))
+
+
 def _same(tensor: torch.Tensor, *_: Any, **__: Any) -> Values:
     return _Moved(tensor, lambda offsets, out: (offsets, out))
 

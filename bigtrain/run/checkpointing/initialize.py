@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bigtrain.data.shards.verification import share_of
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_weights
@@ -26,7 +25,9 @@ from bigtrain.models.weights.checksums import (
     sum_of,
 )
 from bigtrain.models.weights.import_hf import Weights, find_weights
+from bigtrain.models.weights.vocabulary import base_configuration, grown_weights
 from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.preflight import Inputs
 from bigtrain.run.session import Session
 from bigtrain.settings.run_config import ModelSection, RunConfig
 
@@ -51,18 +52,22 @@ class WeightsSource:
         )
         return config.model_copy(update={"model": section})
 
-    def find(self, config: RunConfig, hf_config: Any) -> Weights | None:
-        """The Hugging Face weights that a run begins with; None without any, or if it resumes.
+    def find(self, config: RunConfig, inputs: Inputs) -> Weights | None:
+        """The Hugging Face weights that a run begins with, with the vocabulary of their files; None
+        without any, or if it resumes.
 
         Reads file headers only; every rank may call it. Raises ModelError as `find_weights`.
         """
         if self.hugging_face is None or checkpoints.steps(Path(config.output.directory)):
             return None
-        return self._find_weights(config, hf_config)
+        return self._find_weights(config, inputs)
 
-    def _find_weights(self, config: RunConfig, hf_config: Any) -> Weights:
+    def _find_weights(self, config: RunConfig, inputs: Inputs) -> Weights:
         assert self.hugging_face is not None
         key = KEY if config.model.path is None else "model.path"
+        hf_config, growth = inputs.hf_config, inputs.growth
+        if growth is not None:
+            hf_config = base_configuration(hf_config, growth)
         return find_weights(self.hugging_face, hf_config, key)
 
     def fill(self, session: Session, engine: TrainEngine, weights: Weights | None) -> None:
@@ -73,9 +78,9 @@ class WeightsSource:
         """
         if self.hugging_face is not None:
             inputs = session.inputs
-            weights = weights or self._find_weights(session.run.config, inputs.hf_config)
+            weights = weights or self._find_weights(session.run.config, inputs)
             session.base_model = verify_weights(session, weights)
-            read_weights(engine, weights)
+            read_weights(engine, _grown(session, weights))
         checkpoint = self.checkpoint
         if checkpoint is None:
             return
@@ -86,6 +91,23 @@ class WeightsSource:
         except CheckpointError as error:
             raise CheckpointError(f"{KEY}: {error}") from error
         session.say(f"weights initialized from {directory}")
+
+
+def _grown(session: Session, weights: Weights) -> Weights:
+    """`weights` with the rows by which the run's vocabulary grows. Collective."""
+    growth = session.inputs.growth
+    if growth is None:
+        return weights
+    config, hf_config = session.run.config, session.inputs.hf_config
+    grown = grown_weights(
+        weights, hf_config, growth, config.model, config.seed, session.long_work.on_main_rank
+    )
+    assert config.model.vocabulary is not None
+    session.say(
+        f"vocabulary grown from {growth.before} to {growth.after} rows "
+        f"({config.model.vocabulary.new_rows}): {', '.join(growth.names)}"
+    )
+    return grown
 
 
 def verify_weights(session: Session, weights: Weights) -> Sums:

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from bigtrain.errors import CheckpointError
 from bigtrain.run.checkpointing import checkpoints
-from bigtrain.run.checkpointing.retention import held_out_loss, newest_good, reasons_to_keep
-from bigtrain.settings.run_config import CheckpointSection
+from bigtrain.run.checkpointing.retention import best_value, newest_good, reasons_to_keep
+from bigtrain.settings.run_config import BestSection, CheckpointSection
 
 _COLUMNS = ("step", "size", "state", "held-out loss", "written by", "kept")
 
@@ -24,14 +24,17 @@ def describe_checkpoints(run_directory: Path) -> list[str]:
     Raises CheckpointError if there is none.
     """
     found = _steps(run_directory)
-    section = _section(run_directory)
+    section, best = _sections(run_directory)
     corruption = {
         step: checkpoints.corruption(checkpoints.checkpoint_path(run_directory, step))
         for step in found
     }
     complete = [step for step, reason in corruption.items() if reason is None]
-    held_out = {step: _loss(run_directory, step, section) for step in complete}
-    reasons = reasons_to_keep(held_out, section, newest_good(run_directory, complete))
+    measured = {
+        step: best_value(checkpoints.checkpoint_path(run_directory, step), section, best)
+        for step in complete
+    }
+    reasons = reasons_to_keep(measured, section, newest_good(run_directory, complete), best)
     rows = [_COLUMNS]
     for step, reason in corruption.items():
         directory = checkpoints.checkpoint_path(run_directory, step)
@@ -78,6 +81,26 @@ def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[
             yield f"step {number}: corrupt: {reason}", False
 
 
+def best_step(run_directory: Path) -> int:
+    """The complete checkpoint that is the best by ``evaluation.best`` of the run.
+
+    Raises CheckpointError where none was measured.
+    """
+    section, best = _sections(run_directory)
+    looked_up = section.model_copy(update={"keep_best": 1})
+    found = {}
+    for step in _steps(run_directory):
+        directory = checkpoints.checkpoint_path(run_directory, step)
+        value = best_value(directory, looked_up, best)
+        if value is not None and checkpoints.corruption(directory) is None:
+            found[step] = value if best.mode == "min" else -value
+    if not found:
+        raise CheckpointError(
+            f"{run_directory}: {best.metric} was measured at no checkpoint -> name one: --step"
+        )
+    return min(found, key=lambda step: (found[step], step))
+
+
 def _steps(run_directory: Path) -> list[int]:
     found = checkpoints.steps(run_directory)
     if not found:
@@ -85,17 +108,18 @@ def _steps(run_directory: Path) -> list[int]:
     return found
 
 
-def _section(run_directory: Path) -> CheckpointSection:
-    """The section ``checkpoint`` that the run was last started with."""
+def _sections(run_directory: Path) -> tuple[CheckpointSection, BestSection]:
+    """The section ``checkpoint`` that the run was last started with, and what is the best."""
     path = run_directory / "config.json"
     try:
-        return CheckpointSection.model_validate(json.loads(path.read_text())["checkpoint"])
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        tree = json.loads(path.read_text())
+        best = tree.get("evaluation", {}).get("best", {})  # absent in older runs
+        return (
+            CheckpointSection.model_validate(tree["checkpoint"]),
+            BestSection.model_validate(best),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
         raise CheckpointError(f"{path}: unreadable ({error})") from error
-
-
-def _loss(run_directory: Path, step: int, section: CheckpointSection) -> float | None:
-    return held_out_loss(checkpoints.checkpoint_path(run_directory, step), section)
 
 
 def _state(directory: Path) -> dict[str, Any]:

@@ -66,4 +66,8 @@ def _last_figures(metrics: Path, step: int) -> dict[str, str]:
         for key, name in names.items():
             if isinstance(row.get(key), float):
                 found[name] = f"{row[key]:.4f} nats per token (step {row['step']:,})"
+        tasks = row.get("tasks")
+        for name, value in tasks.items() if isinstance(tasks, dict) else ():
+            if isinstance(value, float):
+                found[f"{name} (lm-eval)"] = f"{value:.4f} (step {row['step']:,})"
     return found

@@ -9,21 +9,25 @@ from pathlib import Path
 from bigtrain.errors import CheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.state import GuardState
-from bigtrain.settings.run_config import CheckpointSection
+from bigtrain.settings.run_config import BestSection, CheckpointSection
+
+_BEST = BestSection()
+_LOSS = "held_out_loss"
 
 
 def reasons_to_keep(
-    held_out: Mapping[int, float | None],
+    measured: Mapping[int, float | None],
     section: CheckpointSection,
     good_step: int | None = None,
+    best: BestSection = _BEST,
 ) -> dict[int, list[str]]:
     """Why each checkpoint is kept, by step; those to be removed are not in it.
 
-    Parameters: `held_out`, held-out loss in nats per token by step, of all complete checkpoints;
-    None where none was measured, which is never among the best. `good_step`: `newest_good` of them.
+    Parameters: `measured`, the metric of `best` by step, of all complete checkpoints; None where it
+    was not measured, which is never among the best. `good_step`: `newest_good` of them.
     """
     reasons: dict[int, list[str]] = {}
-    newest_first = sorted(held_out, reverse=True)
+    newest_first = sorted(measured, reverse=True)
     for step in newest_first[: section.keep_last]:
         text = "newest" if step == newest_first[0] else f"one of the last {section.keep_last}"
         reasons.setdefault(step, []).append(text)
@@ -33,9 +37,11 @@ def reasons_to_keep(
     for step in newest_first:
         if every is not None and step % every == 0:
             reasons.setdefault(step, []).append(f"every {every} steps")
-    ranked = sorted((loss, step) for step, loss in held_out.items() if loss is not None)
-    for loss, step in ranked[: section.keep_best]:
-        reasons.setdefault(step, []).append(f"held-out loss {loss:.4f}")
+    sign = 1 if best.mode == "min" else -1
+    ranked = sorted((sign * value, step) for step, value in measured.items() if value is not None)
+    name = "held-out loss" if best.metric == _LOSS else best.metric
+    for value, step in ranked[: section.keep_best]:
+        reasons.setdefault(step, []).append(f"{name} {sign * value:.4f}")
     return reasons
 
 
@@ -44,6 +50,7 @@ def retain(
     saved_step: int,
     section: CheckpointSection,
     permit: Callable[[], None] = lambda: None,
+    best: BestSection = _BEST,
 ) -> None:
     """Remove what `section` does not keep, after the checkpoint of `saved_step` was committed.
 
@@ -54,13 +61,13 @@ def retain(
     stay even if they look corrupt, since a file may be missing for a moment only.
     """
     found = checkpoints.steps(run_directory)
-    held_out = {
-        step: held_out_loss(checkpoints.checkpoint_path(run_directory, step), section)
+    measured = {
+        step: best_value(checkpoints.checkpoint_path(run_directory, step), section, best)
         for step in found
         if step <= saved_step
         and checkpoints.corruption(checkpoints.checkpoint_path(run_directory, step), "none") is None
     }
-    kept = set(reasons_to_keep(held_out, section, newest_good(run_directory, held_out)))
+    kept = set(reasons_to_keep(measured, section, newest_good(run_directory, measured), best))
     every = section.keep_every_steps
     for step in found:
         stays_for_good = every is not None and step % every == 0 and step <= saved_step
@@ -84,12 +91,18 @@ def newest_good(run_directory: Path, steps: Iterable[int]) -> int | None:
     return None
 
 
-def held_out_loss(directory: Path, section: CheckpointSection) -> float | None:
-    """The held-out loss measured at a checkpoint; not looked up if nothing depends on it."""
+def best_value(
+    directory: Path, section: CheckpointSection, best: BestSection = _BEST
+) -> float | None:
+    """The metric of `best` measured at a checkpoint; not looked up if nothing depends on it."""
     if section.keep_best == 0:
         return None
     try:
-        loss = checkpoints.read_state(directory).get("held_out_loss")
+        document = checkpoints.read_state(directory)
     except CheckpointError:
         return None
-    return loss if isinstance(loss, float) and math.isfinite(loss) else None
+    figures = document.get("evaluation")
+    if not isinstance(figures, dict):  # older than other metrics
+        figures = {_LOSS: document.get(_LOSS)}
+    value = figures.get(best.metric)
+    return value if isinstance(value, float) and math.isfinite(value) else None

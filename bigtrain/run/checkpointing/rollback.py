@@ -12,7 +12,7 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CorruptCheckpointError, TrainingError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.session import Session
-from bigtrain.run.state import GuardState, TrainState
+from bigtrain.run.state import BestSoFar, GuardState, TrainState
 
 
 def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> TrainState:
@@ -67,7 +67,8 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
             f"step {state.step}: {state.guard.streak} bad steps in a row; rolled back to step "
             f"{document['step']}, samples {document['samples']} to {state.samples - 1} skipped"
         )
-        return replace(state, step=document["step"], guard=guard)
+        best = BestSoFar.from_json(document.get("best"))
+        return replace(state, step=document["step"], guard=guard, best=best)
     raise TrainingError(
         f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and {session.directory} "
         "has no checkpoint from before them to roll back to -> look at the data and the learning "

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -109,8 +109,9 @@ class Saver:
         checkpoints.clear_garbage(session.directory)
         return identity
 
-    def save(self, state: TrainState, held_out_loss: float | None) -> None:
-        """Save `state`, once the save before is finished. `held_out_loss`: at it, if measured.
+    def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
+        """Save `state`, once the save before is finished. `evaluation`: what was measured at it,
+        by the names that ``evaluation.best.metric`` takes.
 
         Asynchronous, it returns as soon as a copy is taken. Raises CheckpointError on every rank
         when saves have failed ``checkpoint.max_failures`` times in a row.
@@ -121,7 +122,8 @@ class Saver:
         document = {
             **self._run_document,
             **asdict(state),
-            "held_out_loss": held_out_loss,
+            "held_out_loss": evaluation.get("held_out_loss"),
+            "evaluation": dict(evaluation),
             "engine": snapshot.scalars,
         }
         probe = _probe(self._session.run.config, self._engine)
@@ -138,7 +140,10 @@ class Saver:
             self.wait()
 
     def report(self) -> None:
-        """Log how the last save ended, if it has ended since the last call. Waits for nothing."""
+        """Log how the last save ended, if it has ended since the last call, and what has become of
+        copies. Waits for nothing."""
+        for note in self._session.copies.notes() if self._session.copies else ():
+            self._session.say(note)
         write = self._pending
         if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
             return
@@ -265,10 +270,12 @@ class Saver:
                 else ")"
             )
         )
+        if self._session.copies is not None:
+            self._session.copies.add(final)
         try:
-            retain(
-                self._session.directory, write.step, self._section, self._session.check_run_token
-            )
+            best = self._session.run.config.evaluation.best
+            permit = self._session.check_run_token
+            retain(self._session.directory, write.step, self._section, permit, best)
         except OSError as error:
             write.notes.append(f"an older checkpoint could not be removed: {error}")
 

@@ -4,45 +4,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from bigtrain.data.loading.loader import HeldOutSource
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.run.reporting.metrics import HeldOutLoss
-from bigtrain.run.session import Session
-from bigtrain.run.state import TrainState
 
 
-class Evaluator:
-    """Evaluates on the same held-out samples every time; does nothing if there are none.
+@dataclass(frozen=True)
+class HeldOutResult:
+    """An evaluation: the loss over all sets, and that of each by its name."""
 
-    The loss of a mixture is the mean of its sources' losses, weighted by their training weights;
-    a source without held-out documents does not count.
+    whole: HeldOutLoss
+    sources: dict[str, HeldOutLoss]
+
+    def figures(self) -> dict[str, float]:
+        """By the names that ``evaluation.best.metric`` takes; those of single sets only where there
+        are several."""
+        found = _figures(self.whole, "")
+        if len(self.sources) > 1:
+            for name, one in self.sources.items():
+                found |= _figures(one, f"/{name}")
+        return found
+
+
+def _figures(one: HeldOutLoss, suffix: str) -> dict[str, float]:
+    found = {f"held_out_loss{suffix}": one.loss, f"held_out_perplexity{suffix}": one.perplexity}
+    if one.bits_per_byte is not None:
+        found[f"held_out_bits_per_byte{suffix}"] = one.bits_per_byte
+    return found
+
+
+def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutResult | None:
+    """The loss on the same held-out samples every time, in nats per token. Collective.
+
+    The loss of a mixture is the mean of its sources' losses, weighted by their training weights; a
+    source without held-out documents does not count, nor does a set of weight 0. None without any,
+    or if the loss is not finite.
     """
+    if not held_out:
+        return None
+    sources = {}
+    for source in held_out:
+        loss, tokens = engine.evaluate(source.batches)
+        sources[source.name] = HeldOutLoss(loss, tokens, bits_per_byte(loss, source))
+    total = sum(source.weight for source in held_out)
+    shares = {source.name: source.weight / total for source in held_out if source.weight}
+    loss = sum(sources[name].loss * share for name, share in shares.items())
+    if not math.isfinite(loss):
+        return None
+    bits = [(sources[name].bits_per_byte, share) for name, share in shares.items()]
+    known = [bit * share for bit, share in bits if bit is not None]
+    whole = HeldOutLoss(
+        loss,
+        sum(sources[name].tokens for name in shares),
+        sum(known) if len(known) == len(shares) else None,
+    )
+    return HeldOutResult(whole, sources)
 
-    def __init__(
-        self, session: Session, engine: TrainEngine, held_out: Sequence[HeldOutSource]
-    ) -> None:
-        self._session = session
-        self._engine = engine
-        self._held_out = held_out
 
-    def run(self, state: TrainState) -> float | None:
-        """Measure, log and return the held-out loss at `state`, in nats per token. Collective.
-
-        None without held-out documents, or if the loss is not finite.
-        """
-        if not self._held_out:
-            return None
-        sources = {
-            source.name: HeldOutLoss(*self._engine.evaluate(source.batches))
-            for source in self._held_out
-        }
-        total = sum(source.weight for source in self._held_out)
-        loss = sum(sources[one.name].loss * (one.weight / total) for one in self._held_out)
-        if not math.isfinite(loss):
-            return None
-        if self._session.metrics is not None:
-            num_tokens = sum(source.tokens for source in sources.values())
-            by_source = sources if len(sources) > 1 else {}
-            self._session.metrics.log_held_out(state.step, loss, num_tokens, by_source)
-        return loss
+def bits_per_byte(loss: float, source: HeldOutSource) -> float | None:
+    """`loss`, in nats per token, in bits per byte of text."""
+    if source.tokens_per_byte is None:
+        return None
+    return loss / math.log(2) * source.tokens_per_byte

@@ -4,27 +4,34 @@
 
     {"step", "loss", "lr", "grad_norm", "tokens", "samples", "tokens_per_second", "step_seconds",
      "model_flops_utilization", "memory_gib", "breakdown", "peak_memory_gib_by_phase",
-     "expert_imbalance", "expert_exchange"}
+     "expert_imbalance", "expert_exchange", "optimizer_exchange"}
 
 where "breakdown" holds what `bigtrain.run.reporting.breakdown.Breakdown` describes, and a run on a
-CPU has no "peak_memory_gib_by_phase", a model without experts not the last two, and one whose
-experts are not divided no "expert_exchange". Trackers get them as ``breakdown/NAME``,
-``peak_memory_gib/PHASE``, ``expert_imbalance/MODULE`` and ``expert_exchange/NAME``. Every
-evaluation::
+CPU has no "peak_memory_gib_by_phase", a model without experts neither of those about them, one
+whose experts are not divided no "expert_exchange", and only one with Muon "optimizer_exchange".
+Trackers get them as ``breakdown/NAME``, ``peak_memory_gib/PHASE``, ``expert_imbalance/MODULE``,
+``expert_exchange/NAME`` and ``optimizer_exchange/NAME``. Every evaluation::
 
-    {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens"}
+    {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens", "held_out_bits_per_byte",
+     "held_out_sources", "tasks"}
 
-with "held_out_sources" besides where there are several: by name of the source its "loss",
-"perplexity" and "tokens"; "held_out_loss" is then their mean by the weights of the mixture.
-Trackers get them as ``held_out_loss/NAME``.
+where "held_out_bits_per_byte" is left out for conversations, of whose tokens only some have a loss.
+"held_out_sources" is there if there are several: by name of the source its "loss", "perplexity",
+"tokens" and "bits_per_byte"; "held_out_loss" is then their mean by the weights of the mixture.
+Trackers get them as ``held_out_loss/NAME``. "tasks" has the metrics of lm-eval's tasks by
+``TASK/METRIC``, after the steps in which they were run, without the others where only tasks were;
+trackers get them as ``tasks/TASK/METRIC``.
 
 Every outer step of a run with several sites::
 
-    {"step", "outer_step", "sites", "sent_bytes", "seconds", "waited_seconds", "change", "distance"}
+    {"step", "outer_step", "fragment", "sites", "sent_bytes", "link_bytes", "seconds",
+     "waited_seconds", "change", "distance"}
 
-with the sites that took part, "sent_bytes" of this site (all its ranks together), the root mean
-square "change" that it made to the global weights since the last outer step, and the "distance" of
-its weights to the mean of all sites. Trackers get them as ``outer_step/NAME``.
+with the "fragment" of the model that was exchanged, the sites that took part, "sent_bytes" of this
+site (all its ranks together), "link_bytes" from the rank that sent most to its counterpart on one
+other site, the root mean square "change" that it made to the global weights since the last outer
+step, and the "distance" of its weights to the mean of all sites. Trackers get them as
+``outer_step/NAME``.
 
 And every event, with the samples of the run that it concerns::
 
@@ -44,7 +51,6 @@ import json
 import math
 import resource
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,7 +58,8 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from bigtrain.errors import OutputError
-from bigtrain.run.reporting.breakdown import Breakdown, MeanBreakdown
+from bigtrain.run.reporting.breakdown import Breakdown
+from bigtrain.run.reporting.held_out_loss import HeldOutLoss
 from bigtrain.run.reporting.metrics_lines import cut_lines
 from bigtrain.run.reporting.progress import (
     OUTPUT_REMEDY,
@@ -63,6 +70,7 @@ from bigtrain.run.reporting.progress import (
     format_rate,
     write_line,
 )
+from bigtrain.run.reporting.tally import Tally, loss_text
 from bigtrain.run.reporting.trackers import Trackers, check_trackers
 from bigtrain.system.files import writing
 
@@ -70,7 +78,13 @@ __all__ = ["HeldOutLoss", "MetricsWriter", "StepMetrics", "check_trackers", "mem
 
 GIB = 2**30
 # Fields of `StepMetrics` that are objects, and omitted if not known.
-_OBJECTS = ("breakdown", "peak_memory_gib_by_phase", "expert_imbalance", "expert_exchange")
+_OBJECTS = (
+    "breakdown",
+    "peak_memory_gib_by_phase",
+    "expert_imbalance",
+    "expert_exchange",
+    "optimizer_exchange",
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,9 @@ class StepMetrics:
     many; None without experts and where layers are compiled; `expert_exchange`: where ranks divide
     the experts, "sent_bytes" that a rank has sent to others in the exchanges of tokens and of
     gradients, and the "seconds" that these took, waiting for the others included; of the logged
-    step alone, means over all ranks.
+    step alone, means over all ranks; `optimizer_exchange`: with Muon, "sent_bytes" that a rank has
+    sent to others to bring matrices together and to return their updates, of the logged step alone
+    (0 if its update was skipped), the mean over all ranks.
     """
 
     step: int
@@ -111,19 +127,7 @@ class StepMetrics:
     peak_memory_gib_by_phase: Mapping[str, float] | None = None
     expert_imbalance: Mapping[str, float] | None = None
     expert_exchange: Mapping[str, float] | None = None
-
-
-@dataclass(frozen=True)
-class HeldOutLoss:
-    """Mean `loss` in nats over `tokens` held-out target tokens."""
-
-    loss: float
-    tokens: int
-
-    @property
-    def perplexity(self) -> float:
-        """Its exponential; infinite where that is too large for a float."""
-        return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
+    optimizer_exchange: Mapping[str, float] | None = None
 
 
 class MetricsWriter:
@@ -175,6 +179,8 @@ class MetricsWriter:
             self._progress.close()
             raise
         # Last, so that nothing is dropped if a tracker does not start.
+        self._samples = directory / "samples.jsonl"
+        cut_lines(self._samples, resume_step, resume_samples)
         self._path = directory / "metrics.jsonl"
         first_loss, num_dropped = cut_lines(self._path, resume_step, resume_samples)
         if num_dropped:
@@ -182,7 +188,7 @@ class MetricsWriter:
                 f"metrics.jsonl: dropped {num_dropped} lines of steps after {resume_step}, "
                 f"which are trained again"
             )
-        self._tally = _Tally(resume_step, first_loss)
+        self._tally = Tally(resume_step, first_loss)
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def log_step(self, metrics: StepMetrics) -> None:
@@ -206,45 +212,64 @@ class MetricsWriter:
             figures |= {f"{prefix}/{key}": value for key, value in values.items()}
         self._trackers.log({k: v for k, v in figures.items() if v is not None}, step)
 
-    def log_held_out(
+    def log_evaluation(
         self,
         step: int,
-        loss: float,
-        tokens: int,
+        held_out: HeldOutLoss | None = None,
         sources: Mapping[str, HeldOutLoss] = MappingProxyType({}),
+        tasks: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Write an evaluation: mean `loss` in nats over `tokens` held-out target tokens; of a
-        mixture the weighted mean of its `sources`, and theirs."""
-        whole = HeldOutLoss(loss, tokens)
-        figures: dict[str, float] = {
-            "held_out_loss": loss,
-            "held_out_perplexity": whole.perplexity,
-            "held_out_tokens": tokens,
-        }
-        details = {
-            name: {"loss": one.loss, "perplexity": one.perplexity, "tokens": one.tokens}
-            for name, one in sources.items()
-        }
-        self._write({"step": step, **figures, **({"held_out_sources": details} if details else {})})
-        self._tally.held_out = (step, loss)
-        text = f"step {step}/{self._total_steps} held-out {_loss_text(loss)}"
-        if sources:
-            each = ", ".join(f"{name} {one.loss:.4f}" for name, one in sources.items())
-            text += f" ({each})"
-        self.info(text)
-        by_source = {f"held_out_loss/{name}": one.loss for name, one in sources.items()}
-        self._trackers.log({**figures, **by_source}, step)
+        """Write an evaluation: the held-out loss over all sets, that of each where there are
+        several, and figures of lm-eval's tasks by ``tasks/TASK/METRIC``."""
+        line: dict[str, Any] = {"step": step}
+        shown: dict[str, float] = {}
+        begin = f"step {step}/{self._total_steps}"
+        if held_out is not None:
+            figures = {f"held_out_{key}": value for key, value in held_out.figures().items()}
+            line |= figures
+            shown |= figures
+            self._tally.held_out = (step, held_out.loss)
+            text = f"{begin} held-out {loss_text(held_out.loss)}"
+            if held_out.bits_per_byte is not None:
+                text += f" bits/byte {held_out.bits_per_byte:.4f}"
+            if len(sources) > 1:
+                line["held_out_sources"] = {name: one.figures() for name, one in sources.items()}
+                shown |= {f"held_out_loss/{name}": one.loss for name, one in sources.items()}
+                each = ", ".join(f"{name} {one.loss:.4f}" for name, one in sources.items())
+                text += f" ({each})"
+            self.info(text)
+        if tasks:
+            line["tasks"] = {name.removeprefix("tasks/"): value for name, value in tasks.items()}
+            shown |= tasks
+            each = ", ".join(f"{name} {value:.4f}" for name, value in line["tasks"].items())
+            self.info(f"{begin} tasks {each}")
+        self._write(line)
+        self._trackers.log(shown, step)
+
+    def log_samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
+        """Append (prompt, continuation) pairs to samples.jsonl."""
+        lines = [
+            json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
+            for prompt, text in samples
+        ]
+        with writing(self._samples, OUTPUT_REMEDY), self._samples.open("a", encoding="utf-8") as f:
+            f.writelines(f"{line}\n" for line in lines)
+        for prompt, text in samples:
+            self.info(f"step {step}/{self._total_steps} {prompt!r} -> {text!r}")
 
     def log_outer_step(self, step: int, **figures: Any) -> None:
         """Write an outer step after optimizer step `step`, as the top of this file lists it."""
         self._write({"step": step, **figures})
+        distance = figures["distance"]
         self.info(
             f"step {step}/{self._total_steps} outer step {figures['outer_step']} with "
             f"{len(figures['sites'])} sites in {figures['seconds']:.2f} s, "
-            f"{figures['sent_bytes']:,} bytes sent, distance {figures['distance']:.3g}"
+            f"{figures['sent_bytes']:,} bytes sent"
+            + ("" if distance is None else f", distance {distance:.3g}")
         )
-        names = ("sent_bytes", "seconds", "waited_seconds", "change", "distance")
-        self._trackers.log({f"outer_step/{name}": figures[name] for name in names}, step)
+        names = ("sent_bytes", "link_bytes", "seconds", "waited_seconds", "change", "distance")
+        shown = {name: figures[name] for name in names if figures[name] is not None}
+        self._trackers.log({f"outer_step/{name}": value for name, value in shown.items()}, step)
 
     def log_event(self, event: str, *, step: int, **details: object) -> None:
         """Write what happened in `step`, as the top of this file lists it; not to trackers."""
@@ -255,6 +280,7 @@ class MetricsWriter:
         events stay. Trackers see those steps twice."""
         self._failure = close_written(self._file, self._path, self._failure)
         with writing(self._path, OUTPUT_REMEDY):
+            cut_lines(self._samples, step, samples)
             cut_lines(self._path, step, samples)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
         self._tally.roll_back(step)
@@ -302,85 +328,11 @@ class MetricsWriter:
         self._failure = self._failure or write_line(self._file, self._path, line)
 
 
-class _Tally:
-    """Sums for the closing summary and the time left."""
-
-    def __init__(self, resume_step: int, first_loss: float | None) -> None:
-        self._resume_step = resume_step
-        self._begun_at = time.perf_counter()
-        self._logged_step = resume_step
-        self._seconds = self._tokens = 0.0
-        self._first_loss = first_loss
-        self._last: StepMetrics | None = None
-        self.memory_gib = 0.0
-        self._breakdown = MeanBreakdown()
-        self.held_out: tuple[int, float] | None = None
-
-    def add(self, metrics: StepMetrics) -> None:
-        if self._first_loss is None and self._last is None:
-            self._first_loss = metrics.loss
-        num_steps = metrics.step - self._logged_step
-        seconds = metrics.step_seconds * num_steps
-        self._seconds += seconds
-        self._tokens += seconds * metrics.tokens_per_second
-        self.memory_gib = max(self.memory_gib, metrics.memory_gib)
-        if metrics.breakdown is not None:
-            self._breakdown.add(metrics.breakdown, num_steps)
-        self._logged_step, self._last = metrics.step, metrics
-
-    def roll_back(self, step: int) -> None:
-        self._logged_step = step
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean seconds of a step of this launch."""
-        return self._seconds / max(1, self._logged_step - self._resume_step)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self._tokens / max(self._seconds, 1e-9)
-
-    def lines(self, total_steps: int) -> list[str]:
-        last = self._last
-        if last is None:
-            return [f"no step after {self._resume_step} of {total_steps} was logged"]
-        rate = format_rate(self.tokens_per_second)
-        elapsed = format_duration(time.perf_counter() - self._begun_at)
-        since = f" since step {self._resume_step}" if self._resume_step else ""
-        breakdown = self._breakdown.mean()
-        lines = [
-            f"steps     {last.step}/{total_steps}, {last.tokens:,} tokens, "
-            f"{last.samples:,} samples",
-            f"time      {elapsed}{since}, {rate} tokens/s"
-            + _utilization_text(last.model_flops_utilization),
-            *([] if breakdown is None else [f"step      {breakdown.describe()}"]),
-            f"loss      {_number_text(self._first_loss)} -> {_number_text(last.loss)}",
-            f"memory    {self.memory_gib:.2f} GiB at most on the main rank",
-        ]
-        if self.held_out is not None:
-            step, loss = self.held_out
-            lines.insert(-1, f"held out  {_loss_text(loss)} at step {step}")
-        return lines
-
-
 def _finite(value: object) -> object:
     """`value` with null for what is not finite, at any depth."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _loss_text(loss: float) -> str:
-    perplexity = math.exp(loss) if loss < 100 else math.inf
-    return f"loss {loss:.4f} perplexity {perplexity:,.2f}"
-
-
-def _number_text(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, float | int) else "not finite"
-
-
-def _utilization_text(utilization: float | None) -> str:
-    return "" if utilization is None else f", {utilization:.1%} of peak FLOP/s"
 
 
 def memory_gib(device_type: str) -> float:

@@ -76,6 +76,25 @@ ADAPTER_RULES: tuple[Rule, ...] = (
         Facts(zero_stage=3, adapted_stacks=("experts.gate_up_proj",)),
     ),
     _refused(
+        "adapters of mlp in a mixture of experts with tensor parallelism",
+        lambda f: f.adapts_experts and f.tensor_size > 1,
+        ("adapters.targets", lambda f: "mlp"),
+        f"the experts' weights are stacked, and {_UNPROVEN} where those are cut",
+        "parallel.tensor=1, or adapters.targets=attention",
+        {"tensor_size": 1},
+        Facts(tensor_size=2, adapts_experts=True),
+    ),
+    _refused(
+        "adapters of mlp in a mixture of experts under ZeRO 3",
+        lambda f: f.adapts_experts and f.zero_stage == 3,
+        ("adapters.targets", lambda f: "mlp"),
+        "the experts' weights are stacked, and peft computes the sum of stack and adapters outside "
+        "of the layers that ZeRO 3 gathers parameters for",
+        "ds_configs/zero2.json, or adapters.targets=attention",
+        {"zero_stage": 2},
+        Facts(zero_stage=3, adapts_experts=True),
+    ),
+    _refused(
         "adapters of compiled layers",
         lambda f: f.compiles != "off",
         ("model.compile", lambda f: f.compiles),

@@ -8,6 +8,10 @@ from pydantic import Field, model_validator
 
 from bigtrain.settings.sections.base import PositiveInt, Section
 
+Preset = Literal["attention", "mlp"]
+PRESETS: tuple[Preset, ...] = ("attention", "mlp")
+"""Kinds of layers that `targets` may name instead of patterns."""
+
 _QUANTIZED = {"load_in_4bit", "quantization"}
 """Keys of other trainers that a user may try, to be refused with a reason."""
 
@@ -30,10 +34,12 @@ class AdaptersSection(Section):
         description="stacked weights of experts that get an adapter for each expert: shell "
         "patterns of parameter names or of their last parts, such as [gate_up_proj, down_proj]",
     )
-    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+    targets: Literal["all-linear", "attention", "mlp"] | tuple[str, ...] = Field(
         default="all-linear",
-        description="layers that get adapters: all-linear (every linear layer but the head), or "
-        "shell patterns of module names or of their last parts, such as [q_proj, v_proj] or "
+        description="layers that get adapters: all-linear (every linear layer but the head); "
+        "attention or mlp (those of that kind in every decoder layer, by its modules; mlp also "
+        "every expert of a stack, and no router); or a list of such kinds and of shell patterns of "
+        "module names or of their last parts, such as [attention], [q_proj, v_proj] or "
         "[model.layers.?.self_attn.*]",
     )
     rslora: bool = Field(
@@ -51,6 +57,18 @@ class AdaptersSection(Section):
         description="modules of which a full copy is trained beside the adapters and saved with "
         "them (peft's modules_to_save): shell patterns as in targets, such as [lm_head] or [norm]",
     )
+
+    @property
+    def presets(self) -> tuple[Preset, ...]:
+        """The kinds of layers among `targets`."""
+        named = (self.targets,) if isinstance(self.targets, str) else self.targets
+        return tuple(preset for preset in PRESETS if preset in named)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The shell patterns among `targets`."""
+        named = () if isinstance(self.targets, str) else self.targets
+        return tuple(name for name in named if name not in PRESETS)
 
     @property
     def scale(self) -> float:

@@ -4,9 +4,37 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section
+from bigtrain.settings.sections.base import (
+    NonNegativeFloat,
+    PositiveInt,
+    Section,
+    refuse_secrets,
+)
+
+
+class VocabularySection(Section):
+    """How the vocabulary of trained weights grows to that of the data's tokenizer. It never
+    shrinks."""
+
+    new_rows: Literal["mean_covariance", "mean", "normal"] = Field(
+        default="mean_covariance",
+        description="values of the new rows of the embedding and of the head; mean_covariance: "
+        "drawn around the mean of the old rows, with 1e-9 times their covariance (transformers' "
+        "resize_token_embeddings); mean: that mean; normal: as the architecture initializes them",
+    )
+    pad_to_multiple_of: PositiveInt | None = Field(
+        default=None,
+        description="add rows until their number is a multiple of this, such as 128 for tensor "
+        "cores",
+    )
+
+    def size(self, before: int, tokens: int) -> int:
+        """Rows of a vocabulary that has `before` and must hold `tokens`."""
+        wanted = max(before, tokens)
+        multiple = self.pad_to_multiple_of or 1
+        return -(-wanted // multiple) * multiple
 
 
 class ModelSection(Section):
@@ -14,7 +42,8 @@ class ModelSection(Section):
 
     path: str | None = Field(
         default=None,
-        description="directory or hub name whose weights and configuration the run starts from",
+        description="directory, hub name or address (s3://, ...) whose weights and configuration "
+        "the run starts from",
     )
     config: str | dict[str, Any] | None = Field(
         default=None,
@@ -24,7 +53,12 @@ class ModelSection(Section):
     overrides: dict[str, Any] = Field(
         default_factory=dict,
         description="keys of the Hugging Face configuration to change (not the vocabulary when "
-        "weights are loaded)",
+        "weights are loaded: see vocabulary)",
+    )
+    vocabulary: VocabularySection | None = Field(
+        default=None,
+        description="give path's weights rows for the tokens that the data's tokenizer has beyond "
+        "theirs; absent: a larger tokenizer is refused",
     )
     attention: Literal[
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
@@ -82,12 +116,24 @@ class ModelSection(Section):
             )
         return self
 
+    @field_validator("path", "config")
+    @classmethod
+    def _shows_no_secret(cls, name: object) -> object:
+        if isinstance(name, str):
+            refuse_secrets(name)
+        return name
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.path is None) == (self.config is None):
             raise ValueError(
                 "exactly one of model.path (trained weights) and model.config (random weights) "
                 "must be set"
+            )
+        if self.vocabulary is not None and self.path is None:
+            raise ValueError(
+                "model.vocabulary gives trained weights (model.path) more rows, and model.config "
+                "has none -> leave it out, and set vocab_size in model.config (or overrides)"
             )
         if isinstance(self.config, dict) and "model_type" not in self.config:
             raise ValueError("model.config must name a model_type, for example model_type: llama")

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from bigtrain.settings.sections.base import PositiveInt, Section
+from bigtrain.settings.sections.optimizer_facts import (
+    OPTIMIZERS,
+    OptimizerFacts,
+    facts_of_optimizer,
+    known_optimizer,
+)
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0)]
-
-_LION_BETAS = (0.9, 0.99)
-
-_UNREAD = {
-    "lion": {"eps": "Lion's update is a sign, which is divided by nothing"},
-    "adafactor": {
-        "betas": "Adafactor's decay is adafactor.beta2_decay, and it has no momentum",
-        "eps": "Adafactor's are adafactor.eps1 and adafactor.eps2",
-        "state_dtype": "Adafactor's states are a number for each row and column, in float32",
-    },
-}
-"""Settings that an optimizer does not read, with the reason."""
 
 
 class SplitSection(Section):
@@ -96,8 +90,9 @@ class OptimizerSection(Section):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with decay and no-decay groups, or
     another optimizer with the same groups. Lion: Chen et al. 2023, arXiv 2302.06675."""
 
-    type: Literal["adamw", "muon", "lion", "adafactor"] = Field(
+    type: Annotated[str, AfterValidator(known_optimizer)] = Field(
         default="adamw",
+        json_schema_extra={"enum": list(OPTIMIZERS)},
         description="muon is for matrices of hidden layers; embeddings, head, norms, biases, "
         "routers and all other parameters use adamw",
     )
@@ -125,26 +120,38 @@ class OptimizerSection(Section):
     adafactor: AdafactorSection = AdafactorSection()
 
     @property
+    def facts(self) -> OptimizerFacts:
+        """What is known of the optimizer without torch."""
+        return facts_of_optimizer(self.type)
+
+    @property
+    def own_settings(self) -> Any:
+        """The section that only this optimizer reads; None if it has none."""
+        return None if self.facts.settings is None else getattr(self, self.facts.settings)
+
+    @property
     def is_own(self) -> bool:
         """Whether bigtrain provides the optimizer; else DeepSpeed does, as its JSON says."""
         return self.type != "adamw" or self.state_dtype != "float32"
 
     @model_validator(mode="before")
     @classmethod
-    def _betas_of_lion(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("type") == "lion" and "betas" not in values:
-            return {**values, "betas": _LION_BETAS}
-        return values
+    def _its_defaults(cls, values: Any) -> Any:
+        facts = OPTIMIZERS.get(str(values.get("type"))) if isinstance(values, dict) else None
+        return values if facts is None else {**facts.defaults, **values}
 
     @model_validator(mode="after")
     def _only_its_own_settings(self) -> Self:
-        for name in ("muon", "adafactor"):
-            if self.type != name and getattr(self, name) != type(getattr(self, name))():
+        for kind, facts in OPTIMIZERS.items():
+            name = facts.settings
+            if name is None or name == self.facts.settings:
+                continue
+            if getattr(self, name) != type(getattr(self, name))():
                 raise ValueError(
                     f"optimizer.{name} is set, and optimizer.type = {self.type} does not read it "
-                    f"-> type: {name}, or take it out"
+                    f"-> type: {kind}, or take it out"
                 )
-        for name, reason in _UNREAD.get(self.type, {}).items():
+        for name, reason in self.facts.unread.items():
             # By value: the configuration that a checkpoint holds has every field set.
             value, default = getattr(self, name), type(self).model_fields[name].default
             if value != default:

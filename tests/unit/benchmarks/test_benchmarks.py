@@ -15,12 +15,14 @@ import torch
 from benchmarks import expert_products
 from benchmarks.support import litgpt_loop
 from benchmarks.support.contenders import BareLoop, Point, resolve_point
+from bigtrain.cli import main as bigtrain
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.parallel.grouped_experts import PADDED
 from bigtrain.planner.tables.calibration_file import write_calibration
 from bigtrain.planner.tables.engines import cpu_engine
 from bigtrain.planner.tables.hardware import find_device
+from tests.launch.conftest import tokenize, write_documents
 from tests.support.worlds import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "cpu_step.py"
@@ -204,6 +206,39 @@ def test_divided_experts_send_what_the_planner_says(tmp_path: Path) -> None:
     # The router does not choose evenly, and sends as many to the other rank as it likes.
     assert 0.8 <= rows["EP 2"]["sent_of_formula"] <= 1.2
     assert rows["ZeRO 1"]["sent_bytes"] is rows["TP 2"]["sent_bytes"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_optimizers_are_compared_in_cost_and_loss(tmp_path: Path) -> None:
+    texts, tokenizer, shards = (tmp_path / name for name in ("texts.jsonl", "tokenizer", "shards"))
+    write_documents(texts, 80)
+    words = ["tokenizer", "--input", texts, "--vocab-size", "320", "--output", tokenizer]
+    assert bigtrain(list(map(str, words))) == 0
+    tokenize(texts, tokenizer, shards)
+    output = tmp_path / "figures.json"
+    finished = run_script(
+        "optimizers.py",
+        *("--hidden-sizes", "64", "--rounds", "1", "--data", str(shards)),
+        *("--steps", "4", "--length", "16", "--samples", "2", "--rates", "3e-3", "6e-3"),
+        *("--more", "1", "--vocabulary", "320", "--output", str(output)),
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    figures = json.loads(output.read_text())
+    rows = figures["cost"]["64"]
+    assert rows.keys() == {
+        *("adamw", "adamw, bfloat16 states", "muon", "lion", "adafactor", "DeepSpeed's muon")
+    }
+    timed = ("seconds", "cpu_seconds", "bytes", "step_bytes")
+    assert all(row[name] > 0 for row in rows.values() for name in timed)
+    assert rows["adamw, bfloat16 states"]["bytes"] < 0.51 * rows["adamw"]["bytes"]
+    # All but AdamW's share of embeddings, head and norms.
+    assert rows["muon"]["bytes"] == pytest.approx(rows["DeepSpeed's muon"]["bytes"], rel=0.01)
+    assert rows["muon"]["sent_bytes"] > 0 == rows["lion"]["sent_bytes"]
+    # Two rates, and one beyond the better one.
+    assert [len(losses) for losses in figures["loss"].values()] == [3, 3]
+    assert "muon's best is " in finished.stdout
 
 
 def test_every_way_to_compute_experts_is_measured_and_the_same() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
+    GPT2Config,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -192,6 +194,17 @@ CONTRACTS = [
         patches.packed_sequences_found_by,
         "masks are not made by masking_utils.find_packed_sequence_indices any more",
         asks_for_documents,
+    ),
+    Contract(
+        patches.attention_classes,
+        "_can_record_outputs names no classes of attention any more, or not as it did",
+        lambda: (
+            [
+                [kind.__name__ for kind in patches.attention_classes(empty(config))]
+                for config in (LlamaConfig(**SMALL), GPT2Config(n_layer=1), FalconConfig())
+            ]
+            == [["LlamaAttention"], ["GPT2Attention"], []]
+        ),
     ),
     # Not private by name, and documented nowhere.
     Contract(

@@ -11,7 +11,7 @@ from bigtrain.planner.communication import Group, place
 from bigtrain.planner.kernels import attention_seconds, matmul_seconds
 from bigtrain.planner.layout import Layout, OptimizerCosts
 from bigtrain.planner.model_costs import Attention, DenseShape, Matmul, ModelCosts, closed_form
-from bigtrain.planner.stages import stage_layers
+from bigtrain.planner.stages import matrix_exchange, stage_layers, stages_of
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts, engine_named
 from bigtrain.planner.tables.hardware import Device, Reach, find_device
@@ -215,3 +215,27 @@ def test_head_and_loss_take_what_was_published() -> None:
     without = seconds(1, None)
     assert seconds(256000, None) - without == pytest.approx(0.207, rel=0.25)
     assert seconds(256000, 262) - without == pytest.approx(0.303, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("changes", "there", "back"),
+    # In elements of all matrices, by hand: of n ranks each has an n-th and owns an n-th.
+    [
+        ({"data_size": 8, "zero_stage": 3}, 7 / 64, 7 / 64),
+        ({"data_size": 4, "zero_stage": 1, "tensor_size": 2}, 7 / 64, 7 / 64),
+        # Whole ones everywhere: nothing to bring, and all but the owner are sent the result.
+        ({"data_size": 4, "zero_stage": 0}, 0, 3 / 4),
+        # Halves on four pairs: the owner has one and is sent one, and gives away seven of eight.
+        ({"data_size": 4, "zero_stage": 0, "tensor_size": 2}, 1 / 16, 7 / 16),
+        ({"data_size": 1}, 0, 0),
+        ({"data_size": 1, "tensor_size": 2}, 1 / 4, 1 / 4),
+    ],
+)
+def test_bytes_of_whole_matrices(changes: dict[str, Any], there: float, back: float) -> None:
+    layout = Layout(optimizer=OptimizerCosts("muon"), **changes)
+    (stage,) = stages_of(MODEL, 1, False)
+    size = 8 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    expected = 2 * size * there, 2 * size * back
+    assert matrix_exchange(stage, MODEL, layout) == pytest.approx(expected)
+    adamw = replace(layout, optimizer=OptimizerCosts("adamw"))
+    assert matrix_exchange(stage, MODEL, adamw) == (0, 0)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bigtrain.errors import DataError
 from bigtrain.report import metrics_file
 from bigtrain.report.metrics_file import NON_FINITE, MetricsFile
+from bigtrain.run.reporting.held_out_loss import HeldOutLoss
 from tests.support.run_directories import evaluation_line, eventful_lines, step_line, write_lines
 from tests.support.tiers import examples
 from tests.unit.run.reporting.test_metrics import FIELDS, step_metrics, writer
@@ -47,7 +48,7 @@ def test_what_a_run_writes_is_read(tmp_path: Path) -> None:
     with writer(tmp_path) as metrics:
         for step in range(1, 8):
             metrics.log_step(step_metrics(step, loss=math.nan if step == 3 else 7.0 - step))
-        metrics.log_held_out(4, 2.5, 100)
+        metrics.log_evaluation(4, HeldOutLoss(2.5, 100))
         metrics.log_outer_step(
             5,
             outer_step=1,

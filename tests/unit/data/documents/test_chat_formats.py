@@ -40,13 +40,12 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def document(name: str, row: Any, **options: Any) -> dict[str, Any]:
+def document(name: str, row: Any, **options: Any) -> Any:
     known = FORMATS[name]
     content, why = document_in(row, known.keys[:1], Conversations(known, known.keys, **options))
     if content is None:
         raise ConversationError(why)
-    found: dict[str, Any] = orjson.loads(content)
-    return found
+    return orjson.loads(content)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -66,9 +65,8 @@ def test_a_system_turn_and_tools_of_sharegpt() -> None:
 
 
 def test_prompts_and_completions() -> None:
-    strings = document("prompt-completion", {"prompt": "2 + 2", "completion": "4"})
-    expected = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
-    assert strings == {"messages": expected}
+    strings = {"prompt": "2 + 2", "completion": "4"}
+    assert document("prompt-completion", strings) == strings
     found = document("prompt-completion", {"prompt": MESSAGES[:4], "completion": MESSAGES[4:]})
     learned = [m.get("train", True) for m in found["messages"] if m["role"] == "assistant"]
     assert learned == [False, True]
@@ -94,7 +92,23 @@ def test_tools_one_by_one_as_text() -> None:
         ("messages", {"prompt": "a", "completion": "b"}, "-> --format prompt-completion"),
         ("messages", {"messages": TURNS}, "message 1 has no role"),
         ("sharegpt", {"conversations": MESSAGES}, "turn 1 .*keys content, role -> --format mess"),
-        ("sharegpt", {"conversations": [{"from": "alien", "value": "x"}]}, "from 'alien', which"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "alien", "value": "x"}]},
+            "from 'alien', which.*--role 'alien=user'",
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "function_call", "value": "f(x)"}]},
+            "turn 1 is from function_call and not JSON.*--role function_call=assistant",
+        ),
+        ("alpaca", {"instruction": "a", "output": "b", "history": 7}, "its history is not a list"),
+        (
+            "messages",
+            {"messages": MESSAGES, "images": ["a.png"]},
+            "value under 'images': models of",
+        ),
+        ("sharegpt", {"conversations": TURNS, "video": "a.mp4"}, "value under 'video'.*--skip-bad"),
         ("sharegpt", {"conversations": TURNS, "system": 7}, "its system is not text but int"),
         ("alpaca", {"instruction": "a", "output": 7}, "its output is not text"),
         (
@@ -127,6 +141,10 @@ def test_parts_that_are_no_text_are_refused_by_name() -> None:
         ({"train": "no"}, "message 1 has train 'no' -> true, false"),
         ({"train": False, "weight": 1}, "contradict each other"),
         ({"role": "user", "train": True}, "only messages of the assistant are learned -> false"),
+        ({"loss": 0.5}, "message 1 has loss 0.5 -> true, false, or no loss"),
+        ({"loss": True, "train": False}, "train False and loss True, which contradict each other"),
+        ({"weight": 0.5}, "message 1 has weight 0.5: a message is learned or not, by one bit"),
+        ({"weight": "1"}, "message 1 has weight '1'"),
     ],
 )
 def test_train_is_checked(changes: dict[str, Any], words: str) -> None:
@@ -153,3 +171,52 @@ def test_train_false_is_not_learned(tmp_path: Path) -> None:
     assert is_learned(answer)
     assert not is_learned({**answer, "train": False})
     assert not is_learned({**answer, "weight": 0})
+    assert not is_learned({**answer, "loss": False})
+
+
+def calling(arguments: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parsed"),
+    [('{"a": [1, null]}', {"a": [1, None]}), ({"a": 1}, {"a": 1}), ("", {}), (" {} ", {})],
+)
+def test_arguments_of_tool_calls_are_objects(arguments: Any, parsed: Any) -> None:
+    """OpenAI has them as JSON text; a template would write that out as a string in quotes."""
+    found = document("messages", {"messages": [*MESSAGES[:2], calling(arguments)]})["messages"][2]
+    assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": parsed}
+    assert "content" not in found
+    as_text = {**calling(arguments), "tool_calls": json.dumps(calling(arguments)["tool_calls"])}
+    assert document("messages", {"messages": json.dumps([as_text])})["messages"] == [found]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [("{", "message 1 calls 'f' with arguments that are text but not JSON"), ("[1]", "but list")],
+)
+def test_arguments_that_are_none(arguments: str, words: str) -> None:
+    with pytest.raises(ConversationError, match=words):
+        conversation_bytes([calling(arguments)])
+    with pytest.raises(ConversationError, match="tool_calls of message 1 are not a list of obj"):
+        conversation_bytes([{"role": "assistant", "tool_calls": "f(x)"}])
+
+
+def test_roles_by_other_names() -> None:
+    turns = [{"from": "Customer", "value": "a"}, {"from": "function_call", "value": "b"}]
+    roles = {"Customer": "user", "function_call": "assistant"}
+    expected = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert document("sharegpt", {"conversations": turns}, roles=roles)["messages"] == expected
+    messages = [{"role": "Customer", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert document("messages", {"messages": messages}, roles=roles)["messages"] == expected
+    row = {"prompt": messages[:1], "completion": messages[1:]}
+    assert document("prompt-completion", row, roles=roles)["messages"] == expected
+
+
+def test_lists_as_text_of_csv() -> None:
+    row = {**ROWS["alpaca"], "history": json.dumps(ROWS["alpaca"]["history"])}
+    assert document("alpaca", row) == {"messages": MESSAGES}
+    row = {"conversations": json.dumps(TURNS), "system": "Be short."}
+    assert document("sharegpt", row) == {"messages": MESSAGES}
+    assert document("messages", {"messages": MESSAGES, "images": [], "audio": None})

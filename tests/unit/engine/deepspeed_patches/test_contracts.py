@@ -213,6 +213,32 @@ CONTRACTS = [
         lambda: DeepSpeedZeroOptimizer._update_model_bit16_weights,
         "f6e3c0c53b4a",
     ),
+    is_as_read(
+        zero12.take_norms_at_once,
+        lambda: DeepSpeedZeroOptimizer.get_grad_norm_direct,
+        "72af0993ad8c",
+    ),
+    is_as_read(
+        zero12.copy_gradients_once,
+        lambda: DeepSpeedZeroOptimizer.copy_grads_in_partition,
+        "110f723937b9",
+    ),
+    takes(
+        zero12.copy_gradients_once,
+        lambda: DeepSpeedZeroOptimizer._use_compact_grad_partition_buffer,
+        "self",
+        "group_idx",
+    ),
+    is_as_read(
+        zero12.keep_accumulating_nodes,
+        lambda: runtime_utils.count_used_parameters_in_backward,
+        "7646250b6fbf",
+    ),
+    reads(
+        zero12.keep_accumulating_nodes,
+        lambda: DeepSpeedZeroOptimizer,
+        "count_used_parameters_in_backward(all_params_requiring_grad)",
+    ),
     # host_time
     reads(
         host_time.time_reductions,

@@ -1,14 +1,35 @@
-"""Parameters of ZeRO 1 and 2 are made views of their flat tensor again only where they are not."""
+"""What is left out of the step of ZeRO 1 and 2 changes no bit; parameters are made views of their
+flat tensor again only where they are not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
+import pytest
 import torch
+from deepspeed.runtime.utils import count_used_parameters_in_backward
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from bigtrain.engine.deepspeed_patches.zero12 import keep_views, skip_redundant_work_of_zero12
+from bigtrain.engine.deepspeed_patches.zero12 import (
+    _UsedParameters,
+    keep_views,
+    skip_redundant_work_of_zero12,
+)
+from bigtrain.engine.startup.process_group import process_group
+from bigtrain.system.world import World
+from tests.unit.engine.deepspeed_patches.test_zero3_hooks import (
+    Frozen,
+    Recomputed,
+    Reentrant,
+    Stack,
+)
+
+# DeepSpeed imports its Muon, compiled by torch.jit, while it averages gradients.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 
 
 class Group:
@@ -68,3 +89,105 @@ def test_other_optimizers_stay_as_they_are() -> None:
     other = SimpleNamespace(report_ipg_memory_usage=len)
     skip_redundant_work_of_zero12(other)
     assert vars(other) == {"report_ipg_memory_usage": len}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    with process_group(World(0, 1, 0)):
+        yield
+
+
+class Sometimes(Stack):
+    """A block takes part in every second pass alone."""
+
+    passes = 0
+
+    def run(self, block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return super().run(block, x) if self.passes % 6 != 2 else x
+
+
+def train(
+    make: Callable[[], Stack],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    ours: bool,
+) -> list[torch.Tensor]:
+    """Losses, norms and the flat masters of five steps of two micro-batches."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if options.pop("bf16", False) else torch.float32
+    engine, *_ = deepspeed.initialize(
+        model=make().to(dtype),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0.1,
+            "bf16": {"enabled": dtype == torch.bfloat16},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_optimization": options,
+        },
+    )
+    found: list[torch.Tensor] = []
+    with monkeypatch.context() as patched:
+        if ours:
+            # What is patched for all optimizers is put back.
+            count = stage_1_and_2.count_used_parameters_in_backward
+            patched.setattr(stage_1_and_2, "count_used_parameters_in_backward", count)
+            skip_redundant_work_of_zero12(engine.optimizer)
+        else:
+            theirs = count_used_parameters_in_backward
+            patched.setattr(stage_1_and_2, "count_used_parameters_in_backward", theirs)
+        for number in range(10):
+            ids = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(number))
+            loss = engine(ids)
+            engine.backward(loss)
+            engine.step()
+            found += [loss.detach(), torch.as_tensor(engine.get_global_grad_norm() or 0.0)]
+    found += [flat.clone() for flat in engine.optimizer.single_partition_of_fp32_groups]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("make", [Stack, Recomputed, Reentrant, Frozen, Sometimes])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 1},
+        {"stage": 2, "reduce_bucket_size": 100},  # several buckets a step
+        {"stage": 2, "bf16": True},  # a compact partition
+        {"stage": 1, "bf16": True, "reduce_bucket_size": 100},
+    ],
+    ids=str,
+)
+def test_a_step_without_redundant_work_has_the_same_bits(
+    make: Callable[[], Stack], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = train(make, dict(options), monkeypatch, ours=False)
+    found = train(make, dict(options), monkeypatch, ours=True)
+    assert len(found) == len(theirs) > 20
+    assert all(torch.equal(a, b) for a, b in zip(found, theirs, strict=True))
+
+
+def test_parameters_that_take_part_are_counted_as_before() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    parameters = [*weights, frozen]
+    count = _UsedParameters()
+    counts: list[tuple[int, int]] = []
+
+    def look(_gradient: torch.Tensor) -> None:
+        counts.append((count(parameters), count_used_parameters_in_backward(parameters)))
+
+    for used in (weights[:2], weights, weights[:1]):
+        total = sum(weight.sum() for weight in used)
+        assert isinstance(total, torch.Tensor)
+        total.register_hook(look)
+        total.backward()
+    for weight in weights:  # as a device that is changed does
+        weight.grad = None
+        weight.data = weight.data.double()
+    total = weights[0].sum() + weights[1].sum()
+    total.register_hook(look)
+    total.backward()
+    assert counts == [(2, 2), (3, 3), (1, 1), (2, 2)]

@@ -86,7 +86,7 @@ def main(directory: Path, round_elements: int) -> None:
             compute,
             lambda piece, part: piece.of(master).copy_(part),
         )
-        counts = torch.tensor([len(seen), exchange.num_elements_sent()])
+        counts = torch.tensor([len(seen), exchange.num_elements_sent])
         dist.all_reduce(counts)
         assert int(counts[0]) == len(matrices) == 3 + 2 + 2
         # What an owner has of its own matrices stays where it is.

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
-from bigtrain.engine.optimizers.state_dtype import chunks, store
+from bigtrain.engine.optimizers.adamw import AdamW
+from bigtrain.engine.optimizers.lion import Lion
+from bigtrain.engine.optimizers.state_dtype import StateDtype, chunks, store
+from bigtrain.engine.optimizers.update_rule import Master, UpdateRule
+from bigtrain.settings.sections.optimizer_facts import OPTIMIZERS
+from tests.parity import plain_optimizers
 
 
 def test_rounding_is_right_on_average() -> None:
@@ -58,3 +66,44 @@ def test_chunks_are_views() -> None:
     for (part,) in chunks(tensor):
         part += 1
     assert tensor.eq(1).all()
+
+
+class PlainLion:
+    """With torch's lerp, so that its states round as the rule's do."""
+
+    def __init__(self, master: torch.Tensor) -> None:
+        self.master, self.state = master, {"exp_avg": torch.zeros_like(master)}
+
+    def step(self) -> None:
+        gradient, moment = self.master.grad, self.state["exp_avg"]
+        self.master.mul_(1 - 1e-2 * 0.1)
+        self.master.add_(moment.lerp(gradient, 1 - 0.9).sign(), alpha=-1e-2)
+        moment.copy_(plain_optimizers.in_bfloat16(moment.lerp(gradient, 1 - 0.99), gradient))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lion"])
+def test_states_are_those_of_a_plain_loop(kind: str) -> None:
+    """To the last bit, of equal gradients."""
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(64, 32, generator=generator)
+    master, state = values.clone(), {}
+    plain: Any
+    if kind == "adamw":
+        rule: UpdateRule = AdamW((0.9, 0.99), 1e-8, StateDtype.BFLOAT16)
+        options: dict[str, Any] = {"betas": (0.9, 0.99), "weight_decay": 0.1, "fused": True}
+        inner = torch.optim.AdamW([master], lr=1e-2, **options)
+        plain = plain_optimizers.Kept(inner, plain_optimizers.in_bfloat16)
+        kept = inner.state[master]
+    else:
+        rule = Lion((0.9, 0.99), StateDtype.BFLOAT16)
+        plain = PlainLion(master)
+        kept = plain.state
+    for _ in range(20):
+        gradient = torch.randn(64, 32, generator=generator)
+        rule.update([Master(values, gradient, state)], {"lr": 1e-2, "weight_decay": 0.1})
+        master.grad = gradient.clone()
+        plain.step()
+    assert torch.equal(values, master)
+    for name in OPTIMIZERS[kind].states:
+        assert state[name].dtype == torch.bfloat16
+        assert torch.equal(state[name].float(), kept[name])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from peft import get_peft_model_state_dict
 
-from bigtrain.models.build import build_model, empty_model
+from bigtrain.errors import ModelError
+from bigtrain.models.build import WHOLE, build_model, empty_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.adapters import merged_weights
 from bigtrain.models.layers.adapters import (
@@ -191,3 +193,118 @@ def test_merged_weights_compute_what_adapters_do(kind: dict[str, Any]) -> None:
     weights: Any = Weights("model.path", base, ())  # type: ignore[arg-type]
     plain.load_state_dict(merged_weights(state, section, weights, LLAMA))
     torch.testing.assert_close(plain(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+OF_KINDS: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
+    "llama": (llama(), set(ATTENTION), {"gate_proj", "up_proj", "down_proj"}),
+    # Conv1D, and a c_proj in both.
+    "gpt2": (ARCHITECTURES["gpt2"], {"attn.c_attn", "attn.c_proj"}, {"mlp.c_fc", "mlp.c_proj"}),
+    "gpt_neox": (
+        {"model_type": "gpt_neox", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
+        | {"num_attention_heads": 4, "intermediate_size": 64},
+        {"query_key_value", "attention.dense"},
+        {"dense_h_to_4h", "dense_4h_to_h"},
+    ),
+    # Linear layers of the MLP that are the decoder layer's own.
+    "opt": (
+        {"model_type": "opt", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
+        | {"num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32},
+        {"q_proj", "k_proj", "v_proj", "out_proj"},
+        {"fc1", "fc2"},
+    ),
+    # Which declares no attention of its own.
+    "falcon": (
+        {"model_type": "falcon", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
+        | {"num_attention_heads": 4},
+        {"query_key_value", "self_attention.dense"},
+        {"dense_h_to_4h", "dense_4h_to_h"},
+    ),
+    "mixtral": (
+        llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
+        set(ATTENTION),
+        {"experts.gate_up_proj", "experts.down_proj"},
+    ),
+    "qwen3_moe": (MOE, set(ATTENTION), {"experts.gate_up_proj", "experts.down_proj"}),
+    # Layers of Mamba between those with attention: they are of neither kind.
+    "jamba": (
+        llama(model_type="jamba", num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1)
+        | {"num_experts": 4, "expert_layer_period": 2, "expert_layer_offset": 1}
+        | {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+        set(ATTENTION),
+        {"gate_proj", "up_proj", "down_proj", "experts.gate_up_proj", "experts.down_proj"},
+    ),
+}
+
+
+def ends(names: list[str], expected: set[str]) -> set[str]:
+    """Those of `expected` that names end with; every name must end with one."""
+    found = {name: [e for e in expected if name.endswith(f".{e}")] for name in names}
+    assert all(found.values()), found
+    return {end for matching in found.values() for end in matching}
+
+
+@pytest.mark.parametrize("name", OF_KINDS)
+def test_kinds_of_layers_are_found(name: str) -> None:
+    config, attention, mlp = OF_KINDS[name]
+    model = empty_model(load_hf_config(ModelSection(config=config)))
+    for preset, expected in (("attention", attention), ("mlp", mlp)):
+        section = AdaptersSection.model_validate({"targets": preset})
+        assert check_adapters(model, section) == []
+        linear, stacked = find_targets(model, section)[0], find_parameters(model, section)[0]
+        assert ends(linear + stacked, expected) == expected
+        assert not any("router" in n or n.endswith(".mlp.gate") for n in linear)
+    both = AdaptersSection(targets=("mlp", "attention"))
+    whole = {n for n in find_targets(model, AdaptersSection())[0] if "mamba" not in n}
+    chosen = set(find_targets(model, both)[0])
+    assert chosen <= whole
+    assert {n.rpartition(".")[2] for n in whole - chosen} <= {"router", "gate"}
+
+
+@pytest.mark.parametrize("preset", ["attention", "mlp"])
+def test_a_kind_that_an_architecture_lacks_is_refused(preset: str) -> None:
+    config = {"model_type": "mamba", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1}
+    model = empty_model(load_hf_config(ModelSection(config=config)))
+    (problem,) = check_adapters(model, AdaptersSection.model_validate({"targets": preset}))
+    assert (problem.key, problem.value) == ("adapters.targets", preset)
+    assert "a kind of layers of which nothing is known in this architecture" in problem.rule
+    assert problem.remedy.startswith("all-linear, or some of: ")
+    (problem,) = check_adapters(model, AdaptersSection(targets=(preset, "in_proj")))
+    assert problem.value == preset
+
+
+@pytest.mark.parametrize("kind", [{"dropout": 0.1}, {"dora": True}])
+def test_experts_have_no_dropout_and_no_dora(kind: dict[str, Any]) -> None:
+    model = empty_model(load_hf_config(ModelSection(config=MOE)))
+    section = AdaptersSection(targets="mlp", **kind)
+    (problem,) = check_adapters(model, section)
+    assert f"peft has no {next(iter(kind))} for those" in problem.rule
+    assert check_adapters(empty_model(LLAMA), section) == []
+
+
+def test_kinds_and_patterns_go_together() -> None:
+    section = AdaptersSection(targets=("attention", "up_proj"))
+    names, missing = find_targets(empty_model(LLAMA), section)
+    assert not missing
+    assert {name.rpartition(".")[2] for name in names} == {*ATTENTION, "up_proj"}
+
+
+def test_peft_takes_experts_alone() -> None:
+    """A kind of which all layers are stacked weights leaves no linear layer to name."""
+    config = load_hf_config(ModelSection(config=MOE))
+    section = AdaptersSection(rank=2, targets="mlp")
+    model = build_model(ModelSection(config=MOE), config, seed=7, adapters=section)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all(".mlp.experts." in name and ".lora_" in name for name in trained)
+
+
+def test_experts_of_a_model_known_late_are_not_divided() -> None:
+    """The settings do not know what a hub name stands for."""
+    divided = replace(WHOLE, writes_weights=True)
+    config = load_hf_config(ModelSection(config=MOE))
+    for section in (AdaptersSection(targets="mlp"), STACKS):
+        with pytest.raises(ModelError, match=r"experts\.gate_up_proj is a stacked weight"):
+            build_model(
+                ModelSection(config=MOE), config, seed=1, adapters=section, partitioning=divided
+            )

@@ -9,7 +9,7 @@ import pytest
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.parallel.hidden_matrices import check_matrices, hidden_matrices
-from bigtrain.settings.run_config import ModelSection
+from bigtrain.settings.run_config import ModelSection, OptimizerSection
 from bigtrain.settings.sections.optimizer import MuonSection
 
 SMALL = {
@@ -89,7 +89,8 @@ def test_frozen_matrices_are_left_out() -> None:
     ],
 )
 def test_splits_that_do_not_fit(split: dict[str, Any], words: str) -> None:
-    problems = check_matrices(model_of(model_type="llama"), MuonSection(split=split))
+    section = OptimizerSection(type="muon", lr=1e-3, muon=MuonSection(split=split))
+    problems = check_matrices(model_of(model_type="llama"), section)
     assert len(problems) == 1
     assert words in str(problems[0])
 
@@ -98,5 +99,5 @@ def test_a_model_without_a_hidden_matrix() -> None:
     model = model_of(model_type="llama")
     for parameter in model.model.layers.parameters():
         parameter.requires_grad_(False)
-    (problem,) = check_matrices(model, MuonSection())
+    (problem,) = check_matrices(model, OptimizerSection(type="muon", lr=1e-3))
     assert "nothing of this model that is trained" in str(problem)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from bigtrain.errors import LaunchError
 from bigtrain.run.reporting import trackers as trackers_module
@@ -86,13 +88,17 @@ def test_the_breakdown_of_a_step_is_written_and_summed_up(tmp_path: Path) -> Non
         exchange = {"sent_bytes": 4096.0, "seconds": 0.5}
         objects = {"breakdown": first, "peak_memory_gib_by_phase": peaks}
         experts = {"expert_imbalance": imbalance, "expert_exchange": exchange}
-        metrics.log_step(replace(step_metrics(1), **objects, **experts))
+        matrices = {"optimizer_exchange": {"sent_bytes": 512.0}}
+        metrics.log_step(replace(step_metrics(1), **objects, **experts, **matrices))
         metrics.log_step(replace(step_metrics(4), breakdown=second))
         metrics.log_step(step_metrics(5))
         summary = metrics.summary()
     lines = lines_of(tmp_path)
     assert [list(line)[len(FIELDS) :] for line in lines] == [
-        ["breakdown", "peak_memory_gib_by_phase", "expert_imbalance", "expert_exchange"],
+        [
+            *("breakdown", "peak_memory_gib_by_phase", "expert_imbalance", "expert_exchange"),
+            "optimizer_exchange",
+        ],
         ["breakdown"],
         [],
     ]
@@ -110,12 +116,13 @@ def test_the_breakdown_of_a_step_is_written_and_summed_up(tmp_path: Path) -> Non
     assert scalars["peak_memory_gib/save"] == [(1, 2.0)]
     assert scalars["expert_imbalance/model.layers.0.mlp.experts"] == [(1, 1.25)]
     assert scalars["expert_exchange/sent_bytes"] == [(1, 4096.0)]
+    assert scalars["optimizer_exchange/sent_bytes"] == [(1, 512.0)]
     assert "breakdown/compute_seconds" not in scalars
 
 
 def test_held_out_line(tmp_path: Path) -> None:
     with writer(tmp_path) as metrics:
-        metrics.log_held_out(20, 2.0, 512)
+        metrics.log_evaluation(20, HeldOutLoss(2.0, 512))
     assert lines_of(tmp_path) == [
         {
             "step": 20,
@@ -129,7 +136,7 @@ def test_held_out_line(tmp_path: Path) -> None:
 def test_held_out_losses_of_a_mixture(tmp_path: Path) -> None:
     sources = {"books": HeldOutLoss(1.0, 300), "code": HeldOutLoss(1e4, 200)}
     with writer(tmp_path, trackers=("tensorboard",)) as metrics:
-        metrics.log_held_out(20, 2.0, 500, sources)
+        metrics.log_evaluation(20, HeldOutLoss(2.0, 500), sources)
     (line,) = lines_of(tmp_path)
     assert list(line)[-1] == "held_out_sources"
     assert line["held_out_sources"] == {
@@ -144,10 +151,25 @@ def test_held_out_losses_of_a_mixture(tmp_path: Path) -> None:
     assert scalars["held_out_loss/code"] == [(20, 1e4)]
 
 
+def test_samples_of_steps_that_are_trained_again_are_dropped(tmp_path: Path) -> None:
+    with writer(tmp_path) as metrics:
+        for step in (10, 20):
+            metrics.log_samples(step, [("Ada", " proved"), ("Łódź", f"\n{step}")])
+        metrics.roll_back(10, 100)
+        metrics.log_samples(15, [("Ada", " wrote")])
+    path = tmp_path / "samples.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines] == [10, 10, 15]
+    assert lines[1] == {"step": 10, "prompt": "Łódź", "text": "\n10"}
+    with writer(tmp_path, resume_step=12):
+        pass
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 2
+
+
 def test_figures_that_are_not_finite_are_null_in_valid_json(tmp_path: Path) -> None:
     with writer(tmp_path) as metrics:
         metrics.log_step(step_metrics(1, loss=math.nan))
-        metrics.log_held_out(1, 1e4, 8)
+        metrics.log_evaluation(1, HeldOutLoss(1e4, 8))
         metrics.close(metrics.summary())
     step, held_out = lines_of(tmp_path)
     assert step["loss"] is None
@@ -195,7 +217,7 @@ def test_a_resumed_run_holds_each_step_once(
     with writer(tmp_path) as metrics:
         for step in (10, 20, 30):
             metrics.log_step(step_metrics(step))
-            metrics.log_held_out(step, 5.0, 8)
+            metrics.log_evaluation(step, HeldOutLoss(5.0, 8))
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 40, "lo')  # a kill in the middle of a line
 
@@ -210,7 +232,7 @@ def test_a_resumed_run_holds_each_step_once(
 
 def test_a_run_from_the_beginning_keeps_no_older_lines(tmp_path: Path) -> None:
     with writer(tmp_path) as metrics:
-        metrics.log_held_out(0, 9.0, 8)
+        metrics.log_evaluation(0, HeldOutLoss(9.0, 8))
         metrics.log_step(step_metrics(10))
     with writer(tmp_path) as metrics:
         metrics.log_step(step_metrics(10, loss=1.0))
@@ -221,7 +243,7 @@ def test_a_run_from_the_beginning_keeps_no_older_lines(tmp_path: Path) -> None:
 def test_summary_is_what_the_run_came_to(tmp_path: Path) -> None:
     with writer(tmp_path) as metrics:
         metrics.log_step(step_metrics(10, loss=6.0))
-        metrics.log_held_out(20, 2.0, 512)
+        metrics.log_evaluation(20, HeldOutLoss(2.0, 512))
         metrics.log_step(step_metrics(400, loss=2.5, utilization=0.412))
         metrics.close([*metrics.summary(), "exported  runs/x/hf"])
         metrics.close(["never shown"])
@@ -260,7 +282,7 @@ def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
     with writer(tmp_path, trackers=("tensorboard",)) as metrics:
         metrics.log_step(step_metrics(10, loss=6.0))
         metrics.log_step(step_metrics(20, loss=5.0))
-        metrics.log_held_out(20, 2.0, 512)
+        metrics.log_evaluation(20, HeldOutLoss(2.0, 512))
     scalars = read_scalars(tmp_path)
     assert scalars["loss"] == [(10, 6.0), (20, 5.0)]
     assert scalars["held_out_loss"] == [(20, 2.0)]
@@ -272,8 +294,11 @@ def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
 
 
 def test_tensorboard_of_a_resumed_run_forgets_the_steps_that_are_trained_again(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Files are read in the order of their names, which end with how many this process has written:
+    # of the tenth and the eleventh, the other way round.
+    monkeypatch.setattr(event_file_writer, "_global_uid", AtomicCounter(0))
     for first, resume_step in ((10, 0), (20, 10)):
         with writer(tmp_path, trackers=("tensorboard",), resume_step=resume_step) as metrics:
             metrics.log_step(step_metrics(first, loss=float(first)))
@@ -291,7 +316,7 @@ from bigtrain.run.reporting.metrics import HeldOutLoss, MetricsWriter
 before = dict(os.environ)
 with MetricsWriter(Path(sys.argv[1]), total_steps=1, trackers=["tensorboard"], project="p",
                    run_config={}, terminal=False) as metrics:
-    metrics.log_held_out(1, 1.0, 1)
+    metrics.log_evaluation(1, HeldOutLoss(1.0, 1))
 from accelerate.state import PartialState
 import torch
 assert PartialState._shared_state == {}
@@ -424,3 +449,18 @@ def test_events_go_by_the_samples_they_concern(tmp_path: Path) -> None:
     with writer(tmp_path, resume_step=2, resume_samples=64):
         pass
     assert [(line["step"], line.get("event")) for line in lines_of(tmp_path)] == [(1, None), *rest]
+
+
+def test_bits_per_byte_and_tasks(tmp_path: Path) -> None:
+    whole, tasks = HeldOutLoss(2.0, 512, 1.25), {"tasks/arc_easy/acc": 0.5, "tasks/arc_easy/x": 1.0}
+    with writer(tmp_path, trackers=("tensorboard",)) as metrics:
+        metrics.log_evaluation(20, whole, {"only": whole})
+        metrics.log_evaluation(30, tasks=tasks)
+    first, second = lines_of(tmp_path)
+    assert first["held_out_bits_per_byte"] == 1.25
+    assert "held_out_sources" not in first
+    assert second == {"step": 30, "tasks": {"arc_easy/acc": 0.5, "arc_easy/x": 1.0}}
+    log = (tmp_path / "log.txt").read_text()
+    assert "perplexity 7.39 bits/byte 1.2500\n" in log
+    assert "step 30/400 tasks arc_easy/acc 0.5000, arc_easy/x 1.0000\n" in log
+    assert read_scalars(tmp_path)["tasks/arc_easy/acc"] == [(30, 0.5)]

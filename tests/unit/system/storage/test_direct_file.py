@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigtrain.system import direct_file
-from bigtrain.system.direct_file import ALIGNMENT, DirectFile
+from bigtrain.system.storage import direct_file
+from bigtrain.system.storage.direct_file import ALIGNMENT, DirectFile
 from tests.support.tiers import examples
 
 

@@ -1,0 +1,57 @@
+"""`bigtrain grow`: a Hugging Face model with rows for the tokens added to its tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from bigtrain.commands.arguments import positive_int
+from bigtrain.settings.run_config import VocabularySection
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--model", required=True, help="directory or hub name of the base")
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        help="directory or hub name: the base's, with tokens added (bigtrain tokenizer --base)",
+    )
+    parser.add_argument("--output", required=True, type=Path, help="directory to write")
+    parser.add_argument(
+        "--new-rows",
+        choices=("mean_covariance", "mean", "normal"),
+        default="mean_covariance",
+        help="as model.vocabulary.new_rows of a run (default: mean_covariance)",
+    )
+    parser.add_argument(
+        "--pad-to-multiple-of",
+        type=positive_int,
+        metavar="N",
+        help="add rows up to a multiple of N",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of rows that are drawn (default: 0)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write and verify the directory. Raises ModelError or DataError; then nothing is written."""
+    from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+    from bigtrain.models.export.grown import export_grown
+
+    vocabulary = VocabularySection(
+        new_rows=args.new_rows, pad_to_multiple_of=args.pad_to_multiple_of
+    )
+    tokenizer = load_tokenizer(args.tokenizer)
+    with TemporaryDirectory(prefix="bigtrain-tokenizer-") as place:
+        tokenizer.save(Path(place))
+        growth = export_grown(
+            args.model, Path(place), tokenizer.vocab_size, args.output, vocabulary, args.seed
+        )
+    print(
+        f"{args.output}: {args.model} with {growth.after} rows instead of {growth.before} "
+        f"({', '.join(growth.names)}), reloaded and compared: same logits"
+    )
+    return 0

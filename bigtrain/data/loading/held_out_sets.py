@@ -1,0 +1,104 @@
+"""What evaluations measure the loss on: held-out documents of the data, and further sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bigtrain.data.loading.dataset_checks import count_samples
+from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
+from bigtrain.data.shards.manifest import Split
+from bigtrain.errors import DataError, Problem
+from bigtrain.settings.run_config import RunConfig
+
+
+def open_held_out_datasets(
+    config: RunConfig, datasets: Sequence[TokenDataset], check: Level = "sizes"
+) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
+    """The sets of ``evaluation.held_out``, in its order, and a problem for each that cannot be
+    measured in this run: one that cannot be opened, has another tokenizer than the training data
+    (`datasets`), is too short, or holds conversations that would see each other."""
+    found, problems = [], []
+    for number, one in enumerate(config.evaluation.held_out):
+        key = f"evaluation.held_out.{number}.path"
+        try:
+            dataset = open_dataset(one.path, check)
+            problem = _unfit(config, dataset, datasets[0])
+        except DataError as error:
+            problems.append(Problem(key, one.path, str(error)))
+            continue
+        if problem is not None:
+            problems.append(Problem(key, one.path, *problem))
+        found.append(dataset)
+    return (() if problems else tuple(found)), problems
+
+
+def _unfit(
+    config: RunConfig, dataset: TokenDataset, training: TokenDataset
+) -> tuple[str, str] | None:
+    """Why `dataset` cannot be measured, and what to do; None where it can."""
+    own, other = dataset.table.tokenizer, training.table.tokenizer
+    if (own.hash, own.vocab_size) != (other.hash, other.vocab_size):
+        return (
+            f"was made with another tokenizer ({own.name}, {own.vocab_size} tokens) than the "
+            f"training data ({other.name}, {other.vocab_size} tokens)",
+            "tokenize it with that of the training data",
+        )
+    if dataset.table.is_masked and not config.data.isolates:
+        return "holds conversations, which would see each other", "data.packing=best_fit"
+    split = measured_split(dataset)
+    if not count_samples(config, dataset, split):
+        return (
+            f"has {dataset.table.num_tokens(split)} tokens to measure, too few for one sample of "
+            f"{config.batch.sequence_length} + 1",
+            "leave it out, tokenize more text, or set a smaller batch.sequence_length",
+        )
+    return None
+
+
+def check_best(
+    config: RunConfig, datasets: Sequence[TokenDataset], sets: Sequence[TokenDataset]
+) -> list[Problem]:
+    """Whether what depends on ``evaluation.best`` has a figure to depend on: held-out documents,
+    and for bits per byte the number of their bytes."""
+    section, stopping = config.evaluation.best, config.evaluation.early_stopping
+    if section.is_of_tasks or (config.checkpoint.keep_best == 0 and stopping is None):
+        return []
+    key, value = (
+        ("checkpoint.keep_best", config.checkpoint.keep_best)
+        if config.checkpoint.keep_best
+        else ("evaluation.early_stopping", None)
+    )
+    off = f"{key}=0" if config.checkpoint.keep_best else f"{key}=null"
+    named = dict(zip(config.data.names, datasets, strict=True))
+    measured = {name: one for name, one in named.items() if one.shards("held_out")}
+    names = [one.name for one in config.evaluation.held_out]
+    measured |= dict(zip(names, sets, strict=True))
+    if not measured or (section.set_name is not None and section.set_name not in measured):
+        whose = "the data holds" if section.set_name is None else f"{section.set_name} holds"
+        rule = f"{whose} out no documents to tell the best checkpoint by"
+        remedy = f"make shards with `bigtrain tokenize --held-out`, or set {off}"
+        return [Problem(key, value, rule, remedy)]
+    asked = [section.set_name] if section.set_name else measured
+    unknown = [
+        name
+        for name in asked
+        if tokens_per_byte(measured[name], measured_split(measured[name])) is None
+    ]
+    if "bits_per_byte" in section.metric and unknown:
+        rule = f"is not known of {unknown[0]}: only some tokens of a conversation have a loss"
+        return [Problem("evaluation.best.metric", section.metric, rule, "held_out_loss")]
+    return []
+
+
+def measured_split(dataset: TokenDataset) -> Split:
+    """What of a set is measured: its held-out documents, or all where it has none."""
+    return "held_out" if dataset.table.num_tokens("held_out") else "train"
+
+
+def tokens_per_byte(dataset: TokenDataset, split: Split) -> float | None:
+    """Tokens of `split` for each UTF-8 byte of its documents; None where a mask keeps some of them
+    from the loss, or the dataset does not say."""
+    text_bytes = dataset.table.text_bytes.get(split, 0)
+    if dataset.table.is_masked or not text_bytes:
+        return None
+    return dataset.table.num_tokens(split) / text_bytes

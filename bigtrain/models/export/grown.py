@@ -1,0 +1,66 @@
+"""A pretrained model with a grown vocabulary, written as a Hugging Face directory of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from bigtrain.errors import ModelError
+from bigtrain.models.build import build_model, read_in_turn
+from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config, vocabulary_size
+from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.weights.export_hf import DTYPES
+from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.models.weights.vocabulary import (
+    Growth,
+    base_configuration,
+    grown_configuration,
+    grown_weights,
+)
+from bigtrain.settings.run_config import ModelSection, VocabularySection
+
+_PROBE_TOKENS = 32
+
+
+def export_grown(
+    source: str,
+    tokenizer_directory: Path,
+    tokens: int,
+    output: Path,
+    vocabulary: VocabularySection,
+    seed: int,
+) -> Growth:
+    """Write the model `source` (directory or hub name) with rows for a tokenizer of `tokens`
+    tokens, in the dtype of its configuration; returns how it has grown.
+
+    One process, one file's weights in memory. Raises ModelError if it need not grow, and as
+    `export_model`.
+    """
+    section = ModelSection(path=source, vocabulary=vocabulary)
+    base = load_hf_config(section)
+    hf_config, growth = grown_configuration(section, base, tokens)
+    if growth is None:
+        raise ModelError(
+            f"--model = {source!r}: its {vocabulary_size(base)} rows are enough for the "
+            f"tokenizer's {tokens} tokens -> use it as it is, with that tokenizer"
+        )
+    found = find_weights(source, base_configuration(hf_config, growth))
+    weights = grown_weights(found, hf_config, growth, section, seed, lambda work: work())
+    name = str(hf_config.dtype).removeprefix("torch.")
+    dtype = name if name in DTYPES else "float32"
+    model = build_model(section, hf_config, seed=0, dtype=DTYPES[dtype], weights="left").eval()
+    read_in_turn(model, weights)
+    ids = Probe.make_input(growth.after, _PROBE_TOKENS)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+    export_model(
+        weights.tensors,
+        hf_config,
+        tokenizer_directory,
+        output,
+        dtype=dtype,
+        probe=Probe(ids, logits, dtype),
+        generation_config=Path(source) / GENERATION_CONFIG,
+    )
+    return growth

@@ -1,0 +1,80 @@
+"""Layers of a kind, `attention` and `mlp`, by what modules are and not by their names.
+
+Attention is the module that transformers records attention weights of; where an architecture
+declares none, a module of a decoder layer that has heads (`head_dim`) and no convolution. What is
+left of a decoder layer is its MLP, but for modules that mix tokens in another way (those with a
+convolution, as Mamba's) and routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.transformers_patches import attention_classes, modules_of_experts
+from bigtrain.settings.sections.adapters import Preset
+
+LINEAR = (nn.Linear, Conv1D)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+
+
+def layers_of(model: PreTrainedModel, preset: Preset) -> list[str]:
+    """Names of the linear layers of a kind, in the model's order; none if the model has no
+    attention that can be told from the rest."""
+    return [name for name, kind in _kinds(model).items() if kind == preset]
+
+
+def stacks_of(model: PreTrainedModel, preset: Preset) -> list[str]:
+    """Names of the stacked weights of experts of a kind: all are of `mlp`."""
+    if preset != "mlp":
+        return []
+    stacks = {id(p) for m in modules_of_experts(model) for p in m.parameters(False) if p.ndim == 3}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in stacks]
+
+
+def _kinds(model: PreTrainedModel) -> dict[str, Preset]:
+    """The kind of each linear layer of a decoder layer that is of one."""
+    classes = attention_classes(model)
+    found: dict[str, Preset] = {}
+    for layer_name, layer in decoder_layers(model):
+        attention = {
+            name for name, module in _modules(layer) if _is_attention(module, classes, layer)
+        }
+        mixers = {name for name, module in layer.named_children() if _has(module, _CONVOLUTIONS)}
+        routed = {p.shape[0] for m in modules_of_experts(layer) for p in m.parameters(False)}
+        for name, module in _modules(layer):
+            if not isinstance(module, LINEAR):
+                continue
+            if _is_in(name, attention):
+                found[f"{layer_name}.{name}"] = "attention"
+            elif not _is_in(name, mixers) and _outputs(module) not in routed:
+                found[f"{layer_name}.{name}"] = "mlp"
+    return found if classes or "attention" in found.values() else {}
+
+
+def _modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, module) for name, module in layer.named_modules() if name)
+
+
+def _is_attention(module: nn.Module, classes: tuple[type, ...], layer: nn.Module) -> bool:
+    if classes:
+        return isinstance(module, classes)
+    is_child = any(module is child for child in layer.children())
+    return is_child and hasattr(module, "head_dim") and not _has(module, _CONVOLUTIONS)
+
+
+def _has(module: nn.Module, kinds: tuple[type, ...]) -> bool:
+    return any(isinstance(inner, kinds) for inner in module.modules())
+
+
+def _is_in(name: str, parents: set[str]) -> bool:
+    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+def _outputs(layer: Any) -> int:
+    return int(layer.nf if isinstance(layer, Conv1D) else layer.out_features)

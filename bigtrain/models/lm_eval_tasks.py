@@ -1,0 +1,251 @@
+"""Tasks of lm-eval, asked of a model that is somewhere else: two functions that score and continue
+token lists. The only file that imports lm_eval, which is optional, and only inside of functions.
+
+lm-eval's own `HFLM` tokenizes, truncates, divides long texts into windows and cuts answers at stop
+sequences, so that figures are those of its `hf` model. Overridden are the two methods in which it
+calls a model in memory, `_loglikelihood_tokens` and `_model_generate` (models/huggingface.py of
+0.4.13); `tests/launch/test_evaluation.py` compares the figures with those of the `hf` model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import io
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.models.build import empty_model
+from bigtrain.settings.run_config import EvaluationSection
+
+KEY = "evaluation.tasks"
+_INSTALL = "pip install 'bigtrain[eval]', or leave evaluation.tasks out"
+_SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "few-shot": 1234}
+"""lm-eval's own (lm_eval/defaults.py)."""
+_TEXTS_AT_ONCE = 1024
+
+Tokens = Sequence[int]
+
+
+class TokenModel(Protocol):
+    """The model that tasks are asked of."""
+
+    def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
+        """Of each (context, continuation) the log-probability in nats, and whether it is greedy."""
+
+    def continue_texts(
+        self,
+        prompts: Sequence[Tokens],
+        max_new_tokens: int,
+        temperature: float,
+        is_finished: Callable[[int, Tokens], bool],
+    ) -> list[list[int]]:
+        """New tokens after each prompt, until `is_finished` says of its number that it is."""
+
+
+def check_tasks(section: EvaluationSection) -> list[Problem]:
+    """Why the tasks of `section` cannot be run, as far as names and files on this machine say.
+
+    Imports lm_eval where there are any, some seconds.
+    """
+    if not section.tasks:
+        return []
+    if importlib.util.find_spec("lm_eval") is None:
+        rule = "needs the package lm-eval, which is not installed"
+        return [Problem(KEY, list(section.tasks), rule, _INSTALL)]
+    directory = section.tasks_directory
+    if directory is not None and not Path(directory).is_dir():
+        key, rule = "evaluation.tasks_directory", "no such directory"
+        return [Problem(key, directory, rule, "name the one with the tasks' YAML files")]
+    known = _manager(section).all_tasks
+    found = []
+    for name in section.tasks:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            remedy = f"did you mean {' or '.join(close)}?" if close else "lm_eval ls tasks"
+            where = "" if directory is None else f", nor is it one of {directory}"
+            found.append(Problem(KEY, name, f"lm-eval has no such task{where}", remedy))
+    return found
+
+
+def _manager(section: EvaluationSection) -> Any:
+    with _quiet():
+        from lm_eval.tasks import TaskManager
+
+        return TaskManager(include_path=section.tasks_directory)
+
+
+class Tasks:
+    """The loaded tasks of a run. For one rank, which asks the others."""
+
+    def __init__(self, section: EvaluationSection, tokenizer: Any, hf_config: Any) -> None:
+        """Load the tasks and their data, from the hub if it is not cached; `tokenizer`: of
+        transformers.
+
+        Raises ConfigError where that fails, or ``evaluation.best.metric`` is none of theirs.
+        """
+        self._section = section
+        self._tokenizer = tokenizer
+        self._hf_config = hf_config
+        try:
+            with _quiet():
+                self._loaded = _manager(section).load(list(section.tasks))
+        except Exception as error:  # whatever a task's own code and the hub's client raise
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ConfigError(
+                Problem(
+                    KEY,
+                    list(section.tasks),
+                    f"cannot be loaded: {reason}",
+                    "see whether its data can be reached from here, or leave it out",
+                )
+            ) from error
+        self._check_metric()
+
+    def _check_metric(self) -> None:
+        best = self._section.best
+        if not best.is_of_tasks:
+            return
+        _, task, metric = best.metric.split("/", 2)
+        if task in self._loaded.get("groups", {}):
+            return  # what a group aggregates is known when it has been run
+        known = {name: list(one.aggregation()) for name, one in self._loaded["tasks"].items()}
+        if metric.partition("@")[0] not in known.get(task, ()):
+            names = [f"tasks/{name}/{one}" for name, metrics in known.items() for one in metrics]
+            raise ConfigError(
+                Problem(
+                    "evaluation.best.metric",
+                    best.metric,
+                    "is none of the metrics of evaluation.tasks",
+                    f"one of {', '.join(names[:8])}",
+                )
+            )
+
+    def figures(self, model: TokenModel) -> dict[str, float]:
+        """The metrics by ``TASK/METRIC``, with ``@FILTER`` after it where that is not lm-eval's
+        none. Global random generators are as before afterwards."""
+        with _quiet(), _lm_eval_seeds():
+            from lm_eval import evaluate
+
+            self._prepare()
+            results = evaluate(
+                _live_model(model, self._tokenizer, self._hf_config),
+                self._loaded,
+                limit=self._section.tasks_limit,
+                bootstrap_iters=0,
+                log_samples=False,
+                apply_chat_template=self._section.tasks_chat,
+                fewshot_as_multiturn=self._section.tasks_chat,
+            )
+        return figures_of(results)
+
+    def _prepare(self) -> None:
+        """What lm-eval's `simple_evaluate` does with tasks that it has loaded."""
+        asked = self._section.tasks_fewshot
+        for task in self._loaded["tasks"].values():
+            own = task.get_config("num_fewshot")
+            if asked is not None and own != 0:
+                task.set_config(key="num_fewshot", value=asked)
+            elif own is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=_SEEDS["few-shot"])
+
+
+def figures_of(results: Any) -> dict[str, float]:
+    """The metrics in what lm-eval returns, as `Tasks.figures` names them."""
+    found = {}
+    for task, figures in results["results"].items():
+        for key, value in figures.items():
+            metric, comma, kind = key.partition(",")
+            if comma and isinstance(value, float | int) and not metric.endswith("_stderr"):
+                name = metric if kind == "none" else f"{metric}@{kind}"
+                found[f"{task}/{name}"] = float(value)
+    return found
+
+
+def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    class LiveModel(HFLM):  # type: ignore[misc]
+        """lm-eval's model of transformers, with another model behind it."""
+
+        @property
+        def device(self) -> torch.device:
+            return torch.device("cpu")
+
+        def _loglikelihood_tokens(
+            self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
+        ) -> list[tuple[float, bool]]:
+            pairs = []
+            for _, context, continuation in requests:
+                # As many as there are positions, and the last one, which is only predicted.
+                tokens = [*context, *continuation][-(self.max_length + 1) :]
+                pairs.append((tokens[: -len(continuation)], continuation))
+            return model.score(pairs)
+
+        def _model_generate(
+            self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any
+        ) -> torch.Tensor:
+            mask = options["attention_mask"].bool()
+            prompts = [row[kept].tolist() for row, kept in zip(context, mask, strict=True)]
+            ends = {self.eot_token_id}
+
+            def is_finished(_number: int, new: Tokens) -> bool:
+                if new and new[-1] in ends:
+                    return True
+                text = self.tok_decode(new, skip_special_tokens=False)
+                return any(one in text for one in stop)
+
+            greedy = options.get("do_sample") is False
+            temperature = 0.0 if greedy else float(options.get("temperature", 0.0))
+            room = max_length - context.shape[1]
+            new = model.continue_texts(prompts, room, temperature, is_finished)
+            width = max(map(len, new), default=0)
+            filled = torch.full((len(new), width), self.eot_token_id)
+            for row, tokens in zip(filled, new, strict=True):
+                row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+            return torch.cat([context, filled], 1)
+
+    return LiveModel(
+        pretrained=empty_model(hf_config),
+        tokenizer=tokenizer,
+        backend="causal",
+        batch_size=_TEXTS_AT_ONCE,
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without lm-eval's progress bars and its log below errors."""
+    log = logging.getLogger("lm_eval")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
+def _lm_eval_seeds() -> Iterator[None]:
+    """With the global generators seeded as lm-eval does; they are restored afterwards."""
+    own, arrays = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            random.seed(_SEEDS["random"])
+            np.random.seed(_SEEDS["numpy"])
+            torch.manual_seed(_SEEDS["torch"])
+            yield
+    finally:
+        random.setstate(own)
+        np.random.set_state(arrays)

@@ -1,0 +1,45 @@
+"""Which evaluation is the best so far, and whether a run ends because none has been for long.
+
+Pure: all ranks come to the same answer from the same figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from bigtrain.run.state import BestSoFar, TrainState
+from bigtrain.settings.run_config import RunConfig
+
+
+def after_evaluation(
+    config: RunConfig, state: TrainState, figures: Mapping[str, float]
+) -> TrainState:
+    """`state` after an evaluation with these `figures`; the same where the best metric is not among
+    them."""
+    section, stopping = config.evaluation.best, config.evaluation.early_stopping
+    value = figures.get(section.metric)
+    if value is None:
+        return state
+    before = _comparable(config, state)
+    by = 0.0 if stopping is None else stopping.min_delta
+    if before.value is None or section.is_better(value, before.value, by):
+        return replace(state, best=BestSoFar(section.metric, value, state.step))
+    return replace(state, best=replace(before, num_since=before.num_since + 1))
+
+
+def is_over(config: RunConfig, state: TrainState) -> bool:
+    """Whether a run at `state` trains no further: at its last step, or stopped early."""
+    return state.step >= config.train.steps or has_stopped(config, state)
+
+
+def has_stopped(config: RunConfig, state: TrainState) -> bool:
+    """Whether the best metric has not become better for ``early_stopping.patience`` evaluations."""
+    stopping = config.evaluation.early_stopping
+    return stopping is not None and _comparable(config, state).num_since >= stopping.patience
+
+
+def _comparable(config: RunConfig, state: TrainState) -> BestSoFar:
+    """A run may resume with another metric: then there is no best evaluation yet."""
+    metric = config.evaluation.best.metric
+    return state.best if state.best.metric == metric else BestSoFar(metric)

@@ -1,0 +1,93 @@
+"""Evaluations of a run while it trains: held-out loss, samples from prompts, tasks of lm-eval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from bigtrain.data.loading.loader import HeldOutSource
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.run.evaluation.best import after_evaluation, has_stopped
+from bigtrain.run.evaluation.held_out import HeldOutResult, measure
+from bigtrain.run.evaluation.live_model import LiveModel
+from bigtrain.run.evaluation.prompts import Prompts
+from bigtrain.run.evaluation.tasks import TaskRunner
+from bigtrain.run.session import Session
+from bigtrain.run.state import TrainState
+from bigtrain.settings.sections.evaluation import TASKS
+
+
+class Evaluator:
+    """Evaluates the model of `engine`. All methods but `is_due` are collective over all ranks.
+
+    It changes nothing that training reads: neither weights nor random generators, which every step
+    seeds anew.
+    """
+
+    def __init__(
+        self, session: Session, engine: TrainEngine, held_out: Sequence[HeldOutSource]
+    ) -> None:
+        """Tokenize prompts and load tasks. Raises ConfigError on every rank where that fails."""
+        self._session = session
+        self._engine = engine
+        self._held_out = held_out
+        self._section = session.run.config.evaluation
+        model = LiveModel(engine)
+        self._prompts = Prompts(session, model) if self._section.prompts else None
+        self._tasks = TaskRunner(session, model) if self._section.tasks else None
+
+    def is_due(self, state: TrainState) -> bool:
+        """Whether something is measured after this step."""
+        return _due(state, self._section.every_steps) or self._tasks_are_due(state)
+
+    def _tasks_are_due(self, state: TrainState) -> bool:
+        return self._tasks is not None and _due(state, self._section.tasks_every_steps)
+
+    def run(self, state: TrainState, *, last: bool) -> tuple[TrainState, dict[str, float]]:
+        """Measure and log what is due at `state`, all of it where the run ends here (`last`, or
+        stopped by what was measured).
+
+        Returns the state with the best evaluation so far, and the figures by name.
+        """
+        config = self._session.run.config
+        held_out: HeldOutResult | None = None
+        figures: dict[str, float] = {}
+        if last or _due(state, self._section.every_steps):
+            held_out = measure(self._engine, self._held_out)
+            figures |= {} if held_out is None else held_out.figures()
+            if self._prompts is not None:
+                self._prompts.log(state.step)
+        tasks: dict[str, float] = {}
+        by_tasks = self._section.best.is_of_tasks
+        if last or self._tasks_are_due(state):
+            tasks = self._run_tasks()
+        evaluated = after_evaluation(config, state, figures | tasks)
+        if self._tasks is not None and not (tasks or last or by_tasks):
+            if has_stopped(config, evaluated):
+                tasks = self._run_tasks()
+        if self._session.metrics is not None and (held_out is not None or tasks):
+            self._session.metrics.log_evaluation(
+                state.step,
+                None if held_out is None else held_out.whole,
+                {} if held_out is None else held_out.sources,
+                tasks,
+            )
+        if has_stopped(config, evaluated) and not last:
+            best = evaluated.best
+            self._session.say(
+                f"step {state.step}: early stopping: {best.metric} = {best.value:.6g} of step "
+                f"{best.step} is the best for {best.num_since} evaluations"
+            )
+        return evaluated, figures | tasks
+
+    def _run_tasks(self) -> dict[str, float]:
+        """The finite figures of lm-eval's tasks, as ``tasks/TASK/METRIC``."""
+        if self._tasks is None:
+            return {}
+        self._session.heartbeat.at("evaluating tasks", slow=True)
+        found = self._tasks.figures()
+        return {f"{TASKS}/{name}": value for name, value in found.items() if math.isfinite(value)}
+
+
+def _due(state: TrainState, every: int | None) -> bool:
+    return every is not None and state.step % every == 0

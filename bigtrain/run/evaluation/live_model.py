@@ -1,0 +1,182 @@
+"""Scoring and sampling tokens with the model as it is in the engine, on all ranks.
+
+Every method is collective, and all ranks call it with the same arguments. What is asked is divided
+over the data ranks; the forward passes are those of training, so that they work at every topology.
+There is no cache of keys and values: a new token costs a forward pass of all before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.data.loading.micro_batch import IGNORED_LABEL
+from bigtrain.engine.train_engine import TrainEngine
+
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are chosen. temperature: 0 takes the most probable one. seed: of text number n it
+    is `seed` + n."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One forward pass of every data rank. rows: of all of them, indices of what was asked; mine:
+    of this rank, with the number of each in `rows`."""
+
+    rows: list[int]
+    mine: list[int]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A prompt, what has been added to it, and the seed of what is drawn for it."""
+
+    prompt: Tokens
+    new: list[int]
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.new)
+
+
+class LiveModel:
+    """The model of `engine`, asked a micro-batch at a time."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+        self._rows = engine.plan.micro_batch_size
+        place = engine.mesh.coordinates
+        self._data_rank, self._data_size = place.data_rank, engine.mesh.topology.data_size
+        # One rank of each data rank says what was computed.
+        self._reports = not (place.tensor_rank or place.pipeline_rank or place.sequence_rank)
+
+    def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
+        """Of each (context, continuation): the log-probability of the continuation in nats, and
+        whether every token of it is the most probable one.
+
+        A context has at least one token; context and continuation together at most one more than
+        the model's positions.
+        """
+        totals = torch.zeros((len(requests), 2), dtype=torch.float64)
+        lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
+        for part in self._rounds(lengths):
+            width = max(lengths[row] for row in part.rows)
+            ids = torch.zeros((self._rows, width), dtype=torch.int64)
+            labels = torch.full((self._rows, width), IGNORED_LABEL)
+            for number, row in enumerate(part.mine):
+                context, continuation = requests[row]
+                tokens = torch.tensor([*context, *continuation])
+                ids[number, : lengths[row]] = tokens[:-1]
+                labels[number, len(context) - 1 : lengths[row]] = tokens[len(context) :]
+            found = self._engine.read_logits(ids, partial(_scores, labels=labels))
+            if self._reports:
+                totals[part.mine] = found[: len(part.mine)]
+        totals = self._summed(totals)
+        return [(float(total), bool(wrong == 0)) for total, wrong in totals.tolist()]
+
+    def continue_texts(
+        self,
+        prompts: Sequence[Tokens],
+        drawing: Drawing,
+        is_finished: Callable[[int, Tokens], bool],
+    ) -> list[list[int]]:
+        """The new tokens after each prompt, at most `drawing.max_new_tokens`.
+
+        `is_finished`: whether the text of a number needs no more than these new tokens; asked on
+        the main rank alone.
+        """
+        texts = [_Text(prompt, [], drawing.seed + n) for n, prompt in enumerate(prompts)]
+        for part in self._rounds([len(prompt) for prompt in prompts]):
+            self._continue(part, texts, drawing, is_finished)
+        return [text.new for text in texts]
+
+    def _continue(
+        self,
+        part: _Round,
+        texts: Sequence[_Text],
+        drawing: Drawing,
+        is_finished: Callable[[int, Tokens], bool],
+    ) -> None:
+        """Continue the texts of one round, all of them a token at a time."""
+        generators = {row: torch.Generator().manual_seed(texts[row].seed) for row in part.mine}
+
+        def unfinished() -> list[bool]:
+            return [not is_finished(row, texts[row].new) for row in part.rows]
+
+        for _ in range(drawing.max_new_tokens):
+            active = self._from_main(unfinished, len(part.rows))
+            if not any(active):
+                return
+            width = max(len(texts[row]) for row in part.rows)
+            ids = torch.zeros((self._rows, width), dtype=torch.int64)
+            last = torch.zeros(self._rows, dtype=torch.int64)
+            for number, row in enumerate(part.mine):
+                last[number] = len(texts[row]) - 1
+                ids[number, : len(texts[row])] = torch.tensor([*texts[row].prompt, *texts[row].new])
+            logits = self._engine.read_logits(ids, partial(_rows_at, last=last))
+            chosen = torch.zeros(len(texts), dtype=torch.float64)
+            for number, row in enumerate(part.mine if self._reports else ()):
+                chosen[row] = _choose(logits[number], drawing.temperature, generators[row])
+            chosen = self._summed(chosen)
+            for row, goes_on in zip(part.rows, active, strict=True):
+                if goes_on:
+                    texts[row].new.append(int(chosen[row]))
+
+    def _rounds(self, lengths: Sequence[int]) -> Iterator[_Round]:
+        """All that was asked, the longest first, in parts of a micro-batch of every data rank."""
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        size = self._rows * self._data_size
+        for begin in range(0, len(order), size):
+            rows = order[begin : begin + size]
+            low = self._data_rank * self._rows
+            yield _Round(rows, rows[low : low + self._rows])
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        """Of all ranks; of each value all but one rank have zero."""
+        total = values.to(self._engine.device)
+        dist.all_reduce(total)
+        return total.cpu()
+
+    def _from_main(self, decide: Callable[[], list[bool]], count: int) -> list[bool]:
+        flags = decide() if dist.get_rank() == 0 else [False] * count
+        held = torch.tensor(flags, dtype=torch.int64, device=self._engine.device)
+        dist.broadcast(held, src=0)
+        return [bool(flag) for flag in held.tolist()]
+
+
+def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of each sample the log-probability of its targets, and how many of them are not the most
+    probable token: float64 [samples, 2]."""
+    found = torch.zeros((len(logits), 2), dtype=torch.float64, device=logits.device)
+    for number, (row, targets) in enumerate(zip(logits, labels.to(logits.device), strict=True)):
+        kept = targets != IGNORED_LABEL
+        row, targets = row[kept].float(), targets[kept]
+        picked = row.gather(1, targets[:, None])[:, 0]
+        found[number, 0] = (picked - row.logsumexp(1)).double().sum()
+        found[number, 1] = (row.argmax(1) != targets).sum()
+    return found
+
+
+def _rows_at(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """The logits at one position of each sample: float32 [samples, vocabulary]."""
+    places = torch.arange(len(logits), device=logits.device)
+    return logits[places, last.to(logits.device)].float()
+
+
+def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits.double() / temperature, 0)
+    return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -1,0 +1,112 @@
+"""What a launch adds up of its logged steps: the closing summary and the time left."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Protocol
+
+from bigtrain.run.reporting.breakdown import Breakdown, MeanBreakdown
+from bigtrain.run.reporting.progress import format_duration, format_rate
+
+
+class LoggedStep(Protocol):
+    """What is read of `bigtrain.run.reporting.metrics.StepMetrics`."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def tokens_per_second(self) -> float: ...
+    @property
+    def step_seconds(self) -> float: ...
+    @property
+    def model_flops_utilization(self) -> float | None: ...
+    @property
+    def memory_gib(self) -> float: ...
+    @property
+    def breakdown(self) -> Breakdown | None: ...
+
+
+class Tally:
+    """Sums over the logged steps of a launch. held_out: step and loss of the last evaluation."""
+
+    def __init__(self, resume_step: int, first_loss: float | None) -> None:
+        self._resume_step = resume_step
+        self._begun_at = time.perf_counter()
+        self._logged_step = resume_step
+        self._seconds = self._tokens = 0.0
+        self._first_loss = first_loss
+        self._last: LoggedStep | None = None
+        self.memory_gib = 0.0
+        self._breakdown = MeanBreakdown()
+        self.held_out: tuple[int, float] | None = None
+
+    def add(self, metrics: LoggedStep) -> None:
+        """Count a logged step."""
+        if self._first_loss is None and self._last is None:
+            self._first_loss = metrics.loss
+        num_steps = metrics.step - self._logged_step
+        seconds = metrics.step_seconds * num_steps
+        self._seconds += seconds
+        self._tokens += seconds * metrics.tokens_per_second
+        self.memory_gib = max(self.memory_gib, metrics.memory_gib)
+        if metrics.breakdown is not None:
+            self._breakdown.add(metrics.breakdown, num_steps)
+        self._logged_step, self._last = metrics.step, metrics
+
+    def roll_back(self, step: int) -> None:
+        """The run continues from `step`."""
+        self._logged_step = step
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean seconds of a step of this launch."""
+        return self._seconds / max(1, self._logged_step - self._resume_step)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all logged steps of this launch."""
+        return self._tokens / max(self._seconds, 1e-9)
+
+    def lines(self, total_steps: int) -> list[str]:
+        """The summary."""
+        last = self._last
+        if last is None:
+            return [f"no step after {self._resume_step} of {total_steps} was logged"]
+        rate = format_rate(self.tokens_per_second)
+        elapsed = format_duration(time.perf_counter() - self._begun_at)
+        since = f" since step {self._resume_step}" if self._resume_step else ""
+        breakdown = self._breakdown.mean()
+        lines = [
+            f"steps     {last.step}/{total_steps}, {last.tokens:,} tokens, "
+            f"{last.samples:,} samples",
+            f"time      {elapsed}{since}, {rate} tokens/s"
+            + _utilization_text(last.model_flops_utilization),
+            *([] if breakdown is None else [f"step      {breakdown.describe()}"]),
+            f"loss      {_number_text(self._first_loss)} -> {_number_text(last.loss)}",
+            f"memory    {self.memory_gib:.2f} GiB at most on the main rank",
+        ]
+        if self.held_out is not None:
+            step, loss = self.held_out
+            lines.insert(-1, f"held out  {loss_text(loss)} at step {step}")
+        return lines
+
+
+def loss_text(loss: float) -> str:
+    """A loss in nats, and its perplexity."""
+    perplexity = math.exp(loss) if loss < 100 else math.inf
+    return f"loss {loss:.4f} perplexity {perplexity:,.2f}"
+
+
+def _number_text(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float | int) else "not finite"
+
+
+def _utilization_text(utilization: float | None) -> str:
+    return "" if utilization is None else f", {utilization:.1%} of peak FLOP/s"

@@ -1,0 +1,170 @@
+"""The section on evaluation: what is measured while a run trains, and what follows from it."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from bigtrain.settings.sections.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+
+TASKS = "tasks"
+"""How the names of metrics of lm-eval's tasks begin: ``tasks/TASK/METRIC``."""
+_HELD_OUT = re.compile(r"held_out_(loss|perplexity|bits_per_byte)(/.+)?")
+_OF_TASKS = re.compile(rf"{TASKS}/[^/]+/.+")
+
+
+class HeldOutSetSection(Section):
+    """One more set to measure the loss on."""
+
+    name: str = Field(min_length=1, description="name of its figures")
+    path: str = Field(
+        description="directory written by `bigtrain tokenize`, with the tokenizer of the training "
+        "data: its held-out documents or, where it has none, all of them"
+    )
+
+
+class BestSection(Section):
+    """By which metric evaluations are compared."""
+
+    metric: str = Field(
+        default="held_out_loss",
+        description="held_out_loss, held_out_perplexity or held_out_bits_per_byte, of one set "
+        "alone with /NAME after it; or tasks/TASK/METRIC, such as tasks/arc_easy/acc",
+    )
+    mode: Literal["min", "max"] = Field(
+        default="min", description="whether lower (min) or higher (max) is better"
+    )
+
+    @property
+    def is_of_tasks(self) -> bool:
+        """Whether the metric is one of lm-eval's."""
+        return self.metric.startswith(f"{TASKS}/")
+
+    @property
+    def set_name(self) -> str | None:
+        """The set that a held-out metric is of; None: of all."""
+        found = _HELD_OUT.fullmatch(self.metric)
+        return found[2].removeprefix("/") if found and found[2] else None
+
+    def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
+        """Whether `value` is better than another one by more than `by`."""
+        return value < than - by if self.mode == "min" else value > than + by
+
+    @model_validator(mode="after")
+    def _metric_is_known(self) -> Self:
+        if not (_HELD_OUT.fullmatch(self.metric) or _OF_TASKS.fullmatch(self.metric)):
+            raise ValueError(
+                f"evaluation.best.metric = {self.metric!r} is none that a run measures -> "
+                "held_out_loss, held_out_perplexity or held_out_bits_per_byte (of one set: "
+                "held_out_loss/NAME), or tasks/TASK/METRIC"
+            )
+        if _HELD_OUT.fullmatch(self.metric) and self.mode == "max":
+            raise ValueError(
+                f"evaluation.best.mode = 'max': a higher {self.metric} is worse -> min"
+            )
+        return self
+
+
+class EarlyStoppingSection(Section):
+    """When a run ends before train.steps: it is saved, exported and complete then."""
+
+    patience: PositiveInt = Field(
+        description="evaluations in a row without a better evaluation.best.metric after which the "
+        "run ends"
+    )
+    min_delta: NonNegativeFloat = Field(
+        default=0.0, description="a metric counts as better if it is by more than this"
+    )
+
+
+class EvaluationSection(Section):
+    """What is measured while the run trains: loss on held-out documents, samples, tasks."""
+
+    every_steps: PositiveInt | None = Field(
+        default=None,
+        description="optimizer steps between evaluations (held-out loss, prompts); default: only "
+        "at the end",
+    )
+    samples: PositiveInt = Field(
+        default=256,
+        description="held-out samples per evaluation, always the same ones; of each source",
+    )
+    held_out: tuple[HeldOutSetSection, ...] = Field(
+        default=(), description="sets to measure besides the held-out documents of the data"
+    )
+    prompts: tuple[str, ...] = Field(
+        default=(),
+        description="texts that the model continues at each evaluation, to samples.jsonl",
+    )
+    max_new_tokens: PositiveInt = Field(default=64, description="tokens of such a continuation")
+    temperature: NonNegativeFloat = Field(
+        default=0.0, description="for these, at which tokens are drawn; 0: the most probable token"
+    )
+    tasks: tuple[str, ...] = Field(
+        default=(), description="tasks and groups of lm-eval, of its own or of tasks_directory"
+    )
+    tasks_directory: str | None = Field(
+        default=None, description="directory with YAML files of further tasks"
+    )
+    tasks_every_steps: PositiveInt | None = Field(
+        default=None, description="optimizer steps between runs of the tasks; default: at the end"
+    )
+    tasks_limit: PositiveInt | None = Field(
+        default=None, description="documents of each task, the first ones; default: all"
+    )
+    tasks_fewshot: NonNegativeInt | None = Field(
+        default=None, description="examples before each question; default: the task's own number"
+    )
+    tasks_chat: bool = Field(
+        default=False, description="render questions with the tokenizer's chat template"
+    )
+    best: BestSection = BestSection()
+    early_stopping: EarlyStoppingSection | None = Field(
+        default=None, description="end the run when the best metric gets no better; absent: never"
+    )
+
+    @property
+    def best_every_steps(self) -> int | None:
+        """Optimizer steps between measurements of the best metric; None: only at the end."""
+        return self.tasks_every_steps if self.best.is_of_tasks else self.every_steps
+
+    @property
+    def best_every_key(self) -> str:
+        """The setting that decides it."""
+        name = "tasks_every_steps" if self.best.is_of_tasks else "every_steps"
+        return f"evaluation.{name}"
+
+    @model_validator(mode="after")
+    def _tasks_are_named(self) -> Self:
+        given = [
+            name
+            for name in ("directory", "every_steps", "limit", "fewshot", "chat")
+            if getattr(self, f"tasks_{name}") not in (None, False)
+        ]
+        if given and not self.tasks:
+            raise ValueError(
+                f"evaluation.tasks_{given[0]} has no meaning without evaluation.tasks -> name "
+                "tasks, such as evaluation.tasks=[arc_easy], or leave it out"
+            )
+        if self.best.is_of_tasks and not self.tasks:
+            raise ValueError(
+                f"evaluation.best.metric = {self.best.metric!r} is measured by lm-eval, and "
+                "evaluation.tasks names no task -> name it there"
+            )
+        if len(set(self.tasks)) != len(self.tasks):
+            raise ValueError("evaluation.tasks: a task is listed twice -> once")
+        return self
+
+    @model_validator(mode="after")
+    def _stops_by_what_is_measured(self) -> Self:
+        if self.early_stopping is not None and self.best_every_steps is None:
+            raise ValueError(
+                f"evaluation.early_stopping looks at {self.best.metric}, which is measured only at "
+                f"the end -> set {self.best_every_key}"
+            )
+        names = [one.name for one in self.held_out]
+        if len(set(names)) != len(names):
+            raise ValueError("evaluation.held_out: two sets have the same name")
+        return self

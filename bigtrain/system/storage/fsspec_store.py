@@ -1,0 +1,129 @@
+"""Files of every other scheme that fsspec knows, such as ``hf://``; `memory` and `file` as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from bigtrain.system.storage.addresses import joined, without_secrets
+from bigtrain.system.storage.stores import (
+    Broken,
+    Gone,
+    Refused,
+    RemoteStat,
+    StorageError,
+    Store,
+    changed,
+    unreadable,
+)
+
+BLOCK_BYTES = 1 << 23
+"""Asked for at once, since not every file system hands bytes on as they arrive."""
+VERSIONS = ("ETag", "etag", "e_tag", "blob_id", "md5Hash", "generation", "uid")
+TIMES = ("LastModified", "last_modified", "modified", "mtime", "updated")
+
+
+class FsspecStore(Store):
+    """By the file system of `scheme`, with its own settings (FSSPEC_* and its variables)."""
+
+    def __init__(self, scheme: str) -> None:
+        self.scheme = scheme
+
+    def stat(self, address: str) -> RemoteStat:
+        files, path = self._open(address)
+        with _telling(address):
+            files.invalidate_cache()  # what was listed before may have changed
+            info = files.info(path)
+            if info.get("type") == "directory":
+                raise FileNotFoundError
+        return _stat(info)
+
+    def read(
+        self, address: str, begin: int, end: int | None, known: RemoteStat
+    ) -> Iterator[bytes | memoryview]:
+        if not known.is_same(self.stat(address)):
+            raise changed(address)
+        files, path = self._open(address)
+        stop = known.size if end is None else end
+        if stop is None:  # its length shows when it ends
+            with _telling(address):
+                content: bytes = files.cat_file(path)
+            yield content[begin:]
+            return
+        while begin < stop:
+            upto = min(stop, begin + BLOCK_BYTES)
+            with _telling(address):
+                content = files.cat_file(path, start=begin, end=upto)
+            if len(content) != upto - begin:
+                raise Broken("the connection ended early")
+            yield content
+            begin = upto
+
+    def find(self, address: str) -> list[tuple[str, RemoteStat]]:
+        files, path = self._open(address)
+        with _telling(address):
+            found = files.find(path, detail=True)
+        begin = f"{path.rstrip('/')}/"
+        listed = [
+            (joined(address, name.removeprefix(begin)), _stat(info))
+            for name, info in found.items()
+            if name.startswith(begin)
+        ]
+        return sorted(listed, key=lambda entry: entry[0])
+
+    def put(self, address: str, file: Path) -> None:
+        files, path = self._open(address)
+        with _telling(address):
+            files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            files.put_file(str(file), path)
+
+    def put_bytes(self, address: str, content: bytes) -> None:
+        files, path = self._open(address)
+        with _telling(address):
+            files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            files.pipe_file(path, content)
+
+    def _open(self, address: str) -> tuple[Any, str]:
+        import fsspec
+
+        try:
+            files, path = fsspec.core.url_to_fs(address)
+        except (ImportError, ValueError) as error:
+            raise StorageError(
+                f"{without_secrets(address)}: {without_secrets(str(error))} -> install the fsspec "
+                f"file system of {self.scheme}://"
+            ) from None
+        return files, str(path)
+
+
+@contextmanager
+def _telling(address: str) -> Iterator[None]:
+    """Translates what a file system raises."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise Gone(f"{without_secrets(address)} does not exist") from None
+    except PermissionError as error:
+        raise Refused(without_secrets(f"{address} cannot be read: {error}")) from None
+    except (IsADirectoryError, NotImplementedError, ValueError) as error:
+        raise unreadable(address, f"{type(error).__name__}: {error}") from None
+    except Exception as error:  # the transport errors of every file system are its own
+        raise Broken(without_secrets(f"{type(error).__name__}: {error}")) from None
+
+
+def _stat(info: dict[str, Any]) -> RemoteStat:
+    size = info.get("size")
+    version = next((str(info[key]) for key in VERSIONS if info.get(key)), None)
+    lfs = info.get("lfs")
+    if lfs is not None:  # of a large file of the hub: its own checksum
+        version = str(lfs["sha256"] if isinstance(lfs, dict) else getattr(lfs, "sha256", version))
+    moment = next((info[key] for key in TIMES if info.get(key) is not None), None)
+    modified = None
+    if isinstance(moment, datetime):
+        modified = round(moment.timestamp() * 1e6) * 1000
+    elif isinstance(moment, (int, float)):
+        modified = int(moment * 10**9)
+    return RemoteStat(None if size is None else int(size), version, modified)

@@ -1,0 +1,137 @@
+"""Files of web servers, by requests: redirects, proxies and ~/.netrc as everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+from bigtrain.system.storage.addresses import without_secrets
+from bigtrain.system.storage.stores import (
+    Broken,
+    Gone,
+    Refused,
+    RemoteStat,
+    StorageError,
+    Store,
+    changed,
+    unreadable,
+)
+
+TIMEOUT_S = (10.0, 60.0)
+"""To connect, and between two pieces of an answer."""
+CHUNK_BYTES = 1 << 18
+AGAIN = (408, 425, 429, 500, 502, 503, 504)
+"""Statuses after which the same request may be answered."""
+
+
+class HttpStore(Store):
+    """Needs nothing of a server but GET; with ranges a broken connection is resumed, without them
+    read anew to that place."""
+
+    def stat(self, address: str) -> RemoteStat:
+        # Not HEAD: an address that is signed for GET is refused for it.
+        with self._get(address, {"Range": "bytes=0-0"}) as answer:
+            return _stat(answer)
+
+    def read(
+        self, address: str, begin: int, end: int | None, known: RemoteStat
+    ) -> Iterator[bytes | memoryview]:
+        last = "" if end is None else str(end - 1)
+        headers = {"Range": f"bytes={begin}-{last}"}
+        with self._get(address, headers) as answer:
+            if not known.is_same(_stat(answer)):
+                raise changed(address)
+            skip = 0 if answer.status_code == 206 else begin
+            left = None if end is None else end - begin
+            if left is None and known.size is not None:
+                left = known.size - begin
+            yield from _body(answer, skip, left)
+
+    def find(self, address: str) -> list[tuple[str, RemoteStat]]:
+        raise StorageError(
+            f"{without_secrets(address)}: a web server lists no files -> name each file"
+        )
+
+    def put(self, address: str, file: Path) -> None:
+        raise StorageError(f"{without_secrets(address)}: nothing is copied to web servers")
+
+    def put_bytes(self, address: str, content: bytes) -> None:
+        self.put(address, Path())
+
+    @contextmanager
+    def _get(self, address: str, headers: dict[str, str]) -> Iterator[Any]:
+        import requests
+
+        # What is stored is read, not what a server would make of it on the way.
+        headers = {"Accept-Encoding": "identity", **headers}
+        try:
+            answer = requests.get(address, headers=headers, stream=True, timeout=TIMEOUT_S)
+        except (requests.ConnectionError, requests.Timeout) as error:
+            raise Broken(_reason(error)) from None
+        except requests.RequestException as error:
+            raise unreadable(address, _reason(error)) from None
+        with answer:
+            if answer.status_code in AGAIN:
+                raise Broken(f"the server answers {answer.status_code} {answer.reason}")
+            if answer.status_code in (404, 410):
+                raise Gone(f"{without_secrets(address)} does not exist ({answer.status_code})")
+            if answer.status_code in (401, 403):
+                raise Refused(
+                    f"{without_secrets(address)} cannot be read: {answer.status_code} "
+                    f"{answer.reason} -> give the server's user and password in ~/.netrc"
+                )
+            if answer.status_code not in (200, 206, 416):
+                raise unreadable(address, f"the server answers {answer.status_code}")
+            yield answer
+
+
+def _body(answer: Any, skip: int, left: int | None) -> Iterator[bytes]:
+    """`left` bytes of an answer, after `skip` of them."""
+    from urllib3.exceptions import HTTPError
+
+    try:
+        while left is None or left > 0:
+            wanted = CHUNK_BYTES if left is None else min(CHUNK_BYTES, skip + left)
+            chunk = answer.raw.read(wanted, decode_content=False)
+            if not chunk:
+                break
+            if skip:
+                skip, chunk = skip - min(skip, len(chunk)), chunk[skip:]
+            if chunk:
+                left = None if left is None else left - len(chunk)
+                yield chunk
+    except (HTTPError, OSError) as error:
+        raise Broken(_reason(error)) from None
+    if left:
+        raise Broken("the connection ended early")
+
+
+def _stat(answer: Any) -> RemoteStat:
+    """From the headers of an answer to GET, with or without a range."""
+    headers = answer.headers
+    size: int | None = None
+    total = headers.get("Content-Range", "").rpartition("/")[2]
+    if total.isdigit():
+        size = int(total)
+    elif answer.status_code == 200 and headers.get("Content-Length", "").isdigit():
+        size = int(headers["Content-Length"])
+    modified = None
+    if "Last-Modified" in headers:
+        try:
+            moment = parsedate_to_datetime(headers["Last-Modified"])
+            modified = int(moment.timestamp()) * 10**9
+        except ValueError:
+            modified = None
+    return RemoteStat(size, headers.get("ETag"), modified)
+
+
+def _reason(error: Exception) -> str:
+    """What happened, without the address, which libraries repeat."""
+    inner: Any = error
+    while getattr(inner, "args", None) and isinstance(inner.args[-1], BaseException):
+        inner = inner.args[-1]
+    reason = getattr(inner, "reason", None)
+    return without_secrets(f"{type(error).__name__}: {reason or inner}")

@@ -1,0 +1,148 @@
+"""Buckets of S3, Google and Azure, by obstore: one library of few megabytes without others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from bigtrain.system.storage.addresses import joined, scheme_of, without_secrets
+from bigtrain.system.storage.stores import (
+    Broken,
+    Gone,
+    Refused,
+    RemoteStat,
+    Store,
+    changed,
+    unreadable,
+)
+
+CHUNK_BYTES = 1 << 20
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGNATURE=true for public ones)",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+}
+
+
+class ObjectStore(Store):
+    """By the variables of the vendors' own tools (AWS_ENDPOINT_URL for other servers than AWS)."""
+
+    def stat(self, address: str) -> RemoteStat:
+        import obstore
+
+        bucket, path = _split(address)
+        with _telling(address):
+            return _stat(obstore.head(bucket_client(bucket), path))
+
+    def read(
+        self, address: str, begin: int, end: int | None, known: RemoteStat
+    ) -> Iterator[bytes | memoryview]:
+        import obstore
+
+        bucket, path = _split(address)
+        stop = known.size if end is None else end
+        if stop is not None and begin >= stop:
+            return
+        options: Any = (
+            {"range": (begin, stop)} if stop is not None else {"range": {"offset": begin}}
+        )
+        arrived = begin
+        with _telling(address):
+            answer = obstore.get(bucket_client(bucket), path, options=options)
+            if not known.is_same(_stat(answer.meta)):  # not every server knows If-Match
+                raise changed(address)
+            for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
+                view = memoryview(chunk)
+                arrived += len(view)
+                yield view
+        if stop is not None and arrived < stop:
+            raise Broken("the connection ended early")
+
+    def find(self, address: str) -> list[tuple[str, RemoteStat]]:
+        import obstore
+
+        bucket, path = _split(address)
+        with _telling(address):
+            batches = obstore.list(bucket_client(bucket), prefix=path.rstrip("/") or None)
+            found = [entry for batch in batches for entry in batch]
+        listed = [(joined(bucket, entry["path"]), _stat(entry)) for entry in found]
+        return sorted(listed, key=lambda entry: entry[0])
+
+    def put(self, address: str, file: Path) -> None:
+        import obstore
+
+        bucket, path = _split(address)
+        with _telling(address):
+            obstore.put(bucket_client(bucket), path, file)
+
+    def put_bytes(self, address: str, content: bytes) -> None:
+        import obstore
+
+        bucket, path = _split(address)
+        with _telling(address):
+            obstore.put(bucket_client(bucket), path, content)
+
+
+def _split(address: str) -> tuple[str, str]:
+    """The address of the bucket, and the path in it."""
+    scheme, _, rest = address.partition("://")
+    bucket, _, path = rest.partition("/")
+    return f"{scheme}://{bucket}", path
+
+
+@lru_cache(maxsize=16)
+def bucket_client(address: str) -> Any:
+    """One client for a bucket, which keeps its connections."""
+    import os
+
+    from obstore.store import from_url
+
+    # Who names a server that speaks no TLS means it.
+    plain = any(
+        os.environ.get(name, "").startswith("http://")
+        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "GOOGLE_BASE_URL")
+    )
+    # What broke is tried again above, where it is logged; here only what was not answered at all.
+    return from_url(
+        address,
+        client_options={"timeout": "120s", "connect_timeout": "10s", "allow_http": plain},
+        retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=30)},
+    )
+
+
+@contextmanager
+def _telling(address: str) -> Iterator[None]:
+    """Translates obstore's errors."""
+    from obstore import exceptions
+
+    try:
+        yield
+    except FileNotFoundError:
+        raise Gone(f"{without_secrets(address)} does not exist") from None
+    except exceptions.PreconditionError:
+        raise changed(address) from None
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
+        names = CREDENTIALS.get(scheme_of(address)[:2], "the variables of its vendor's tools")
+        raise Refused(
+            f"{without_secrets(address)}: the server does not allow it -> credentials are read "
+            f"from {names}"
+        ) from None
+    except (ValueError, exceptions.InvalidPathError, exceptions.NotSupportedError) as error:
+        raise unreadable(address, _reason(error)) from None
+    except (exceptions.BaseError, OSError) as error:
+        raise Broken(_reason(error)) from None
+
+
+def _reason(error: Exception) -> str:
+    """The first lines of an error, of which the rest is its insides."""
+    text = str(error).partition("\n\nDebug source")[0]
+    return without_secrets(f"{type(error).__name__}: {' '.join(text.split())[:300]}")
+
+
+def _stat(entry: Any) -> RemoteStat:
+    modified = int(entry["last_modified"].timestamp()) * 10**9
+    version = entry["e_tag"]  # lists of some servers leave the quotes out
+    return RemoteStat(int(entry["size"]), None if version is None else version.strip('"'), modified)

@@ -1,0 +1,30 @@
+"""One interface to all places that files are read from and copied to by address.
+
+============== ================================================= ===================================
+scheme         by                                                credentials
+============== ================================================= ===================================
+http, https    requests                                          ~/.netrc, or in the address
+s3, gs, az     obstore                                           AWS_*, GOOGLE_*, AZURE_*, the
+                                                                 machine's role
+all others     the fsspec file system of that name (`hf` is      as that file system has them
+               huggingface_hub's)                                (HF_TOKEN)
+============== ================================================= ===================================
+"""
+
+from __future__ import annotations
+
+from bigtrain.system.storage.addresses import scheme_of
+from bigtrain.system.storage.fsspec_store import FsspecStore
+from bigtrain.system.storage.http_store import HttpStore
+from bigtrain.system.storage.object_store import ObjectStore
+from bigtrain.system.storage.stores import Store
+
+
+def store_of(address: str) -> Store:
+    """The store for the scheme of `address`. Raises StorageError where none is known."""
+    scheme = scheme_of(address)
+    if scheme in ("http", "https"):
+        return HttpStore()
+    if scheme in ("s3", "s3a", "gs", "az", "abfs", "abfss"):
+        return ObjectStore()
+    return FsspecStore(scheme)

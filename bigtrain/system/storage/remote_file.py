@@ -1,0 +1,207 @@
+"""A file at an address as an open file: seekable, read ahead, resumed where a connection broke."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections import deque
+from collections.abc import Iterator
+from threading import Condition, Thread
+from typing import Any
+
+from bigtrain.system.storage.addresses import without_secrets
+from bigtrain.system.storage.open_store import store_of
+from bigtrain.system.storage.retries import PATIENCE, Patience
+from bigtrain.system.storage.stores import Broken, RemoteStat, StorageError, Store
+
+logger = logging.getLogger(__name__)
+
+AHEAD_BYTES = 1 << 25
+"""Read ahead of whoever reads a file from end to end, as from a disk."""
+WINDOW_BYTES = 1 << 20
+"""Asked for at least, where a file is read here and there."""
+
+
+def resumed(
+    store: Store,
+    address: str,
+    known: RemoteStat,
+    begin: int,
+    end: int | None,
+    patience: Patience | None = None,
+) -> Iterator[bytes | memoryview]:
+    """Bytes [begin, end) of a file that is as `known`; without `end` to its end.
+
+    Where the connection breaks it is opened again at the first byte that has not arrived. Raises
+    StorageError after `patience.tries` without another byte, Changed for a file that was changed.
+    """
+    patience = patience or PATIENCE
+    failed = 0
+    while True:
+        try:
+            for chunk in store.read(address, begin, end, known):
+                if len(chunk):
+                    begin += len(chunk)
+                    failed = 0
+                    yield chunk
+            return
+        except Broken as error:
+            failed += 1
+            name, why = without_secrets(address), without_secrets(str(error))
+            if failed >= patience.tries:
+                raise StorageError(
+                    f"{name} cannot be read beyond byte {begin:,} after {failed} tries: {why}"
+                ) from None
+            logger.warning("%s: broken at byte %s (%s); resumed there", name, f"{begin:,}", why)
+            patience.wait(failed)
+
+
+class RemoteFile(io.RawIOBase):
+    """The file at `address`, which was listed as `known`.
+
+    `end`: where it is read one byte after another, to which byte; then this is read ahead by a
+    thread. Otherwise, and beyond it, every read is a request of its own. A read gives fewer bytes
+    than were asked for only at the end of the file. Raises as `resumed`.
+    """
+
+    def __init__(
+        self, address: str, known: RemoteStat, end: int | None = None, *, ahead: bool = True
+    ) -> None:
+        self._store = store_of(address)
+        self._address = address
+        self._known = known
+        self._end = end
+        self._ahead = ahead
+        self._position = 0
+        self._chunks: Iterator[bytes | memoryview] | None = None
+        self._rest = memoryview(b"")  # of the last chunk
+        self._at = 0  # the byte of the file that `_rest` begins with
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._known.size is not None
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        size = self._known.size
+        if size is None:
+            raise io.UnsupportedOperation("the server does not say how large the file is")
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def size(self) -> int | None:
+        return self._known.size
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        filled = 0
+        while filled < len(view):
+            if not self._rest or self._at != self._position:
+                if not self._advance(len(view) - filled):
+                    break
+                continue
+            count = min(len(self._rest), len(view) - filled)
+            view[filled : filled + count] = self._rest[:count]
+            self._rest = self._rest[count:]
+            self._at += count
+            self._position += count
+            filled += count
+        return filled
+
+    def close(self) -> None:
+        self._stop()
+        super().close()
+
+    def _advance(self, wanted: int) -> bool:
+        """Get the chunk at the position; False at the end of the file."""
+        if self._chunks is not None and self._at + len(self._rest) == self._position:
+            self._at = self._position
+            chunk = next(self._chunks, None)
+            if chunk is not None:
+                self._rest = memoryview(chunk).cast("B")
+                return True
+        elif self._at < self._position < self._at + len(self._rest):
+            self._rest = self._rest[self._position - self._at :]
+            self._at = self._position
+            return True
+        self._stop()
+        size = self._known.size
+        if size is not None and self._position >= size:
+            return False
+        if size is None and self._at:  # the one stream of it has ended
+            return False
+        self._start(wanted)
+        chunk = next(self._chunks or iter(()), None)
+        self._rest = memoryview(b"" if chunk is None else chunk).cast("B")
+        return chunk is not None
+
+    def _start(self, wanted: int) -> None:
+        begin, size = self._position, self._known.size
+        if size is None:
+            end: int | None = None
+        elif self._end is not None and begin < self._end:
+            end = min(size, self._end)
+        else:
+            end = min(size, begin + max(wanted, WINDOW_BYTES))
+        chunks = resumed(self._store, self._address, self._known, begin, end)
+        long = end is None or end - begin > WINDOW_BYTES
+        self._chunks = _Ahead(chunks) if self._ahead and self._end is not None and long else chunks
+        self._at = begin
+
+    def _stop(self) -> None:
+        if isinstance(self._chunks, _Ahead):
+            self._chunks.close()
+        self._chunks = None
+        self._rest = memoryview(b"")
+
+
+class _Ahead(Iterator[bytes | memoryview]):
+    """What another iterator yields, which a thread asks, `AHEAD_BYTES` before it is needed."""
+
+    def __init__(self, chunks: Iterator[bytes | memoryview]) -> None:
+        self._waiting: deque[bytes | memoryview] = deque()
+        self._num_bytes = 0
+        self._ended = self._closed = False
+        self._error: BaseException | None = None
+        self._turn = Condition()
+        Thread(target=self._fetch, args=[chunks], daemon=True).start()
+
+    def __next__(self) -> bytes | memoryview:
+        with self._turn:
+            self._turn.wait_for(lambda: self._waiting or self._ended)
+            if not self._waiting:
+                if self._error is not None:
+                    raise self._error
+                raise StopIteration
+            chunk = self._waiting.popleft()
+            self._num_bytes -= len(chunk)
+            self._turn.notify()
+            return chunk
+
+    def close(self) -> None:
+        """The thread ends with what it is waiting for."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify()
+
+    def _fetch(self, chunks: Iterator[bytes | memoryview]) -> None:
+        error: BaseException | None = None
+        try:
+            for chunk in chunks:
+                with self._turn:
+                    self._turn.wait_for(lambda: self._closed or self._num_bytes < AHEAD_BYTES)
+                    if self._closed:
+                        break
+                    self._waiting.append(chunk)
+                    self._num_bytes += len(chunk)
+                    self._turn.notify()
+        except BaseException as raised:
+            error = raised
+        with self._turn:
+            self._error, self._ended = error, True
+            self._turn.notify()

@@ -1,0 +1,132 @@
+"""Tokens added to a pretrained model: the page on it as it stands, its export, its adapters."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bigtrain.cli import main as bigtrain
+from bigtrain.errors import ConfigError
+from bigtrain.settings.loading import load_run_config
+from tests.launch.conftest import VOCAB_SIZE, Inputs, metrics, train
+from tests.support.worlds import ROOT
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+PAGE = (ROOT / "docs/howto/vocabulary.md").read_text(encoding="utf-8")
+COMMANDS, YAML, GROW = re.findall(r"^```\w*\n(.*?)^```", PAGE, flags=re.M | re.S)
+ADD, TOKENIZE, TRAIN = (shlex.split(line) for line in COMMANDS.splitlines())
+SPECIAL, PLAIN = ["<|im_start|>", "<|im_end|>"], "東京"
+
+
+@pytest.fixture(scope="module")
+def place(inputs: Inputs, finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the page has been typed."""
+    place = tmp_path_factory.mktemp("grown")
+    shutil.copytree(finished_run / "hf", place / "base")
+    shutil.copy(inputs.texts, place / "texts.jsonl")
+    (place / "grown.yaml").write_text(YAML)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert bigtrain(ADD[1:]) == 0
+        assert bigtrain(TOKENIZE[1:]) == 0
+        assert bigtrain(shlex.split(GROW)[1:]) == 0
+    assert TRAIN[:2] == ["python", "bigtrain/train.py"]
+    tree = yaml.safe_load(YAML)
+    tree["model"]["path"] = str(place / "base")
+    tree["data"]["path"] = str(place / "grown-shards")
+    tree["output"]["directory"] = str(place / "runs/grown")
+    (place / "here.yaml").write_text(yaml.safe_dump(tree))
+    every = "checkpoint.every_steps=3", "logging.every_steps=1"
+    finished = train("--config", place / "here.yaml", *every)
+    assert finished.code == 0, finished.output
+    assert f"vocabulary grown from {VOCAB_SIZE} to 384 rows (mean_covariance)" in finished.output
+    return place
+
+
+def test_the_export_is_what_plain_transformers_loads(place: Path) -> None:
+    hf = place / "runs/grown/hf"
+    model = AutoModelForCausalLM.from_pretrained(hf)
+    tokenizer = AutoTokenizer.from_pretrained(hf)
+    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == 384
+    ids = tokenizer.convert_tokens_to_ids([*SPECIAL, PLAIN])
+    assert ids == [VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2]
+    assert tokenizer(f"Ada {PLAIN}").input_ids[-1] == ids[2]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == PLAIN
+    assert model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False).shape == (1, 6)
+    base = AutoModelForCausalLM.from_pretrained(place / "base")
+    rows = model.get_input_embeddings().weight[VOCAB_SIZE:].detach()
+    mean = base.get_input_embeddings().weight.detach().mean(0)
+    assert 0 < float((rows - mean).abs().max()) < 0.1  # six steps after
+
+
+def test_a_run_resumes_with_its_rows(place: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(place / "runs/grown", run)
+    shutil.rmtree(run / "checkpoints/step-00000006")
+    (place / "base").rename(place / "gone")  # which a resumed run does not read but for its config
+    try:
+        (place / "base").mkdir()
+        shutil.copy(place / "gone/config.json", place / "base")
+        more = f"output.directory={run}", "logging.every_steps=1"
+        finished = train("--config", place / "here.yaml", *more)
+    finally:
+        shutil.rmtree(place / "base")
+        (place / "gone").rename(place / "base")
+    assert finished.code == 0, finished.output
+    assert metrics(run)[6] == metrics(place / "runs/grown")[6]
+
+
+def test_a_larger_tokenizer_is_refused_without_it(place: Path, tmp_path: Path) -> None:
+    finished = train(
+        "--config",
+        place / "here.yaml",
+        "model.vocabulary=null",
+        f"output.directory={tmp_path / 'run'}",
+    )
+    assert finished.code == 2
+    assert f"model vocab_size = {VOCAB_SIZE}: too small" in finished.output
+    assert "let the weights grow: model.vocabulary.new_rows=mean_covariance" in finished.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_grown_base_is_for_adapters(place: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(place / "grown-base")
+    base = AutoModelForCausalLM.from_pretrained(place / "base")
+    assert model.config.vocab_size == VOCAB_SIZE + 3
+    weight = model.get_input_embeddings().weight.detach()
+    assert torch.equal(weight[:VOCAB_SIZE], base.get_input_embeddings().weight)
+    mean = base.get_input_embeddings().weight.detach().mean(0)
+    torch.testing.assert_close(weight[VOCAB_SIZE:], mean.expand(3, -1), rtol=0, atol=1e-4)
+    with pytest.raises(ConfigError, match="grow the base first, by `bigtrain grow`"):
+        load_run_config(str(place / "here.yaml"), ["adapters.rank=4"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--add-token", "<|endoftext|>"], "is a token of .* already, with id 0 -> leave it out"),
+        (["--add-token", " "], "must have other characters than space"),
+        (["--add-token", "ab cd", "--add-special-token", "ab cd"], "added twice"),
+        ([], "nothing to add to the tokenizer"),
+        (["--add-token", "xyz", "--vocab-size", "300"], "--base takes a trained tokenizer"),
+    ],
+)
+def test_what_cannot_be_added(
+    arguments: list[str],
+    message: str,
+    inputs: Inputs,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["tokenizer", "--base", str(inputs.tokenizer), "--output", str(tmp_path / "out")]
+    assert bigtrain([*words, *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,52 @@
+"""The table of optimizers, and that a row of it is all that settings and planner ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from bigtrain.engine.optimizers.build import rule_class
+from bigtrain.engine.optimizers.update_rule import UpdateRule
+from bigtrain.errors import ConfigError
+from bigtrain.parity.optimizers import PLAIN, PLAIN_OF_MATRICES, check_comparable
+from bigtrain.planner.run_layout import optimizer_costs
+from bigtrain.settings.run_config import OptimizerSection
+from bigtrain.settings.sections.optimizer_facts import OPTIMIZERS
+from tests.parity import one_file_optimizer as one_file
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_row_has_a_rule_and_something_to_compare_it_with(name: str) -> None:
+    assert issubclass(rule_class(name), UpdateRule)
+    facts = OPTIMIZERS[name]
+    assert name in (PLAIN if facts.beside is None else PLAIN_OF_MATRICES)
+    assert facts.beside is None or OPTIMIZERS[facts.beside].beside is None
+    section = OptimizerSection(type=name, lr=1e-3)
+    assert section.facts is facts
+    assert (section.own_settings is None) == (facts.settings is None)
+    assert facts.unread.keys() | facts.defaults.keys() <= OptimizerSection.model_fields.keys()
+
+
+def test_an_optimizer_that_is_none() -> None:
+    expected = r"Input should be 'adamw', 'muon', 'lion' or 'adafactor'"
+    with pytest.raises(ValueError, match=expected):
+        OptimizerSection(type="signum", lr=1e-3)
+
+
+def test_one_in_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trains with it: tests/parity/test_optimizers.py."""
+    monkeypatch.setitem(OPTIMIZERS, one_file.NAME, one_file.FACTS)
+    section = OptimizerSection(type="signum", lr=1e-3)
+    assert section.betas == (0.9, 0.0)
+    assert section.is_own
+    with pytest.raises(ValueError, match="a sign is divided by nothing -> take it out"):
+        OptimizerSection(type="signum", lr=1e-3, eps=1e-3)
+    with pytest.raises(ValueError, match=r"optimizer.muon is set, and optimizer.type = signum"):
+        OptimizerSection.model_validate({"type": "signum", "lr": 1e-3, "muon": {"momentum": 0.5}})
+    assert rule_class("signum") is one_file.Signum
+    halves = section.model_copy(update={"state_dtype": "bfloat16"})
+    assert optimizer_costs(section).bytes_per_parameter(0.9) == 4
+    assert optimizer_costs(halves).bytes_per_parameter(0.9) == 2
+    with pytest.raises(ConfigError, match=r"signum'?: has no plain optimizer"):
+        check_comparable(section)
+    monkeypatch.setitem(PLAIN, one_file.NAME, one_file.Plain)
+    check_comparable(section)
