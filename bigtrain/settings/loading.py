@@ -5,9 +5,10 @@ Pure: reads YAML, touches nothing else, imports no torch.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -150,13 +151,24 @@ def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConf
         raise ConfigError(
             Problem("YAML", tree, "the file must hold sections", "begin with `model:`"), str(path)
         )
+    return parse_run_config(tree, overrides, str(path))
+
+
+def parse_run_config(
+    sections: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "the run"
+) -> RunConfig:
+    """The run of `sections`, as a run YAML holds them, and overrides.
+
+    `source`: what they come from. Raises ConfigError with every problem found.
+    """
+    tree = copy.deepcopy(dict(sections))
     problems = apply_overrides(tree, overrides)
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
         problems.extend(_problem_of(detail) for detail in error.errors())
     if problems:
-        raise ConfigError(problems, f"{path} and the command line" if overrides else str(path))
+        raise ConfigError(problems, f"{source} and the command line" if overrides else source)
     return config
 
 

@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 PROMPTS = ["Ada proved", "Emmy Noether", "Grace"]
 NEW_TOKENS = 12
+DROPOUT = "model.config.attention_dropout=0.2"
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -69,21 +70,22 @@ def evaluated(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluation.early_stopping={patience: 4}",
         "checkpoint.keep_best=1",
         "checkpoint.keep_last=1",
+        DROPOUT,
     )
     finished = train("--config", inputs.run_yaml, *settings)
     assert finished.code == 0, finished.output
     return root / "run"
 
 
-def test_evaluating_changes_no_step(evaluated: Path, finished_run: Path) -> None:
-    """Bit for bit: the other run evaluates less often, and without prompts."""
+def test_evaluating_changes_no_step(evaluated: Path, inputs: Inputs, tmp_path: Path) -> None:
+    """Bit for bit, dropout included: the other run measures its last step alone."""
+    run = tmp_path / "run"
+    settings = [f"output.directory={run}", "evaluation.every_steps=null", "output.export=false"]
+    finished = train("--config", inputs.run_yaml, *settings, DROPOUT)
+    assert finished.code == 0, finished.output
     for key in ("loss", "grad_norm"):
-        assert metrics(evaluated, key) == metrics(finished_run, key)
-    for step in (6, STEPS):
-        assert (
-            metrics(evaluated, "held_out_loss")[step]
-            == metrics(finished_run, "held_out_loss")[step]
-        )
+        assert metrics(evaluated, key) == metrics(run, key)
+    assert metrics(evaluated, "held_out_loss")[STEPS] == metrics(run, "held_out_loss")[STEPS]
 
 
 def test_sets_have_figures_of_their_own(evaluated: Path, inputs: Inputs) -> None:
