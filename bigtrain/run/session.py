@@ -31,6 +31,7 @@ from bigtrain.run.health import fencing
 from bigtrain.run.health.heartbeat import Heartbeat
 from bigtrain.run.health.watchdog import Watchdog
 from bigtrain.run.preflight import Inputs
+from bigtrain.run.reporting.library_log import deepspeed_log
 from bigtrain.run.reporting.metrics import MetricsWriter
 from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
@@ -73,6 +74,7 @@ class Session:
     memory: PhaseMemory = field(init=False)
     _flops_per_token: int | None = field(default=None)
     _said_early: list[str] = field(default_factory=list)
+    _noted_early: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.memory = PhaseMemory(self.device.type)
@@ -147,6 +149,8 @@ class Session:
                 self.copies.add(path)
         while self._said_early:
             self.metrics.info(self._said_early.pop(0))
+        while self._noted_early:
+            self.metrics.note(self._noted_early.pop(0))
 
     def say(self, text: str) -> None:
         """Show a line, from the main rank; log.txt gets it as soon as that is open."""
@@ -156,6 +160,13 @@ class Session:
             # The checkpoints are read a second time where the newest is corrupt, or where an
             # earlier launch has saved since: what was said then still holds.
             self._said_early.append(text)
+
+    def note(self, text: str) -> None:
+        """Write a line to log.txt alone, as soon as that is open; from the main rank."""
+        if self.metrics is not None:
+            self.metrics.note(text)
+        elif self.world.is_main:
+            self._noted_early.append(text)
 
     def close(self) -> None:
         """Close what is open, and print the lines not shown yet. May be called again."""
@@ -231,13 +242,16 @@ def open_session(
         session = Session(
             run, world, joined.device, directory, inputs, heard, joined.hosts, joined.long_work
         )
-        with Watchdog(
-            run.config.watchdog,
-            world,
-            directory,
-            session.heartbeat,
-            session.is_stale,
-            session.hosts,
+        with (
+            Watchdog(
+                run.config.watchdog,
+                world,
+                directory,
+                session.heartbeat,
+                session.is_stale,
+                session.hosts,
+            ),
+            deepspeed_log(session.note, shown=run.config.logging.deepspeed == "shown"),
         ):
             try:
                 for line in settings:

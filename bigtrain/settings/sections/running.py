@@ -74,6 +74,11 @@ class LoggingSection(Section):
         default=(), description="trackers of accelerate.tracking that get the same metrics"
     )
     project: str = Field(default="bigtrain", description="project name given to the trackers")
+    deepspeed: Literal["file", "shown"] = Field(
+        default="file",
+        description="DeepSpeed's own log lines; file: in log.txt alone, but for its errors; shown: "
+        "on standard output, too",
+    )
 
 
 class ProfileSection(Section):
