@@ -163,8 +163,8 @@ def test_sites_go_on_while_hosts_and_links_fail(lab: Lab) -> None:
     lab.wait_for_steps("0, 1")
     stop_and_finish(lab, *settings)
     taken = [tuple(line["sites"]) for line in outer_lines(lab.folder / "0")]
-    assert (0,) in taken
-    assert taken[0] == taken[-1] == (0, 1)
+    assert {(0,), (0, 1)} <= set(taken)
+    assert taken[-1] == (0, 1)
 
 
 def paused(process: subprocess.Popen[bytes], until: Callable[[], bool]) -> None:
@@ -191,7 +191,8 @@ def test_a_site_ten_times_slower_takes_part_in_an_asynchronous_server(lab: Lab) 
         return len([one for one in lab.outer_steps() if one[1] == "1"]) >= before + 2
 
     paused(lab.running["s1"], delivered)
-    records = [json.loads(line) for line in (lab.folder / "state/steps.jsonl").open()]
+    text = (lab.folder / "state/steps.jsonl").read_text()
+    records = [json.loads(line) for line in text.splitlines()]
     slow = [record["share"] for record in records if record["sites"] == [1]]
     assert min(slow) < (1 + 3) ** -0.5 / 2  # relative to weights of more than 3 outer steps ago
     fast = [record["share"] for record in records if record["sites"] == [0]]
