@@ -1,6 +1,118 @@
 """bigtrain: train any Hugging Face causal LM under DeepSpeed, on one CPU or on a cluster.
 
-Importing this package does nothing: no I/O, no environment writes, no torch.
+Importing this package does nothing: no I/O, no environment writes, no torch. What it offers is
+imported when it is first used::
+
+    import bigtrain
+
+    shards = bigtrain.tokenize("texts/", "tokenizer/", "shards/", held_out=0.02)
+    run = bigtrain.load_config("quickstart", "data.path=shards/", "train.steps=20")
+    result = bigtrain.train_run(run)
+    print(result.loss, bigtrain.read_metric_columns(result.directory)["loss"])
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bigtrain.data.shards.dataset import TokenDataset, open_dataset
+    from bigtrain.errors import (
+        BigtrainError,
+        CheckpointError,
+        ConfigError,
+        DataError,
+        LaunchError,
+        ModelError,
+        OutputError,
+        TrainingError,
+    )
+    from bigtrain.python_api.configuring import check, load_config
+    from bigtrain.python_api.planning import Plan, plan
+    from bigtrain.python_api.results import (
+        export_run,
+        generate,
+        load_state_dict,
+        read_metric_columns,
+        read_metrics,
+    )
+    from bigtrain.python_api.tokenizing import tokenize, train_tokenizer
+    from bigtrain.python_api.training import train_run
+    from bigtrain.run.reporting.closing import TrainingResult
+    from bigtrain.settings.resolve import ResolvedRun
+    from bigtrain.settings.run_config import RunConfig
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "bigtrain.python_api.tokenizing": ("train_tokenizer", "tokenize"),
+    "bigtrain.data.shards.dataset": ("open_dataset", "TokenDataset"),
+    "bigtrain.python_api.configuring": ("load_config", "check"),
+    "bigtrain.settings.run_config": ("RunConfig",),
+    "bigtrain.settings.resolve": ("ResolvedRun",),
+    "bigtrain.python_api.planning": ("plan", "Plan"),
+    "bigtrain.python_api.training": ("train_run",),
+    "bigtrain.run.reporting.closing": ("TrainingResult",),
+    "bigtrain.python_api.results": (
+        "read_metrics",
+        "read_metric_columns",
+        "load_state_dict",
+        "export_run",
+        "generate",
+    ),
+    "bigtrain.errors": (
+        "BigtrainError",
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "LaunchError",
+        "ModelError",
+        "OutputError",
+        "TrainingError",
+    ),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BigtrainError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "LaunchError",
+    "ModelError",
+    "OutputError",
+    "Plan",
+    "ResolvedRun",
+    "RunConfig",
+    "TokenDataset",
+    "TrainingError",
+    "TrainingResult",
+    "__version__",
+    "check",
+    "export_run",
+    "generate",
+    "load_config",
+    "load_state_dict",
+    "open_dataset",
+    "plan",
+    "read_metric_columns",
+    "read_metrics",
+    "tokenize",
+    "train_run",
+    "train_tokenizer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """What this package offers, from the module that has it."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'bigtrain' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The names, before any of them is loaded."""
+    return sorted({*globals(), *__all__})

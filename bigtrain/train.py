@@ -34,10 +34,17 @@ from signal import SIGINT, SIGTERM, Signals
 from typing import NoReturn
 
 from bigtrain.errors import BigtrainError
+from bigtrain.python_api.training import train_resolved
 from bigtrain.settings.accelerate import read_accelerate
 from bigtrain.settings.field_names import with_setting_names
-from bigtrain.settings.resolve import ResolvedRun, resolve_run_files
+from bigtrain.settings.resolve import resolve_run_files
 from bigtrain.system.world import World, has_other_hosts, read_world
+
+_EXIT_CODES = (
+    "Exit codes: 0 the run is complete; 2 something to fix, told in one text; 75 stopped by a "
+    "signal, and saved; 76 no rank made progress; 77 a newer launch of the run holds its "
+    "directory; 1 an error of bigtrain itself, with a traceback."
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of train.py."""
-    parser = _Parser(prog="train.py", description="Train a causal LM.")
+    parser = _Parser(prog="train.py", description="Train a causal LM.", epilog=_EXIT_CODES)
     parser.add_argument("--config", required=True, help="run YAML, or the name of a recipe")
     parser.add_argument(
         "--deepspeed_config",
@@ -55,7 +62,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="DeepSpeed JSON, or the name of one in ds_configs/ (default: the run's)",
     )
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="SECTION.KEY=VALUE")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="SECTION.KEY=VALUE",
+        help="settings of the run to change, such as train.steps=20 (default: none)",
+    )
     return parser
 
 
@@ -81,7 +93,7 @@ def main(argv: Sequence[str] | None = None, signals: StopSignals | None = None) 
                 accelerate=read_accelerate(os.environ),
             )
             heard.exit_after(partial(_exit_before_start, Path(run.config.output.directory), world))
-            return train_run(run, world, heard)
+            return train_resolved(run, world, heard, importing).exit_code
         except BigtrainError as error:
             # The launcher may send SIGTERM because this rank fails: print the error all the same.
             heard.listen()
@@ -113,26 +125,6 @@ def _exit_before_start(directory: Path, world: World, received: Signals) -> None
             "save; run the same command again to continue",
             file=sys.stderr,
         )
-
-
-def train_run(run: ResolvedRun, world: World, signals: StopSignals) -> int:
-    """Train a resolved run; returns the exit code. Collective over all ranks of `world`."""
-    # Imported here, so that a wrong configuration is refused before torch is imported, and wrong
-    # inputs before DeepSpeed, which probes devices and prints while it is imported.
-    with importing():
-        from bigtrain.engine.startup.device import refuse_for_device
-        from bigtrain.run.checkpointing.changed_settings import refuse_other_run
-        from bigtrain.run.preflight import inspect_inputs
-
-    refuse_for_device(run.config, world.size)
-    with importing():  # the model's libraries
-        # One rank of each host compares the sizes of the shards' files; the others read the list.
-        inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed")
-        if world.local_rank == 0:
-            refuse_other_run(run.config, inputs.sources, inputs.data_hash)
-        from bigtrain.run.training import train_inputs
-
-    return train_inputs(run, inputs, world, signals)
 
 
 if __name__ == "__main__":

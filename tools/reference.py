@@ -30,11 +30,16 @@ from pydantic_core import PydanticUndefined  # noqa: E402
 
 from bigtrain import errors  # noqa: E402
 from bigtrain.cli import COMMANDS, build_parser  # noqa: E402
+from bigtrain.commands.arguments import EXIT_CODES  # noqa: E402
 from bigtrain.run.reporting import breakdown, metrics  # noqa: E402
 from bigtrain.settings.run_config import RunConfig, Section  # noqa: E402
 from bigtrain.train import build_parser as train_parser  # noqa: E402
+from tools.reference_python import python_page  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "reference"
+_WRITTEN_PYTHON = (
+    "Written by `python tools/reference.py` from the functions; do not edit this page.\n"
+)
 _WRITTEN = "Written by `python tools/reference.py` from {source}; do not edit this page.\n"
 
 # Units of the numbers that the end of a field's name does not tell.
@@ -51,12 +56,19 @@ UNITS = {
     "data.sources.weight": "ratio",
     "data.workers": "threads",
     "engine.cpu_threads": "threads",
+    "evaluation.early_stopping.min_delta": "of the metric",
+    "evaluation.early_stopping.patience": "evaluations",
+    "evaluation.max_new_tokens": "tokens",
     "evaluation.samples": "samples",
+    "evaluation.tasks_fewshot": "examples",
+    "evaluation.tasks_limit": "documents",
+    "evaluation.temperature": "ratio",
     "guard.max_consecutive": "optimizer steps",
     "guard.max_rollbacks": "rollbacks",
     "guard.spike_sigma": "standard deviations",
     "guard.window": "optimizer steps",
     "model.gradient_checkpointing": "layers",
+    "model.vocabulary.pad_to_multiple_of": "rows",
     "moe.bias_update_rate": "score per optimizer step",
     "moe.z_loss_coefficient": "ratio",
     "optimizer.adafactor.beta2_decay": "power of the step",
@@ -119,6 +131,7 @@ def pages() -> dict[str, str]:
         "exit_codes.md": _exit_codes(),
         "metrics.md": _metrics(),
         "errors.md": _error_texts(),
+        "python.md": _WRITTEN.format(source="the functions").join(python_page()),
     }
 
 
@@ -298,7 +311,7 @@ def _command(title: str, parser: argparse.ArgumentParser, level: int) -> list[st
     rows = [row for row in map(_argument, parser._actions) if row]
     if rows:
         parts.append("| argument | meaning |\n|---|---|\n" + "\n".join(rows) + "\n")
-    if parser.epilog:
+    if parser.epilog and parser.epilog != EXIT_CODES:  # their page says more
         parts.append(f"{_sentences(parser.epilog)}")
     for name, subparser in nested.items():
         parts += _command(f"{title} {name}", subparser, level + 1)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from bigtrain.data.documents.parts import ReadOptions
-    from bigtrain.data.sources.discovery import Selection
+EXIT_CODES = (
+    "Exit codes: 0 done; 2 something to fix, in the arguments or in what they name, told in one "
+    "text; 1 an error of bigtrain itself, with a traceback."
+)
+"""The end of every command's help."""
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Which text to read: the arguments that `selection_of` understands.
+    """Which text to read: the arguments that `reading_of` understands.
 
     `required`: whether the command always needs an input."""
     parser.add_argument(
@@ -91,28 +93,28 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
     )
 
 
-def selection_of(args: argparse.Namespace) -> Selection:
-    """The inputs that parsed arguments name."""
-    from bigtrain.data.sources.discovery import DEFAULT_SUFFIXES, Selection
+def reading_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What `add_input_arguments` parsed, as parameters of `bigtrain.python_api.tokenizing`; all but
+    the inputs themselves and how many documents may be bad."""
+    return {
+        "text_keys": [key for keys in args.text_key for key in keys],
+        "suffixes": args.suffix,
+        "exclude": args.exclude,
+        "dataset_config": args.dataset_config,
+        "dataset_split": args.dataset_split,
+        "max_document_bytes": args.max_document_bytes,
+        "read_as": args.read_as or "",
+    }
 
-    return Selection(
-        inputs=tuple(args.input),
-        suffixes=tuple(args.suffix or DEFAULT_SUFFIXES),
-        exclude=tuple(args.exclude),
-        dataset_config=args.dataset_config,
-        dataset_split=args.dataset_split,
-        read_as=args.read_as or "",
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Settings of the run that the command line changes."""
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings of the run to change, such as train.steps=20 (default: none)",
     )
-
-
-def reading_of(args: argparse.Namespace) -> ReadOptions:
-    """The options for reading the inputs, from parsed arguments."""
-    from bigtrain.data.documents.parts import ReadOptions
-    from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
-
-    keys = tuple(dict.fromkeys(key for keys in args.text_key for key in keys)) or ("text",)
-    limit = args.max_document_bytes or DEFAULT_MAX_DOCUMENT_BYTES
-    return ReadOptions(selection_of(args), keys, limit)
 
 
 def add_count(

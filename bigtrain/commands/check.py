@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 
+from bigtrain.commands.arguments import add_overrides
 from bigtrain.errors import ConfigError, ModelError, Problem
+from bigtrain.python_api.configuring import checked, resolve
 from bigtrain.settings.compatibility.check import Device
-from bigtrain.settings.hf_config_keys import missing_model
-from bigtrain.settings.resolve import ResolvedRun, resolve_run_files
+from bigtrain.settings.resolve import ResolvedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION.KEY",
         help="print only this setting of the run, for scripts (output.directory, say)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,46 +58,15 @@ def run(args: argparse.Namespace) -> int:
     kind: Device | None = args.device
     if kind is None and args.gpu is not None:
         kind = "cuda"
-    resolved = resolve_run_files(
-        args.config, args.overrides, args.world_size, args.deepspeed_config, kind
-    )
+    size, engine = args.world_size, args.deepspeed_config
     if args.show is not None:
-        print(setting(resolved, args.show))
+        print(setting(resolve(args.config, args.overrides, size, engine, kind), args.show))
         return 0
-    if missing := missing_model(resolved.config.model):
-        raise ConfigError(missing, args.config)
-    chosen = try_inputs(resolved) if args.inputs else try_settings(resolved)
+    resolved, chosen = checked(args.config, args.overrides, size, engine, kind, inputs=args.inputs)
     predicted = chosen + prediction(resolved, args.gpu)
     print(describe(resolved))
     print(*(f"# {line}" for line in predicted), sep="\n")
     return 0
-
-
-def try_inputs(resolved: ResolvedRun) -> list[str]:
-    """Lines on what the run would choose for its model. Raises the errors that the run itself would
-    raise about its data, its model and a checkpoint that it would resume from."""
-    from bigtrain.run.checkpointing.changed_settings import refuse_other_run
-    from bigtrain.run.preflight import inspect_inputs
-
-    inputs = inspect_inputs(resolved)
-    found = refuse_other_run(resolved.config, inputs.sources, inputs.data_hash)
-    lines = [f"data: {len(inputs.datasets)} opened, model: {inputs.hf_config.model_type}"]
-    lines += inputs.model_plan.lines(resolved.plan.accumulation)
-    return lines + _resumes_from(found)
-
-
-def try_settings(resolved: ResolvedRun) -> list[str]:
-    """A line on the checkpoint that the run would resume from, if there is one. Raises
-    CheckpointError if that is of a run with other settings; the data is not compared."""
-    if not (Path(resolved.config.output.directory) / "checkpoints").exists():
-        return []  # without the import of numpy
-    from bigtrain.run.checkpointing.changed_settings import refuse_other_run
-
-    return _resumes_from(refuse_other_run(resolved.config))
-
-
-def _resumes_from(checkpoint: Path | None) -> list[str]:
-    return [] if checkpoint is None else [f"resumes from {checkpoint}"]
 
 
 def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:

@@ -7,8 +7,6 @@ import re
 import sys
 from pathlib import Path
 
-from bigtrain.errors import ConfigError, Problem
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -59,30 +57,23 @@ def run(args: argparse.Namespace) -> int:
     """Write and verify the directory, and upload it to the hub if asked to.
 
     Raises ConfigError, before anything is written, if the hub cannot be used."""
-    from bigtrain.models.export.hub import push_to_hub, refuse_unreachable
-    from bigtrain.run.checkpointing.export import export_run
-    from bigtrain.run.checkpointing.listing import best_step
+    from bigtrain.python_api.results import export_run
 
-    if args.private and args.push_to_hub is None:
-        rule = "is of a repository, and none is named"
-        raise ConfigError(Problem("--private", None, rule, "--push-to-hub OWNER/NAME"))
-    if args.best and args.step is not None:
-        rule = "both name a checkpoint"
-        raise ConfigError(Problem("--best and --step", args.step, rule, "leave one of them out"))
-    if args.push_to_hub is not None:
-        refuse_unreachable(args.push_to_hub)
-    step = export_run(
+    exported = export_run(
         args.run,
         args.output,
-        step=best_step(args.run) if args.best else args.step,
+        step=args.step,
+        best=args.best,
         dtype=args.dtype,
-        max_shard_size=args.max_shard_size,
         merge=args.merge,
+        max_shard_size=args.max_shard_size,
+        push_to_hub=args.push_to_hub,
+        private=args.private,
         warn=lambda text: print(f"bigtrain export: {text}", file=sys.stderr),
     )
-    print(f"{args.output}: step {step}, reloaded with transformers and compared: same logits")
-    if args.push_to_hub is not None:
-        message = f"Step {step} of a run with bigtrain"
-        address = push_to_hub(args.output, args.push_to_hub, private=args.private, message=message)
-        print(f"pushed to {address}")
+    print(
+        f"{args.output}: step {exported.step}, reloaded with transformers and compared: same logits"
+    )
+    if exported.address is not None:
+        print(f"pushed to {exported.address}")
     return 0

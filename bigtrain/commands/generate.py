@@ -34,26 +34,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --chat: a JSON list of messages to begin with; if the last one is the user's, "
         "only answer it",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to add at most")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 always takes the most likely token"
+        "--max-new-tokens", type=int, default=128, help="tokens to add at most (default: 128)"
     )
-    parser.add_argument("--top-p", type=float, default=0.95, help="nucleus to sample from")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="0 always takes the most likely token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, help="nucleus to sample from (default: 0.95)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation, or a conversation."""
-    from bigtrain.models.generation import Sampling, generate
+    from bigtrain.models.generation import Sampling
+    from bigtrain.python_api.results import generate
 
-    sampling = Sampling(args.temperature, args.top_p, args.seed)
     if args.messages is not None and not args.chat:
         raise ModelError("--messages is for a conversation -> --chat beside it")
+    how: dict[str, Any] = {"temperature": args.temperature, "top_p": args.top_p, "seed": args.seed}
     if args.chat:
-        return _talk(args, sampling)
+        return _talk(args, Sampling(**how))
     if args.prompt is None:
         raise ModelError("--prompt is missing -> text to continue, or --chat")
-    print(generate(args.model, args.prompt, max_new_tokens=args.max_new_tokens, sampling=sampling))
+    print(generate(args.model, args.prompt, max_new_tokens=args.max_new_tokens, **how))
     return 0
 
 

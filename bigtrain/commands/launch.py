@@ -8,15 +8,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bigtrain.commands.arguments import add_count, positive_int
+from bigtrain.commands.arguments import EXIT_CODES, add_count, add_overrides, positive_int
+from bigtrain.commands.registry import CommandParser
 from bigtrain.errors import LaunchError
 from bigtrain.system.files import write_new
+
+_KINDS = {
+    "slurm": "a script for sbatch",
+    "torchrun": "an elastic run without a scheduler",
+    "kubernetes": "manifests for kubectl",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bigtrain launch slurm`, `torchrun` and `kubernetes`."""
     kinds = parser.add_subparsers(dest="kind", metavar="slurm|torchrun|kubernetes", required=True)
-    slurm = kinds.add_parser("slurm", help="a script for sbatch")
+    found = {
+        kind: kinds.add_parser(kind, help=text, description=f"Write {text}", epilog=EXIT_CODES)
+        for kind, text in _KINDS.items()
+    }
+    if isinstance(parser, CommandParser):
+        parser.commands.update(found)
+    slurm = found["slurm"]
     _add_common(slurm)
     slurm.add_argument(
         "--nodes", default="1", metavar="N[-M]", help="nodes, or fewest and most (default: 1)"
@@ -33,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         slurm, "--sbatch", "OPTION=VALUE", "further option of sbatch, such as partition=gpu"
     )
     _add_setup(slurm)
-    _add_torchrun_arguments(kinds.add_parser("torchrun", help="an elastic run without a scheduler"))
-    _add_kubernetes_arguments(kinds.add_parser("kubernetes", help="manifests for kubectl"))
+    _add_torchrun_arguments(found["torchrun"])
+    _add_kubernetes_arguments(found["kubernetes"])
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +69,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="file to write")
     parser.add_argument("--dry-run", action="store_true", help="print instead of writing")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add_overrides(parser)
 
 
 def _add_torchrun_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from bigtrain.commands.arguments import add_count
+from bigtrain.commands.arguments import add_count, add_overrides
 from bigtrain.settings.loading import load_run_config
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--refused", action="store_true", help="also list the topologies that are refused, and why"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 
 from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of, size
-from bigtrain.commands.conversations import add_conversation_arguments, row_format_of
+from bigtrain.commands.conversations import add_conversation_arguments, conversations_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,39 +70,23 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tokenize and print a summary. Raises DataError; then only finished work is left behind."""
     from bigtrain.data.shards.inspection import summary
-    from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES, OptionsRecord
-    from bigtrain.data.tokenize_job.job import build_dataset
-    from bigtrain.data.tokenize_job.request import BuildRequest
-    from bigtrain.data.tokenize_job.work_division import find_worker_rank
+    from bigtrain.python_api.tokenizing import build_tokens
 
-    reading = reading_of(args)
-    rows = row_format_of(args, reading)
-    options = OptionsRecord(
-        text_keys=reading.text_keys if rows is None else rows.keys,
-        held_out=args.held_out,
-        shard_bytes=args.shard_size or DEFAULT_SHARD_BYTES,
-        max_document_bytes=reading.max_document_bytes,
-        max_bad_fraction=args.max_bad_fraction,
-        parse_special_tokens=args.parse_special_tokens,
-        chat=rows is not None,
-        chat_format="messages" if rows is None else rows.name,
-        learned=args.learn,
-        roles=() if rows is None else rows.roles,
-        dataset_config=reading.selection.dataset_config,
-        dataset_split=reading.selection.dataset_split,
-    )
     started_at = time.monotonic()
-    result = build_dataset(
-        BuildRequest(
-            reading.selection,
-            options,
-            args.tokenizer,
-            args.output,
-            chat_template=args.chat_template,
-            encoder=args.encoder,
-            workers=args.workers,
-            share=find_worker_rank(os.environ, args.rank, args.world_size),
-        )
+    result = build_tokens(
+        args.input,
+        args.tokenizer,
+        args.output,
+        **reading_of(args),
+        **conversations_of(args),
+        held_out=args.held_out,
+        shard_bytes=args.shard_size,
+        max_bad_fraction=args.max_bad_fraction,
+        workers=args.workers,
+        rank=args.rank,
+        world_size=args.world_size,
+        encoder=args.encoder,
+        parse_special_tokens=args.parse_special_tokens,
     )
     if result.already_finished:
         print(f"{args.output} is already the finished dataset of this input; nothing to do")

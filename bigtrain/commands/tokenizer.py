@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of
 from bigtrain.errors import DataError
-
-if TYPE_CHECKING:
-    from bigtrain.data.documents.open_reader import DocumentReader
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,42 +74,19 @@ def _grow(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from bigtrain.data.documents.bad_documents import BadDocument, Rejects, require_few
-    from bigtrain.data.documents.open_reader import DocumentReader
-    from bigtrain.data.sources.discovery import find_sources
-    from bigtrain.data.tokenizers.training import train_tokenizer
-    from bigtrain.system.files import existing_above, new_directory, require_free
+    from bigtrain.python_api.tokenizing import train_tokenizer
 
-    require_free(args.output)
-    reading = replace(reading_of(args), scratch=existing_above(args.output))
-    bad: list[BadDocument] = []
-    rejects = Rejects(args.max_bad_fraction > 0, lambda one: bad.append(one) if not bad else None)
-    reader = DocumentReader(find_sources(reading.selection), reading, rejects)
-    tokenizer = train_tokenizer(_with_progress(reader), args.vocab_size)
-    if bad:
-        require_few(rejects.count, reader.num_documents, args.max_bad_fraction, str(bad[0]))
-    with new_directory(args.output) as directory:
-        tokenizer.save(directory)
-    skipped = f", {rejects.count:,} unreadable documents skipped" if rejects.count else ""
-    print(
-        f"{args.output}: byte-level BPE of {tokenizer.vocab_size} tokens from "
-        f"{reader.bytes_done:,} bytes of input{skipped}"
+    num_tokens = train_tokenizer(
+        args.input,
+        args.vocab_size,
+        args.output,
+        **reading_of(args),
+        max_bad_fraction=args.max_bad_fraction,
+        say=print,
     )
-    if tokenizer.vocab_size < args.vocab_size:
+    if num_tokens < args.vocab_size:
         print(
-            f"note: the text gives {tokenizer.vocab_size} tokens, fewer than --vocab-size "
-            f"{args.vocab_size}",
+            f"note: the text gives {num_tokens} tokens, fewer than --vocab-size {args.vocab_size}",
             file=sys.stderr,
         )
     return 0
-
-
-def _with_progress(reader: DocumentReader) -> Iterator[list[str]]:
-    from tqdm import tqdm
-
-    with tqdm(
-        total=reader.total_bytes, unit="B", unit_scale=True, desc="read", disable=None
-    ) as bar:
-        for batch in reader.text_batches():
-            yield batch
-            bar.update(reader.bytes_done - bar.n)

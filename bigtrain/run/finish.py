@@ -1,4 +1,4 @@
-"""The end of a run: a verified Hugging Face directory and a closing summary."""
+"""The end of a run: a verified Hugging Face directory, a closing summary, and its result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.run.checkpointing.export import export_run
 from bigtrain.run.evaluation.best import has_stopped, is_over
 from bigtrain.run.health.stopping import leave_marker
+from bigtrain.run.reporting.closing import TrainingResult
+from bigtrain.run.reporting.metrics_lines import last_lines
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
+from bigtrain.run.reporting.run_copies import STOPPED_WAIT_SECONDS
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 from bigtrain.system.files import writing
@@ -20,9 +23,34 @@ EXPORTED = "exported.json"
 """File of a run directory that names the step of its ``hf/``. Absent: no export, or unknown."""
 
 
+def closing_result(
+    session: Session, step: int | None, received: Signals | None = None
+) -> TrainingResult:
+    """The result of a launch that ends after `step`, by signal `received` or at the end of the run;
+    `step` is None where the run was complete. Collective: the main rank reads the run's metrics."""
+
+    def read() -> TrainingResult:
+        export = session.directory / EXPORT
+        logged, evaluation = last_lines(session.directory / "metrics.jsonl")
+        steps = session.run.config.train.steps
+        return TrainingResult(
+            session.directory,
+            logged.get("step", steps) if step is None else step,
+            steps,
+            None if received is None else received.name,
+            export if received is None and export.is_dir() else None,
+            logged,
+            evaluation,
+        )
+
+    return session.long_work.on_main_rank(read)
+
+
 def stop_early(session: Session, engine: TrainEngine, state: TrainState, received: Signals) -> None:
     """End a run that a signal stopped, after `state` was saved. Collective."""
     engine.close()
+    for note in session.copies.wait(STOPPED_WAIT_SECONDS) if session.copies else ():
+        session.say(note)
     if session.world.is_main:
         session.check_run_token()
         with writing(session.directory, OUTPUT_REMEDY):
@@ -88,6 +116,11 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
             export_run(session.directory, output, step=state.step, replace=True)
             record.write_text(json.dumps({"step": state.step}) + "\n")
             summary.append(f"exported to {output}, reloaded and compared: same logits")
+            if session.copies is not None:
+                summary += session.copies.wait(session.run.config.output.copy_wait_seconds)
+                session.copies.add(output)
+        if session.copies is not None:
+            summary += session.copies.wait(session.run.config.output.copy_wait_seconds)
         return summary
 
     # All is saved, and the export appears complete or not at all: a signal may end this at once.

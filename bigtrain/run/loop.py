@@ -91,6 +91,8 @@ def train(
             # Before anything is written: it also finds out that a later launch holds the directory.
             beat.at("agreeing whether to stop")
             received = None if last else stop.agreed()
+            if session.metrics is not None:
+                session.metrics.advance(state.step)
             if _is_logged(session, state.step):
                 beat.at("logging")
                 num_steps, step_seconds = _log(session, engine, losses, state, lr, clock)

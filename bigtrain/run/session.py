@@ -31,9 +31,11 @@ from bigtrain.run.health import fencing
 from bigtrain.run.health.heartbeat import Heartbeat
 from bigtrain.run.health.watchdog import Watchdog
 from bigtrain.run.preflight import Inputs
+from bigtrain.run.reporting.library_log import deepspeed_log
 from bigtrain.run.reporting.metrics import MetricsWriter
 from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
+from bigtrain.run.reporting.run_copies import RunCopies
 from bigtrain.run.reporting.starts import note_start
 from bigtrain.run.run_directory import write_run_directory
 from bigtrain.run.state import TrainState
@@ -51,6 +53,7 @@ class Session:
     hosts: of every rank. long_work: for work that may take one rank long. run_token: the main
     rank's, from `bigtrain.run.checkpointing.resume.acquire_run_directory` on. base_model: checksums
     of the pretrained weight files that this launch has read. memory: peaks of this rank's device.
+    copies: the main rank's, where checkpoints are copied to an address.
     """
 
     run: ResolvedRun
@@ -67,9 +70,11 @@ class Session:
     base_model: Sums | None = field(default=None)
     generation: int | None = field(default=None)
     prediction: RunPrediction | None = field(default=None)
+    copies: RunCopies | None = field(default=None)
     memory: PhaseMemory = field(init=False)
     _flops_per_token: int | None = field(default=None)
     _said_early: list[str] = field(default_factory=list)
+    _noted_early: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.memory = PhaseMemory(self.device.type)
@@ -137,8 +142,15 @@ class Session:
             resume_step=state.step,
             resume_samples=state.samples,
         )
+        if config.output.copy_to is not None:
+            self.copies = RunCopies(self.directory, config.output.copy_to)
+            # What the launch before may not have finished copying.
+            for path in sorted((self.directory / "checkpoints").glob("step-????????"))[-1:]:
+                self.copies.add(path)
         while self._said_early:
             self.metrics.info(self._said_early.pop(0))
+        while self._noted_early:
+            self.metrics.note(self._noted_early.pop(0))
 
     def say(self, text: str) -> None:
         """Show a line, from the main rank; log.txt gets it as soon as that is open."""
@@ -148,6 +160,13 @@ class Session:
             # The checkpoints are read a second time where the newest is corrupt, or where an
             # earlier launch has saved since: what was said then still holds.
             self._said_early.append(text)
+
+    def note(self, text: str) -> None:
+        """Write a line to log.txt alone, as soon as that is open; from the main rank."""
+        if self.metrics is not None:
+            self.metrics.note(text)
+        elif self.world.is_main:
+            self._noted_early.append(text)
 
     def close(self) -> None:
         """Close what is open, and print the lines not shown yet. May be called again."""
@@ -223,13 +242,16 @@ def open_session(
         session = Session(
             run, world, joined.device, directory, inputs, heard, joined.hosts, joined.long_work
         )
-        with Watchdog(
-            run.config.watchdog,
-            world,
-            directory,
-            session.heartbeat,
-            session.is_stale,
-            session.hosts,
+        with (
+            Watchdog(
+                run.config.watchdog,
+                world,
+                directory,
+                session.heartbeat,
+                session.is_stale,
+                session.hosts,
+            ),
+            deepspeed_log(session.note, shown=run.config.logging.deepspeed == "shown"),
         ):
             try:
                 for line in settings:

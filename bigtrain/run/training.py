@@ -1,6 +1,8 @@
-"""One launch of a run, from checked inputs to its exit code: build, resume, train, finish."""
+"""One launch of a run, from checked inputs to its result: build, resume, train, finish."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from bigtrain.data.shards.block_checksums import NOT_VERIFIED
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import Mesh, open_mesh, warm_up
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import EXIT_STOPPED, ModelError
+from bigtrain.errors import ModelError
 from bigtrain.models.equivalence.once import KIND, trial_key
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
 from bigtrain.models.weights.import_hf import Weights
@@ -27,10 +29,11 @@ from bigtrain.run.data_verification import verify_data
 from bigtrain.run.diagnostics.prediction import predict
 from bigtrain.run.evaluation.best import is_over
 from bigtrain.run.evaluation.evaluator import Evaluator
-from bigtrain.run.finish import finish, is_complete, stop_early
+from bigtrain.run.finish import closing_result, finish, is_complete, stop_early
 from bigtrain.run.loop import train
 from bigtrain.run.outer_steps import OuterSteps, join_sites
 from bigtrain.run.preflight import Inputs
+from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.session import Session, open_session
 from bigtrain.run.state import TrainState
 from bigtrain.settings.resolve import ResolvedRun
@@ -39,14 +42,23 @@ from bigtrain.system.user_cache import cache_get, cache_put
 from bigtrain.system.world import World
 
 
-def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSignals) -> int:
+def train_inputs(
+    run: ResolvedRun,
+    inputs: Inputs,
+    world: World,
+    signals: StopSignals,
+    notes: Sequence[str] = (),
+) -> TrainingResult:
     """Train `run` to its end or until a signal, resuming from its directory.
 
-    Returns the exit code. Collective over all ranks of `world`.
+    `notes`: lines for log.txt from before. Returns how it ended, on every rank. Collective over all
+    ranks of `world`.
     """
     source = weights_source(run.config)
     weights = source.find(run.config, inputs)
     with open_session(run, inputs, world, signals) as session:
+        for line in notes:
+            session.note(line)
         rendezvous = join_sites(session, inputs)
         if run.config.data.verify == "contents":
             verify_data(session)
@@ -62,7 +74,7 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
         begun = _begin(session, engine, inputs, mesh, source, weights)
         if begun is None:
             engine.close()
-            return 0
+            return closing_result(session, None)
         state, batches, evaluator = begun
         resumed, state = state, outer.begin(state)
         session.begin_writing(state)
@@ -74,10 +86,10 @@ def train_inputs(run: ResolvedRun, inputs: Inputs, world: World, signals: StopSi
         if received is not None:
             outer.stop()
             stop_early(session, engine, state, received)
-            return EXIT_STOPPED
+            return closing_result(session, state.step, received)
         outer.close()
         finish(session, engine, state)
-        return 0
+        return closing_result(session, state.step)
 
 
 def _predict(session: Session, inputs: Inputs) -> None:

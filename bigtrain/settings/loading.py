@@ -5,9 +5,10 @@ Pure: reads YAML, touches nothing else, imports no torch.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.field_names import field_known_as, why_no_field
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import recipes
+from bigtrain.system.storage.addresses import without_secrets
 
 
 class _Loader(yaml.SafeLoader):
@@ -149,26 +151,40 @@ def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConf
         raise ConfigError(
             Problem("YAML", tree, "the file must hold sections", "begin with `model:`"), str(path)
         )
+    return parse_run_config(tree, overrides, str(path))
+
+
+def parse_run_config(
+    sections: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "the run"
+) -> RunConfig:
+    """The run of `sections`, as a run YAML holds them, and overrides.
+
+    `source`: what they come from. Raises ConfigError with every problem found.
+    """
+    tree = copy.deepcopy(dict(sections))
     problems = apply_overrides(tree, overrides)
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
         problems.extend(_problem_of(detail) for detail in error.errors())
     if problems:
-        raise ConfigError(problems, f"{path} and the command line" if overrides else str(path))
+        raise ConfigError(problems, f"{source} and the command line" if overrides else source)
     return config
 
 
 def _problem_of(detail: Any) -> Problem:
     location = _location(detail["loc"])
     key = ".".join(location) or "run"
+    given = detail["input"]
+    if isinstance(given, str):  # an address is shown without its password
+        given = without_secrets(given)
     if detail["type"] == "extra_forbidden":
         remedy = f"{_suggestion(location)}known here: {', '.join(_fields_at(location[:-1]))}"
-        return Problem(key, detail["input"], "unknown key", remedy)
+        return Problem(key, given, "unknown key", remedy)
     if detail["type"] == "missing":
         return Problem(key, None, "is required", f"add {key} to the file or as {key}=VALUE")
     rule = str(detail["msg"]).removeprefix("Value error, ")
-    value = None if isinstance(detail["input"], (dict, BaseModel)) else detail["input"]
+    value = None if isinstance(given, (dict, BaseModel)) else given
     remedy = ""
     if rule.startswith("Input should be '"):  # one of these
         remedy = _meant_value(value, re.findall(r"'([^']*)'", rule))

@@ -36,10 +36,14 @@ class StopSignals:
 
     Signals are only recorded (`listen`), or end the process at once (`exit_after`). A context
     manager, which restores the previous handlers on exit. One at a time in a process.
+
+    `interrupts`: the process is not the run's own, but an interpreter or a notebook: SIGINT raises
+    KeyboardInterrupt in the main thread where it would end the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, interrupts: bool = False) -> None:
         self.received = 0
+        self._interrupts = interrupts
         self._num_interrupts = 0
         self._before: dict[signal.Signals, Any] = {}
         self._action: Callable[[signal.Signals], None] | None = None
@@ -62,8 +66,10 @@ class StopSignals:
         self._install()
         with self._lock:
             self._action = action
-            if self.received:
+            if self.received and not self._raises(self.received):
                 self._exit(self.received)
+        if self._raises(self.received):
+            self._interrupt()
 
     def restore(self) -> None:
         """Restore the previous handlers. May be called again."""
@@ -97,14 +103,28 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
         self._num_interrupts += number == signal.SIGINT
+        if self._raises(number) and self._action is not None:
+            self._interrupt()
         if self._num_interrupts > _IGNORED_INTERRUPTS:
             raise KeyboardInterrupt
+
+    def _raises(self, number: int) -> bool:
+        return self._interrupts and number == signal.SIGINT
+
+    def _interrupt(self) -> None:
+        """In the main thread: run the action once, and raise KeyboardInterrupt."""
+        action, self._action = self._action, None
+        if action is not None:
+            with suppress(Exception):
+                action(signal.SIGINT)
+        raise KeyboardInterrupt
 
     def _watch(self, reading: int) -> None:
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             while number := pipe.read(1):
                 with self._lock:
-                    if self._action is not None and number[0] in SIGNALS:
+                    known = number[0] in SIGNALS and not self._raises(number[0])
+                    if self._action is not None and known:
                         self._exit(number[0])
 
     def _exit(self, number: int) -> None:

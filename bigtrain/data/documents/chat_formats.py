@@ -153,9 +153,10 @@ def _alpaca(values: Values, roles: Roles) -> Chat:
     messages: Messages = []
     if _text(system, "system"):
         messages.append({"role": "system", "content": system})
-    if history and not isinstance(history, (list, tuple)):
+    pairs = history or ()
+    if not isinstance(pairs, (list, tuple)):
         raise ConversationError(f"its history is not a list but {type(history).__name__}")
-    for number, pair in enumerate(history or (), 1):
+    for number, pair in enumerate(pairs, 1):
         if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(_is_text, pair))):
             raise ConversationError(f"history {number} is not a pair of instruction and output")
         messages += [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.utils import groups
 
@@ -20,6 +22,26 @@ def set_mpu(mpu: Any) -> None:
     one it leaves that of an earlier engine.
     """
     groups.mpu = mpu
+
+
+@contextmanager
+def process_as_before() -> Iterator[None]:
+    """On exit, what DeepSpeed leaves in a process that had an engine is as on entry.
+
+    ZeRO 3 replaces `torch.nn.functional.linear` (0.19.8, runtime/zero/partition_parameters.py:417),
+    and references to the groups of an engine, its `mpu` among them, outlive
+    `torch.distributed.destroy_process_group` (utils/groups.py:89): the next engine of this process
+    would use them. The level of its logger is restored, too.
+    """
+    logger = logging.getLogger("DeepSpeed")
+    linear, level = torch.nn.functional.linear, logger.level
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = linear
+        logger.setLevel(level)
+        if not torch.distributed.is_initialized():
+            groups._release_process_group_references()
 
 
 @contextmanager

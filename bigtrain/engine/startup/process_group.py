@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from bigtrain.engine.deepspeed_patches.startup import process_as_before
 from bigtrain.engine.startup.device import device_kind
 from bigtrain.engine.startup.long_work import LongWork
 from bigtrain.engine.startup.operators import operators_without_locks
@@ -61,7 +62,16 @@ def process_group(
     Raises LaunchError if ranks cannot reach the main rank, if some have not joined within
     `rendezvous_timeout_seconds`, or if hosts have different versions.
     """
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    with process_as_before():
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        with _opened_group(world, rendezvous_timeout_seconds, collective_timeout_seconds) as joined:
+            yield joined
+
+
+@contextmanager
+def _opened_group(
+    world: World, rendezvous_timeout_seconds: float, collective_timeout_seconds: float
+) -> Iterator[Joined]:
     added = _complete_environment(world)
     kind = device_kind()
     device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device("cpu")

@@ -159,6 +159,7 @@ class MetricsWriter:
         terminal: bool | None = None,
     ) -> None:
         self._total_steps = total_steps
+        self._shown = ""
         self._failure: OutputError | None = None
         self._progress = Progress(
             directory / "log.txt",
@@ -198,12 +199,12 @@ class MetricsWriter:
         known = {name: value for name, value in details.items() if value is not None}
         self._write({**figures, **known})
         self._tally.add(metrics)
-        left = (self._total_steps - metrics.step) * self._tally.step_seconds
-        shown = (
+        self._shown = (
             f"loss {metrics.loss:.4g} lr {format_lr(metrics.lr)} "
             f"grad_norm {metrics.grad_norm:.3g} "
-            f"tokens/s {format_rate(metrics.tokens_per_second)} left {format_duration(left)}"
+            f"tokens/s {format_rate(metrics.tokens_per_second)} "
         )
+        shown = self._shown + self._time_left(metrics.step)
         line = f"step {metrics.step}/{self._total_steps} {shown}"
         self._progress.step(metrics.step, line, shown)
         step = figures.pop("step")
@@ -211,6 +212,15 @@ class MetricsWriter:
             prefix = name.removesuffix("_by_phase")
             figures |= {f"{prefix}/{key}": value for key, value in values.items()}
         self._trackers.log({k: v for k, v in figures.items() if v is not None}, step)
+
+    def advance(self, step: int) -> None:
+        """Show on a terminal that `step` is done, logged or not; elsewhere nothing."""
+        if self._progress.is_live:
+            self._progress.advance(step, self._shown + self._time_left(step))
+
+    def _time_left(self, step: int) -> str:
+        seconds = (self._total_steps - step) * self._tally.seconds_of_a_step(step)
+        return f"left {format_duration(seconds)}"
 
     def log_evaluation(
         self,
@@ -293,6 +303,10 @@ class MetricsWriter:
     def info(self, text: str) -> None:
         """Show `text` and append it to log.txt."""
         self._progress.say(text)
+
+    def note(self, text: str) -> None:
+        """Append `text` to log.txt alone."""
+        self._progress.note(text)
 
     def summary(self) -> list[str]:
         """The run in a few lines, from the metrics logged so far; pass them to `close`."""

@@ -1,7 +1,8 @@
-"""Dropping the last lines of metrics.jsonl when a run resumes, without reading the whole file.
+"""Lines of metrics.jsonl: read, and the last ones dropped when a run resumes.
 
-Except for events, steps in the file only grow, and so do the samples that step lines name. So
-everything before the last step line that stays, and whose samples the run has read, stays too.
+The latter without reading the whole file. Except for events, steps in the file only grow, and so do
+the samples that step lines name. So everything before the last step line that stays, and whose
+samples the run has read, stays too.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
+from bigtrain.errors import DataError
 from bigtrain.system.files import whole_file
 
 _BLOCK_BYTES = 1 << 16
@@ -51,6 +54,46 @@ def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, i
             file.truncate(end)
             os.fsync(file.fileno())
     return _first_loss(path), num_dropped
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Every line, in order; a last one that is not complete is left out, as a run may be writing
+    it. Raises DataError if the file cannot be read, or holds anything but JSON objects."""
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, start=1):
+                line = _parsed(text)
+                if line:
+                    yield line
+                elif text.endswith(b"\n"):
+                    raise DataError(f"{path} is corrupt: line {number:,} is no JSON object")
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror or error} -> name the directory of a run"
+        ) from error
+
+
+def kind_of(line: dict[str, Any]) -> Literal["step", "evaluation", "event", "outer_step"]:
+    """What a line tells of."""
+    if "event" in line:
+        return "event"
+    if "outer_step" in line:
+        return "outer_step"
+    return "step" if "loss" in line else "evaluation"
+
+
+def last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The last logged step and the last evaluation; empty where there is none. Reads from the end
+    of the file as far as needed."""
+    found: dict[str, dict[str, Any]] = {}
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for _, text in _backwards(file):
+            line = _parsed(text)
+            if line:
+                found.setdefault(kind_of(line), line)
+            if {"step", "evaluation"} <= found.keys():
+                break
+    return found.get("step", {}), found.get("evaluation", {})
 
 
 def _stays(line: dict[str, Any], last_step: int, samples: int) -> bool:

@@ -62,9 +62,24 @@ class Progress:
         if self._bar is None:
             print(line, file=self._stream, flush=True)
         else:
+            self.advance(step, figures)
+            self._bar.refresh()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a bar, which `advance` moves."""
+        return self._bar is not None
+
+    def advance(self, step: int, figures: str) -> None:
+        """Move the bar to `step`, with `figures` beside it; drawn ten times a second at most."""
+        if self._bar is not None:
             self._bar.set_postfix_str(figures, refresh=False)
             self._bar.update(step - self._bar.n)
-            self._bar.refresh()
+
+    def note(self, text: str) -> None:
+        """Write a line or lines to log.txt alone; none after `close`."""
+        if not self._log.closed:
+            self._write(text)
 
     def say(self, text: str) -> None:
         """Show any other line or lines."""

@@ -69,6 +69,12 @@ class Tally:
         """Mean seconds of a step of this launch."""
         return self._seconds / max(1, self._logged_step - self._resume_step)
 
+    def seconds_of_a_step(self, step: int) -> float:
+        """As `step_seconds`; before anything is logged, by the time since training began."""
+        if self._last is not None:
+            return self.step_seconds
+        return (time.perf_counter() - self._begun_at) / max(1, step - self._resume_step)
+
     @property
     def tokens_per_second(self) -> float:
         """Of all logged steps of this launch."""

@@ -8,7 +8,8 @@ import pytest
 
 from bigtrain.cli import main
 from bigtrain.commands.check import prediction
-from bigtrain.commands.plan import ranked_layouts, run_and_engine
+from bigtrain.commands.plan import ranked_layouts
+from bigtrain.python_api.planning import run_and_engine
 from bigtrain.settings.resolve import resolve_run_files
 
 RECIPE = ("llama3_1b", ["model.loss=plain"], 8)

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from bigtrain.cli import main
-from bigtrain.commands.plan import run_and_engine
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.tables.engines import cpu_engine
 from bigtrain.planner.tables.hardware import find_device
+from bigtrain.python_api.planning import run_and_engine
 from bigtrain.settings.resolve import resolve_run_files
 from tests.support.worlds import ROOT
 

@@ -22,7 +22,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfi
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
@@ -533,6 +533,12 @@ CONTRACTS = [
     # startup
     reads(startup.set_mpu, lambda: DeepSpeedEngine, "groups.mpu = self.mpu"),
     has(startup.set_mpu, lambda: groups, "mpu"),
+    has(startup.process_as_before, lambda: groups, "_release_process_group_references"),
+    reads(
+        startup.process_as_before,
+        lambda: partition_parameters,
+        "torch.nn.functional.linear = zero3_linear_wrap",
+    ),
     # By the source: inside of `process_group` they are replaced.
     reads(
         startup.operators_loaded_by,

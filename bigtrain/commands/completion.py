@@ -1,0 +1,110 @@
+"""`bigtrain completion`: a script that lets a shell complete commands, options, recipes and
+settings.
+
+The script is static: pressing TAB starts no Python, which would take a fifth of a second each time
+only to import the settings. So shtab, which writes such scripts of an argparse parser, rather than
+argcomplete, which calls the program back.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import shtab
+
+from bigtrain.commands.registry import COMMANDS, CommandParser, build_parser
+from bigtrain.settings.commented_yaml import setting_names
+from bigtrain.settings.loading import recipe_names
+from bigtrain.system.shipped_files import ds_configs
+
+SHELLS = ("bash", "zsh", "fish")
+# Settings end with "=", after which a value follows and no space; other words get one.
+_BASH_WITHOUT_SPACE = """
+_bigtrain() {
+  _shtab_bigtrain "$@"
+  [[ "${COMPREPLY[*]}" == *= ]] && compopt -o nospace
+  return 0
+}
+complete -o bashdefault -o default -F _bigtrain bigtrain
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "shell",
+        choices=SHELLS,
+        help='for bash: eval "$(bigtrain completion bash)" in ~/.bashrc; for zsh: the same in '
+        "~/.zshrc after compinit; for fish: bigtrain completion fish > "
+        "~/.config/fish/completions/bigtrain.fish",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script."""
+    print(completion_script(args.shell))
+    return 0
+
+
+def completion_script(shell: str) -> str:
+    """The script for one of `SHELLS`."""
+    parser = build_parser(*COMMANDS)
+    for subparser in _below(parser):
+        for action in subparser._actions:
+            if action.dest in _WORDS:
+                function = _function(action.dest)
+                call = {"bash": function, "zsh": function, "fish": f"({function})"}
+                action.complete = call  # type: ignore[attr-defined]
+            elif _takes_path(action):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    functions = "\n".join(_functions(shell, _words()))
+    script: str = shtab.complete(parser, shell, preamble=functions)
+    return script + _BASH_WITHOUT_SPACE if shell == "bash" else script
+
+
+def _below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parsers of all commands, those below a command too."""
+    for found in parser.commands.values() if isinstance(parser, CommandParser) else ():
+        yield found
+        yield from _below(found)
+
+
+_WORDS = ("config", "deepspeed_config", "overrides")
+"""Arguments whose words are known, by their names in the parser; the first two also take paths."""
+
+
+def _words() -> dict[str, Sequence[str]]:
+    """What is offered for each of `_WORDS`."""
+    engines = sorted(path.stem for path in ds_configs().glob("*.json"))
+    return {
+        "config": recipe_names(),
+        "deepspeed_config": engines,
+        "overrides": [f"{name}=" for name in setting_names()],
+    }
+
+
+def _function(name: str) -> str:
+    return f"_bigtrain_words_of_{name}"
+
+
+def _functions(shell: str, words: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """A function of the shell for each of `words`, which offers them."""
+    for name, offered in words.items():
+        function, joined, takes_path = _function(name), " ".join(offered), name != "overrides"
+        if shell == "bash":
+            paths = '\n  compgen -f -- "$1"' if takes_path else ""
+            yield f'{function}() {{\n  compgen -W "{joined}" -- "$1"{paths}\n}}'
+        elif shell == "zsh":
+            paths = "\n  _files" if takes_path else ""
+            space = "" if takes_path else "-S '' "
+            yield f"{function}() {{\n  compadd {space}-- {joined}{paths}\n}}"
+        else:
+            paths = "\n  __fish_complete_path (commandline -ct)" if takes_path else ""
+            yield f"function {function}\n  printf '%s\\n' {joined}{paths}\nend"
+
+
+def _takes_path(action: argparse.Action) -> bool:
+    """Whether an argument names a file or directory."""
+    return action.type is Path or action.dest in ("input", "model", "tokenizer")

@@ -1,0 +1,177 @@
+"""`bigtrain init`: ask a few questions, or take options, and write a commented run YAML."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from bigtrain.commands.arguments import positive_int
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.python_api.new_run import NewRun, write_new_run
+
+# Options that answer a question; with any of them nothing is asked.
+_ANSWERS = (
+    "model",
+    "new_model",
+    "data",
+    "shards",
+    "chat",
+    "adapters",
+    "devices",
+    "steps",
+    "sequence_length",
+    "global_batch_size",
+    "lr",
+    "run_directory",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    defaults = NewRun(data="")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--model",
+        metavar="NAME_OR_DIR",
+        help="start from these trained weights: directory or name on the Hugging Face hub",
+    )
+    source.add_argument(
+        "--new-model",
+        metavar="NAME_OR_DIR",
+        help="start from random weights with this configuration: directory, hub name or recipe",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="shards of `bigtrain tokenize`, or text that is still to be tokenized",
+    )
+    parser.add_argument(
+        "--shards",
+        metavar="DIR",
+        help=f"where the shards of such text will lie (default: {defaults.shards})",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        default=None,
+        help="the data are conversations: pack whole ones into samples (default: text)",
+    )
+    parser.add_argument(
+        "--adapters",
+        action="store_true",
+        default=None,
+        help="train LoRA adapters beside the weights of --model (default: all weights)",
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="NxDEVICE",
+        help="plan the layout for these: 8xH100-80GB, 2xCPU (default: one rank, not planned)",
+    )
+    for flag, default, text in (
+        ("--steps", defaults.steps, "optimizer steps of the run"),
+        ("--sequence-length", "1024, or the model's positions", "tokens per sample"),
+        ("--global-batch-size", defaults.global_batch_size, "samples per optimizer step"),
+    ):
+        parser.add_argument(
+            flag, type=positive_int, metavar="N", help=f"{text} (default: {default})"
+        )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        metavar="RATE",
+        help="peak learning rate (default: 2e-5 for trained weights, 2e-4 for adapters, 3e-4 for "
+        "a new model)",
+    )
+    parser.add_argument(
+        "--run-directory",
+        metavar="DIR",
+        help="where the run writes (default: runs/ and the model's name)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("run.yaml"),
+        metavar="FILE",
+        help="the YAML to write (default: run.yaml)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace --output if it exists (default: refuse)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the YAML and print the next commands. Raises ConfigError, ModelError, OutputError."""
+    given = {name: getattr(args, name) for name in _ANSWERS if getattr(args, name) is not None}
+    if args.output.exists() and not args.force:
+        rule = "exists, and may have been edited"
+        remedy = "another --output, or --force to replace it"
+        raise ConfigError(Problem("--output", str(args.output), rule, remedy))
+    if not given and sys.stdin.isatty():
+        given = _ask()
+    missing = [] if given.keys() & {"model", "new_model"} else ["--model or --new-model"]
+    missing += [] if "data" in given else ["--data"]
+    if missing:
+        rule = "is needed where nothing can be asked"
+        raise ConfigError(Problem(" and ".join(missing), None, rule, "bigtrain init --help"))
+    written = write_new_run(NewRun(**given), args.output, force=args.force)
+    print(f"wrote {' and '.join(map(str, written.files))}; next:")
+    for command in written.next_commands:
+        print(f"  {command}")
+    return 0
+
+
+def _ask() -> dict[str, Any]:
+    """Answers of a person at a terminal; an empty one takes the default."""
+    defaults = NewRun(data="")
+    print("A run YAML in a few answers; an empty one takes what stands in brackets.")
+    answers: dict[str, Any] = {}
+    trained = _yes("Start from trained weights (no: a new model with random ones)?", True)
+    if trained:
+        answers["model"] = _text("Model (directory or Hugging Face name)")
+        answers["adapters"] = _yes("Train LoRA adapters only?", False)
+    else:
+        text = "Configuration (directory, Hugging Face name or recipe)"
+        answers["new_model"] = _text(text, "quickstart")
+    answers["data"] = _text("Data (shards, or files, a folder or a hub dataset to tokenize)")
+    answers["chat"] = _yes("Are the data conversations?", False)
+    devices = _text("Devices to plan for, such as 8xH100-80GB or 2xCPU (empty: one, unplanned)", "")
+    if devices:
+        answers["devices"] = devices
+    answers["steps"] = _count("Optimizer steps", defaults.steps)
+    length = _count("Tokens per sample (1024, or the model's positions)", 0)
+    if length:
+        answers["sequence_length"] = length
+    answers["global_batch_size"] = _count("Samples per step", defaults.global_batch_size)
+    return answers
+
+
+def _text(question: str, default: str | None = None) -> str:
+    shown = f" [{default}]" if default else ""
+    while True:
+        answer = input(f"{question}{shown}: ").strip()
+        if answer or default is not None:
+            return answer or str(default)
+
+
+def _yes(question: str, default: bool) -> bool:
+    while True:
+        answer = input(f"{question} [{'yes' if default else 'no'}]: ").strip().lower()
+        if not answer:
+            return default
+        if answer in ("y", "yes", "n", "no"):
+            return answer[0] == "y"
+        print("yes or no, please")
+
+
+def _count(question: str, default: int) -> int:
+    """A number; `default` for an empty answer, and 0 is not shown."""
+    while True:
+        answer = _text(question, str(default or ""))
+        if not answer:
+            return default
+        try:
+            return positive_int(answer)
+        except (ValueError, argparse.ArgumentTypeError):
+            print("a whole number of at least 1, please")

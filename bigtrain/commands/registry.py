@@ -1,0 +1,93 @@
+"""The names of the subcommands and their parser. Imports nothing heavy, and no command until its
+arguments are asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any, NoReturn
+
+from bigtrain import __version__
+from bigtrain.commands.arguments import EXIT_CODES
+from bigtrain.settings.field_names import with_setting_names
+
+COMMANDS = {
+    "init": "ask a few questions, or take options, and write a run YAML",
+    "tokenizer": "train a byte-level BPE tokenizer on text, or add tokens to one",
+    "tokenize": "turn text into token shards",
+    "inspect": "show what is in token shards",
+    "check": "resolve and check a run without starting it",
+    "plan": "say what fits a number of devices, and how fast it will be",
+    "parity": "compare every legal topology of N ranks with a single-process run",
+    "launch": "write what starts a run: a script for Slurm or torchrun, Kubernetes manifests",
+    "hostfile": "write or check a hostfile, and the environment its hosts are given",
+    "checkpoints": "list a run's checkpoints: complete or corrupt, which topology wrote each, and "
+    "why it is kept",
+    "verify": "read token shards or a run's checkpoints again and compare every checksum",
+    "report": "write a run as one page: curves, events, settings; or serve it while it goes on",
+    "outer-server": "hold the global weights of sites that can only open connections outwards",
+    "doctor": "look at every host before a run is started on it",
+    "fetch": "copy a run, a model or a dataset from an address (s3://, ...) to a directory",
+    "export": "write a run's weights as a verified Hugging Face directory",
+    "grow": "give a Hugging Face model rows for the tokens that were added to its tokenizer",
+    "generate": "continue a prompt with a Hugging Face directory, or talk to it",
+    "schema": "print the JSON schema of the run YAML, for editors",
+    "completion": "print a script that lets bash, zsh or fish complete what is typed",
+}
+
+
+SETTINGS = "[section.key=value ...]"
+"""How the usage of a command ends that takes settings of a run."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Accepts overrides between options too, as train.py does."""
+
+    _intermixing = False
+    takes_settings = False  # whether the command that was named does
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commands: dict[str, argparse.ArgumentParser] = {}
+
+    def error(self, message: str) -> NoReturn:
+        super().error(with_setting_names(message) if self.takes_settings else message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._intermixing or self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        self._intermixing = True  # what follows comes through here
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._intermixing = False
+
+
+def build_parser(*loaded: str | None) -> CommandParser:
+    """The parser of all commands; only the arguments of `loaded` ones are loaded."""
+    parser = CommandParser(
+        prog="bigtrain",
+        description="Train any Hugging Face causal LM under DeepSpeed. "
+        "Training itself: deepspeed bigtrain/train.py --config RUN.yaml",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("--version", action="version", version=f"bigtrain {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name, help=summary, description=_sentence(summary), epilog=EXIT_CODES
+        )
+        parser.commands[name] = subparser
+        if name in loaded:
+            command_module(name).add_arguments(subparser)
+            parser.takes_settings = subparser.format_usage().rstrip().endswith(SETTINGS)
+    return parser
+
+
+def command_module(command: str) -> Any:
+    """The module of a command: its name, with underscores."""
+    return importlib.import_module(f"bigtrain.commands.{command.replace('-', '_')}")
+
+
+def _sentence(summary: str) -> str:
+    return summary[:1].upper() + summary[1:]  # capitalize() would write hugging face

@@ -1,0 +1,33 @@
+"""`bigtrain schema`: the JSON schema of the run YAML, for editors."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bigtrain.errors import OutputError
+from bigtrain.settings.json_schema import schema_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write it there, for a line `# yaml-language-server: $schema=FILE` at the top of a "
+        "run YAML (default: print it)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print or write the schema. Raises OutputError."""
+    if args.output is None:
+        print(schema_text(), end="")
+        return 0
+    try:
+        args.output.write_text(schema_text(), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"--output = {args.output}: cannot be written: {error}") from error
+    print(f"wrote {args.output}")
+    return 0

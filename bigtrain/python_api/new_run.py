@@ -1,0 +1,253 @@
+"""A first run YAML for a user's model, data and devices: `bigtrain init`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bigtrain.errors import ConfigError, OutputError, Problem
+from bigtrain.python_api.configuring import check, load_config
+from bigtrain.settings.commented_yaml import commented_yaml
+from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, read_deepspeed_config
+from bigtrain.settings.hf_config_keys import inspect_configuration
+from bigtrain.settings.loading import recipe_names
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import ModelSection, RunConfig
+from bigtrain.system.files import whole_file
+from bigtrain.system.shipped_files import checkout
+
+if TYPE_CHECKING:
+    from bigtrain.python_api.planning import Plan
+
+# Peaks that are usual for AdamW: full fine-tuning, adapters, random weights of small models.
+_LR = {"trained": 2.0e-5, "adapters": 2.0e-4, "random": 3.0e-4}
+_SEQUENCE_LENGTH = 1024
+_WARMUP_FRACTION, _SAVES = 0.03, 10
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """What `bigtrain init` asks for.
+
+    model: directory or hub name whose trained weights the run starts from; or new_model: whose
+    configuration a model of random weights gets, also the name of a recipe. data: token shards, or
+    text that is not tokenized yet, of which the shards will lie in `shards`. chat: the data are
+    conversations. adapters: train LoRA adapters beside the model's weights. devices: such as
+    8xH100-80GB or 2xCPU; None: not planned, one rank. sequence_length: default: 1024, or as many
+    tokens as the model has positions. run_directory: default: below runs/.
+    """
+
+    data: str
+    model: str | None = None
+    new_model: str | None = None
+    shards: str = "shards/"
+    chat: bool = False
+    adapters: bool = False
+    devices: str | None = None
+    steps: int = 1000
+    sequence_length: int | None = None
+    global_batch_size: int = 64
+    lr: float | None = None
+    run_directory: str | None = None
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Whether `data` is a directory that `bigtrain tokenize` wrote."""
+        return (Path(self.data) / "manifest.json").is_file()
+
+
+@dataclass(frozen=True)
+class WrittenRun:
+    """The files that were written, and the command lines that come next."""
+
+    files: tuple[Path, ...]
+    next_commands: tuple[str, ...]
+
+
+def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> WrittenRun:
+    """Write a commented run YAML to `output`, that `bigtrain check` accepts.
+
+    With `wanted.devices` it has the fastest layout that is predicted to fit them; a DeepSpeed JSON
+    of that layout is written beside it where none of ``ds_configs/`` is the same. Replaces nothing
+    without `force`. Raises ConfigError, ModelError, OutputError; then nothing is written.
+    """
+    sections = _sections(wanted)
+    head = ["Written by `bigtrain init`. Every setting: docs/reference/configuration.md"]
+    engine: dict[str, Any] | None = None
+    plan = None
+    if wanted.devices is not None:
+        from bigtrain.python_api.planning import plan as plan_layouts
+
+        try:
+            plan = plan_layouts(sections, wanted.devices, varies=False)
+        except ConfigError as error:
+            if not any(problem.key == "model" for problem in error.problems):
+                raise
+            rule = "cannot be planned for without the model's configuration"
+            remedy = "leave it out, and plan where the hub can be reached: bigtrain plan"
+            unplanned = Problem("--devices", wanted.devices, rule, remedy)
+            raise ConfigError([*error.problems, unplanned], error.source) from error
+        planned, engine = plan.run_tree()
+        sections = _in_order({**sections, **planned})
+        head += _prediction(plan)
+    files = [output]
+    engine_path = output.with_name(f"{output.stem}.deepspeed.json")
+    if engine is not None:
+        name = _shipped(engine)
+        sections["engine"] = {"deepspeed_config": name or str(engine_path)}
+        if name is None:
+            files.append(engine_path)
+    _refuse_existing(files, force)
+    text = commented_yaml(sections, head)
+    world_size = 1 if plan is None else plan.cluster.num_devices
+    if len(files) > 1:
+        _write(engine_path, json.dumps(engine, indent=2) + "\n")
+        resolve_run(load_config(sections), world_size)
+    else:
+        check(sections, world_size=world_size)
+    _write(output, text)
+    return WrittenRun(tuple(files), tuple(_next_commands(wanted, output, plan)))
+
+
+def _sections(wanted: NewRun) -> dict[str, Any]:
+    model = _model(wanted)
+    kind = "adapters" if wanted.adapters else "random" if wanted.model is None else "trained"
+    on_cpu = wanted.devices is None or wanted.devices.strip().lower().endswith("cpu")
+    every = max(1, wanted.steps // _SAVES)
+    tree: dict[str, Any] = {
+        "model": model,
+        "data": {"path": wanted.data if wanted.is_tokenized else wanted.shards},
+        "batch": {
+            "sequence_length": wanted.sequence_length or _sequence_length(model),
+            "global_batch_size": wanted.global_batch_size,
+            "micro_batch_size": 1,
+        },
+        "train": {"steps": wanted.steps},
+        "optimizer": {"lr": _LR[kind] if wanted.lr is None else wanted.lr},
+        "schedule": {
+            "type": "cosine",
+            "warmup_steps": min(wanted.steps, round(wanted.steps * _WARMUP_FRACTION)),
+        },
+        "precision": {"dtype": "float32" if on_cpu else "bfloat16"},
+        "checkpoint": {"every_steps": every},
+        "evaluation": {"every_steps": every},
+        "logging": {"every_steps": min(10, every)},
+        "output": {"directory": wanted.run_directory or f"runs/{_name(wanted)}"},
+    }
+    if wanted.chat:
+        tree["data"]["packing"] = "best_fit"
+    if wanted.adapters:
+        tree["adapters"] = {"rank": 16, "alpha": 32, "targets": "all-linear"}
+    return _in_order(tree)
+
+
+def _model(wanted: NewRun) -> dict[str, Any]:
+    if (wanted.model is None) == (wanted.new_model is None):
+        rule = "either trained weights or a new model, and one of them is needed"
+        raise ConfigError(Problem("--model", wanted.model, rule, "or --new-model, but not both"))
+    if wanted.model is not None:
+        return {"path": wanted.model}
+    if wanted.adapters:
+        rule = "are trained beside weights that exist, and a new model has none"
+        raise ConfigError(Problem("--adapters", None, rule, "--model instead of --new-model"))
+    if wanted.new_model in recipe_names():
+        recipe = load_config(str(wanted.new_model)).model
+        source = recipe.path if recipe.config is None else recipe.config
+        return {"config": source}
+    return {"config": wanted.new_model}
+
+
+def _sequence_length(model: dict[str, Any]) -> int:
+    """The usual length, or the model's number of positions where that is known and less."""
+    figures, _ = inspect_configuration(ModelSection.model_validate(model))
+    return min(_SEQUENCE_LENGTH, figures.max_position_embeddings or _SEQUENCE_LENGTH)
+
+
+def _in_order(tree: dict[str, Any]) -> dict[str, Any]:
+    """The sections of `tree` in the order of the reference; empty ones left out."""
+    return {name: tree[name] for name in RunConfig.model_fields if tree.get(name) not in (None, {})}
+
+
+def _name(wanted: NewRun) -> str:
+    source = str(wanted.model or wanted.new_model).rstrip("/")
+    return Path(source).name or "mine"
+
+
+def _prediction(plan: Plan) -> list[str]:
+    """What the plan says of the layout. Three digits: predictions know no more."""
+    best, cluster = plan.fitting[0], plan.cluster
+    rate = float(f"{best.tokens_per_second / cluster.num_devices:.3g}")
+    gib = 2.0**30
+    return [
+        f"Layout: the first of `bigtrain plan` for {cluster.num_devices}x{cluster.device.name}: "
+        f"{best.layout.describe()}",
+        f"predicted, not measured: {best.memory.total / gib:.3g} GiB of "
+        f"{cluster.usable_memory / gib:.3g} on the fullest device, {rate:,.0f} tokens/s on each",
+    ]
+
+
+def _shipped(engine: dict[str, Any]) -> str | None:
+    """The name in ds_configs/ of a DeepSpeed JSON that says the same as `engine`."""
+    for stage in range(4):
+        for offload in ("", "_offload"):
+            try:
+                path = find_deepspeed_config(f"zero{stage}{offload}")
+            except ConfigError:
+                continue
+            if read_deepspeed_config(path) == engine:
+                return path.stem
+    return None
+
+
+def _refuse_existing(files: list[Path], force: bool) -> None:
+    there = [path for path in files if path.exists()]
+    if there and not force:
+        rule = "exists, and may have been edited"
+        raise ConfigError(
+            Problem("--output", str(there[0]), rule, "another --output, or --force to replace it")
+        )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path, path.with_name(f".{path.name}.tmp")) as file:
+            file.write(text.encode("utf-8"))
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _next_commands(wanted: NewRun, output: Path, plan: Plan | None) -> Iterator[str]:
+    """What a user types next, in this order."""
+    quoted = shlex.quote(str(output))
+    if not wanted.is_tokenized:
+        tokenizer = wanted.model or "TOKENIZER"
+        yield (
+            f"bigtrain tokenize --input {shlex.quote(wanted.data)} --tokenizer "
+            f"{shlex.quote(tokenizer)} --held-out 0.02 --output {shlex.quote(wanted.shards)}"
+        )
+    size = 1 if plan is None else plan.cluster.num_devices
+    yield f"bigtrain check --config {quoted} --world-size {size}"
+    yield launch_line(quoted, plan)
+    directory = load_config(output).output.directory
+    yield f"bigtrain generate --model {shlex.quote(f'{directory}/hf')} --prompt TEXT"
+
+
+def launch_line(yaml_path: str, plan: Plan | None) -> str:
+    """What starts the run in `yaml_path` on all devices of a plan; without one on one rank."""
+    program = Path("bigtrain/train.py")
+    if not program.is_file():
+        program = checkout() / program
+    start = f"{program} --config {yaml_path}"
+    if plan is None:
+        return f"python {start}"
+    cluster = plan.cluster
+    nodes = -(-cluster.num_devices // cluster.device.devices_per_node)
+    if nodes > 1:
+        return f"deepspeed --hostfile HOSTFILE {start}   # a hostfile of {nodes} nodes"
+    option = "--num_accelerators" if cluster.device.is_cpu else "--num_gpus"
+    return f"deepspeed {option} {cluster.num_devices} {start}"

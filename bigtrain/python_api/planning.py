@@ -1,0 +1,245 @@
+"""What fits a number of devices, and how fast it will be: `bigtrain plan`."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bigtrain.errors import ConfigError, OutputError, Problem
+from bigtrain.python_api.configuring import Config, load_config
+from bigtrain.settings.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from bigtrain.planner.layout import Layout
+    from bigtrain.planner.model_costs import ModelCosts
+    from bigtrain.planner.search import Candidate, Cluster, Request
+    from bigtrain.planner.tables.engines import MeasuredEngine
+    from bigtrain.planner.tables.hardware import Device as Accelerator
+    from bigtrain.settings.compatibility.facts import Device
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's layouts on a cluster: those that fit, fastest first, and others that were looked at,
+    of `num_others` that do not. `remark`: what has to be said of the model's costs, or nothing."""
+
+    config: RunConfig
+    cluster: Cluster
+    model: ModelCosts
+    remark: str
+    fitting: list[Candidate]
+    others: list[Candidate]
+    num_others: int
+
+    def table(self, top: int = 10) -> str:
+        """The `top` fastest layouts, and the terms of memory and time of the first, as text."""
+        from bigtrain.planner.plan_text import plan_table
+
+        return plan_table(self.fitting, self.cluster, top)
+
+    def layouts(self) -> list[dict[str, Any]]:
+        """All layouts with memory (bytes) and time (seconds) by their terms; those that fit
+        first."""
+        from bigtrain.planner.plan_text import as_json
+
+        return as_json([*self.fitting, *self.others], self.cluster)
+
+    def run_tree(self, choose: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Run YAML and DeepSpeed JSON, as trees, of line `choose` of the table (from 1). Raises
+        ConfigError if there is no such line."""
+        if not 1 <= choose <= len(self.fitting):
+            rule = f"there are {len(self.fitting)} layouts that fit"
+            raise ConfigError(Problem("--choose", choose, rule, f"1 to {len(self.fitting)}"))
+        layout = self.fitting[choose - 1].layout
+        return run_and_engine(self.config, layout, self.model.vocabulary_size)
+
+    def write(self, directory: str | Path, choose: int = 1) -> Path:
+        """Write ``run.yaml`` and ``deepspeed.json`` of line `choose` into `directory`, and return
+        the former's path. Overwrites nothing. Raises ConfigError, OutputError, LaunchError."""
+        import yaml
+
+        from bigtrain.settings.resolve import resolve_run
+        from bigtrain.system.files import write_new
+
+        tree, raw = self.run_tree(choose)
+        folder = Path(directory)
+        json_path, yaml_path = folder / "deepspeed.json", folder / "run.yaml"
+        tree.setdefault("engine", {})["deepspeed_config"] = str(json_path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"--write = {folder}: cannot be written: {error}") from error
+        write_new(json_path, json.dumps(raw, indent=2) + "\n")
+        write_new(yaml_path, yaml.safe_dump(tree, sort_keys=False))
+        # Check that a run accepts what was written.
+        resolve_run(RunConfig.model_validate(tree), self.cluster.num_devices)
+        return yaml_path
+
+
+def plan(
+    config: Config,
+    devices: str,
+    *overrides: str,
+    nodes_of: int | None = None,
+    host_memory_bytes: float = 1e12,
+    network_bits_per_second: float | None = None,
+    hardware: str | Path | None = None,
+    varies: bool = True,
+) -> Plan:
+    """The layouts of a run on `devices`, such as ``8xH100-80GB`` or ``4xCPU``.
+
+    nodes_of: devices on each node (default: 8). host_memory_bytes: of a node, for offload.
+    network_bits_per_second: per device (default: of the device's usual node). hardware: a file of
+    ``bigtrain plan --calibrate``. varies: also with loss and buckets other than a run decides by
+    itself.
+
+    Traces a model that was never planned before, which imports torch. Raises ConfigError if
+    nothing fits, ModelError if the model cannot be found.
+    """
+    from bigtrain.models.traced_costs import model_costs
+    from bigtrain.planner.plan_text import nothing_fits
+    from bigtrain.planner.search import search
+    from bigtrain.planner.tables.engines import engine_named
+
+    cluster, measured = _cluster(
+        devices, nodes_of, host_memory_bytes, network_bits_per_second, hardware
+    )
+    loaded = load_config(config, *overrides)
+    model, remark = model_costs(loaded)
+    request = replace(_request(loaded, cluster, model), varies=varies)
+    engine = engine_named("deepspeed")
+    if measured is not None:
+        engine = engine.with_measured(measured)
+    found = search(request, cluster, engine)
+    if not found.fitting and not found.others:
+        raise ConfigError(_no_layout(loaded, cluster))
+    if not found.fitting:
+        rule, remedy = nothing_fits(found.others, cluster)
+        raise ConfigError(Problem("--gpus", devices, rule, remedy))
+    return Plan(loaded, cluster, model, remark, found.fitting, found.others, found.num_others)
+
+
+def _cluster(
+    devices: str,
+    nodes_of: int | None,
+    host_memory_bytes: float,
+    network: float | None,
+    hardware: str | Path | None,
+) -> tuple[Cluster, MeasuredEngine | None]:
+    from bigtrain.planner.search import Cluster
+    from bigtrain.planner.tables.calibration_file import load_calibration
+    from bigtrain.planner.tables.engines import cpu_engine
+    from bigtrain.planner.tables.hardware import find_device, with_network
+
+    found = re.fullmatch(r"\s*(\d+)\s*x\s*(\S.*?)\s*", devices)
+    if found is None or int(found.group(1)) < 1:
+        rule = "is not a number of devices and their name"
+        raise ConfigError(Problem("--gpus", devices, rule, "write 64xH100-80GB, say"))
+    number, name = int(found.group(1)), found.group(2)
+    device: Accelerator
+    measured: MeasuredEngine | None = None
+    if hardware is not None:
+        device, measured = load_calibration(Path(hardware))
+    else:
+        device = find_device(name)
+        measured = cpu_engine() if device.is_cpu else None
+    if nodes_of is not None:
+        device = replace(device, devices_per_node=nodes_of)
+    per_node = device.devices_per_node
+    if number > per_node and number % per_node:
+        below = number // per_node * per_node
+        rule = f"is not a whole number of nodes of {per_node} devices (--nodes-of)"
+        remedy = f"nearest: {below} or {below + per_node}"
+        raise ConfigError(Problem("--gpus", number, rule, remedy))
+    if network is not None:
+        device = with_network(device, network)
+    return Cluster(device, number, float(host_memory_bytes)), measured
+
+
+def _request(config: RunConfig, cluster: Cluster, model: Any) -> Request:
+    from bigtrain.planner.run_layout import optimizer_costs
+    from bigtrain.planner.search import Request
+    from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
+    from bigtrain.settings.hf_config_keys import inspect_configuration
+    from bigtrain.settings.resolve import facts_of
+
+    figures, problems = inspect_configuration(config.model)
+    if problems:
+        raise ConfigError(problems, "the run")
+    raw = _deepspeed_json(1, "")
+    device: Device = "cpu" if cluster.device.is_cpu else "cuda"
+    facts = facts_of(config, raw, cluster.num_devices, device, "DeepSpeed JSON", True, figures)
+    size_of = {"float32": 4, "bfloat16": 2, "float16": 2}
+    gradients = gradient_dtype_of(config, 1) or config.precision.dtype
+    return Request(
+        model=model,
+        facts=replace(facts, torch_adam=True),
+        sequence_length=config.batch.sequence_length,
+        global_batch_size=config.batch.samples_per_step,
+        parameter_bytes=size_of[config.precision.dtype],
+        gradient_bytes=size_of.get(str(gradients), 4),
+        bucket_elements=int(raw["zero_optimization"]["reduce_bucket_size"]),
+        loss=config.model.loss,
+        loss_chunk_tokens=config.model.loss_chunk_tokens,
+        optimizer=optimizer_costs(config.optimizer),
+    )
+
+
+def _no_layout(config: RunConfig, cluster: Cluster) -> Problem:
+    batch = config.batch.samples_per_step
+    world = cluster.num_devices
+    rule = f"no legal layout divides {batch} samples of a step among {world} devices"
+    below = batch // world * world
+    remedy = f"batch.global_batch_size: {f'{below} or ' if below else ''}{below + world}"
+    return Problem("--gpus", world, rule, remedy)
+
+
+def _deepspeed_json(zero_stage: int, offload: str) -> dict[str, Any]:
+    from bigtrain.settings.deepspeed.engine_config import (
+        find_deepspeed_config,
+        read_deepspeed_config,
+    )
+
+    return read_deepspeed_config(find_deepspeed_config(f"zero{zero_stage}{offload}"))
+
+
+def run_and_engine(
+    config: RunConfig, layout: Layout, vocabulary_size: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run YAML and the DeepSpeed JSON of `config` in another layout, as trees. The loss is
+    written where it is not what such a run would decide by itself."""
+    from bigtrain.planner.run_layout import usual_chunk
+
+    offload = "_offload" if layout.offload_optimizer else ""
+    # Of ZeRO 1 with its optimizer in main memory none is shipped: ZeRO 2's differs in the stage.
+    raw = _deepspeed_json(2 if offload and layout.zero_stage == 1 else layout.zero_stage, offload)
+    raw["zero_optimization"]["stage"] = layout.zero_stage
+    if layout.offload_optimizer and not layout.offload_parameters:
+        raw["zero_optimization"].pop("offload_param", None)
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    parallel = {
+        "tensor": layout.tensor_size,
+        "pipeline": layout.pipeline_size,
+        "sequence": layout.sequence_size,
+        "expert": layout.expert_size,
+    }
+    tree["parallel"] = {name: degree for name, degree in parallel.items() if degree > 1}
+    tree["batch"]["micro_batch_size"] = layout.micro_batch_size
+    tree["model"]["gradient_checkpointing"] = layout.gradient_checkpointing
+    section, tokens = config.model, layout.tokens_per_micro_batch
+    if layout.loss_chunk_tokens != usual_chunk(
+        section.loss, section.loss_chunk_tokens, vocabulary_size, tokens
+    ):
+        tree["model"]["loss"] = "plain" if layout.loss_chunk_tokens is None else "chunked"
+        if layout.loss_chunk_tokens is not None:
+            tree["model"]["loss_chunk_tokens"] = layout.loss_chunk_tokens
+    zero = raw["zero_optimization"]
+    sizes = {
+        "reduce_bucket_size": layout.reduce_bucket_elements,
+        "allgather_bucket_size": layout.gather_bucket_elements,
+    }
+    zero.update({key: size for key, size in sizes.items() if key in zero})
+    return tree, raw

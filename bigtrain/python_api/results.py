@@ -1,0 +1,145 @@
+"""What a run has left: metrics, weights, an export, and a model that continues text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from bigtrain.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["step", "evaluation", "event", "outer_step"]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An export: its directory, the step of its checkpoint, and where on the hub it is, if it
+    was pushed there."""
+
+    directory: Path
+    step: int
+    address: str | None = None
+
+
+def read_metrics(run: str | Path, kind: Kind | None = "step") -> list[dict[str, Any]]:
+    """The lines of a run's ``metrics.jsonl``, in order; also of a run that still trains.
+
+    run: a run directory. kind: logged steps, evaluations, events or outer steps; None: all lines.
+    The fields are those of docs/reference/metrics.md. Raises DataError if the file is missing or
+    corrupt.
+    """
+    from bigtrain.run.reporting.metrics_lines import kind_of, read_lines
+
+    lines = read_lines(Path(run) / "metrics.jsonl")
+    return [line for line in lines if kind is None or kind_of(line) == kind]
+
+
+def read_metric_columns(run: str | Path, kind: Kind | None = "step") -> dict[str, list[Any]]:
+    """What `read_metrics` reads, as a list of values by field, with None where a line has no such
+    field: pandas, polars and plots take it as it is."""
+    lines = read_metrics(run, kind)
+    names = dict.fromkeys(name for line in lines for name in line)
+    return {name: [line.get(name) for line in lines] for name in names}
+
+
+def load_state_dict(run: str | Path, step: int | None = None) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint by their Hugging Face names, on the CPU.
+
+    run: a run directory, of which the checkpoint of `step` is read (default: the newest complete
+    one), or the directory of one checkpoint. Trained weights are the float32 masters, exactly;
+    buffers have their own dtype; of a run with adapters, the adapters alone. Every checksum is
+    compared, whatever topology wrote the checkpoint. Raises CheckpointError.
+    """
+    return dict(_weights(Path(run), step))
+
+
+def _weights(run: Path, step: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+    from bigtrain.engine.checkpoint.lazy import open_weights
+    from bigtrain.run.checkpointing import checkpoints
+
+    directory = run
+    if step is not None or not (run / checkpoints.MANIFEST).is_file():
+        directory = checkpoints.find(run, step, "small")
+    listing = checkpoints.list_tensors(directory)
+    for name, tensor in open_weights(directory / checkpoints.TENSORS, listing).items():
+        yield name, tensor.read()
+
+
+def export_run(
+    run: str | Path,
+    output: str | Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    merge: bool = False,
+    max_shard_size: str = "5GB",
+    push_to_hub: str | None = None,
+    private: bool = False,
+    warn: Callable[[str], None] | None = None,
+) -> Exported:
+    """Write a checkpoint's weights as a verified Hugging Face directory.
+
+    step: of the checkpoint (default: the newest complete one). best: take the one that is the best
+    by ``evaluation.best`` of the run. dtype: of the stored weights
+    (default: the one the run computed in; of adapters float32). merge: adapters into the weights of
+    their base. max_shard_size: of a weight file. push_to_hub: also upload to this OWNER/NAME,
+    private if it is new and `private`. warn: gets a line on each newer checkpoint that is corrupt
+    and passed over (default: print to standard error).
+
+    Raises ConfigError before anything is written if the hub cannot be used, CheckpointError or
+    ModelError if the checkpoint cannot be exported faithfully; `output` then stays as it was.
+    """
+    from bigtrain.models.export.hub import push_to_hub as push
+    from bigtrain.models.export.hub import refuse_unreachable
+    from bigtrain.run.checkpointing.export import export_run as export
+    from bigtrain.run.checkpointing.listing import best_step
+
+    if private and push_to_hub is None:
+        rule = "is of a repository, and none is named"
+        raise ConfigError(Problem("--private", None, rule, "--push-to-hub OWNER/NAME"))
+    if best and step is not None:
+        rule = "both name a checkpoint"
+        raise ConfigError(Problem("--best and --step", step, rule, "leave one of them out"))
+    if push_to_hub is not None:
+        refuse_unreachable(push_to_hub)
+    exported_step = export(
+        Path(run),
+        Path(output),
+        step=best_step(Path(run)) if best else step,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        merge=merge,
+        warn=warn or (lambda text: print(text, file=sys.stderr, flush=True)),
+    )
+    address = None
+    if push_to_hub is not None:
+        message = f"Step {exported_step} of a run with bigtrain"
+        address = push(Path(output), push_to_hub, private=private, message=message)
+    return Exported(Path(output), exported_step, address)
+
+
+def generate(
+    model: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> str:
+    """`prompt` and its continuation by a Hugging Face directory or hub model.
+
+    temperature: 0 always takes the most likely token. top_p: nucleus to sample from. seed: of the
+    sampling. Raises ModelError if the model cannot be loaded, or the prompt is empty.
+    """
+    from bigtrain.models.generation import Sampling
+    from bigtrain.models.generation import generate as continued
+
+    sampling = Sampling(temperature, top_p, seed)
+    return continued(str(model), prompt, max_new_tokens=max_new_tokens, sampling=sampling)

@@ -1,0 +1,68 @@
+"""What rows of the input of `bigtrain tokenize` hold: conversations, and which, or text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bigtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from bigtrain.data.documents.parts import ReadOptions
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """A format of conversations, the keys that a row has for it, and its role names, as
+    ``NAME=ROLE``."""
+
+    name: Any  # of OptionsRecord.chat_format
+    keys: tuple[str, ...]
+    roles: tuple[str, ...]
+
+
+def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
+    """The format that the keys of the first row are those of; `say` gets a line on it. Text where
+    they are of none."""
+    from bigtrain.data.documents.chat_formats import nearest
+    from bigtrain.data.documents.first_row import keys_of_first_row
+
+    found = nearest(keys_of_first_row(reading))
+    if found is None:
+        return "text"
+    say(f"the keys of the first row are those of --format {found.name}")
+    return str(found.name)
+
+
+def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) -> RowFormat | None:
+    """The format `name` of conversations, whose keys have other `names` in the data, and roles
+    other names; None for text. Raises DataError for what `name` has not."""
+    from bigtrain.data.documents.chat_formats import FORMATS
+
+    if name == "text":
+        if names:
+            raise DataError("--key names keys of conversations -> --text-key for text")
+        return None
+    if name not in FORMATS:
+        raise DataError(f"--format {name}: unknown -> auto, text, {', '.join(FORMATS)}")
+    known = FORMATS[name].keys
+    wrong = next((key for key in names if key not in known), None)
+    if wrong is not None:
+        raise DataError(f"--key {wrong}: --format {name} has no such key -> {', '.join(known)}")
+    keys = tuple(names.get(key, key) for key in known)
+    if name == "messages" and keys[1:] == known[1:]:
+        keys = keys[:1]  # the key `tools` is implied: it is not recorded, as in earlier versions
+    if roles and name == "alpaca":
+        raise DataError("--role: rows of --format alpaca have no roles -> leave it out")
+    return RowFormat(name, keys, tuple(f"{said}={role}" for said, role in sorted(roles.items())))
+
+
+def refuse_for_text(chat_template: object, learn: str, roles: Mapping[str, str]) -> None:
+    """Raises DataError for options of conversations, which the input has none of."""
+    if chat_template is not None:
+        raise DataError("--chat-template is for conversations -> name their key: --chat-key")
+    if learn != "all":
+        raise DataError("--learn last is for conversations -> --format messages, or leave it out")
+    if roles:
+        raise DataError("--role names roles of conversations -> --format sharegpt, or leave it out")

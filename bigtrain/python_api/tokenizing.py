@@ -1,0 +1,262 @@
+"""From text to a tokenizer and to token shards: `bigtrain tokenizer` and `bigtrain tokenize`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+
+from bigtrain.python_api.row_formats import detected_format, refuse_for_text, row_format
+
+if TYPE_CHECKING:
+    from bigtrain.data.documents.bad_documents import BadDocument
+    from bigtrain.data.documents.open_reader import DocumentReader
+    from bigtrain.data.documents.parts import ReadOptions
+    from bigtrain.data.shards.dataset import TokenDataset
+    from bigtrain.data.tokenize_job.job import BuildResult
+
+Inputs = str | Path | Sequence[str | Path]
+Format = Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"]
+Encoder = Literal["auto", "gigatoken", "fastokens", "reference"]
+
+
+class TokenizeOptions(TypedDict, total=False):
+    """The options of `tokenize`, which are the parameters of `build_tokens`."""
+
+    text_keys: Sequence[str]
+    format: Format
+    keys: Mapping[str, str] | None
+    roles: Mapping[str, str] | None
+    learn: Literal["all", "last"]
+    chat_template: str | Path | None
+    held_out: float
+    shard_bytes: int | None
+    suffixes: Sequence[str]
+    exclude: Sequence[str]
+    dataset_config: str | None
+    dataset_split: str
+    max_document_bytes: int | None
+    read_as: str
+    max_bad_fraction: float
+    workers: int | None
+    rank: int | None
+    world_size: int | None
+    encoder: Encoder
+    parse_special_tokens: bool
+    say: Callable[[str], None] | None
+
+
+def tokenize(
+    inputs: Inputs, tokenizer: str | Path, output: str | Path, **options: Unpack[TokenizeOptions]
+) -> TokenDataset:
+    """Turn text into token shards in the directory `output`, and open them.
+
+    `inputs`: one or several of files, folders, globs, directories of ``Dataset.save_to_disk`` and
+    hub datasets. `tokenizer`: a directory or hub name. `options`: those of ``bigtrain tokenize``,
+    listed at `build_tokens`. Does nothing if `output` is the finished dataset of this
+    input, and continues an unfinished one. Raises DataError; then only finished work is left.
+    """
+    from bigtrain.data.shards.dataset import open_dataset
+
+    build_tokens(inputs, tokenizer, output, **options)
+    return open_dataset(output, check="sizes")
+
+
+def build_tokens(
+    inputs: Inputs,
+    tokenizer: str | Path,
+    output: str | Path,
+    *,
+    text_keys: Sequence[str] = (),
+    format: Format = "auto",
+    keys: Mapping[str, str] | None = None,
+    roles: Mapping[str, str] | None = None,
+    learn: Literal["all", "last"] = "all",
+    chat_template: str | Path | None = None,
+    held_out: float = 0.0,
+    shard_bytes: int | None = None,
+    suffixes: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dataset_config: str | None = None,
+    dataset_split: str = "train",
+    max_document_bytes: int | None = None,
+    read_as: str = "",
+    max_bad_fraction: float = 0.0,
+    workers: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    encoder: Encoder = "auto",
+    parse_special_tokens: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> BuildResult:
+    """What `bigtrain tokenize` and `tokenize` do; returns what was built.
+
+    text_keys: keys or columns that hold a document; those that a row has are joined (default:
+        ``text``).
+    format: what a row holds; ``auto``: detected by the keys of the first row, text if `text_keys`
+        are given. keys: names in the data of the keys of `format`, such as
+        ``{"instruction": "question"}``. roles: what names of roles in the data mean, such as
+        ``{"customer": "user"}``. learn: which answers of the assistant have loss.
+    chat_template: a Jinja file instead of the tokenizer's own template.
+    held_out: share of the documents kept for evaluation, 0 to below 1.
+    shard_bytes: bytes of input per shard (default: 256 MiB).
+    suffixes, exclude: files to take from folders, and those to skip. read_as: read every file as if
+        its name ended so, such as ``.jsonl.gz``.
+    dataset_config, dataset_split: of a hub dataset.
+    max_document_bytes: a larger document is bad (default: 64 MiB); max_bad_fraction: bad documents
+        are skipped up to this share of all, 0 makes the first one an error.
+    workers: processes (default: by cores, memory and input). rank, world_size: of this call among
+        several with one `output` on different nodes.
+    encoder, parse_special_tokens: as the options of the command.
+    say: gets a line on what was detected (default: print to standard error).
+    """
+    from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES, OptionsRecord
+    from bigtrain.data.tokenize_job.job import build_dataset
+    from bigtrain.data.tokenize_job.request import BuildRequest
+    from bigtrain.data.tokenize_job.work_division import find_worker_rank
+
+    reading = read_options(
+        inputs,
+        text_keys=text_keys,
+        suffixes=suffixes,
+        exclude=exclude,
+        dataset_config=dataset_config,
+        dataset_split=dataset_split,
+        max_document_bytes=max_document_bytes,
+        read_as=read_as,
+    )
+    name: str = format
+    if name == "auto":
+        name = "text" if text_keys else detected_format(reading, say or _to_stderr)
+    rows = row_format(name, keys or {}, roles or {})
+    if rows is None:
+        refuse_for_text(chat_template, learn, roles or {})
+    options = OptionsRecord(
+        text_keys=reading.text_keys if rows is None else rows.keys,
+        held_out=held_out,
+        shard_bytes=shard_bytes or DEFAULT_SHARD_BYTES,
+        max_document_bytes=reading.max_document_bytes,
+        max_bad_fraction=max_bad_fraction,
+        parse_special_tokens=parse_special_tokens,
+        chat=rows is not None,
+        chat_format="messages" if rows is None else rows.name,
+        learned=learn,
+        roles=() if rows is None else rows.roles,
+        dataset_config=reading.selection.dataset_config,
+        dataset_split=reading.selection.dataset_split,
+    )
+    return build_dataset(
+        BuildRequest(
+            reading.selection,
+            options,
+            str(tokenizer),
+            Path(output),
+            chat_template=None if chat_template is None else Path(chat_template),
+            encoder=encoder,
+            workers=workers,
+            share=find_worker_rank(os.environ, rank, world_size),
+        )
+    )
+
+
+def train_tokenizer(
+    inputs: Inputs,
+    vocab_size: int,
+    output: str | Path,
+    *,
+    text_keys: Sequence[str] = (),
+    suffixes: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dataset_config: str | None = None,
+    dataset_split: str = "train",
+    max_document_bytes: int | None = None,
+    read_as: str = "",
+    max_bad_fraction: float = 0.0,
+    say: Callable[[str], None] | None = None,
+) -> int:
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens, write it into the directory
+    `output`, and return how many tokens it has.
+
+    The other parameters are those of `build_tokens`; `say` gets a line with the summary. Raises
+    DataError; then nothing is left behind.
+    """
+    from bigtrain.data.documents.bad_documents import Rejects, require_few
+    from bigtrain.data.documents.open_reader import DocumentReader
+    from bigtrain.data.sources.discovery import find_sources
+    from bigtrain.data.tokenizers.training import train_tokenizer as trained
+    from bigtrain.system.files import existing_above, new_directory, require_free
+
+    target = Path(output)
+    require_free(target)
+    reading = read_options(
+        inputs,
+        text_keys=text_keys,
+        suffixes=suffixes,
+        exclude=exclude,
+        dataset_config=dataset_config,
+        dataset_split=dataset_split,
+        max_document_bytes=max_document_bytes,
+        read_as=read_as,
+    )
+    reading = replace(reading, scratch=existing_above(target))
+    bad: list[BadDocument] = []
+    rejects = Rejects(max_bad_fraction > 0, lambda one: bad.append(one) if not bad else None)
+    reader = DocumentReader(find_sources(reading.selection), reading, rejects)
+    tokenizer = trained(_with_progress(reader), vocab_size)
+    if bad:
+        require_few(rejects.count, reader.num_documents, max_bad_fraction, str(bad[0]))
+    with new_directory(target) as directory:
+        tokenizer.save(directory)
+    skipped = f", {rejects.count:,} unreadable documents skipped" if rejects.count else ""
+    (say or _to_stderr)(
+        f"{target}: byte-level BPE of {tokenizer.vocab_size} tokens from "
+        f"{reader.bytes_done:,} bytes of input{skipped}"
+    )
+    return int(tokenizer.vocab_size)
+
+
+def read_options(
+    inputs: Inputs,
+    *,
+    text_keys: Sequence[str] = (),
+    suffixes: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dataset_config: str | None = None,
+    dataset_split: str = "train",
+    max_document_bytes: int | None = None,
+    read_as: str = "",
+) -> ReadOptions:
+    """Which text is read, and how; the parameters are those of `build_tokens`."""
+    from bigtrain.data.documents.parts import ReadOptions
+    from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
+    from bigtrain.data.sources.discovery import DEFAULT_SUFFIXES, Selection
+
+    names = (inputs,) if isinstance(inputs, str | Path) else inputs
+    selection = Selection(
+        inputs=tuple(map(str, names)),
+        suffixes=tuple(suffixes or DEFAULT_SUFFIXES),
+        exclude=tuple(exclude),
+        dataset_config=dataset_config,
+        dataset_split=dataset_split,
+        read_as=read_as,
+    )
+    keys = tuple(dict.fromkeys(text_keys)) or ("text",)
+    return ReadOptions(selection, keys, max_document_bytes or DEFAULT_MAX_DOCUMENT_BYTES)
+
+
+def _with_progress(reader: DocumentReader) -> Iterator[list[str]]:
+    from tqdm import tqdm
+
+    with tqdm(
+        total=reader.total_bytes, unit="B", unit_scale=True, desc="read", disable=None
+    ) as bar:
+        for batch in reader.text_batches():
+            yield batch
+            bar.update(reader.bytes_done - bar.n)
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,119 @@
+"""What `import bigtrain` offers, in a process of its own: `python_api_worker.py CASE ARGUMENTS`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import bigtrain
+
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    if sys.argv[1] != "world":
+        os.environ.pop(name, None)
+
+
+def state() -> dict[str, Any]:
+    """What a run changes in its process while it trains."""
+    return {
+        "environment": dict(os.environ),
+        "group": torch.distributed.is_initialized(),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "threads": torch.get_num_threads(),
+        "random": torch.random.get_rng_state().tolist(),
+        "linear": torch.nn.functional.linear,
+        "precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def page(path: str, folder: str) -> None:
+    """The code of a page of the docs, from its top."""
+    os.chdir(folder)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", Path(path).read_text(), flags=re.M | re.S):
+        exec(compile(block, path, "exec"), names)
+    result = names["result"]
+    assert result.is_complete
+    assert (result.step, result.stopped_by, result.exit_code) == (20, None, 0)
+    assert [line["step"] for line in bigtrain.read_metrics(result.directory)] == [5, 10, 15, 20]
+    assert result.loss == names["columns"]["loss"][-1]
+    assert result.held_out_loss == names["evaluations"][-1]["held_out_loss"]
+    assert names["weights"].keys() >= {"model.embed_tokens.weight", "model.norm.weight"}
+    print("page done")
+
+
+def trains(run_yaml: str, directory: str) -> None:
+    """Twice in one process, with ZeRO 0 and 3; the second time each is complete already."""
+    before = state()
+    for engine in ("zero0", "zero3"):
+        overrides = (f"output.directory={directory}/{engine}", "train.steps=4")
+        for _ in range(2):
+            result = bigtrain.train_run(run_yaml, *overrides, deepspeed_config=engine)
+            assert result.is_complete
+            after = state()
+            assert after == before, [key for key in before if before[key] != after[key]]
+        assert result.export == Path(directory, engine, "hf")
+    tree = yaml.safe_load(Path(run_yaml).read_text())
+    tree["output"]["directory"] = f"{directory}/stopped"
+    stopped(tree)
+    wrong(run_yaml)
+    print("trained")
+
+
+def stopped(tree: dict[str, Any]) -> None:
+    """SIGINT in the middle stops it, and the next call goes on."""
+    tree["train"]["steps"] = 400
+    tree["checkpoint"] = {"every_steps": None}
+    tree["evaluation"] = {"every_steps": None, "samples": 8}
+    log = Path(tree["output"]["directory"], "metrics.jsonl")
+
+    def interrupt() -> None:
+        while not (log.exists() and len(log.read_text().splitlines()) >= 3):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    result = bigtrain.train_run(tree)
+    thread.join()
+    assert result.stopped_by == "SIGINT"
+    assert 3 <= result.step < 400
+    assert result.exit_code == 75
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    weights = bigtrain.load_state_dict(result.directory)
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+
+
+def wrong(run_yaml: str) -> None:
+    """Errors are raised, not printed, and leave the process as it was."""
+    for error, arguments in (
+        (bigtrain.ConfigError, ("no.such=1",)),
+        (bigtrain.ConfigError, ("data.path=nowhere", "output.directory=never")),
+    ):
+        try:
+            bigtrain.train_run(run_yaml, *arguments)
+        except error:
+            continue
+        raise AssertionError(error)
+    assert not torch.distributed.is_initialized()
+    assert not Path("never").exists()
+
+
+def world(run_yaml: str, directory: str) -> None:
+    """One of the ranks of a launcher: every rank gets the same result."""
+    result = bigtrain.train_run(run_yaml, f"output.directory={directory}/world", "train.steps=4")
+    seen = {"step": result.step, "loss": result.loss, "held_out": result.held_out_loss}
+    Path(directory, f"result-{os.environ['RANK']}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    {"page": page, "trains": trains, "world": world}[sys.argv[1]](*sys.argv[2:])

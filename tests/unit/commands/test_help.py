@@ -1,0 +1,54 @@
+"""Help is complete: every command and argument says what it is, its default, and the exit codes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import pytest
+
+from bigtrain.cli import COMMANDS, build_parser
+from bigtrain.train import build_parser as train_parser
+
+NO_DEFAULT = (None, False, [], ())
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every command's parser by name, those of commands below a command and train.py's too."""
+    found = [("bigtrain", build_parser(*COMMANDS)), ("train.py", train_parser())]
+    while found:
+        name, parser = found.pop()
+        yield name, parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += [(f"{name} {word}", sub) for word, sub in action.choices.items()]
+
+
+PARSERS = dict(parsers())
+
+
+def test_every_command_is_looked_at() -> None:
+    assert {f"bigtrain {name}" for name in COMMANDS} < PARSERS.keys()
+    assert "bigtrain launch slurm" in PARSERS
+
+
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_a_command_says_what_it_does_and_how_it_exits(name: str) -> None:
+    parser = PARSERS[name]
+    assert parser.description
+    assert parser.description[0].isupper() or parser.description.startswith("bigtrain")
+    assert "Exit codes: 0" in (parser.epilog or ""), name
+
+
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_every_argument_says_what_it_is_and_its_default(name: str) -> None:
+    for action in PARSERS[name]._actions:
+        if action.help == argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction):
+            continue
+        where = "/".join(action.option_strings) or action.dest
+        assert action.help, f"{name} {where}"
+        text = action.help % {**vars(action), "prog": "bigtrain"}
+        assert not text.endswith("."), f"{name} {where}: {text}"
+        if action.default in NO_DEFAULT or action.default == argparse.SUPPRESS:
+            continue
+        assert "default" in text or str(action.default) in text, f"{name} {where}: {text}"

@@ -1,0 +1,126 @@
+"""`bigtrain init` writes a run YAML that `bigtrain check` accepts, from options or from answers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+import yaml
+
+from bigtrain.cli import main
+from bigtrain.settings.json_schema import SHIPPED
+from bigtrain.settings.loading import load_run_config
+from bigtrain.settings.run_config import RunConfig
+
+SMALL = ["--steps", "100", "--sequence-length", "256", "--global-batch-size", "8"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_is_written_is_planned_commented_and_accepted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "shards").mkdir()
+    (folder / "shards/manifest.json").write_text("{}")
+    given = ["--new-model", "quickstart", "--data", "shards", "--devices", "2xCPU"]
+    assert main(["init", *given, *SMALL, "--run-directory", "runs/one"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[0] == "wrote run.yaml; next:"
+    assert "bigtrain check --config run.yaml --world-size 2\n" in said
+    assert "deepspeed --num_accelerators 2 " in said
+    assert "tokenize" not in said
+    assert main(["check", "--config", "run.yaml", "--world-size", "2"]) == 0
+    text = Path("run.yaml").read_text()
+    assert text.startswith(f"# yaml-language-server: $schema={SHIPPED}\n")
+    assert "predicted, not measured: " in text
+    run = load_run_config("run.yaml")
+    assert (run.train.steps, run.output.directory, run.data.path) == (100, "runs/one", "shards")
+    assert (run.checkpoint.every_steps, run.schedule.warmup_steps) == (10, 3)
+    # Comments are the settings' own words, so they cannot drift.
+    words = " ".join(line.strip(" #") for line in text.splitlines())
+    for section, key in (("batch", "sequence_length"), ("optimizer", "lr"), ("train", "steps")):
+        field = RunConfig.model_fields[section].annotation.model_fields[key]
+        assert field.description in words
+
+
+def test_text_is_tokenized_first(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model", "some/model", "--data", "chats.jsonl", "--chat", "--adapters"]
+    assert main(["init", *given, "--lr", "1e-4", "--output", "new/tuned.yaml"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == (
+        "bigtrain tokenize --input chats.jsonl --tokenizer some/model --held-out 0.02 "
+        "--output shards/"
+    )
+    assert lines[3].startswith("python ")
+    tree = yaml.safe_load(Path("new/tuned.yaml").read_text())
+    assert tree["data"] == {"path": "shards/", "packing": "best_fit"}
+    assert tree["adapters"]["targets"] == "all-linear"
+    assert load_run_config("new/tuned.yaml").optimizer.lr == 1e-4
+
+
+def test_a_file_that_exists_is_replaced_by_force_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "run.yaml"
+    path.write_text("mine")
+    given = ["init", "--new-model", "quickstart", "--data", "texts/"]
+    assert main(given) == 2
+    assert "run.yaml'" in (said := capsys.readouterr().err)
+    assert "-> another --output, or --force to replace it" in said
+    assert path.read_text() == "mine"
+    assert main([*given, "--force"]) == 0
+    assert load_run_config(str(path)).data.path == "shards/"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "--model or --new-model and --data: is needed where nothing can be asked"),
+        (["--model", "m"], "--data: is needed"),
+        (["--new-model", "quickstart", "--data", "d", "--adapters"], "--adapters: are trained"),
+        (["--new-model", "quickstart", "--data", "d", "--devices", "2xAbacus"], "Abacus"),
+        (
+            ["--model", "no/such", "--data", "d", "--devices", "2xCPU"],
+            "--devices = '2xCPU': cannot",
+        ),
+        (["--new-model", "./nowhere", "--data", "d"], "no such directory"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_one_error_and_no_file(
+    folder: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    assert main(["init", *given]) == 2
+    assert said in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
+def test_a_person_is_asked_at_a_terminal(folder: Path) -> None:
+    command = f"{sys.executable} -m bigtrain.cli init"
+    with pexpect.spawn(command, cwd=str(folder), encoding="utf-8", timeout=60) as terminal:
+        for question, answer in (
+            ("trained weights", "perhaps"),
+            ("yes or no, please", "no"),
+            ("Configuration .*quickstart", ""),
+            ("Data", ""),
+            ("Data", "texts/"),
+            ("conversations", ""),
+            ("Devices", ""),
+            ("Optimizer steps", "many"),
+            ("whole number", "50"),
+            ("Tokens per sample", "256"),
+            ("Samples per step", "8"),
+        ):
+            terminal.expect(question)
+            terminal.sendline(answer)
+        terminal.expect("wrote run.yaml; next:")
+        terminal.expect(pexpect.EOF)
+    assert terminal.exitstatus == 0
+    run = load_run_config(str(folder / "run.yaml"))
+    assert (run.train.steps, run.batch.global_batch_size) == (50, 8)
+    assert run.model.config["model_type"] == "llama"
