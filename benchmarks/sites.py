@@ -4,7 +4,7 @@ python benchmarks/sites.py [--inner-steps 1 10 50 200] [--sites 2 4] [--codecs f
 Held-out loss of a small Llama on the quickstart's text (`make quickstart` makes it) after the same
 tokens: trained synchronously, and by so many sites with an outer step every so many steps. Sites
 are copies in one process, in turn; what they exchange goes through the run's own code, `Exchange`
-and `outer_update`, between threads over gloo. Nesterov with the run's default rate and momentum.
+and `outer_update`, between threads over gloo.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Copies:
             for m in self.models
         ]
         flat = self.flat(0)
-        self.weights, self.momentum = flat.clone(), torch.zeros_like(flat)
+        self.weights = flat.clone()
+        self.momentum = torch.zeros_like(flat) if sites.outer.has_momentum else None
         self.codec = CODECS[sites.codec]
         self.errors = [
             torch.zeros_like(flat) if self.codec.keeps_error else None for _ in self.models
@@ -194,6 +195,8 @@ def main() -> int:
     parser.add_argument("--inner-steps", type=int, nargs="*", default=[1, 10, 50, 200])
     parser.add_argument("--sites", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--codecs", nargs="*", default=["float32", "int8", "int4"])
+    parser.add_argument("--outer", default="nesterov", help="sites.outer.type")
+    parser.add_argument("--outer-lr", type=float, help="sites.outer.lr (default: the run's)")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--length", type=int, default=64, help="tokens of a sample")
     parser.add_argument("--samples", type=int, default=8, help="of a step, of all sites")
@@ -222,7 +225,8 @@ def main() -> int:
     for count in args.sites:
         for inner in args.inner_steps:
             for codec in args.codecs:
-                sites = {"count": count, "inner_steps": inner, "codec": codec}
+                sites: dict[str, Any] = {"count": count, "inner_steps": inner, "codec": codec}
+                sites["outer"] = {"type": args.outer, "lr": args.outer_lr}
                 loss = final_loss(model, config, sites, data)
                 found[f"{count} {inner} {codec}"] = loss
                 sent = sent_bytes(num_elements, count, codec) / inner

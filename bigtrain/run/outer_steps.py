@@ -66,7 +66,8 @@ class OuterSteps:
             self._step = OuterStep(engine, meeting)
         elif meeting is not None:
             assert sites is not None
-            self._step = ServerStep(engine, sites, session.world, meeting)
+            allowed = session.run.config.checkpoint.allow_changes
+            self._step = ServerStep(engine, sites, session.world, meeting, allowed)
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin at `state`, which the engine holds; returns where the run goes on, later where

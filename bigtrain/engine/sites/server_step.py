@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,19 +61,25 @@ class ServerStep:
 
     A site that cannot reach the server, or has come too late for an outer step, goes on alone, and
     takes the weights of the server's newest step when it is back: its own change is lost then.
-    notes: what happened and is to be shown. step: where the run stands after it was away; None
-    where it has not moved.
+    facts: what all sites must have alike; allowed: which of them this one may change
+    (``checkpoint.allow_changes``). notes: what happened and is to be shown. step: where the run
+    stands after it was away; None where it has not moved.
     """
 
     def __init__(
-        self, engine: TrainEngine, sites: SitesSection, world: World, facts: Mapping[str, Any]
+        self,
+        engine: TrainEngine,
+        sites: SitesSection,
+        world: World,
+        facts: Mapping[str, Any],
+        allowed: Sequence[str] = (),
     ) -> None:
         assert sites.server is not None
         assert sites.token_file is not None
         self.sites = sites
         self._engine = engine
         self._world = world
-        self._facts = facts
+        self._facts, self._allowed = facts, allowed
         token = on_all_ranks(lambda: read_token(Path(sites.token_file or "")))
         certificate = None if sites.certificate_file is None else Path(sites.certificate_file)
         self._client = ServerClient(sites.server, token, certificate)
@@ -181,6 +187,7 @@ class ServerStep:
         sites = self.sites.model_dump(mode="json")
         header = {
             "facts": dict(self._facts),
+            "allowed": list(self._allowed),
             "sites": {key: sites[key] for key in _MATHEMATICS},
             "parameters": sorted(self._shapes.items()),
         }

@@ -32,7 +32,7 @@ class GlobalWeights:
         self, shapes: Mapping[str, tuple[int, ...]], sites: SitesSection, *, absolute: bool
     ) -> None:
         self.shapes = dict(shapes)
-        self._sites = sites
+        self.sites = sites
         codec = CODECS[sites.codec]
         self._codec = codec
         self.is_relative = codec.is_relative or not absolute
@@ -113,7 +113,7 @@ class GlobalWeights:
             value = mean[begin:end]
             target = (weights.double() + share * value if self.is_relative else value).float()
             momentum = None if self._momentum is None else self._momentum[begin:end]
-            outer_update(weights, momentum, target, self._sites)
+            outer_update(weights, momentum, target, self.sites)
             if self._codec.is_relative:
                 # What sites can be told becomes the weights; the rest is kept for later.
                 change = weights - before

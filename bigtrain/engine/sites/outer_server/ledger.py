@@ -77,6 +77,7 @@ class Ledger:
                 self._storage.write_run(request)
                 self._open(request)
             assert self._weights is not None
+            self._follow_changes(request)
             _refuse_differences(self._facts, _facts_of(request))
             if not self._weights.is_ready and self._uploader in (None, site):
                 self._uploader = site
@@ -231,13 +232,33 @@ class Ledger:
 
     def _open(self, run: Mapping[str, Any]) -> GlobalWeights:
         self._facts = _facts_of(run)
-        section = SitesSection.model_validate(
-            {**run["sites"], "server": "http://localhost:1", "token_file": "none"}
-        )
         shapes = {str(name): tuple(map(int, shape)) for name, shape in run["parameters"]}
-        weights = GlobalWeights(shapes, section, absolute=not self.rules.is_asynchronous)
+        weights = GlobalWeights(shapes, _section(run), absolute=not self.rules.is_asynchronous)
         self._weights = weights
         return weights
+
+    def _follow_changes(self, request: Header) -> None:
+        """Take what a site's ``checkpoint.allow_changes`` names from it, as its checkpoints do: the
+        sites after it must agree with that."""
+        run = self._storage.read_run()
+        if run is None or self._weights is None:
+            return
+        changed = [
+            key
+            for key in {*run["facts"], *request["facts"]}
+            if run["facts"].get(key) != request["facts"].get(key)
+            and any(f"{key}.".startswith(f"{entry}.") for entry in request.get("allowed", ()))
+        ]
+        if not changed:
+            return
+        for key in changed:
+            self._say(f"{key}: {_shown(request['facts'].get(key))} from now on")
+            run["facts"][key] = request["facts"].get(key)
+        if "sites.count" in changed:  # which the outer rate may depend on
+            run["sites"]["count"] = request["sites"]["count"]
+        self._storage.write_run(run)
+        self._facts = _facts_of(run)
+        self._weights.sites = _section(run)
 
     def _restore_deliveries(self) -> None:
         number = self._require().number
@@ -298,6 +319,12 @@ def staleness_weight(staleness: int) -> float:
     ``(1 + s)^-0.5``: the polynomial weight of FedAsync (Xie et al. 2019, arXiv 1903.03934).
     """
     return float((1 + staleness) ** -0.5)
+
+
+def _section(run: Mapping[str, Any]) -> SitesSection:
+    """How outer steps are made, as a section, which names a server."""
+    own = {"server": "http://localhost:1", "token_file": "none"}
+    return SitesSection.model_validate({**run["sites"], **own})
 
 
 def _facts_of(run: Mapping[str, Any]) -> dict[str, Any]:

@@ -323,6 +323,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     other.request["facts"] = {"data": "y"}
     with pytest.raises(RefusedError, match="data: 'x' there, 'y' here"):
         other.join({})
+    other.request["allowed"] = ["data"]  # as checkpoints are read with other settings
+    other.join({})
+    with pytest.raises(RefusedError, match="data: 'y' there, 'x' here"):
+        site.join({})
     attempt = site.send(changed(site.weights, 1))
     with pytest.raises(RefusedError, match="1 of 3 messages are here"):
         ledger.deliver(0, {**site.delivery(attempt), "num_messages": 3})
@@ -338,6 +342,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"attempt '\.\./\.\./x'"):
         ledger.contribute(0, header, memoryview(b""), b"")
     partial = Site(ledger, 1, "int8", halves=True)
+    partial.request["facts"] = {"data": "y"}
     partial.join({})
     partial.boxes.pop()
     with pytest.raises(RefusedError, match=r"of 359 elements are here"):
