@@ -83,5 +83,7 @@ def _called(value: Any) -> Hashable:
         return tuple(_called(item) for item in value)
     if isinstance(value, dict):
         return tuple((key, _called(item)) for key, item in value.items())
-    called: Hashable = value if _is_plain(value) else type(value)
-    return called
+    if _is_plain(value):
+        plain: Hashable = value
+        return plain
+    return "of type", f"{type(value)}"
