@@ -41,6 +41,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "lion": {"type": "lion"},
     "adafactor": {"type": "adafactor"},
 }
+# Small buckets, or they would be most of what a step allocates.
+ZERO2 = {"stage": 2, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
 DEEPSPEED_MUON = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 1.0,
@@ -48,7 +50,7 @@ DEEPSPEED_MUON = {
         "type": "Muon",
         "params": {"lr": 1e-4, "momentum": 0.95, "weight_decay": 0.1, "ns_method": "standard"},
     },
-    "zero_optimization": {"stage": 2, "reduce_bucket_size": 50_000_000},
+    "zero_optimization": ZERO2,
     "steps_per_print": 1_000_000_000,
 }
 TIMES = ("seconds", "cpu_seconds")
@@ -78,6 +80,8 @@ def model_of(hidden_size: int, directory: Path) -> Path:
 def cases_of(hidden_size: int, directory: Path) -> list[dict[str, Any]]:
     """What takes turns at one size of matrices."""
     model = model_of(hidden_size, directory / f"model-{hidden_size}")
+    engine = directory / "zero2.json"
+    engine.write_text(json.dumps({"zero_optimization": ZERO2}))
     cases = []
     for name, section in SECTIONS.items():
         config = {
@@ -89,7 +93,7 @@ def cases_of(hidden_size: int, directory: Path) -> list[dict[str, Any]]:
             "precision": {"dtype": "float32"},
             "output": {"directory": "unused"},
         }
-        cases.append({"key": name, "config": config, "engine": "zero2"})
+        cases.append({"key": name, "config": config, "engine": str(engine)})
     cases.append({**cases[0], "key": "DeepSpeed's muon", "deepspeed": DEEPSPEED_MUON})
     return cases
 
@@ -129,6 +133,7 @@ def final_loss(optimizer: str, rate: float, args: argparse.Namespace, directory:
         "bigtrain/train.py",
         *("--config", "quickstart", "--deepspeed_config", "zero0"),
         f"data.path={Path(args.data).resolve()}",
+        f"model.config.vocab_size={args.vocabulary}",
         f"optimizer.type={optimizer}",
         f"optimizer.lr={rate}",
         f"train.steps={args.steps}",
@@ -174,6 +179,7 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--more", type=int, default=3, help="rates beyond those, at most")
     parser.add_argument("--data", default="runs/quickstart/shards", help="make quickstart's")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of the model's")
     parser.add_argument("--output", help="a file for all figures, as JSON")
     args = parser.parse_args()
     disable_progress_bar()

@@ -8,12 +8,11 @@ A subcommand is a module in `bigtrain/commands/` with ``add_arguments(parser)`` 
 from __future__ import annotations
 
 import gc
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from bigtrain.commands.registry import COMMANDS, build_parser
+from bigtrain.commands.registry import COMMANDS, build_parser, command_module
 from bigtrain.errors import BigtrainError
 from bigtrain.system.processes import exit_process
 
@@ -27,8 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in arguments if word in COMMANDS), None)
     args = build_parser(command).parse_args(arguments)
     try:
-        module = importlib.import_module(f"bigtrain.commands.{args.command}")
-        return int(module.run(args))
+        return int(command_module(args.command).run(args))
     except BigtrainError as error:
         print(f"bigtrain {args.command}: {error}", file=sys.stderr)
         return error.exit_code

@@ -25,7 +25,9 @@ COMMANDS = {
     "why it is kept",
     "verify": "read token shards or a run's checkpoints again and compare every checksum",
     "report": "write a run as one page: curves, events, settings; or serve it while it goes on",
+    "outer-server": "hold the global weights of sites that can only open connections outwards",
     "doctor": "look at every host before a run is started on it",
+    "fetch": "copy a run, a model or a dataset from an address (s3://, ...) to a directory",
     "export": "write a run's weights as a verified Hugging Face directory",
     "grow": "give a Hugging Face model rows for the tokens that were added to its tokenizer",
     "generate": "continue a prompt with a Hugging Face directory, or talk to it",
@@ -77,9 +79,14 @@ def build_parser(*loaded: str | None) -> CommandParser:
         )
         parser.commands[name] = subparser
         if name in loaded:
-            importlib.import_module(f"bigtrain.commands.{name}").add_arguments(subparser)
+            command_module(name).add_arguments(subparser)
             parser.takes_settings = subparser.format_usage().rstrip().endswith(SETTINGS)
     return parser
+
+
+def command_module(command: str) -> Any:
+    """The module of a command: its name, with underscores."""
+    return importlib.import_module(f"bigtrain.commands.{command.replace('-', '_')}")
 
 
 def _sentence(summary: str) -> str:

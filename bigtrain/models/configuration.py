@@ -22,6 +22,7 @@ from transformers.utils import cached_file
 
 from bigtrain.errors import ModelError, first_line
 from bigtrain.settings.run_config import ModelSection
+from bigtrain.system.storage.copies import at_hand
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -41,7 +42,9 @@ def load_hf_config(section: ModelSection) -> PreTrainedConfig:
     key = "model.path" if section.path is not None else "model.config"
     try:
         # Explicit, or transformers asks at the terminal whether to run a model's own code.
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            at_hand(source, weights=False), trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise ModelError(f"{key} = {source!r}: {_why_not_found(source, error)}") from error
     if hasattr(config, "auto_map") and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -69,7 +72,7 @@ def save_configuration(section: ModelSection, hf_config: PreTrainedConfig, direc
         return
     # None also if the hub cannot be reached: settings that were written before then stay.
     found = cached_file(
-        source,
+        at_hand(source, weights=False),
         GENERATION_CONFIG,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from bigtrain.errors import ModelError
 from bigtrain.models.export.chat_ending import end_of_turn_ids
 from bigtrain.models.weights.import_hf import refuse_pickles
+from bigtrain.system.storage.copies import at_hand
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class _Written(TextStreamer):  # type: ignore[misc]
 
 def _load_network(model: str) -> Any:
     try:
-        refuse_pickles(model)
+        refuse_pickles(at_hand(model))
     except ValueError as error:
         raise ModelError(f"--model = {model!r}: {error}") from error
     return _load(AutoModelForCausalLM, model, dtype="auto", use_safetensors=True)
@@ -126,7 +127,7 @@ def _load_network(model: str) -> Any:
 def _load(factory: Any, model: str, **options: Any) -> Any:
     disable_progress_bar()
     try:
-        return factory.from_pretrained(model, trust_remote_code=False, **options)
+        return factory.from_pretrained(at_hand(model), trust_remote_code=False, **options)
     except (OSError, ValueError, SafetensorError) as error:
         what = " ".join(str(error).split()) if Path(model).is_dir() else _not_found(model)
         raise ModelError(f"--model = {model!r}: cannot be loaded: {what}") from error

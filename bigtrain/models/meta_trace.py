@@ -4,6 +4,8 @@ The full model is built and run forward without memory: a dispatch mode sees eve
 saved-tensor hooks see what autograd keeps. Hooks on the decoder layers attribute operations to
 layers; the model's own plan says what tensor parallelism would divide: everything between a
 column-parallel module and the next row-parallel one. Layers with the same costs are one kind.
+A layer that is built as one before it, and is called with tensors of the same shapes, is not run
+again: its costs are those of the first, whose outputs it returns.
 Attention is replaced by one that saves what fused kernels save (queries, keys, values, output,
 log-sum-exp), since on the meta device sdpa takes the path that saves the scores.
 """
@@ -33,6 +35,7 @@ from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
 from bigtrain.models.layers.decoder_layers import listed_layers
 from bigtrain.models.layers.document_masks import documents_known
+from bigtrain.models.layers.repeated_layers import run_once
 from bigtrain.models.parallel.tensor import tensor_plan
 from bigtrain.models.torch_patches import OperatorMode, storage_of
 from bigtrain.models.transformers_patches import modules_of_experts
@@ -275,8 +278,13 @@ def _watched(model: PreTrainedModel, layers: list[nn.Module], tracer: _Tracer) -
         handles.append(layer.register_forward_pre_hook(begin(index)))
         handles.append(layer.register_forward_hook(end))
     handles += list(_cut_hooks(model, tracer))
+
+    def same(index: int, first: int) -> None:
+        tracer.layers[index] = tracer.layers[first]
+
     try:
-        yield
+        with run_once(layers, same):
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -113,7 +113,11 @@ def _key(config: RunConfig, values: Mapping[str, Any], *more: Section) -> str | 
                 config.precision.dtype,
                 builds("torch", "transformers"),
                 # What is traced, and the shape it is kept in.
-                source_of(str(Path(__file__).with_name("meta_trace.py")), str(formats.__file__)),
+                source_of(
+                    str(Path(__file__).with_name("meta_trace.py")),
+                    str(Path(__file__).parent / "layers" / "repeated_layers.py"),
+                    str(formats.__file__),
+                ),
                 *(section.model_dump_json() for section in more),
             ]
         )

@@ -138,7 +138,7 @@ def attention_classes(model: PreTrainedModel) -> tuple[type, ...]:
     """
     declared: Any = getattr(model.base_model, "_can_record_outputs", None) or {}
     found = declared.get("attentions", ())
-    recorded = found if isinstance(found, list | tuple) else [found]
+    recorded: list[Any] = list(found) if isinstance(found, list | tuple) else [found]
     return tuple(getattr(item, "target_class", item) for item in recorded)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigtrain.errors import LaunchError
@@ -61,13 +61,14 @@ class RunPrediction:
         return [line]
 
     def write(self, directory: Path) -> None:
-        """Write ``prediction.json``: seconds by term, GiB by term. Raises OSError."""
+        """Write ``prediction.json``: seconds by term, GiB by term; of a CPU no peak, as `beside`.
+        Raises OSError."""
         terms = {name: size / GIB for name, size in self.memory.terms().items() if size}
         tree = {
             "device": self.device,
             "step_seconds": None if self.time is None else self.time.total,
             "tokens_per_second": self.tokens_per_second,
-            "peak_memory_gib": self.memory.allocated / GIB,
+            "peak_memory_gib": None if self.is_cpu else self.memory.allocated / GIB,
             "terms": {} if self.time is None else self.time.terms(),
             "memory_terms": terms,
         }
@@ -80,17 +81,21 @@ def predict_run(
     loss_chunk_tokens: int | None,
     device: Device | None,
     measured: MeasuredEngine | None = None,
+    *,
+    is_cpu: bool = False,
 ) -> RunPrediction:
     """Predict memory and, if `device` is known, time of `run` with `model`. `measured`: the engine
-    on the CPUs that `device` was calibrated on."""
+    on the CPUs that `device` was calibrated on; `is_cpu`: the run is on CPUs, known or not."""
     layout = layout_of(run, loss_chunk_tokens)
     engine = engine_named("deepspeed")
+    is_cpu = is_cpu or (device is not None and device.is_cpu)
     if measured is not None:
         engine = engine.with_measured(measured)
+    elif is_cpu:
+        engine = replace(engine, context_bytes=0.0)
     memory = peak_memory(model, layout, engine)
     time = None if device is None else step_time(model, layout, device, engine)
     name = None if device is None else device.name
-    is_cpu = device is not None and device.is_cpu
     return RunPrediction(memory, time, name, run.plan.tokens_per_step, is_cpu)
 
 

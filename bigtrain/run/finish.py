@@ -13,6 +13,7 @@ from bigtrain.run.health.stopping import leave_marker
 from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.reporting.metrics_lines import last_lines
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
+from bigtrain.run.reporting.run_copies import STOPPED_WAIT_SECONDS
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 from bigtrain.system.files import writing
@@ -48,6 +49,8 @@ def closing_result(
 def stop_early(session: Session, engine: TrainEngine, state: TrainState, received: Signals) -> None:
     """End a run that a signal stopped, after `state` was saved. Collective."""
     engine.close()
+    for note in session.copies.wait(STOPPED_WAIT_SECONDS) if session.copies else ():
+        session.say(note)
     if session.world.is_main:
         session.check_run_token()
         with writing(session.directory, OUTPUT_REMEDY):
@@ -113,6 +116,11 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
             export_run(session.directory, output, step=state.step, replace=True)
             record.write_text(json.dumps({"step": state.step}) + "\n")
             summary.append(f"exported to {output}, reloaded and compared: same logits")
+            if session.copies is not None:
+                summary += session.copies.wait(session.run.config.output.copy_wait_seconds)
+                session.copies.add(output)
+        if session.copies is not None:
+            summary += session.copies.wait(session.run.config.output.copy_wait_seconds)
         return summary
 
     # All is saved, and the export appears complete or not at all: a signal may end this at once.

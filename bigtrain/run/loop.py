@@ -104,6 +104,9 @@ def train(
                     state, figures = evaluator.run(state, last=last)
                 last = is_over(config, state)
             if last or received or _due(state.step, config.checkpoint.every_steps):
+                beat.at("settling the exchange with the other sites", slow=True)
+                with clock.paused("outer_step"):
+                    outer.settle(state)
                 with clock.paused("save"):
                     _save(session, saver, state, figures)
             saver.report()

@@ -35,6 +35,7 @@ from bigtrain.run.reporting.library_log import deepspeed_log
 from bigtrain.run.reporting.metrics import MetricsWriter
 from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
+from bigtrain.run.reporting.run_copies import RunCopies
 from bigtrain.run.reporting.starts import note_start
 from bigtrain.run.run_directory import write_run_directory
 from bigtrain.run.state import TrainState
@@ -52,6 +53,7 @@ class Session:
     hosts: of every rank. long_work: for work that may take one rank long. run_token: the main
     rank's, from `bigtrain.run.checkpointing.resume.acquire_run_directory` on. base_model: checksums
     of the pretrained weight files that this launch has read. memory: peaks of this rank's device.
+    copies: the main rank's, where checkpoints are copied to an address.
     """
 
     run: ResolvedRun
@@ -68,6 +70,7 @@ class Session:
     base_model: Sums | None = field(default=None)
     generation: int | None = field(default=None)
     prediction: RunPrediction | None = field(default=None)
+    copies: RunCopies | None = field(default=None)
     memory: PhaseMemory = field(init=False)
     _flops_per_token: int | None = field(default=None)
     _said_early: list[str] = field(default_factory=list)
@@ -139,6 +142,11 @@ class Session:
             resume_step=state.step,
             resume_samples=state.samples,
         )
+        if config.output.copy_to is not None:
+            self.copies = RunCopies(self.directory, config.output.copy_to)
+            # What the launch before may not have finished copying.
+            for path in sorted((self.directory / "checkpoints").glob("step-????????"))[-1:]:
+                self.copies.add(path)
         while self._said_early:
             self.metrics.info(self._said_early.pop(0))
         while self._noted_early:

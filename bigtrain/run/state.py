@@ -60,7 +60,8 @@ class TrainState:
     a run rolls back to an earlier step (`bigtrain.run.diagnostics.step_guard`).
 
     `phases`: of the data, `bigtrain.data.samples.phases`; one for each change of it, oldest first.
-    `outer_steps`: outer steps done with other sites. `best`: evaluation.
+    `outer_steps`: outer steps done with other sites. `best`: evaluation. `outer_sent`: the fragment
+    that the last outer step has not yet brought to the masters, and the step it was sent after.
     """
 
     step: int = 0
@@ -70,6 +71,7 @@ class TrainState:
     guard: GuardState = GuardState()
     outer_steps: int = 0
     best: BestSoFar = BestSoFar()
+    outer_sent: tuple[int, int] | None = None
 
     def after_step(self, plan: BatchPlan) -> TrainState:
         """The state one optimizer step later."""

@@ -76,12 +76,15 @@ def train_inputs(
             engine.close()
             return closing_result(session, None)
         state, batches, evaluator = begun
-        outer.begin(state)
+        resumed, state = state, outer.begin(state)
         session.begin_writing(state)
         with Saver(session, engine, inputs.data_hash) as saver:
+            if resumed.step < state.step >= run.config.train.steps:
+                saver.save(state, {})  # other sites have trained to the end without this one
             state, received = train(session, engine, batches, evaluator, state, saver, outer)
         batches.close()
         if received is not None:
+            outer.stop()
             stop_early(session, engine, state, received)
             return closing_result(session, state.step, received)
         outer.close()

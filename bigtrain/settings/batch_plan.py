@@ -3,7 +3,9 @@ Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd, lcm
 
 from bigtrain.errors import Problem
 from bigtrain.settings.compatibility.facts import largest_divisor
@@ -14,10 +16,12 @@ from bigtrain.settings.run_config import BatchSection
 class BatchPlan:
     """How one optimizer step's samples are divided.
 
-    Sample ``global_batch_size * step + (micro_step * num_readers + reader) * micro_batch_size + j``
-    is row ``j`` of the micro-batch, so the samples of a step never depend on the division.
+    Sample ``global_batch_size * step + site_begin + (micro_step * data_size + data_rank) *
+    micro_batch_size + j`` is row ``j`` of the micro-batch, so the samples of a step never depend on
+    the division: each site reads a block of them, however it divides it.
 
-    `global_batch_size` is of all sites together, `data_size` and `accumulation` are this site's.
+    `global_batch_size` is of all sites together; `data_size`, `accumulation`, `site_batch_size` and
+    `site_begin` (the samples of a step that it reads, and the first of them) are this site's.
     """
 
     global_batch_size: int
@@ -27,20 +31,17 @@ class BatchPlan:
     sequence_length: int
     num_sites: int = 1
     site: int = 0
-
-    @property
-    def num_readers(self) -> int:
-        """Data-parallel ranks of all sites, among which the samples of a step are divided."""
-        return self.num_sites * self.data_size
+    site_begin: int = 0
 
     def reader(self, data_rank: int) -> int:
-        """The index, among all sites' readers, of this site's rank `data_rank`."""
+        """The index of this site's rank `data_rank` among those of all sites, where they have as
+        many; for seeds."""
         return self.site * self.data_size + data_rank
 
     @property
     def site_batch_size(self) -> int:
         """Samples of a step that this site reads."""
-        return self.global_batch_size // self.num_sites
+        return self.accumulation * self.data_size * self.micro_batch_size
 
     @property
     def site_tokens_per_step(self) -> int:
@@ -63,9 +64,18 @@ class BatchPlan:
 
 
 def plan_batch(
-    batch: BatchSection, data_size: int, num_sites: int = 1, site: int = 0
+    batch: BatchSection,
+    data_size: int,
+    num_sites: int = 1,
+    site: int = 0,
+    shares: Sequence[int] = (),
 ) -> tuple[BatchPlan | None, list[Problem]]:
-    """Derive accumulation from the global batch, or say which batch would divide."""
+    """Derive accumulation from the global batch, or say which batch would divide.
+
+    shares: of the samples of a step, by site; equal ones if empty.
+    """
+    if len(set(shares)) > 1:
+        return _plan_shares(batch, data_size, site, shares)
     samples = batch.samples_per_step
     num_readers = num_sites * data_size
     per_pass = batch.micro_batch_size * num_readers
@@ -101,5 +111,30 @@ def plan_batch(
         batch.sequence_length,
         num_sites,
         site,
+        site * (samples // num_sites),
     )
     return plan, []
+
+
+def _plan_shares(
+    batch: BatchSection, data_size: int, site: int, shares: Sequence[int]
+) -> tuple[BatchPlan | None, list[Problem]]:
+    """As `plan_batch`, of sites that read unequal numbers of samples."""
+    samples, micro = batch.samples_per_step, batch.micro_batch_size
+    per_share = lcm(*(micro * data_size // gcd(micro * data_size, n) for n in shares))
+    unit = sum(shares) * per_share
+    if samples % unit:
+        below = samples // unit * unit
+        rule = (
+            f"is divided among sites in shares of {' : '.join(map(str, shares))}, each a multiple "
+            f"of batch.micro_batch_size x data-parallel size = {micro} x {data_size}, which gives "
+            f"multiples of {unit}"
+        )
+        nearest = f"nearest: {below} or {below + unit}" if below else f"nearest: {unit}"
+        return None, [Problem("batch.global_batch_size", samples, rule, nearest)]
+    each = samples // sum(shares)
+    own = each * shares[site]
+    accumulation = own // (micro * data_size)
+    begin = each * sum(shares[:site])
+    length, count = batch.sequence_length, len(shares)
+    return BatchPlan(samples, micro, data_size, accumulation, length, count, site, begin), []

@@ -24,6 +24,7 @@ from typing import Any
 from bigtrain.errors import Problem
 from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.shipped_files import published_configuration
+from bigtrain.system.storage.addresses import is_address
 
 _JSON_TYPES: dict[str, type] = {
     "boolean": bool,
@@ -123,8 +124,10 @@ def missing_model(section: ModelSection) -> list[Problem]:
     key = "model.path" if section.path is not None else "model.config"
     source = section.path if section.path is not None else section.config
     # What can only be a path: a hub name is NAME or OWNER/NAME.
-    if not isinstance(source, str) or not (
-        source.startswith((".", "/", "~")) or source.count("/") > 1
+    if (
+        not isinstance(source, str)
+        or is_address(source)
+        or not (source.startswith((".", "/", "~")) or source.count("/") > 1)
     ):
         return []
     there = Path(source).exists()

@@ -19,6 +19,7 @@ from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.field_names import field_known_as, why_no_field
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import recipes
+from bigtrain.system.storage.addresses import without_secrets
 
 
 class _Loader(yaml.SafeLoader):
@@ -174,13 +175,16 @@ def parse_run_config(
 def _problem_of(detail: Any) -> Problem:
     location = _location(detail["loc"])
     key = ".".join(location) or "run"
+    given = detail["input"]
+    if isinstance(given, str):  # an address is shown without its password
+        given = without_secrets(given)
     if detail["type"] == "extra_forbidden":
         remedy = f"{_suggestion(location)}known here: {', '.join(_fields_at(location[:-1]))}"
-        return Problem(key, detail["input"], "unknown key", remedy)
+        return Problem(key, given, "unknown key", remedy)
     if detail["type"] == "missing":
         return Problem(key, None, "is required", f"add {key} to the file or as {key}=VALUE")
     rule = str(detail["msg"]).removeprefix("Value error, ")
-    value = None if isinstance(detail["input"], (dict, BaseModel)) else detail["input"]
+    value = None if isinstance(given, (dict, BaseModel)) else given
     remedy = ""
     if rule.startswith("Input should be '"):  # one of these
         remedy = _meant_value(value, re.findall(r"'([^']*)'", rule))

@@ -74,8 +74,10 @@ def resolve_run(
     if topology is not None:
         if accelerate is not None:
             config = accelerate.fill_micro_batch(config, topology.data_size)
-        sites = () if config.sites is None else (config.sites.count, config.sites.index)
-        plan, of_batch = plan_batch(config.batch, topology.data_size, *sites)
+        of_sites: tuple[Any, ...] = ()
+        if config.sites is not None:
+            of_sites = config.sites.count, config.sites.index, config.sites.shares or ()
+        plan, of_batch = plan_batch(config.batch, topology.data_size, *of_sites)
         problems.extend(of_batch)
     name, raw, source, of_file = _choose(config, deepspeed_config, accelerate)
     problems.extend(of_file)
@@ -178,6 +180,7 @@ def facts_of(
         and bool(model.num_experts),
         saved_modules=() if config.adapters is None else config.adapters.modules_to_save,
         num_sites=0 if config.sites is None else config.sites.count,
+        site_fragments=1 if config.sites is None else config.sites.fragments,
         stops_early=config.evaluation.early_stopping is not None,
         accelerate=source == SOURCE,
         loss=config.model.loss,

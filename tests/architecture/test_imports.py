@@ -158,7 +158,7 @@ print(json.dumps([[key, repr(after[key])] for key in before if before[key] != af
 def test_every_command_has_a_module_and_help(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = importlib.import_module(f"bigtrain.commands.{command}")
+    module = importlib.import_module(f"bigtrain.commands.{command.replace('-', '_')}")
     assert callable(module.run)
     with pytest.raises(SystemExit) as exit_info:
         main([command, "--help"])
@@ -182,4 +182,4 @@ def test_every_module_that_runs_is_a_command() -> None:
         for path in (PACKAGE / "commands").glob("*.py")
         if any(isinstance(n, ast.FunctionDef) and n.name == "run" for n in parse(path).body)
     }
-    assert runnable == set(COMMANDS)
+    assert runnable == {command.replace("-", "_") for command in COMMANDS}

@@ -18,7 +18,7 @@ from tests.support.worlds import ROOT
 
 PAGE = (ROOT / "docs/howto/sites.md").read_text(encoding="utf-8")
 TEXT = " ".join(PAGE.split())
-LINES = [line for line in PAGE.splitlines() if line.startswith("bigtrain ")]
+LINES = [line for line in PAGE.splitlines() if line.startswith("bigtrain check ")]
 PARAMETERS = 1_000_000_000
 
 
@@ -46,9 +46,11 @@ def test_bytes_of_the_table() -> None:
     assert float(rows["ZeRO 3 over both sites"]) == 3 * weights
     assert float(rows["ZeRO++ over both sites (`zeropp`)"]) == 0.75 * weights
     assert float(rows["data parallelism between them, gradients in bfloat16"]) == weights
-    for codec, steps in (("float32", 100), ("bfloat16", 100), ("bfloat16", 500)):
+    for codec, steps in (("float32", 100), ("bfloat16", 100), ("bfloat16", 500), ("int8", 500)):
         found = sent_bytes(PARAMETERS, 2, codec) / steps / 1e9
-        assert float(rows[f"sites, {codec}, {steps} inner steps"]) == found
+        assert float(rows[f"sites, {codec}, {steps} inner steps"]) == round(found, 4)
+    found = sent_bytes(PARAMETERS, 2, "int4") / 500 / 1e9
+    assert float(rows["sites, int4, 500 inner steps"]) == round(found, 4)
     assert f"takes {sent_bytes(PARAMETERS, 2, 'bfloat16') / 500 * 8 / 1e9:.2f} s of every" in TEXT
     assert f"ZeRO++ {0.75 * weights * 8:.0f} s" in TEXT
 
@@ -63,6 +65,8 @@ def test_all_that_is_refused_is_named() -> None:
         "sites with parameters on NVMe": "NVMe",
         "sites with SuperOffload": "SuperOffload",
         "sites over quantized or secondary partitions": "ZeRO++",
+        "sites that stop early": "early stopping",
+        "fragments without a layer": "more fragments than layers",
         "sites under accelerate's own settings": "accelerate without",
     }
     assert words.keys() == {rule.name for rule in SITE_RULES}

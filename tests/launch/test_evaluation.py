@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,21 @@ from bigtrain.data.shards.manifest import read_manifest
 from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import (
     STEPS,
+    VOCAB_SIZE,
     Inputs,
+    launch,
     metrics,
     tokenize,
     train,
     write_documents,
 )
+from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 PROMPTS = ["Ada proved", "Emmy Noether", "Grace"]
 NEW_TOKENS = 12
+DROPOUT = "model.config.attention_dropout=0.2"
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -65,21 +71,22 @@ def evaluated(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluation.early_stopping={patience: 4}",
         "checkpoint.keep_best=1",
         "checkpoint.keep_last=1",
+        DROPOUT,
     )
     finished = train("--config", inputs.run_yaml, *settings)
     assert finished.code == 0, finished.output
     return root / "run"
 
 
-def test_evaluating_changes_no_step(evaluated: Path, finished_run: Path) -> None:
-    """Bit for bit: the other run evaluates less often, and without prompts."""
+def test_evaluating_changes_no_step(evaluated: Path, inputs: Inputs, tmp_path: Path) -> None:
+    """Bit for bit, dropout included: the other run measures its last step alone."""
+    run = tmp_path / "run"
+    settings = [f"output.directory={run}", "evaluation.every_steps=null", "output.export=false"]
+    finished = train("--config", inputs.run_yaml, *settings, DROPOUT)
+    assert finished.code == 0, finished.output
     for key in ("loss", "grad_norm"):
-        assert metrics(evaluated, key) == metrics(finished_run, key)
-    for step in (6, STEPS):
-        assert (
-            metrics(evaluated, "held_out_loss")[step]
-            == metrics(finished_run, "held_out_loss")[step]
-        )
+        assert metrics(evaluated, key) == metrics(run, key)
+    assert metrics(evaluated, "held_out_loss")[STEPS] == metrics(run, "held_out_loss")[STEPS]
 
 
 def test_sets_have_figures_of_their_own(evaluated: Path, inputs: Inputs) -> None:
@@ -225,11 +232,27 @@ def write_tasks(directory: Path) -> Path:
 
 
 TASKS = ("tiny_choice", "tiny_text", "tiny_answer")
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "max_position_embeddings": 64,
+    "eos_token_id": 0,
+}
 # Ranks, DeepSpeed JSON, settings.
 TOPOLOGIES = {
     "ZeRO 3": (2, "zero3", ["batch.micro_batch_size=2"]),
     "tensor": (2, "zero1", ["parallel.tensor=2"]),
     "stages": (2, "zero0", ["parallel.pipeline=2"]),
+    "sequence": (2, "zero1", ["parallel.sequence=2"]),
+    "experts": (2, "zero1", ["parallel.expert=2", f"model.config={json.dumps(EXPERTS)}"]),
 }
 
 
@@ -302,3 +325,29 @@ def test_a_missing_task_is_refused_before_anything_exists(inputs: Inputs, tmp_pa
     assert "evaluation.tasks = 'tiny_choise': lm-eval has no such task" in finished.output
     assert "did you mean tiny_choice" in finished.output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_page_as_it_stands(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    page = (ROOT / "docs/howto/evaluation.md").read_text(encoding="utf-8")
+    command, content = re.findall(r"^```\w*\n(.*?)^```", page, flags=re.M | re.S)
+    assert shlex.split(command)[:3] == ["python", "bigtrain/train.py", "--config"]
+    (tmp_path / "shards").symlink_to(inputs.shards)
+    other_shards(inputs, tmp_path)
+    write_tasks(tmp_path / "tasks")
+    (tmp_path / shlex.split(command)[3]).write_text(content)
+    for name in ("bigtrain", "ds_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    finished = launch(shlex.split(command)[1:], tmp_path)
+    assert finished.code == 0, finished.output
+    run = tmp_path / "runs/evaluated"
+    lines = [line for line in lines_of(run / "metrics.jsonl") if "tasks" in line]
+    assert [line["step"] for line in lines] == [4, 8]
+    assert {"tiny_choice/acc", "tiny_choice/acc_norm"} == set(lines[-1]["tasks"])
+    assert set(lines[-1]["held_out_sources"]) == {"shards", "others"}
+    assert len(lines_of(run / "samples.jsonl")) == 4
+    assert bigtrain(["export", "--run", str(run), "--best", "--output", str(tmp_path / "b")]) == 0

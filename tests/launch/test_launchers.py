@@ -135,7 +135,8 @@ def test_metrics_hold_exactly_the_documented_fields(finished_run: Path) -> None:
     assert all(list(line) == [*FIELDS, "breakdown"] for line in steps)
     assert steps[-1]["samples"] == 8 * STEPS
     assert steps[-1]["tokens"] == 8 * 32 * STEPS
-    names = ["step", "held_out_loss", "held_out_perplexity", "held_out_tokens"]
+    figures = ("loss", "perplexity", "tokens", "bits_per_byte")
+    names = ["step", *(f"held_out_{name}" for name in figures)]
     assert [list(line) for line in evaluations] == [names, names]
     assert [line["step"] for line in evaluations] == [6, 12]
     assert steps[1]["lr"] == pytest.approx(5e-3)

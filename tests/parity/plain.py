@@ -147,6 +147,7 @@ def train(
     sum_dtype: torch.dtype = torch.float32,
     aux_coefficient: float = 0.0,
     frozen: str = "nothing",
+    exact_masters: bool = False,
     halves: bool = False,
     watch: Callable[[Any], object] = bool,
     adapt: Callable[[Any], Any] | None = None,
@@ -161,10 +162,11 @@ def train(
 
     num_steps: all of them, if not given. sum_dtype: in which the gradients of micro-batches are
     added up. aux_coefficient: what the mean of the micro-batches' auxiliary losses counts for.
-    frozen: a regular expression of the names of parameters that are not trained. halves: matrix
-    products in two parts (`compute_in_halves`). watch: called with the model before it is trained.
-    adapt: makes of it the one that is trained. optimizer_of: what updates the masters, from them by
-    name and the run's `optimizer`; AdamW. experts: how transformers computes them, if there are
+    frozen: a regular expression of the names of parameters that are not trained. exact_masters:
+    they begin with what the files hold, and not with that in `dtype`. halves: matrix products in
+    two parts (`compute_in_halves`). watch: called with the model before it is trained. adapt: makes
+    of it the one that is trained. optimizer_of: what updates the masters, from them by name and the
+    run's `optimizer`; AdamW. experts: how transformers computes them, if there are
     any. added: to the loss of a micro-batch, of its number in the step and of what the model
     returned. skipped: steps without an update.
     after_update: called with the model after each update; after_step: after each step, then.
@@ -182,6 +184,9 @@ def train(
         parameter.requires_grad_(re.match(frozen, name) is None)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: p.detach().float().clone() for name, p in parameters.items()}
+    if exact_masters:
+        written = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=torch.float32)
+        masters = {name: written.get_parameter(name).detach().clone() for name in parameters}
     if optimizer_of is None:
         optimizer: Any = adamw(list(masters.values()), config["optimizer"])
     else:

@@ -192,5 +192,6 @@ def adafactor(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
         [
             {"params": [p for p in masters.values() if p.ndim >= 2], "weight_decay": decay},
             {"params": [p for p in masters.values() if p.ndim < 2], "weight_decay": 0.0},
-        ]
+        ],
+        eps=(section.get("adafactor", {}).get("eps1"), 1e-3),
     )

@@ -26,7 +26,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"type": "adamw", "eps": 1e-6},
     "muon": {"type": "muon", "eps": 1e-6},
     "lion": {"type": "lion", "lr": 3e-4},
-    "adafactor": {"type": "adafactor", "lr": 1e-2},
+    # As with eps above: or an element whose gradient is all rounding error moves as any other, by
+    # its sign.
+    "adafactor": {"type": "adafactor", "lr": 1e-2, "adafactor": {"eps1": 1e-4}},
 }
 WIDE_MUON = {"muon": {"ns_dtype": "float32"}}
 
@@ -138,6 +140,8 @@ def spread(dataset: Path, hf_directories: dict[str, Path]) -> SpreadOf:
                     chunks=chunks,
                     dtype=torch.float32 if kept else torch.bfloat16,
                     halves=halves,
+                    # Lion's and Adafactor's runs are so near to each other that it would show.
+                    exact_masters=True,
                     optimizer_of=make,
                 )
                 for chunks in orders()

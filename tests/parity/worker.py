@@ -34,6 +34,7 @@ from bigtrain.engine.checkpoint.snapshot import read_weights, restore_engine, sa
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
 from bigtrain.engine.optimizers.skip_step import StepStats
 from bigtrain.engine.sites.outer_step import OuterStep
+from bigtrain.engine.sites.server_step import ServerStep
 from bigtrain.engine.sites.site_rendezvous import SiteRendezvous
 from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.engine.startup.mesh import open_mesh
@@ -44,6 +45,7 @@ from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
+from bigtrain.models.layers.adapters import has_adapters
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.models.weights.import_hf import Weights, find_weights
@@ -76,8 +78,10 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     hf_config, growth = grown_configuration(config.model, load_hf_config(config.model), tokens)
     model_plan = model_plan_of(config, run.plan)
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, model_plan)
-    outer = None
-    if config.sites is not None:
+    outer: OuterStep | ServerStep | None = None
+    if config.sites is not None and config.sites.server is not None:
+        outer = ServerStep(engine, config.sites, world, case.get("facts", {}))
+    elif config.sites is not None:
         outer = OuterStep(engine, SiteRendezvous.join(config.sites, world, case.get("facts", {})))
     if config.model.path is not None:
         read_weights(engine, weights_of(config, hf_config, growth))
@@ -91,16 +95,17 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     calls: dict[str, dict[str, int]] = {}
     outer_steps: list[dict[str, Any]] = []
     keep_weights(engine, case, 0, world)
-    first = case.get("first_step", 0)
+    first, scalars = case.get("first_step", 0), {}
     if first:
         scalars = json.loads(Path(case["restore_from"], "scalars.json").read_text())
         restore_engine(engine, Path(case["restore_from"], "tensors"), scalars)
     if outer is not None:
         assert config.sites is not None
-        outer.begin(first // config.sites.inner_steps, is_new=first == 0)
+        number = first // config.sites.steps_between
+        outer.begin(number, first, is_new=first == 0, under_way=scalars.get("under_way"))
     if first:
         if "save_again_to" in case:
-            save(engine, Path(case["save_again_to"]), world)
+            save(engine, Path(case["save_again_to"]), world, outer)
     if case.get("save_at") == 0:
         save(engine, Path(case["save_to"]), world)
     last = case.get("last_step", config.train.steps) - 1
@@ -124,10 +129,12 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         assert result.figures is not None
         assert math.isclose(result.figures.grad_norm, norms[-1], rel_tol=1e-6)
         graphs.append(counters["stats"]["unique_graphs"])
-        if outer is not None and config.sites.is_due(step + 1, config.train.steps):
-            outer_steps.append(asdict(outer.step()))
+        if outer is not None and outer.is_due(step + 1, config.train.steps):
+            outer_steps += map(asdict, outer.after_step(step + 1, config.train.steps))
         if step + 1 == case.get("save_at"):
-            save(engine, Path(case["save_to"]), world)
+            if outer is not None:
+                outer_steps += map(asdict, outer.settle())
+            save(engine, Path(case["save_to"]), world, outer)
         keep_weights(engine, case, step + 1, world)
     sent_bytes = engine.optimizer_sent_bytes()
     batches.close()
@@ -212,7 +219,12 @@ def isolation_of(model: str, isolates: bool, config: RunConfig) -> Isolation:
 
 
 def keep_weights(engine: TrainEngine, case: dict[str, Any], step: int, world: World) -> None:
-    """Write the masters after `step` steps to the file that the case names for it, if any."""
+    """Write the masters after `step` steps to the file that the case names for it, if any.
+
+    All ranks that hold an element hold the same bits of it, but for adapters that are whole beside
+    a layer that is cut: tensor ranks compute those on their own, where the widths of their parts
+    differ in other places of memory, and products may end otherwise in their last bit.
+    """
     file = case.get("weights", {}).get(str(step))
     if file is None:
         return
@@ -222,7 +234,7 @@ def keep_weights(engine: TrainEngine, case: dict[str, Any], step: int, world: Wo
     own = [
         (fragment.name, fragment.shard.shape, offsets, view.detach().clone())
         for fragment in owned_fragments(engine.engine, engine.module)
-        if fragment.shard.primary
+        if fragment.shard.primary or not has_adapters(engine.module)
         for offsets, view in fragment.parts(MASTER)
     ]
     if is_new:
@@ -235,7 +247,8 @@ def keep_weights(engine: TrainEngine, case: dict[str, Any], step: int, world: Wo
             whole = full.setdefault(name, torch.full(shape, torch.nan))
             where = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
             held = whole[where]
-            assert held.isnan().all() or torch.equal(held, part), f"{name} differs by replica"
+            known = ~held.isnan()
+            assert torch.equal(held[known], part[known]), f"{name} differs by rank"
             whole[where] = part
         torch.save(full, file)
 
@@ -306,11 +319,15 @@ def samples_of_steps(own: list[list[int]], data_rank: int, world: World) -> list
     return [sorted(chain.from_iterable(parts)) for parts in zip(*replicas, strict=True)]
 
 
-def save(engine: TrainEngine, directory: Path, world: World) -> None:
+def save(
+    engine: TrainEngine, directory: Path, world: World, outer: OuterStep | ServerStep | None = None
+) -> None:
     if world.is_main:
         directory.mkdir(parents=True)
     dist.barrier()
     scalars = save_engine(engine, directory / "tensors")
+    if outer is not None:
+        scalars["under_way"] = outer.under_way
     if world.is_main:
         (directory / "scalars.json").write_text(json.dumps(scalars))
     dist.barrier()

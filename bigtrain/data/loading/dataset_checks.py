@@ -19,6 +19,7 @@ from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.data.tokenizers.fingerprint import foreign_file
 from bigtrain.errors import DataError, Problem
 from bigtrain.settings.run_config import ModelSection, RunConfig
+from bigtrain.system.storage.copies import at_hand
 
 MAX_PADDING_ROWS = 1024
 """Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
@@ -237,7 +238,8 @@ def known_vocab_size(model: ModelSection) -> int | None:
     """Rows of the model's embedding as far as files on this machine say; None where they do not."""
     tree: Any = model.config
     if not isinstance(tree, dict):
-        path = Path(model.path if tree is None else tree) / "config.json"  # type: ignore[arg-type]
+        name = str(model.path if tree is None else tree)
+        path = Path(at_hand(name, weights=False)) / "config.json"
         try:
             tree = json.loads(path.read_bytes())
         except (OSError, ValueError):

@@ -143,8 +143,10 @@ class TrainingBatches:
                 samples = self.order.windows(
                     request.first_sample, request.num_steps * plan.global_batch_size
                 )
-            divided = samples.reshape(-1, plan.num_readers, plan.micro_batch_size)
-            mine = divided[:, plan.reader(self.data_rank)].reshape(-1)
+            steps = samples.reshape(request.num_steps, plan.global_batch_size)
+            own = steps[:, plan.site_begin : plan.site_begin + plan.site_batch_size]
+            divided = own.reshape(-1, plan.data_size, plan.micro_batch_size)
+            mine = divided[:, self.data_rank].reshape(-1)
             reader.read_rows(mine, request.rows.part(0, len(mine)), self._closed.is_set)
 
         return read

@@ -97,7 +97,7 @@ class Commit:
                 end_of_document_id=tokenizer.end_of_document_id,
                 engine=", ".join(sorted({record.engine for record in done})),
                 engine_reason="; ".join(sorted({record.engine_reason for record in done} - {""})),
-                files_xxh3=fingerprint(tokenizer.name),
+                files_xxh3=fingerprint(tokenizer.place),
                 chat_template=None if self.chat_template is None else self.chat_template.hash,
             ),
             token_dtype=token_dtype(tokenizer.vocab_size),

@@ -7,16 +7,19 @@ from pathlib import Path
 
 import xxhash
 
+from bigtrain.system.storage.copies import at_hand
+
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 MAX_FILE_BYTES = 1 << 28
 
 
 def fingerprint(name: str) -> str | None:
-    """XXH3-64 of the files in directory `name`, or of that hub name in the local cache.
+    """XXH3-64 of the files in directory `name`, or of that hub name in the local cache, or at an
+    address.
 
     None where there are none. Weights that lie beside them are left out.
     """
-    directory = Path(name)
+    directory = Path(at_hand(name, weights=False))
     if not directory.is_dir():
         from huggingface_hub import try_to_load_from_cache
 

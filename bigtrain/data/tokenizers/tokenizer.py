@@ -28,6 +28,8 @@ from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import ReferenceEncoder
 from bigtrain.data.tokenizers.transformers_patches import decodes_plainly, template_syntax_tree
 from bigtrain.errors import DataError, first_line
+from bigtrain.system.storage.addresses import is_address, without_secrets
+from bigtrain.system.storage.copies import at_hand
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +56,18 @@ class Tokenizer:
     end_of_document_id: int
     loaded: Any = None
     cached: CachedTokenizer | None = None
+    directory: str = ""
+    """Where it was copied to from the address `name`."""
+
+    @property
+    def place(self) -> str:
+        """What it can be loaded from again."""
+        return self.directory or self.name
 
     @cached_property
     def huggingface(self) -> Any:
         """What ``AutoTokenizer`` makes of it; imports transformers."""
-        return _load_with_transformers(self.name) if self.loaded is None else self.loaded
+        return _load_with_transformers(self.place) if self.loaded is None else self.loaded
 
     def encoder(self, parse_special_tokens: bool = False, ends: bool = True) -> ReferenceEncoder:
         """The reference encoder; `bigtrain.data.tokenizers.selection` finds a faster one.
@@ -156,6 +165,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises DataError where there is none, where the hub cannot be reached (found out in seconds),
     and where the tokenizer has no fast implementation or no end-of-sequence token.
     """
+    if is_address(name):
+        place = at_hand(name, weights=False)
+        return replace(load_tokenizer(place), name=without_secrets(name), directory=place)
     directory = Path(name)
     if not directory.is_dir():
         return describe(name, _load_with_transformers(name))

@@ -1,44 +1,167 @@
-"""How weights are encoded for the exchange between sites. No communication."""
+"""How values are encoded for the exchange between sites. No communication."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+INT8_BLOCK, INT4_BLOCK = 256, 64
+"""Elements that share a scale: 8.125 and 4.5 bits an element, the scales included."""
+_SCALE_BYTES = 4
+
+
+class Codec(Protocol):
+    """How rows of values become bytes.
+
+    is_relative: whether the values are differences to the global weights, which are the same on
+    all sites before an outer step; else they are the weights themselves. keeps_error: whether what
+    rounding has lost is added to the next values (error feedback).
+    """
+
+    @property
+    def is_relative(self) -> bool: ...
+
+    @property
+    def keeps_error(self) -> bool: ...
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Bytes of a row of so many elements."""
+        ...
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Bytes [R, num_bytes(N)] of `values` [R, N], float32 or float64."""
+        ...
+
+    def decode(self, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
+        """Float32 values [R, num_elements] that `codes` stand for, the same on every machine."""
+        ...
+
 
 @dataclass(frozen=True)
-class Codec:
-    """How the weights of a site are encoded.
-
-    dtype: of the codes. is_relative: whether they are differences to the global weights, which are
-    the same on all sites before an outer step; else they are the weights themselves.
-    """
+class FloatCodec:
+    """Every value by itself in `dtype`."""
 
     dtype: torch.dtype
     is_relative: bool
+    keeps_error: bool = False
 
-    def encode(self, local: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Codes [N] of `local` weights beside the global `weights`, both float32 [N]."""
-        return (local - weights if self.is_relative else local).to(self.dtype)
+    def num_bytes(self, num_elements: int) -> int:
+        """Bytes of a row of so many elements."""
+        return num_elements * self.dtype.itemsize
 
-    def decode(self, codes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Float32 weights [N] that `codes` [N] stand for; new memory."""
-        values = codes.to(torch.float32, copy=True)
-        return values.add_(weights) if self.is_relative else values
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Bytes of `values`, rounded to nearest; the same memory where nothing is."""
+        return values.to(self.dtype).contiguous().view(torch.uint8)
+
+    def decode(self, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
+        """The values of `codes`; the same memory where those are float32."""
+        values = codes.view(self.dtype).float()
+        assert values.shape[1] == num_elements
+        return values
 
 
-CODECS = {
-    "float32": Codec(torch.float32, is_relative=False),  # absolute, so that nothing is rounded
-    "bfloat16": Codec(torch.bfloat16, is_relative=True),  # absolute weights would lose 16 bits
+@dataclass(frozen=True)
+class BlockCodec:
+    """Integers of `bits` (8 or 4) in blocks of `block` elements with a float32 scale each.
+
+    The scale is the block's largest magnitude over ``2^(bits-1) - 1``, so a value is off by half a
+    scale at most. A row is its scales, then its integers (two to a byte for 4 bits, the first in
+    the low half), filled up to a multiple of 4 bytes. A block with a value that is not finite
+    decodes to values that are not.
+    """
+
+    bits: int
+    block: int
+    is_relative: bool = True
+    keeps_error: bool = True
+
+    @property
+    def levels(self) -> int:
+        """The largest integer."""
+        return (1 << (self.bits - 1)) - 1
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Bytes of a row of so many elements."""
+        num_codes = -(-num_elements * self.bits // 8)
+        return _SCALE_BYTES * self.num_blocks(num_elements) + num_codes + -num_codes % 4
+
+    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales [R, blocks], float32, and integers [R, N], int8, of `values` [R, N]."""
+        rows, num_elements = values.shape
+        num_blocks = self.num_blocks(num_elements)
+        blocks = torch.zeros(rows, num_blocks * self.block)
+        blocks[:, :num_elements] = values
+        blocks = blocks.view(rows, num_blocks, self.block)
+        scales = blocks.abs().amax(2) / self.levels
+        divisors = torch.where(scales == 0, 1, scales).unsqueeze(2)
+        # A block with NaN or infinity has such a scale, and what its integers are does not matter.
+        integers = (blocks / divisors).round_().nan_to_num_(0, 0, 0).to(torch.int8)
+        return scales, integers.view(rows, -1)[:, :num_elements]
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Bytes of `values`, rounded to nearest."""
+        rows, num_elements = values.shape
+        scales, integers = self.quantize(values)
+        codes = torch.zeros(rows, self.num_bytes(num_elements), dtype=torch.uint8)
+        begin = _SCALE_BYTES * scales.shape[1]
+        codes[:, :begin] = scales.view(torch.uint8)
+        packed = self.pack(integers)
+        codes[:, begin : begin + packed.shape[1]] = packed
+        return codes
+
+    def decode(self, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
+        """The values of `codes`: one product each."""
+        begin = _SCALE_BYTES * self.num_blocks(num_elements)
+        scales = codes[:, :begin].contiguous().view(torch.float32)
+        return self.dequantize(scales, self.unpack(codes[:, begin:], num_elements))
+
+    def dequantize(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+        """Float32 values [R, N] of what `quantize` made of them."""
+        rows, num_elements = integers.shape
+        values = torch.zeros(rows, scales.shape[1] * self.block)
+        values[:, :num_elements] = integers
+        values.view(rows, -1, self.block).mul_(scales.unsqueeze(2))
+        return values[:, :num_elements]
+
+    def num_blocks(self, num_elements: int) -> int:
+        """Blocks of a row of so many elements."""
+        return -(-num_elements // self.block)
+
+    def pack(self, integers: torch.Tensor) -> torch.Tensor:
+        """Bytes of integers [R, N]."""
+        if self.bits == 8:
+            return integers.contiguous().view(torch.uint8)
+        halves = (integers & 15).view(torch.uint8)
+        if halves.shape[1] % 2:
+            halves = torch.nn.functional.pad(halves, (0, 1))
+        return halves[:, ::2] | (halves[:, 1::2] << 4)
+
+    def unpack(self, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
+        """Integers [R, num_elements], int8, of what `pack` made of them."""
+        if self.bits == 8:
+            return codes[:, :num_elements].contiguous().view(torch.int8)
+        codes = codes[:, : -(-num_elements // 2)]
+        halves = torch.stack([codes & 15, codes >> 4], 2).view(len(codes), -1)[:, :num_elements]
+        return (halves.to(torch.int8) ^ 8) - 8  # the fourth bit is the sign
+
+
+CODECS: dict[str, Codec] = {
+    # Absolute, so that nothing is rounded.
+    "float32": FloatCodec(torch.float32, is_relative=False),
+    # Absolute weights would lose 16 bits.
+    "bfloat16": FloatCodec(torch.bfloat16, is_relative=True),
+    "int8": BlockCodec(8, INT8_BLOCK),
+    "int4": BlockCodec(4, INT4_BLOCK),
 }
 
 
 def sent_bytes(num_elements: int, num_sites: int, codec: str) -> int:
-    """Bytes that one rank sends in an outer step for its `num_elements`, without headers.
+    """Bytes that one rank sends to exchange `num_elements` at once, without headers.
 
     It sends ``S - 1`` parts of ``ceil(N / S)`` elements to those that take their means, and the
     mean of its own part to the ``S - 1`` others. It receives as many.
     """
     part = -(-num_elements // num_sites)
-    return 2 * (num_sites - 1) * part * CODECS[codec].dtype.itemsize
+    return 2 * (num_sites - 1) * CODECS[codec].num_bytes(part)

@@ -2,211 +2,261 @@
 
 from __future__ import annotations
 
-import math
+import functools
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
-import xxhash
 
-from bigtrain.engine.checkpoint.lazy import memory_of
 from bigtrain.engine.deepspeed_patches.optimizers import refresh_parameters
-from bigtrain.engine.optimizers.masters import MasterPart, master_parts
-from bigtrain.engine.sites.codecs import sent_bytes
 from bigtrain.engine.sites.exchange import Exchange
+from bigtrain.engine.sites.figures import OuterFigures, site_totals, square
+from bigtrain.engine.sites.outer_state import OuterState, Window
 from bigtrain.engine.sites.outer_update import outer_update
-from bigtrain.engine.sites.site_rendezvous import SiteRendezvous
+from bigtrain.engine.sites.site_rendezvous import Facts, SiteRendezvous, refuse_differences
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.settings.sections.sites import SitesSection
 
-GLOBAL, MOMENTUM = "outer_global", "outer_momentum"
-"""Kinds of tensors of a checkpoint: the global weights, and the momentum of their optimizer."""
-ELEMENTS_AT_ONCE = 1 << 24
-"""Elements of a rank's masters per exchange, which bounds the temporary memory of an outer step."""
 
+@dataclass
+class _UnderWay:
+    """A fragment that this site sends after `step` in outer step `number`.
 
-@dataclass(frozen=True)
-class OuterFigures:
-    """What an outer step did; the same on every rank of a site.
-
-    number: of the outer step, from 1. sent_bytes: by all ranks of this site. seconds: its duration
-    on this rank, `waited_seconds` of it waiting for the other sites. change: root mean square of
-    this site's change to the global weights since the last outer step. distance: root mean square
-    of the difference between its weights and the mean over sites.
+    is_settled: whether the global weights are updated by it. num_bytes: that this rank sent.
+    Of what goes in a thread: `locals`, the masters by window as they were; `means`, over the sites
+    of what this rank exchanges of them; `error`, which ended it; `seconds` that it took.
     """
 
+    fragment: int
     number: int
-    sent_bytes: int
-    seconds: float
-    waited_seconds: float
-    change: float
-    distance: float
+    step: int
+    is_settled: bool = False
+    num_bytes: int = 0
+    thread: threading.Thread | None = None
+    locals: list[torch.Tensor] = field(default_factory=list)
+    means: list[torch.Tensor] = field(default_factory=list)
+    error: Exception | None = None
+    seconds: float = 0.0
 
 
 class OuterStep:
-    """The global weights and outer momentum of what one rank trains, and the step that moves them.
+    """Moves the global weights, and the masters of one rank to them. Methods are collective over
+    all sites.
 
-    Both are float32 in host memory, 8 bytes for each element of this rank's masters (4 for
-    averaging), and part of the engine's checkpoints. Methods are collective over all sites.
+    With an overlap, what is sent after a step goes in a thread, beside the next steps, and takes
+    effect `sites.overlap_steps` later.
     """
 
     def __init__(self, engine: TrainEngine, rendezvous: SiteRendezvous) -> None:
         self._engine = engine
         self._rendezvous = rendezvous
-        self._exchange = Exchange(rendezvous.group, self.sites.count, self.sites.codec)
+        self._exchange = Exchange(rendezvous.group, self.sites.weights())
+        self._under_way: _UnderWay | None = None
+        self.state = OuterState(engine, self.sites)
         self.number = 0
-        parts = self._parts()
-        assert all(part.master.dtype == torch.float32 for part in parts)
-        num_elements = sum(part.count for part in parts)
-        self.weights = torch.zeros(num_elements)
-        self.momentum = torch.zeros(num_elements) if self.sites.outer.has_momentum else None
-        self._layout = [(part.name, part.start, part.count) for part in parts]
-        begin = 0
-        for part in parts:
-            states = {GLOBAL: self.weights[begin : begin + part.count]}
-            if self.momentum is not None:
-                states[MOMENTUM] = self.momentum[begin : begin + part.count]
-            engine.added_states[part.name] = states
-            begin += part.count
+        # As of `ServerStep`: sites that meet are at the same step, and end if one is lost.
+        self.notes: list[str] = []
+        self.step: int | None = None
 
     @property
     def sites(self) -> SitesSection:
         return self._rendezvous.sites
 
-    def begin(self, number: int, *, is_new: bool) -> None:
-        """Begin after `number` outer steps, with the engine filled. The weights of a new run become
-        the global ones; a resumed run has those of its checkpoint.
+    @property
+    def under_way(self) -> tuple[int, int] | None:
+        """The fragment that was sent and has not taken effect, and the step it was sent after."""
+        sent = self._under_way
+        return None if sent is None else (sent.fragment, sent.step)
+
+    def begin(
+        self,
+        number: int,
+        step: int,
+        *,
+        is_new: bool,
+        under_way: tuple[int, int] | None = None,
+    ) -> None:
+        """Begin after `number` outer steps and `step` steps, with the engine filled. The weights of
+        a new run become the global ones; a resumed run has those of its checkpoint, and what was
+        `under_way`.
 
         Raises LaunchError if other sites have other global weights or another number.
         """
         self.number = number
         if is_new:
-            for window, weights in self._windows():
-                weights.copy_(self._gathered(window))
+            for fragment in range(self.sites.fragments):
+                for window in self.state.windows(fragment):
+                    window.weights.copy_(window.gathered())
         facts = {
             "the number of outer steps": number,
-            "the parts of parameters of a rank": _digest_of_text(repr(self._layout)),
-            "the global weights": _digest(self.weights),
+            "the parts of parameters of a rank": self.state.layout(),
+            "the global weights": self.state.digest(),
         }
         self._rendezvous.compare("the beginning", facts)
+        if under_way is not None:  # saved once the global weights were updated, see `settle`
+            fragment, sent_step = under_way
+            self._under_way = _UnderWay(fragment, number, sent_step, is_settled=True)
 
-    def step(self) -> OuterFigures:
-        """Make one outer step. Raises LaunchError on all ranks of a site if one of them cannot: a
-        site does not join, is lost, or has other global weights."""
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether `after_step` has something to do."""
+        sites, sent = self.sites, self._under_way
+        merges = sent is not None and step == sites.merged_after(sent.step)
+        return merges or bool(sites.sent_after(step, last_step))
+
+    def after_step(self, step: int, last_step: int) -> list[OuterFigures]:
+        """What is due after `step` of `last_step` steps; returns what outer steps ended.
+
+        Raises LaunchError on all ranks of a site if one of them cannot: a site does not join, is
+        lost, or has other global weights.
+        """
+        found: list[OuterFigures] = []
+        is_last, is_moved = step == last_step, False
+        under_way = self._under_way
+        if under_way is not None and (is_last or step == self.sites.merged_after(under_way.step)):
+            found += self.settle()
+            for window in self.state.windows(under_way.fragment):
+                window.merge(0.0 if is_last else self.sites.mixing)
+            self._under_way, is_moved = None, True
+        for fragment in self.sites.sent_after(step, last_step):
+            self.number += 1
+            sent = _UnderWay(fragment, self.number, step)
+            if self.sites.overlap_steps and not is_last:
+                self._send_beside(sent)
+                continue
+            found.append(self._send_now(sent, 0.0 if is_last else self.sites.mixing))
+            is_moved = True
+        if is_moved:
+            refresh_parameters(self._engine.engine)
+        return found
+
+    def settle(self) -> list[OuterFigures]:
+        """Wait for what is under way, and update the global weights by it. Comes before a save: a
+        checkpoint holds nothing that is under way. Collective over this site; raises as
+        `after_step`."""
+        sent = self._under_way
+        if sent is None or sent.is_settled:
+            return []
         begun = time.perf_counter()
-        self.number += 1
-        facts = {"outer step": self.number, "the global weights": _digest(self.weights)}
-        self._rendezvous.compare(f"outer step {self.number}", facts)
-        waited = time.perf_counter() - begun
-        sent_before = self._exchange.num_bytes
+        assert sent.thread is not None
+        sent.thread.join()
+        self._agree(sent.error)
         squares = torch.zeros(3, dtype=torch.float64)
-
-        def update() -> None:
-            try:
-                for window, weights in self._windows():
-                    squares.add_(self._update(window, weights))
-            except RuntimeError as error:
-                raise LaunchError(
-                    f"outer step {self.number}: another site was lost, or took longer than "
-                    f"sites.timeout_seconds = {self.sites.timeout_seconds:g} for a transfer: "
-                    f"{error} -> see what the other sites say; started again, all resume from "
-                    "their newest checkpoints"
-                ) from error
-
-        on_all_ranks(update)
-        refresh_parameters(self._engine.engine)
-        sent = self._exchange.num_bytes - sent_before
-        assert sent == sent_bytes(len(self.weights), self.sites.count, self.sites.codec)
-        return self._figures(squares, sent, time.perf_counter() - begun, waited)
+        windows = self.state.windows(sent.fragment)
+        for window, local, mean in zip(windows, sent.locals, sent.means, strict=True):
+            squares += self._update(window, local, self._joined(window, mean))
+        self._under_way = _UnderWay(sent.fragment, sent.number, sent.step, is_settled=True)
+        return [self._figures(sent, squares, time.perf_counter() - begun)]
 
     def close(self) -> None:
         """After the last step: leave when all ranks of all sites do."""
         self._rendezvous.close()
 
-    def _update(self, window: list[_Piece], weights: torch.Tensor) -> torch.Tensor:
-        """Set a window of masters to the new global weights; returns sums for the figures."""
-        local = self._gathered(window)
-        mean = self._exchange.mean(local, weights)
-        change, distance = _square(local, weights), _square(local, mean)
-        momentum = None
-        if self.momentum is not None:
-            begin = window[0].begin
-            momentum = self.momentum[begin : begin + len(weights)]
-        outer_update(weights, momentum, mean, self.sites)
-        begin = 0
-        for piece in window:
-            piece.master.copy_(weights[begin : begin + piece.master.numel()])
-            begin += piece.master.numel()
-        return torch.tensor([change, distance, len(weights)], dtype=torch.float64)
+    def _send_now(self, sent: _UnderWay, mixing: float) -> OuterFigures:
+        """An outer step of one fragment, a window at a time."""
+        begun = time.perf_counter()
+        self._rendezvous.compare(*self._facts(sent))
+        waited = time.perf_counter() - begun
+        squares = torch.zeros(3, dtype=torch.float64)
+        replicas = self.state.replicas
+        group = None if replicas is None else replicas.group
 
-    def _gathered(self, window: list[_Piece]) -> torch.Tensor:
-        """The masters of a window in host memory, float32 [N]; a copy."""
-        return torch.cat([piece.master.detach().cpu() for piece in window])
+        def update() -> None:
+            for window in self.state.windows(sent.fragment):
+                local = window.gathered()
+                if replicas is None:
+                    mean = self._mean(sent, window, local)
+                else:  # they need each other's shares of every window
+                    part = functools.partial(self._mean, sent, window, local)
+                    mean = self._joined(window, on_all_ranks(part, group))
+                squares.add_(self._update(window, local, mean))
+                window.merge(mixing)
 
-    def _windows(self) -> Iterator[tuple[list[_Piece], torch.Tensor]]:
-        """The pieces of masters that are exchanged together, and their global weights."""
-        # A multiple of the sites, so that only the last part is filled up.
-        most = max(1, ELEMENTS_AT_ONCE // self.sites.count) * self.sites.count
-        window: list[_Piece] = []
-        begin = held = 0
-        for part in self._parts():
-            master, taken = part.of(part.master.data), 0
-            while taken < part.count:
-                size = min(part.count - taken, most - held)
-                window.append(_Piece(begin, master[taken : taken + size]))
-                begin, held, taken = begin + size, held + size, taken + size
-                if held == most:
-                    yield window, self.weights[begin - held : begin]
-                    window, held = [], 0
-        if window:
-            yield window, self.weights[begin - held : begin]
+        on_all_ranks(update)
+        return self._figures(sent, squares, waited, time.perf_counter() - begun)
 
-    def _parts(self) -> list[MasterPart]:
-        """Of what is trained, in the order of the model's parameters."""
-        module = self._engine.module
-        return [
-            part
-            for part in master_parts(self._engine.engine, module)
-            if part.count and module.get_parameter(part.name).requires_grad
-        ]
+    def _send_beside(self, sent: _UnderWay) -> None:
+        """Begin an outer step of one fragment in a thread, with the masters as they are now."""
+        windows = list(self.state.windows(sent.fragment))
+        sent.locals = [window.gathered() for window in windows]
+
+        def send() -> None:
+            begun = time.perf_counter()
+            try:
+                refuse_differences(self._rendezvous.gather(*self._facts(sent)))
+                for window, local in zip(windows, sent.locals, strict=True):
+                    sent.means.append(self._mean(sent, window, local))
+            except Exception as error:  # which `settle` raises on all ranks
+                sent.error = error
+            sent.seconds = time.perf_counter() - begun
+
+        # Not of an executor: those are waited for at exit, and a lost site takes long to be missed.
+        sent.thread = threading.Thread(target=send, name="outer step", daemon=True)
+        self._under_way = sent
+        sent.thread.start()
+
+    def _facts(self, sent: _UnderWay) -> tuple[str, Facts]:
+        name = f"outer step {sent.number}"
+        return name, {name: sent.fragment, "the global weights": self.state.digest(sent.fragment)}
+
+    def _agree(self, error: Exception | None) -> None:
+        """Raise `error` on all ranks of this site."""
+
+        def say() -> None:
+            if error is not None:
+                raise error
+
+        self._rendezvous.agree(say)
+
+    def _mean(self, sent: _UnderWay, window: Window, local: torch.Tensor) -> torch.Tensor:
+        """The mean over sites of what this rank exchanges of a window. Not collective in a site."""
+        replicas = self.state.replicas
+        own = slice(0, len(local)) if replicas is None else replicas.own(len(local))
+        error = None if window.error is None else window.error[own]
+        before = self._exchange.num_bytes
+        try:
+            mean = self._exchange.mean(window.codec, local[own], window.weights[own], error)
+        except RuntimeError as failure:
+            raise LaunchError(
+                f"outer step {sent.number}: another site was lost, or took longer than "
+                f"sites.timeout_seconds = {self.sites.timeout_seconds:g} for a transfer: "
+                f"{failure} -> see what the other sites say; started again, all resume from "
+                "their newest checkpoints"
+            ) from failure
+        sent.num_bytes += self._exchange.num_bytes - before
+        return mean
+
+    def _joined(self, window: Window, mean: torch.Tensor) -> torch.Tensor:
+        """The mean of a whole window, of which this rank exchanged its share."""
+        replicas, length = self.state.replicas, len(window.weights)
+        if replicas is None:
+            return mean
+        if window.error is not None:  # all replicas keep it, as all else
+            own = window.error[replicas.own(length)]
+            window.error.copy_(replicas.joined(own, length))
+        return replicas.joined(mean, length)
+
+    def _update(self, window: Window, local: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """Update the global weights of a window; returns sums for the figures."""
+        change, distance = square(local, window.weights), square(local, mean)
+        outer_update(window.weights, window.momentum, mean, self.sites)
+        return torch.tensor([change, distance, len(local)], dtype=torch.float64)
 
     def _figures(
-        self, squares: torch.Tensor, sent: int, seconds: float, waited: float
+        self, sent: _UnderWay, squares: torch.Tensor, waited: float, seconds: float | None = None
     ) -> OuterFigures:
-        totals = torch.cat([squares, torch.tensor([sent], dtype=torch.float64)])
-        totals = totals.to(self._engine.device)
-        dist.all_reduce(totals)
-        change, distance, count, all_sent = totals.tolist()
+        """Collective over this site. seconds: None for what went beside the steps."""
+        totals = site_totals(squares, sent.num_bytes, self._engine.device)
         return OuterFigures(
-            self.number,
-            int(all_sent),
-            seconds,
+            sent.number,
+            sent.fragment,
+            tuple(range(self.sites.count)),
+            totals.sent_bytes,
+            totals.most_bytes // max(1, self.sites.count - 1),
+            sent.seconds if seconds is None else seconds,
             waited,
-            math.sqrt(change / max(1, count)),
-            math.sqrt(distance / max(1, count)),
+            totals.change,
+            totals.distance,
         )
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A flat range of a master, and where it begins among all of this rank."""
-
-    begin: int
-    master: torch.Tensor
-
-
-def _square(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The summed square of the difference."""
-    return float(torch.linalg.vector_norm(first - second, dtype=torch.float64)) ** 2
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(memory_of(tensor)) if tensor.numel() else ""
-
-
-def _digest_of_text(text: str) -> str:
-    return xxhash.xxh3_64_hexdigest(text.encode())

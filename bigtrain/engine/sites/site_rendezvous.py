@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -102,10 +102,15 @@ class SiteRendezvous:
         Raises LaunchError on every rank of every site where any two differ, and on every rank of
         this site where another says nothing within ``sites.timeout_seconds``.
         """
+        self.agree(lambda: refuse_differences(self.gather(name, facts)))
+
+    def agree(self, compare: Callable[[], None]) -> None:
+        """`compare` on all ranks of this site, whose errors all of them raise. That sites differ,
+        all of them find out: site 0 serves until they have."""
         try:
-            on_all_ranks(lambda: refuse_differences(self.gather(name, facts)))
+            on_all_ranks(compare)
         except _DifferenceError:
-            self._leave(f"refused/{name}", self.sites.count * self._world.size)
+            self._leave("different", self.sites.count * self._world.size)
             raise
 
     def gather(self, name: str, facts: Facts) -> list[Facts]:

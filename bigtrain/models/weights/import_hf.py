@@ -42,6 +42,7 @@ from bigtrain.models.weights.lazy_tensors import (
     forget_computed,
     narrowed,
 )
+from bigtrain.system.storage.copies import at_hand
 
 _SHOWN = 5
 
@@ -90,7 +91,7 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
     """
     setting = f"{key} = {source!r}"
     try:
-        files = tuple(_files(source, hf_config))
+        files = tuple(_files(at_hand(source), hf_config))
         found = {name: leaf for path in files for name, leaf in _leaves(path)}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{setting}: {_sentence(error)}") from error

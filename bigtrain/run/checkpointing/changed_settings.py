@@ -34,6 +34,9 @@ _FREE = {
     "data.workers",
     "sites.address",
     "sites.timeout_seconds",
+    "sites.server",
+    "sites.token_file",
+    "sites.certificate_file",
 }
 # Settings that older checkpoints lack, with the value that such a run had in effect.
 _BEFORE: dict[str, Any] = {
@@ -45,6 +48,13 @@ _BEFORE: dict[str, Any] = {
     "data.document_boundaries": "ignore",
     "data.packing": "concatenate",
     "data.long_documents": "cut",
+}
+# The same, of runs with sites.
+_BEFORE_OF_SITES: dict[str, Any] = {
+    "sites.fragments": 1,
+    "sites.overlap_steps": 0,
+    "sites.mixing": 0.0,
+    "sites.shares": None,
 }
 _PACKING = {"batch.sequence_length", "data.packing", "data.long_documents"}
 # Settings that may give the model's tensors other shapes, which no checkpoint can be read into.
@@ -128,7 +138,7 @@ def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -
 
 
 def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    before = _BEFORE | _flat(there)
+    before = _BEFORE | (_BEFORE_OF_SITES if there.get("sites") else {}) | _flat(there)
     now = mathematics(config)
     return [
         (key, text)

@@ -50,6 +50,7 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
             GuardState.from_json(document.get("guard")),
             document.get("outer_steps", 0),
             BestSoFar.from_json(document.get("best")),
+            _pair(document.get("outer_sent")),
         )
         session.say(f"resumed at step {state.step} from {directory}")
         if len(phases) > 1 and phases[-1].first_sample == state.samples:
@@ -59,6 +60,10 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
                 session.say(text)
         return state
     return TrainState(phases=(first_phase(session.run.config, session.inputs.sources),))
+
+
+def _pair(numbers: list[int] | None) -> tuple[int, int] | None:
+    return None if numbers is None else (numbers[0], numbers[1])
 
 
 def _usable(session: Session) -> Iterator[str]:

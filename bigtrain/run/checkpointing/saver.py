@@ -140,7 +140,10 @@ class Saver:
             self.wait()
 
     def report(self) -> None:
-        """Log how the last save ended, if it has ended since the last call. Waits for nothing."""
+        """Log how the last save ended, if it has ended since the last call, and what has become of
+        copies. Waits for nothing."""
+        for note in self._session.copies.notes() if self._session.copies else ():
+            self._session.say(note)
         write = self._pending
         if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
             return
@@ -267,6 +270,8 @@ class Saver:
                 else ")"
             )
         )
+        if self._session.copies is not None:
+            self._session.copies.add(final)
         try:
             best = self._session.run.config.evaluation.best
             permit = self._session.check_run_token

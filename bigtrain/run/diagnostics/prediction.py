@@ -28,7 +28,8 @@ def predict(
     except (ConfigError, ModelError) as error:
         return None, " ".join(str(error).split())
     chunk = loss.chunk_tokens if loss.kind == "chunked" else None
-    return predict_run(run, model, chunk, *_device(device)), ""
+    is_cpu = device.type == "cpu"
+    return predict_run(run, model, chunk, *_device(device), is_cpu=is_cpu), ""
 
 
 def _device(device: torch.device) -> tuple[Device | None, MeasuredEngine | None]:

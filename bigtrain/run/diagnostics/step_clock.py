@@ -258,7 +258,8 @@ class DeviceWaits:
         self._is_known = False
         if not known or not all(ended.query() for _, ended in pairs):
             return None
-        return sum(begun.elapsed_time(ended) for begun, ended in pairs) / 1000
+        milliseconds: float = sum(begun.elapsed_time(ended) for begun, ended in pairs)
+        return milliseconds / 1000
 
 
 def _with_device(

@@ -1,5 +1,5 @@
-"""Evaluation during training: loss on held-out data.
+"""Evaluation during training: held-out loss, samples, tasks of lm-eval, early stopping.
 
-Imports `data`, `engine`, `reporting` and the session; the loop and `training` import it. There is
-one file, `held_out`.
+Imports `data`, `engine`, `models`, `reporting` and the session; the loop, `training` and `finish`
+import it. Start with `evaluator`, which calls the others; `live_model` is how they ask the engine.
 """

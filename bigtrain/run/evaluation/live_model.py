@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,9 @@ from bigtrain.data.loading.micro_batch import IGNORED_LABEL
 from bigtrain.engine.train_engine import TrainEngine
 
 Tokens = Sequence[int]
+
+_LOGITS_BYTES = 1 << 30
+"""The most that the float32 logits of one forward pass of a rank take, unless one text's do."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,11 @@ class Drawing:
 @dataclass(frozen=True)
 class _Round:
     """One forward pass of every data rank. rows: of all of them, indices of what was asked; mine:
-    of this rank, with the number of each in `rows`."""
+    of this rank. size: samples of each rank's pass."""
 
     rows: list[int]
     mine: list[int]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,9 @@ class LiveModel:
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine = engine
-        self._rows = engine.plan.micro_batch_size
+        self._most_rows = engine.plan.micro_batch_size
+        config: Any = engine.module.config
+        self._row_bytes = 4 * int(config.get_text_config().vocab_size)  # of a token's logits
         place = engine.mesh.coordinates
         self._data_rank, self._data_size = place.data_rank, engine.mesh.topology.data_size
         # One rank of each data rank says what was computed.
@@ -72,14 +80,14 @@ class LiveModel:
         lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
         for part in self._rounds(lengths):
             width = max(lengths[row] for row in part.rows)
-            ids = torch.zeros((self._rows, width), dtype=torch.int64)
-            labels = torch.full((self._rows, width), IGNORED_LABEL)
+            ids = torch.zeros((part.size, width), dtype=torch.int64)
+            labels = torch.full((part.size, width), IGNORED_LABEL)
             for number, row in enumerate(part.mine):
                 context, continuation = requests[row]
                 tokens = torch.tensor([*context, *continuation])
                 ids[number, : lengths[row]] = tokens[:-1]
                 labels[number, len(context) - 1 : lengths[row]] = tokens[len(context) :]
-            found = self._engine.read_logits(ids, lambda logits, of=labels: _scores(logits, of))
+            found = self._engine.read_logits(ids, partial(_scores, labels=labels))
             if self._reports:
                 totals[part.mine] = found[: len(part.mine)]
         totals = self._summed(totals)
@@ -97,7 +105,8 @@ class LiveModel:
         the main rank alone.
         """
         texts = [_Text(prompt, [], drawing.seed + n) for n, prompt in enumerate(prompts)]
-        for part in self._rounds([len(prompt) for prompt in prompts]):
+        longest = [len(prompt) + drawing.max_new_tokens for prompt in prompts]
+        for part in self._rounds(longest):
             self._continue(part, texts, drawing, is_finished)
         return [text.new for text in texts]
 
@@ -119,12 +128,12 @@ class LiveModel:
             if not any(active):
                 return
             width = max(len(texts[row]) for row in part.rows)
-            ids = torch.zeros((self._rows, width), dtype=torch.int64)
-            last = torch.zeros(self._rows, dtype=torch.int64)
+            ids = torch.zeros((part.size, width), dtype=torch.int64)
+            last = torch.zeros(part.size, dtype=torch.int64)
             for number, row in enumerate(part.mine):
                 last[number] = len(texts[row]) - 1
                 ids[number, : len(texts[row])] = torch.tensor([*texts[row].prompt, *texts[row].new])
-            logits = self._engine.read_logits(ids, lambda logits, at=last: _rows_at(logits, at))
+            logits = self._engine.read_logits(ids, partial(_rows_at, last=last))
             chosen = torch.zeros(len(texts), dtype=torch.float64)
             for number, row in enumerate(part.mine if self._reports else ()):
                 chosen[row] = _choose(logits[number], drawing.temperature, generators[row])
@@ -134,13 +143,15 @@ class LiveModel:
                     texts[row].new.append(int(chosen[row]))
 
     def _rounds(self, lengths: Sequence[int]) -> Iterator[_Round]:
-        """All that was asked, the longest first, in parts of a micro-batch of every data rank."""
+        """All that was asked, the longest first, in parts of a micro-batch of every data rank, or
+        less where the logits of that would be large."""
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-        size = self._rows * self._data_size
-        for begin in range(0, len(order), size):
-            rows = order[begin : begin + size]
-            low = self._data_rank * self._rows
-            yield _Round(rows, rows[low : low + self._rows])
+        while order:
+            fitting = _LOGITS_BYTES // (self._row_bytes * lengths[order[0]])
+            size = max(1, min(self._most_rows, fitting))
+            rows, order = order[: size * self._data_size], order[size * self._data_size :]
+            low = self._data_rank * size
+            yield _Round(rows, rows[low : low + size], size)
 
     def _summed(self, values: torch.Tensor) -> torch.Tensor:
         """Of all ranks; of each value all but one rank have zero."""

@@ -58,7 +58,8 @@ class TaskRunner:
             if kind == "score":
                 self._model.score(*arguments)
             else:
-                self._model.continue_texts(*arguments, lambda *_: False)
+                prompts, drawing = arguments
+                self._model.continue_texts(prompts, drawing, lambda *_: False)
 
     def _received(self) -> Any:
         box: list[Any] = [None]

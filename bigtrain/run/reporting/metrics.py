@@ -24,11 +24,14 @@ trackers get them as ``tasks/TASK/METRIC``.
 
 Every outer step of a run with several sites::
 
-    {"step", "outer_step", "sites", "sent_bytes", "seconds", "waited_seconds", "change", "distance"}
+    {"step", "outer_step", "fragment", "sites", "sent_bytes", "link_bytes", "seconds",
+     "waited_seconds", "change", "distance"}
 
-with the sites that took part, "sent_bytes" of this site (all its ranks together), the root mean
-square "change" that it made to the global weights since the last outer step, and the "distance" of
-its weights to the mean of all sites. Trackers get them as ``outer_step/NAME``.
+with the "fragment" of the model that was exchanged, the sites that took part, "sent_bytes" of this
+site (all its ranks together), "link_bytes" from the rank that sent most to its counterpart on one
+other site, the root mean square "change" that it made to the global weights since the last outer
+step, and the "distance" of its weights to the mean of all sites. Trackers get them as
+``outer_step/NAME``.
 
 And every event, with the samples of the run that it concerns::
 
@@ -267,13 +270,16 @@ class MetricsWriter:
     def log_outer_step(self, step: int, **figures: Any) -> None:
         """Write an outer step after optimizer step `step`, as the top of this file lists it."""
         self._write({"step": step, **figures})
+        distance = figures["distance"]
         self.info(
             f"step {step}/{self._total_steps} outer step {figures['outer_step']} with "
             f"{len(figures['sites'])} sites in {figures['seconds']:.2f} s, "
-            f"{figures['sent_bytes']:,} bytes sent, distance {figures['distance']:.3g}"
+            f"{figures['sent_bytes']:,} bytes sent"
+            + ("" if distance is None else f", distance {distance:.3g}")
         )
-        names = ("sent_bytes", "seconds", "waited_seconds", "change", "distance")
-        self._trackers.log({f"outer_step/{name}": figures[name] for name in names}, step)
+        names = ("sent_bytes", "link_bytes", "seconds", "waited_seconds", "change", "distance")
+        shown = {name: figures[name] for name in names if figures[name] is not None}
+        self._trackers.log({f"outer_step/{name}": value for name, value in shown.items()}, step)
 
     def log_event(self, event: str, *, step: int, **details: object) -> None:
         """Write what happened in `step`, as the top of this file lists it; not to trackers."""

@@ -28,7 +28,8 @@ class Facts:
     positive) of section moe; ``optimizer`` and ``state_dtype`` of section optimizer; ``adapters``:
     their type, None without, with ``dora``, ``saved_modules`` (modules_to_save) and
     ``adapted_stacks`` (target_parameters) and ``adapts_experts`` (targets name mlp, and the model
-    has experts); ``num_sites``: 0 without section sites.
+    has experts); ``num_sites``: 0 without section sites; ``site_fragments``: in which they exchange
+    the model.
 
     Of the model, once its configuration was read: ``attention_heads``; ``cut_heads`` and
     ``cut_key_heads``, the heads that its tensor-parallel plan divides among ranks; ``num_layers``
@@ -81,6 +82,7 @@ class Facts:
     adapted_stacks: tuple[str, ...] = ()
     adapts_experts: bool = False
     num_sites: int = 0
+    site_fragments: int = 1
     stops_early: bool = False
     accelerate: bool = False
     device: Device | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bigtrain.settings.compatibility.facts import Facts, Rule, rules_of
+from dataclasses import replace
+
+from bigtrain.settings.compatibility.facts import Facts, Rule, rule, rules_of
 
 _UNPROVEN = "the outer step of sites has not been compared with a plain loop"
 
@@ -99,5 +101,17 @@ SITE_RULES: tuple[Rule, ...] = (
         "name a DeepSpeed JSON (engine.deepspeed_config), or start it by another launcher",
         {"accelerate": False},
         Facts(accelerate=True),
+    ),
+    rule(
+        "fragments without a layer",
+        lambda f: f.num_layers is not None and f.site_fragments > f.num_layers > 0,
+        ("sites.fragments", lambda f: f.site_fragments),
+        lambda f: (
+            f"layers are dealt to fragments in turn, and the model has {f.num_layers}, so that "
+            "some would be empty"
+        ),
+        lambda f: f"sites.fragments={f.num_layers} or less that divides sites.inner_steps",
+        lambda f: replace(f, site_fragments=f.num_layers or 1),
+        Facts(num_sites=2, site_fragments=8, num_layers=4),
     ),
 )

@@ -182,7 +182,9 @@ def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
     divisors = f"{plan.micro_batch_size} x {plan.data_size}"
     if plan.num_sites > 1:  # DeepSpeed knows only its own site
         size = f"{size} / sites.count"
-        in_samples //= plan.num_sites
+        if plan.site_batch_size * plan.num_sites != plan.global_batch_size:
+            size = f"this site's of sites.shares of {size.partition(' ')[0]}"
+        in_samples = in_samples * plan.site_batch_size // plan.global_batch_size
     steps = f"{plan.site_batch_size} / ({divisors})"
     return [
         Owned("train_batch_size", size, in_samples, plan.site_batch_size),

@@ -6,6 +6,8 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from bigtrain.system.storage.addresses import is_address, without_secrets
+
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
@@ -34,3 +36,12 @@ class Section(BaseModel):
 
 def _takes_numbers(annotation: Any) -> bool:
     return annotation in (int, float) or any(map(_takes_numbers, get_args(annotation)))
+
+
+def refuse_secrets(address: str) -> None:
+    """Raises ValueError for an address with a password or a signature: settings are recorded."""
+    if is_address(address) and without_secrets(address) != address:
+        raise ValueError(
+            "holds a password or a signature, and settings are recorded and logged -> give "
+            "credentials by the environment (AWS_ACCESS_KEY_ID, ~/.netrc, ...)"
+        )

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section
+from bigtrain.settings.sections.base import (
+    NonNegativeFloat,
+    PositiveInt,
+    Section,
+    refuse_secrets,
+)
 
 
 class VocabularySection(Section):
@@ -37,7 +42,8 @@ class ModelSection(Section):
 
     path: str | None = Field(
         default=None,
-        description="directory or hub name whose weights and configuration the run starts from",
+        description="directory, hub name or address (s3://, ...) whose weights and configuration "
+        "the run starts from",
     )
     config: str | dict[str, Any] | None = Field(
         default=None,
@@ -109,6 +115,13 @@ class ModelSection(Section):
                 "model.gradient_checkpointing = 'none' has none; set it to full"
             )
         return self
+
+    @field_validator("path", "config")
+    @classmethod
+    def _shows_no_secret(cls, name: object) -> object:
+        if isinstance(name, str):
+            refuse_secrets(name)
+        return name
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

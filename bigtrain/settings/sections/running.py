@@ -6,7 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from bigtrain.settings.sections.base import NonNegativeInt, PositiveInt, Section
+from bigtrain.settings.sections.base import NonNegativeInt, PositiveInt, Section, refuse_secrets
+from bigtrain.system.storage.addresses import is_address, scheme_of
 
 
 class ParallelSection(Section):
@@ -104,13 +105,36 @@ class OutputSection(Section):
     export: bool = Field(
         default=True, description="write a verified Hugging Face directory at the end of the run"
     )
+    copy_to: str | None = Field(
+        default=None,
+        description="address, such as s3://bucket/runs/mine, to which checkpoints and the export "
+        "are copied once they are written, while the run goes on; `bigtrain fetch` brings them "
+        "back",
+    )
+    copy_wait_seconds: NonNegativeInt = Field(
+        default=600, description="how long the end of a run waits for copies that are under way"
+    )
 
     @field_validator("directory")
     @classmethod
     def _names_a_directory(cls, directory: str) -> str:
         if not directory.strip():
             raise ValueError("must name the directory of the run, such as runs/mine")
+        if is_address(directory):
+            raise ValueError(
+                "must be on a disk, which every host sees; copies go to output.copy_to"
+            )
         return directory
+
+    @field_validator("copy_to")
+    @classmethod
+    def _takes_files(cls, copy_to: str | None) -> str | None:
+        if copy_to is None:
+            return None
+        if not is_address(copy_to) or scheme_of(copy_to) in ("http", "https"):
+            raise ValueError("must be an address that takes files, such as s3://bucket/runs/mine")
+        refuse_secrets(copy_to)
+        return copy_to.rstrip("/")
 
 
 class EngineSection(Section):

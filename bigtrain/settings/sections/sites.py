@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -67,15 +68,51 @@ class SitesSection(Section):
         description="host:port of the sites' rendezvous, the same for all: the host of site 0's "
         "main rank, as the other sites reach it; required for two sites or more",
     )
+    server: str | None = Field(
+        default=None,
+        description="http://host:port or https://host:port of a `bigtrain outer-server`, which "
+        "holds the global weights, instead of address: sites then open connections only outwards, "
+        "may have other layouts, and may come and go",
+    )
+    token_file: str | None = Field(
+        default=None, description="file with the server's token; required with server"
+    )
+    certificate_file: str | None = Field(
+        default=None,
+        description="of an https server, or of who signed its certificate; default: those that the "
+        "system trusts",
+    )
     inner_steps: PositiveInt = Field(
         description="optimizer steps of each site between two outer steps; the last window of a "
         "run is shorter where train.steps is no multiple"
     )
+    shares: tuple[PositiveInt, ...] | None = Field(
+        default=None,
+        description="how the samples of a step are divided among the sites, by their speed: [2, 1] "
+        "gives the first twice as many; its weights count so much in the mean. Default: equally",
+    )
     outer: OuterSection = OuterSection()
-    codec: Literal["float32", "bfloat16"] = Field(
+    codec: Literal["float32", "bfloat16", "int8", "int4"] = Field(
         default="float32",
         description="what sites send: float32 weights, or differences to the global weights "
-        "rounded to bfloat16",
+        "rounded to bfloat16, or to integers in blocks with a scale each (256 elements of int8, 64 "
+        "of int4); what integers lose is added to what is sent next",
+    )
+    fragments: PositiveInt = Field(
+        default=1,
+        description="parts of the model that are exchanged in turn, inner_steps / fragments steps "
+        "apart (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512): layers in turn, what "
+        "is in no layer with the first; divides inner_steps",
+    )
+    overlap_steps: NonNegativeInt = Field(
+        default=0,
+        description="steps that go on while a fragment is exchanged, before it takes effect (the "
+        "paper's tau); less than inner_steps / fragments",
+    )
+    mixing: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="share of its own weights that a site keeps when a fragment takes effect (the "
+        "paper's alpha); after the last step none",
     )
     timeout_seconds: Seconds = Field(
         default=600.0,
@@ -93,7 +130,19 @@ class SitesSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _every_site_has_a_share(self) -> Self:
+        if self.shares is not None and len(self.shares) != self.count:
+            raise ValueError(
+                f"sites.shares = {list(self.shares)} has {len(self.shares)} numbers for "
+                f"sites.count = {self.count} sites -> one for each"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _they_can_meet(self) -> Self:
+        if self.server is not None:
+            self._check_server(self.server)
+            return self
         if self.address is None:
             if self.count > 1:
                 raise ValueError(
@@ -106,6 +155,54 @@ class SitesSection(Section):
             raise ValueError(
                 f"sites.address = {self.address!r} is not host:port with a port from 1 to "
                 f"{_LAST_PORT} -> such as 10.0.0.1:29600"
+            )
+        return self
+
+    def _check_server(self, server: str) -> None:
+        parts = urlsplit(server)
+        try:
+            port = parts.port
+        except ValueError:
+            port = None
+        if parts.scheme not in ("http", "https") or not parts.hostname or not port or parts.path:
+            raise ValueError(
+                f"sites.server = {server!r} is not http://host:port or https://host:port -> such "
+                "as https://10.0.0.1:29700"
+            )
+        if self.token_file is None:
+            raise ValueError(
+                f"sites.token_file is missing, and the server at {server} answers only those who "
+                "know its token -> the file that it was started with (--token-file)"
+            )
+        if self.address is not None:
+            raise ValueError(
+                f"sites.address = {self.address!r} and sites.server = {server!r} are two ways to "
+                "meet -> leave one of them out"
+            )
+        if self.fragments > 1 or self.overlap_steps or self.mixing:
+            raise ValueError(
+                f"sites.fragments = {self.fragments}, overlap_steps = {self.overlap_steps}, mixing "
+                f"= {self.mixing:g}: a server takes whole models, after which sites have its "
+                "weights -> fragments: 1, overlap_steps: 0, mixing: 0, or sites.address"
+            )
+
+    @model_validator(mode="after")
+    def _fragments_take_turns(self) -> Self:
+        steps, parts = self.inner_steps, self.fragments
+        if steps % parts:
+            divisors = [n for n in range(1, steps + 1) if steps % n == 0]
+            nearest = min(divisors, key=lambda n: abs(n - parts))
+            below = steps // parts * parts
+            raise ValueError(
+                f"sites.fragments = {parts} does not divide sites.inner_steps = {steps} -> "
+                f"fragments: {nearest}, or inner_steps: "
+                + (f"{below} or {below + parts}" if below else str(parts))
+            )
+        if self.overlap_steps >= steps // parts:
+            raise ValueError(
+                f"sites.overlap_steps = {self.overlap_steps} is not less than sites.inner_steps / "
+                f"sites.fragments = {steps // parts}: a fragment would still be under way when the "
+                f"next one is sent -> {steps // parts - 1} or less"
             )
         return self
 
@@ -130,6 +227,25 @@ class SitesSection(Section):
             return 1.0
         return _LR_OF_FEW if self.count <= _FEW_SITES else _LR_OF_MANY
 
-    def is_due(self, step: int, last_step: int) -> bool:
-        """Whether an outer step follows optimizer step `step` of `last_step`, from 1."""
-        return step % self.inner_steps == 0 or step == last_step
+    def weights(self) -> tuple[int, ...]:
+        """How much each site counts in a mean."""
+        return self.shares or (1,) * self.count
+
+    @property
+    def steps_between(self) -> int:
+        """Steps from one outer step to the next."""
+        return self.inner_steps // self.fragments
+
+    def sent_after(self, step: int, last_step: int) -> range:
+        """The fragments that are exchanged after optimizer step `step` of `last_step`, from 1; all
+        of them after the last."""
+        if step == last_step:
+            return range(self.fragments)
+        if step % self.steps_between:
+            return range(0)
+        fragment = (step // self.steps_between - 1) % self.fragments
+        return range(fragment, fragment + 1)
+
+    def merged_after(self, sent_step: int) -> int:
+        """The step after which takes effect what was sent after step `sent_step`."""
+        return sent_step + self.overlap_steps

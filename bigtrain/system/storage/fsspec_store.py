@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from bigtrain.system.storage.addresses import without_secrets
+from bigtrain.system.storage.addresses import joined, without_secrets
 from bigtrain.system.storage.stores import (
     Broken,
     Gone,
@@ -39,7 +39,7 @@ class FsspecStore(Store):
             info = files.info(path)
             if info.get("type") == "directory":
                 raise FileNotFoundError
-        return _stat(info, files)
+        return _stat(info)
 
     def read(
         self, address: str, begin: int, end: int | None, known: RemoteStat
@@ -66,7 +66,12 @@ class FsspecStore(Store):
         files, path = self._open(address)
         with _telling(address):
             found = files.find(path, detail=True)
-        listed = [(files.unstrip_protocol(name), _stat(i, files)) for name, i in found.items()]
+        begin = f"{path.rstrip('/')}/"
+        listed = [
+            (joined(address, name.removeprefix(begin)), _stat(info))
+            for name, info in found.items()
+            if name.startswith(begin)
+        ]
         return sorted(listed, key=lambda entry: entry[0])
 
     def put(self, address: str, file: Path) -> None:
@@ -109,7 +114,7 @@ def _telling(address: str) -> Iterator[None]:
         raise Broken(without_secrets(f"{type(error).__name__}: {error}")) from None
 
 
-def _stat(info: dict[str, Any], files: Any) -> RemoteStat:
+def _stat(info: dict[str, Any]) -> RemoteStat:
     size = info.get("size")
     version = next((str(info[key]) for key in VERSIONS if info.get(key)), None)
     lfs = info.get("lfs")

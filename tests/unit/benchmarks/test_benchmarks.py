@@ -222,7 +222,7 @@ def test_optimizers_are_compared_in_cost_and_loss(tmp_path: Path) -> None:
         "optimizers.py",
         *("--hidden-sizes", "64", "--rounds", "1", "--data", str(shards)),
         *("--steps", "4", "--length", "16", "--samples", "2", "--rates", "3e-3", "6e-3"),
-        *("--more", "1", "--output", str(output)),
+        *("--more", "1", "--vocabulary", "320", "--output", str(output)),
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     figures = json.loads(output.read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,8 +21,10 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from bigtrain.errors import ModelError
+from bigtrain.models import meta_trace
 from bigtrain.models.layers.decoder_layers import decoder_layers
 from bigtrain.models.meta_trace import trace_model
 from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form
@@ -52,6 +56,37 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     assert costs.num_parameters == sum(p.numel() for p in model.parameters())
     assert len(costs.layers) == 2
     assert costs.source == "traced"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_that_are_run_once_cost_as_those_that_all_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six layers; Gemma's and DeepSeek's are of two kinds, of which Gemma's differ in a figure."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.num_hidden_layers = 6
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * 6
+    if name == "gemma3":
+        config.layer_types = [("sliding_attention", "full_attention")[n % 3 == 2] for n in range(6)]
+    once = trace_model(config, torch.bfloat16)
+    monkeypatch.setattr(meta_trace, "run_once", lambda *_: nullcontext())
+    assert trace_model(config, torch.bfloat16) == once
+    assert len(once.kinds) == (2 if name in ("gemma3", "deepseek_v3") else 1)
+
+
+def test_equal_layers_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    own = LlamaDecoderLayer.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.append(self.self_attn.layer_idx)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
+    config = LlamaConfig(**{**SMALL, "num_hidden_layers": 12})
+    assert len(trace_model(config, torch.bfloat16).layers) == 12
+    assert ran == [0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -452,3 +452,48 @@ def test_the_best_checkpoints_have_a_held_out_loss(
     (problem,) = problems_of(tmp_path, make_tree(), *overrides)
     shown = "None" if evaluated == "null" else evaluated
     assert f"evaluation.every_steps = {shown} must divide checkpoint.every_steps = 4" in problem
+
+
+# --- evaluation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["evaluation.best.metric=loss"], "is none that a run measures -> held_out_loss"),
+        (["evaluation.best.mode=max"], "a higher held_out_loss is worse -> min"),
+        (["evaluation.best.metric=tasks/arc_easy/acc"], "evaluation.tasks names no task"),
+        (["evaluation.tasks_limit=5"], "tasks_limit has no meaning without evaluation.tasks"),
+        (["evaluation.tasks=[a,a]"], "a task is listed twice"),
+        (
+            ["evaluation.early_stopping={patience: 2}"],
+            "measured only at the end -> set evaluation.",
+        ),
+        (
+            ["evaluation.held_out=[{name: x, path: a}, {name: x, path: b}]"],
+            "evaluation.held_out: two sets have the same name",
+        ),
+        (["evaluation.best.metric=held_out_loss/law"], "there is no set law -> one of "),
+        (
+            [
+                "evaluation.tasks=[a]",
+                "evaluation.best={metric: tasks/a/acc, mode: max}",
+                "checkpoint={every_steps: 4, keep_best: 1}",
+            ],
+            "needs a tasks/a/acc at every checkpoint: evaluation.tasks_every_steps = None must",
+        ),
+        (["model.vocabulary.new_rows=mean"], "model.config has none -> leave it out"),
+    ],
+)
+def test_evaluations_that_cannot_be(tmp_path: Path, overrides: list[str], text: str) -> None:
+    (problem,) = problems_of(tmp_path, make_tree(), *overrides)
+    assert text in problem
+
+
+def test_a_metric_of_one_set(tmp_path: Path) -> None:
+    overrides = ["evaluation.held_out=[{name: law, path: a}]"]
+    overrides.append("evaluation.best.metric=held_out_bits_per_byte/law")
+    best = load_run_config(write(tmp_path, make_tree()), overrides).evaluation.best
+    assert best.set_name == "law"
+    assert best.is_better(1.0, 1.2, by=0.1)
+    assert not best.is_better(1.0, 1.05, by=0.1)

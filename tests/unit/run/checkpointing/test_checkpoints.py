@@ -14,7 +14,7 @@ from bigtrain.engine.checkpoint.tensor_files import Identity, NewPart, find_part
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.retention import reasons_to_keep, retain
-from bigtrain.settings.run_config import CheckpointSection
+from bigtrain.settings.run_config import BestSection, CheckpointSection
 
 PAYLOAD = bytes(range(256)) * 40
 SHAPE = (len(PAYLOAD),)
@@ -418,3 +418,14 @@ def test_steps_of_more_digits_are_in_order(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-7").mkdir()
     (tmp_path / "checkpoints" / "step-00000007.partial-0123abcd").mkdir()
     assert checkpoints.steps(tmp_path) == [5, 99_999_999, 123_456_789]
+
+
+def test_the_best_is_by_any_metric(tmp_path: Path) -> None:
+    figures = {10: 0.2, 20: 0.7, 30: 0.5, 40: None}
+    best = BestSection(metric="tasks/arc_easy/acc", mode="max")
+    reasons = reasons_to_keep(figures, keep(1, keep_best=2), best=best)
+    assert reasons == {
+        20: ["tasks/arc_easy/acc 0.7000"],
+        30: ["tasks/arc_easy/acc 0.5000"],
+        40: ["newest"],
+    }

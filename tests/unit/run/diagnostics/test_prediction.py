@@ -60,6 +60,10 @@ def test_a_cpu_gets_no_rate_and_a_gpu_does(
     assert quiet.tokens_per_second is None
     assert "tokens/s" not in quiet.line()
     assert quiet.beside(100.0, 1.0) == []
+    quiet.write(tmp_path)
+    tree = json.loads((tmp_path / "prediction.json").read_text())
+    assert tree["peak_memory_gib"] is None  # main memory of a process says nothing of its tensors
+    assert tree["memory_terms"]["context"] < 0.05 * sum(tree["memory_terms"].values())
     rate = on_gpu.tokens_per_second
     assert rate is not None
     assert on_gpu.line().endswith(f"{rate:,.0f} tokens/s on H100-80GB")

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from bigtrain.errors import LaunchError
 from bigtrain.run.reporting import trackers as trackers_module
@@ -147,21 +149,6 @@ def test_held_out_losses_of_a_mixture(tmp_path: Path) -> None:
     assert scalars["held_out_loss"] == [(20, 2.0)]
     assert scalars["held_out_loss/books"] == [(20, 1.0)]
     assert scalars["held_out_loss/code"] == [(20, 1e4)]
-
-
-def test_bits_per_byte_and_tasks(tmp_path: Path) -> None:
-    whole, tasks = HeldOutLoss(2.0, 512, 1.25), {"tasks/arc_easy/acc": 0.5, "tasks/arc_easy/x": 1.0}
-    with writer(tmp_path, trackers=("tensorboard",)) as metrics:
-        metrics.log_evaluation(20, whole, {"only": whole})
-        metrics.log_evaluation(30, tasks=tasks)
-    first, second = lines_of(tmp_path)
-    assert first["held_out_bits_per_byte"] == 1.25
-    assert "held_out_sources" not in first
-    assert second == {"step": 30, "tasks": {"arc_easy/acc": 0.5, "arc_easy/x": 1.0}}
-    log = (tmp_path / "log.txt").read_text()
-    assert "perplexity 7.39 bits/byte 1.2500\n" in log
-    assert "step 30/400 tasks arc_easy/acc 0.5000, arc_easy/x 1.0000\n" in log
-    assert read_scalars(tmp_path)["tasks/arc_easy/acc"] == [(30, 0.5)]
 
 
 def test_samples_of_steps_that_are_trained_again_are_dropped(tmp_path: Path) -> None:
@@ -307,8 +294,11 @@ def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
 
 
 def test_tensorboard_of_a_resumed_run_forgets_the_steps_that_are_trained_again(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Files are read in the order of their names, which end with how many this process has written:
+    # of the tenth and the eleventh, the other way round.
+    monkeypatch.setattr(event_file_writer, "_global_uid", AtomicCounter(0))
     for first, resume_step in ((10, 0), (20, 10)):
         with writer(tmp_path, trackers=("tensorboard",), resume_step=resume_step) as metrics:
             metrics.log_step(step_metrics(first, loss=float(first)))
@@ -459,3 +449,18 @@ def test_events_go_by_the_samples_they_concern(tmp_path: Path) -> None:
     with writer(tmp_path, resume_step=2, resume_samples=64):
         pass
     assert [(line["step"], line.get("event")) for line in lines_of(tmp_path)] == [(1, None), *rest]
+
+
+def test_bits_per_byte_and_tasks(tmp_path: Path) -> None:
+    whole, tasks = HeldOutLoss(2.0, 512, 1.25), {"tasks/arc_easy/acc": 0.5, "tasks/arc_easy/x": 1.0}
+    with writer(tmp_path, trackers=("tensorboard",)) as metrics:
+        metrics.log_evaluation(20, whole, {"only": whole})
+        metrics.log_evaluation(30, tasks=tasks)
+    first, second = lines_of(tmp_path)
+    assert first["held_out_bits_per_byte"] == 1.25
+    assert "held_out_sources" not in first
+    assert second == {"step": 30, "tasks": {"arc_easy/acc": 0.5, "arc_easy/x": 1.0}}
+    log = (tmp_path / "log.txt").read_text()
+    assert "perplexity 7.39 bits/byte 1.2500\n" in log
+    assert "step 30/400 tasks arc_easy/acc 0.5000, arc_easy/x 1.0000\n" in log
+    assert read_scalars(tmp_path)["tasks/arc_easy/acc"] == [(30, 0.5)]

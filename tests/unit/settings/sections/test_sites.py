@@ -51,7 +51,17 @@ def test_rates_by_the_number_of_sites(count: int, outer: dict[str, Any], expecte
         ({"address": "host:70000"}, "sites.address = 'host:70000' is not host:port"),
         ({"inner_steps": 0}, "greater than or equal to 1"),
         ({"outer": {"type": "average", "momentum": 0.5}}, "sites.outer.type = average has none"),
-        ({"codec": "int3"}, "'float32' or 'bfloat16'"),
+        ({"codec": "int3"}, "'float32', 'bfloat16', 'int8' or 'int4'"),
+        (
+            {"inner_steps": 10, "fragments": 4},
+            "sites.fragments = 4 does not divide sites.inner_steps = 10 -> fragments: 5, or "
+            "inner_steps: 8 or 12",
+        ),
+        (
+            {"inner_steps": 10, "fragments": 2, "overlap_steps": 5},
+            "sites.overlap_steps = 5 is not less than sites.inner_steps / sites.fragments = 5",
+        ),
+        ({"mixing": 1.0}, "less than 1"),
     ],
 )
 def test_refusals(values: dict[str, Any], text: str) -> None:
@@ -67,7 +77,22 @@ def test_addresses_are_taken_apart() -> None:
 
 def test_the_last_window_may_be_short() -> None:
     sites = section(inner_steps=4)
-    assert [step for step in range(1, 11) if sites.is_due(step, 10)] == [4, 8, 10]
+    assert [step for step in range(1, 11) if sites.sent_after(step, 10)] == [4, 8, 10]
+
+
+def test_fragments_are_sent_in_turn_and_all_after_the_last_step() -> None:
+    sites = section(inner_steps=6, fragments=3, overlap_steps=1)
+    sent = {step: list(sites.sent_after(step, 13)) for step in range(1, 14)}
+    assert {step: parts for step, parts in sent.items() if parts} == {
+        2: [0],
+        4: [1],
+        6: [2],
+        8: [0],
+        10: [1],
+        12: [2],
+        13: [0, 1, 2],
+    }
+    assert sites.merged_after(4) == 5
 
 
 def run(**sections: Any) -> RunConfig:
@@ -116,21 +141,32 @@ def test_the_watchdog_waits_longer() -> None:
     run(watchdog={"slow_timeout_seconds": 600, "timeout_seconds": None})
 
 
-def test_sites_together_read_as_one_world_of_all_their_ranks() -> None:
-    import torch
+@pytest.mark.parametrize("shares", [(), (2, 1, 1)])
+def test_each_sample_of_a_step_is_read_by_one_rank_of_one_site(shares: tuple[int, ...]) -> None:
+    """Whatever number of ranks, and size of micro-batches, a site has."""
+    batch = 48
+    seen: list[int] = []
+    for site, (data_size, micro) in enumerate([(2, 2), (1, 4), (4, 1)]):
+        section = BatchSection(sequence_length=16, global_batch_size=batch, micro_batch_size=micro)
+        plan, problems = plan_batch(section, data_size, 3, site, shares)
+        assert plan is not None, problems
+        expected = batch // 4 * shares[site] if shares else batch // 3
+        assert plan.site_batch_size == expected
+        assert plan.site_tokens_per_step == expected * 16
+        own = range(batch)[plan.site_begin : plan.site_begin + plan.site_batch_size]
+        assert plan.accumulation * data_size * micro == len(own)
+        seen += own
+    assert seen == list(range(batch))
 
-    order = torch.arange(64)
-    whole, _ = plan_batch(
-        BatchSection(sequence_length=16, global_batch_size=16, micro_batch_size=2), 4
+
+def test_shares_that_do_not_divide_are_refused_with_those_that_do() -> None:
+    section_of_batch = BatchSection(sequence_length=16, global_batch_size=16, micro_batch_size=2)
+    plan, (problem,) = plan_batch(section_of_batch, 1, 2, 0, (2, 1))
+    assert plan is None
+    assert str(problem) == (
+        "batch.global_batch_size = 16: is divided among sites in shares of 2 : 1, each a multiple "
+        "of batch.micro_batch_size x data-parallel size = 2 x 1, which gives multiples of 6 -> "
+        "nearest: 12 or 18"
     )
-    assert whole is not None
-    for site in range(2):
-        plan, _ = plan_batch(
-            BatchSection(sequence_length=16, global_batch_size=16, micro_batch_size=2), 2, 2, site
-        )
-        assert plan is not None
-        assert plan.accumulation == whole.accumulation
-        for rank in range(2):
-            own = order.view(-1, plan.num_readers, 2)[:, plan.reader(rank)]
-            expected = order.view(-1, whole.num_readers, 2)[:, whole.reader(2 * site + rank)]
-            assert torch.equal(own, expected)
+    with pytest.raises(ValidationError, match=r"sites.shares = \[1\] has 1 numbers for"):
+        section(shares=[1])

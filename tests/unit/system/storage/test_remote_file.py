@@ -203,8 +203,8 @@ def test_other_file_systems(monkeypatch: pytest.MonkeyPatch) -> None:
         assert file.read(5) == CONTENT[:5]
         assert file.read() == CONTENT[5:]
     assert [a for a, _ in store.find("memory://folder")] == [
-        "memory:///folder/a.bin",
-        "memory:///folder/b/c.bin",
+        "memory://folder/a.bin",
+        "memory://folder/b/c.bin",
     ]
     with pytest.raises(Gone):
         store.stat("memory://folder")

@@ -1,0 +1,62 @@
+"""What is told of an outer step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class OuterFigures:
+    """What an outer step did; the same on every rank of a site.
+
+    number: of the outer step, from 1. fragment: of the model, that it exchanged. sites: that took
+    part. sent_bytes: by all ranks of this site. link_bytes: the most that a rank of it sent to its
+    counterpart on one other site, or to the server. seconds: its duration on this rank,
+    `waited_seconds` of it waiting for the other sites (with an overlap, all that training waited
+    for it). change: root mean square of this site's change to the global weights since the last
+    outer step. distance: root mean square of the difference between its weights and the mean over
+    sites; None where an asynchronous server takes no mean.
+    """
+
+    number: int
+    fragment: int
+    sites: tuple[int, ...]
+    sent_bytes: int
+    link_bytes: int
+    seconds: float
+    waited_seconds: float
+    change: float
+    distance: float | None
+
+
+@dataclass(frozen=True)
+class SiteTotals:
+    """What the ranks of a site add up to. change, distance: root mean squares."""
+
+    sent_bytes: int
+    most_bytes: int
+    change: float
+    distance: float
+
+
+def site_totals(squares: torch.Tensor, num_bytes: int, device: torch.device) -> SiteTotals:
+    """Of every rank's sums: squares of change, squares of distance, elements; and bytes sent.
+
+    Collective over the site.
+    """
+    totals = torch.cat([squares, torch.tensor([num_bytes], dtype=torch.float64)]).to(device)
+    most = totals[3:].clone()
+    dist.all_reduce(totals)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    change, distance, count, sent = totals.tolist()
+    means = (math.sqrt(total / max(1, count)) for total in (change, distance))
+    return SiteTotals(int(sent), int(most), *means)
+
+
+def square(first: torch.Tensor, second: torch.Tensor) -> float:
+    """The summed square of the difference."""
+    return float(torch.linalg.vector_norm(first - second, dtype=torch.float64)) ** 2

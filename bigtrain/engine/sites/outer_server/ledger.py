@@ -1,0 +1,354 @@
+"""Who takes part in an outer step of a server, and the step itself. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigtrain.engine.sites.boxes import Box
+from bigtrain.engine.sites.messages import Header, unpack
+from bigtrain.engine.sites.outer_server.global_weights import GlobalWeights
+from bigtrain.engine.sites.outer_server.storage import Delivery, Storage
+from bigtrain.settings.sections.sites import SitesSection
+
+_ATTEMPT = re.compile(r"[0-9a-f]{16}")
+_LONGEST_POLL_SECONDS = 20.0
+
+
+class RefusedError(Exception):
+    """A request that cannot be followed; its text goes to the site, and no more is done for it."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a server makes outer steps.
+
+    is_asynchronous: one for every delivery, weighted by its staleness, instead of one for all
+    sites. window_seconds: how long the first to deliver is let wait for the others.
+    """
+
+    is_asynchronous: bool
+    window_seconds: float
+
+
+class Ledger:
+    """The global weights of a run, the deliveries for the next outer step, and the sites that are
+    waited for. Methods may be called from several threads; what they return is on disk.
+
+    say: shows a line to whoever runs the server.
+    """
+
+    def __init__(self, storage: Storage, rules: Rules, say: Callable[[str], None]) -> None:
+        self.rules = rules
+        self._storage = storage
+        self._say = say
+        self._changed = threading.Condition(threading.RLock())
+        self._weights: GlobalWeights | None = None
+        self._facts: dict[str, Any] = {}
+        self._uploader: int | None = None
+        self._active = storage.read_active()
+        self._delivered: dict[int, Delivery] = {}
+        self._waits_since: float | None = None
+        run = storage.read_run()
+        state = storage.read_state()
+        if run is not None:
+            weights = self._open(run)
+            if state is not None:
+                weights.restore(*state)
+                self._restore_deliveries()
+                say(
+                    f"outer step {weights.number}, with deliveries of {_named(self._delivered)} "
+                    "for the next one"
+                )
+
+    def join(self, site: int, request: Header) -> Header:
+        """A site begins, or is back; it is waited for from now on. Raises RefusedError if it trains
+        something else than the sites before it."""
+        with self._changed:
+            if self._weights is None:
+                self._storage.write_run(request)
+                self._open(request)
+            assert self._weights is not None
+            self._follow_changes(request)
+            _refuse_differences(self._facts, _facts_of(request))
+            if not self._weights.is_ready and self._uploader in (None, site):
+                self._uploader = site
+            self._hear(site)
+            self._say(f"site {site} joined at outer step {self._weights.number}")
+            return {
+                **self.state(),
+                "uploads": self._uploader == site and not self._weights.is_ready,
+                "is_asynchronous": self.rules.is_asynchronous,
+                "window_seconds": self.rules.window_seconds,
+            }
+
+    def state(self) -> Header:
+        """Where the run is: the last outer step, its sites, the optimizer steps it follows."""
+        with self._changed:
+            weights = self._weights
+            if weights is None:
+                return {"is_ready": False, "number": 0, "step": 0, "sites": [], "tokens": {}}
+            return {"is_ready": weights.is_ready, **weights.record}
+
+    def wait(self, base: int, seconds: float) -> Header:
+        """As `state`, once there are weights of an outer step after `base`, or after `seconds`."""
+        end = time.monotonic() + min(seconds, _LONGEST_POLL_SECONDS)
+        with self._changed:
+            while not self._is_after(base) and (left := end - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return self.state()
+
+    def upload(self, request: Header, payload: memoryview) -> None:
+        """Initial weights from the site that was asked for them."""
+        with self._changed:
+            weights = self._require()
+            if weights.is_ready:
+                raise RefusedError("the initial weights are there")
+            values = torch.frombuffer(bytearray(payload), dtype=torch.float32)
+            weights.begin(self._boxes(request), values)
+
+    def uploaded(self) -> None:
+        """The initial weights are complete. Raises RefusedError if they are not."""
+        with self._changed:
+            weights = self._require()
+            if not weights.is_ready:
+                try:
+                    weights.ready()
+                except ValueError as error:
+                    raise RefusedError(str(error)) from error
+                self._storage.write_state(weights.tensors(), weights.record)
+            self._changed.notify_all()
+
+    def contribute(self, site: int, request: Header, payload: memoryview, body: bytes) -> None:
+        """A message with a part of what a site has changed; kept as it came."""
+        attempt, rank, part = str(request["attempt"]), int(request["rank"]), int(request["part"])
+        if not _ATTEMPT.fullmatch(attempt):
+            raise RefusedError(f"attempt {attempt!r}")
+        try:
+            self._require().refuse_payload(self._boxes(request), payload)
+        except ValueError as error:
+            raise RefusedError(str(error)) from error
+        self._storage.write_message(site, attempt, f"{rank:06d}-{part:06d}", body)
+
+    def deliver(self, site: int, request: Header) -> Header:
+        """All of a site's change is here. Returns the state, with ``late`` where the step that it
+        was meant for has been made without it. Raises RefusedError if messages are missing."""
+        with self._changed:
+            weights = self._require()
+            delivery = Delivery(
+                str(request["attempt"]),
+                int(request["base"]),
+                int(request["step"]),
+                int(request["tokens"]),
+                int(request["num_messages"]),
+            )
+            self._hear(site)
+            staleness = weights.number - delivery.base
+            if staleness < 0 or (staleness > 0 and not self.rules.is_asynchronous):
+                self._storage.forget(site)
+                self._say(
+                    f"site {site} was late for outer step {delivery.base + 1}: left out, it takes "
+                    f"the weights of {weights.number}"
+                )
+                return {**self.state(), "late": True}
+            if not _ATTEMPT.fullmatch(delivery.attempt) or delivery.tokens < 1:
+                raise RefusedError(f"attempt {delivery.attempt!r} of {delivery.tokens} tokens")
+            self._refuse_incomplete(site, delivery)
+            self._storage.deliver(site, delivery)
+            self._delivered[site] = delivery
+            if self._waits_since is None:
+                self._waits_since = time.monotonic()
+            self.tick()
+            return self.state()
+
+    def leave(self, site: int) -> None:
+        """A site has trained to its end, or stops: it is not waited for."""
+        with self._changed:
+            self._active.discard(site)
+            self._storage.write_active(self._active)
+            self._say(f"site {site} left")
+            self.tick()
+
+    def weights(self, request: Header) -> tuple[Header, bytes]:
+        """Rectangles of the global weights of outer step ``number``: the last ``update``, encoded,
+        or ``full``, in float32. Raises RefusedError if another step was made meanwhile."""
+        with self._changed:
+            weights = self._require()
+            if request.get("number") != weights.number or not weights.is_ready:
+                raise RefusedError(f"outer step {weights.number} was made meanwhile")
+            form = "full" if request.get("form") != "update" else "update"
+            return weights.cut(self._boxes(request), form)
+
+    def tick(self) -> None:
+        """Make the outer step if nobody is to be waited for any longer."""
+        with self._changed:
+            if not self._delivered or self._waits_since is None:
+                return
+            absent = self._active - self._delivered.keys()
+            waited = time.monotonic() - self._waits_since
+            if absent and not self.rules.is_asynchronous and waited < self.rules.window_seconds:
+                return
+            if absent and not self.rules.is_asynchronous:
+                self._say(
+                    f"{_named(absent)} missed outer step {self._require().number + 1} by more than "
+                    f"{self.rules.window_seconds:g} s: left out until they are back"
+                )
+                self._active -= absent
+                self._storage.write_active(self._active)
+            self._make_step()
+            self._changed.notify_all()
+
+    def _make_step(self) -> None:
+        weights, delivered = self._require(), dict(self._delivered)
+        if self.rules.is_asynchronous:
+            first = min(delivered)
+            delivered = {first: delivered[first]}
+        share = 1.0
+        if self.rules.is_asynchronous:
+            ((_, one),) = delivered.items()
+            share = staleness_weight(weights.number - one.base) / max(1, len(self._active))
+        weights.step(
+            {site: one.tokens for site, one in delivered.items()},
+            {site: partial(self._read, site, one) for site, one in delivered.items()},
+            share,
+            max(one.step for one in delivered.values()),
+        )
+        self._storage.write_state(weights.tensors(), weights.record)
+        for site in delivered:
+            self._storage.forget(site)
+            del self._delivered[site]
+        self._waits_since = time.monotonic() if self._delivered else None
+        self._say(f"outer step {weights.number} with {_named(delivered)}")
+        if self._delivered:  # of an asynchronous server, that came meanwhile
+            self._make_step()
+
+    def _open(self, run: Mapping[str, Any]) -> GlobalWeights:
+        self._facts = _facts_of(run)
+        shapes = {str(name): tuple(map(int, shape)) for name, shape in run["parameters"]}
+        weights = GlobalWeights(shapes, _section(run), absolute=not self.rules.is_asynchronous)
+        self._weights = weights
+        return weights
+
+    def _follow_changes(self, request: Header) -> None:
+        """Take what a site's ``checkpoint.allow_changes`` names from it, as its checkpoints do: the
+        sites after it must agree with that."""
+        run = self._storage.read_run()
+        if run is None or self._weights is None:
+            return
+        changed = [
+            key
+            for key in {*run["facts"], *request["facts"]}
+            if run["facts"].get(key) != request["facts"].get(key)
+            and any(f"{key}.".startswith(f"{entry}.") for entry in request.get("allowed", ()))
+        ]
+        if not changed:
+            return
+        for key in changed:
+            self._say(f"{key}: {_shown(request['facts'].get(key))} from now on")
+            run["facts"][key] = request["facts"].get(key)
+        if "sites.count" in changed:  # which the outer rate may depend on
+            run["sites"]["count"] = request["sites"]["count"]
+        self._storage.write_run(run)
+        self._facts = _facts_of(run)
+        self._weights.sites = _section(run)
+
+    def _restore_deliveries(self) -> None:
+        number = self._require().number
+        for site, delivery in list(self._storage.deliveries()):
+            is_current = delivery.base == number or (
+                self.rules.is_asynchronous and delivery.base < number
+            )
+            if is_current and len(self._files(site, delivery)) == delivery.num_messages:
+                self._delivered[site] = delivery
+                self._waits_since = time.monotonic()
+            else:
+                self._storage.forget(site)
+
+    def _refuse_incomplete(self, site: int, delivery: Delivery) -> None:
+        files = self._files(site, delivery)
+        if len(files) != delivery.num_messages:
+            raise RefusedError(f"{len(files)} of {delivery.num_messages} messages are here")
+        # Every element once, else the mean would be of something else than the model.
+        try:
+            self._require().refuse_incomplete(boxes for boxes, _ in self._read(site, delivery))
+        except ValueError as error:
+            raise RefusedError(str(error)) from error
+
+    def _files(self, site: int, delivery: Delivery) -> list[Path]:
+        return self._storage.messages(site, delivery.attempt)
+
+    def _read(self, site: int, delivery: Delivery) -> Iterator[tuple[list[Box], memoryview]]:
+        """The messages of a delivery, one at a time in memory."""
+        for path in self._files(site, delivery):
+            header, payload = unpack(path.read_bytes())
+            yield self._boxes(header), payload
+
+    def _boxes(self, request: Header) -> list[Box]:
+        shapes = self._require().shapes
+        try:
+            return [Box.from_json(tree, shapes) for tree in request.get("boxes", ())]
+        except (TypeError, ValueError) as error:
+            raise RefusedError(str(error)) from error
+
+    def _require(self) -> GlobalWeights:
+        if self._weights is None:
+            raise RefusedError("no site has joined yet")
+        return self._weights
+
+    def _is_after(self, base: int) -> bool:
+        weights = self._weights
+        return weights is not None and weights.is_ready and weights.number > base
+
+    def _hear(self, site: int) -> None:
+        if site not in self._active:
+            self._active.add(site)
+            self._storage.write_active(self._active)
+
+
+def staleness_weight(staleness: int) -> float:
+    """How much a change counts that is relative to weights of so many outer steps ago.
+
+    ``(1 + s)^-0.5``: the polynomial weight of FedAsync (Xie et al. 2019, arXiv 1903.03934).
+    """
+    return float((1 + staleness) ** -0.5)
+
+
+def _section(run: Mapping[str, Any]) -> SitesSection:
+    """How outer steps are made, as a section, which names a server."""
+    own = {"server": "http://localhost:1", "token_file": "none"}
+    return SitesSection.model_validate({**run["sites"], **own})
+
+
+def _facts_of(run: Mapping[str, Any]) -> dict[str, Any]:
+    return {**run["facts"], "parameters": run["parameters"], "sites": run["sites"]}
+
+
+def _refuse_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    lines = [
+        f"  {key}: {_shown(there.get(key))} there, {_shown(here.get(key))} here"
+        for key in sorted({*there, *here})
+        if there.get(key) != here.get(key)
+    ]
+    if lines:
+        raise RefusedError(
+            "the server's run has other settings or data -> give all sites the same, or another "
+            "directory to the server:\n" + "\n".join(lines)
+        )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
+def _named(sites: Iterable[int]) -> str:
+    numbers = ", ".join(map(str, sorted(sites)))
+    return f"site {numbers}" if numbers else "no site"

@@ -1,0 +1,57 @@
+"""Runs an outer server until a signal."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from bigtrain.engine.sites.outer_server.app import OuterServer
+from bigtrain.engine.sites.outer_server.ledger import Ledger, Rules
+from bigtrain.engine.sites.outer_server.storage import Storage
+
+_TICK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server listens. certificate, key: files of TLS, both or neither."""
+
+    host: str
+    port: int
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+def serve(
+    directory: Path, place: Place, token: bytes, rules: Rules, say: Callable[[str], None]
+) -> None:
+    """Serve the run of `directory` (a new one where it is empty) until SIGINT or SIGTERM."""
+    ledger = Ledger(Storage(directory), rules, say)
+    server = OuterServer(ledger, token, say)
+    config = uvicorn.Config(
+        server.application(),
+        host=place.host,
+        port=place.port,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ssl_certfile=place.certificate,
+        ssl_keyfile=place.key,
+    )
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_TICK_SECONDS):
+            ledger.tick()
+
+    ticking = threading.Thread(target=watch, name="windows", daemon=True)
+    ticking.start()
+    try:
+        uvicorn.Server(config).run()
+    finally:
+        ended.set()
+        ticking.join()

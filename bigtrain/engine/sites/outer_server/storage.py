@@ -1,0 +1,140 @@
+"""What an outer server keeps on disk, so that a restart loses nothing.
+
+::
+
+    run.json                  the run: facts, parameters, how steps are made
+    active.json               the sites that are waited for
+    state-000012.safetensors  weights, momentum and rounding error after outer step 12
+    pending/SITE/ATTEMPT/     messages of a site for the next step, as they came
+    pending/SITE/delivered.json   the attempt that is complete
+    steps.jsonl               one line for each outer step
+
+Files appear whole: written under another name, synced and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from bigtrain.system.files import sync_to_disk
+
+_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What a site has delivered for an outer step.
+
+    base: the outer step that its change is relative to. step: its optimizer steps. tokens: that it
+    has trained on since `base`. num_messages: of all its ranks.
+    """
+
+    attempt: str
+    base: int
+    step: int
+    tokens: int
+    num_messages: int
+
+
+class Storage:
+    """The directory of an outer server. Every method returns when what it wrote is on disk."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._pending = directory / "pending"
+        self._pending.mkdir(parents=True, exist_ok=True)
+
+    def read_run(self) -> dict[str, Any] | None:
+        """What `write_run` wrote; None in a new directory."""
+        try:
+            tree: dict[str, Any] = json.loads((self.directory / "run.json").read_text())
+        except FileNotFoundError:
+            return None
+        return tree
+
+    def write_run(self, tree: Mapping[str, Any]) -> None:
+        """Keep what the run is."""
+        _write(self.directory / "run.json", json.dumps(tree).encode())
+
+    def read_active(self) -> set[int]:
+        """What `write_active` wrote."""
+        try:
+            return set(json.loads((self.directory / "active.json").read_text()))
+        except FileNotFoundError:
+            return set()
+
+    def write_active(self, sites: set[int]) -> None:
+        """Keep which sites are waited for."""
+        _write(self.directory / "active.json", json.dumps(sorted(sites)).encode())
+
+    def read_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+        """The newest state that can be read; None if there is none."""
+        for path in sorted(self.directory.glob("state-*.safetensors"), reverse=True):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    record = json.loads((file.metadata() or {})["record"])
+                    return {name: file.get_tensor(name) for name in file.keys()}, record
+            except (SafetensorError, OSError, KeyError, ValueError):
+                continue
+        return None
+
+    def write_state(self, tensors: dict[str, torch.Tensor], record: Mapping[str, Any]) -> None:
+        """Keep the state after an outer step; the one before it stays, older ones go."""
+        path = self.directory / f"state-{record['number']:06d}.safetensors"
+        partial = path.with_suffix(".partial")
+        save_file(tensors, partial, metadata={"record": json.dumps(record)})
+        sync_to_disk(partial)
+        partial.rename(path)
+        sync_to_disk(self.directory)
+        with (self.directory / "steps.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        for old in sorted(self.directory.glob("state-*.safetensors"))[:-_KEPT]:
+            old.unlink()
+
+    def write_message(self, site: int, attempt: str, name: str, body: bytes) -> None:
+        """Keep a message of a site for the next outer step."""
+        directory = self._pending / str(site) / attempt
+        directory.mkdir(parents=True, exist_ok=True)
+        _write(directory / name, body)
+
+    def messages(self, site: int, attempt: str) -> list[Path]:
+        """The messages of an attempt that are there."""
+        directory = self._pending / str(site) / attempt
+        return sorted(p for p in directory.glob("*") if p.suffix != ".partial")
+
+    def deliver(self, site: int, delivery: Delivery) -> None:
+        """Keep that an attempt is complete; an earlier one of the site goes."""
+        directory = self._pending / str(site)
+        _write(directory / "delivered.json", json.dumps(asdict(delivery)).encode())
+        for other in directory.iterdir():
+            if other.is_dir() and other.name != delivery.attempt:
+                shutil.rmtree(other)
+
+    def deliveries(self) -> Iterator[tuple[int, Delivery]]:
+        """By site what it has delivered, in the order of the sites."""
+        for path in sorted(self._pending.glob("*/delivered.json"), key=lambda p: int(p.parts[-2])):
+            yield int(path.parts[-2]), Delivery(**json.loads(path.read_text()))
+
+    def forget(self, site: int) -> None:
+        """Remove all that a site has sent for the next outer step."""
+        shutil.rmtree(self._pending / str(site), ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    sync_to_disk(path.parent)

@@ -1,0 +1,120 @@
+"""Copies of checkpoints and of the export at an address: `output.copy_to`.
+
+A thread of the main rank copies what has been committed, while the run goes on. It keeps no more
+than the newest checkpoint waiting: where copying takes longer than the time between saves, some are
+left out, and never does training wait. What cannot be copied is a line of the log; the next
+checkpoint is tried again. At the end the run waits ``output.copy_wait_seconds`` for the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from bigtrain.errors import DataError
+from bigtrain.system.storage.addresses import joined
+from bigtrain.system.storage.copies import copy_tree
+from bigtrain.system.storage.open_store import store_of
+from bigtrain.system.storage.retries import persistently
+
+STOPPED_WAIT_SECONDS = 20.0
+"""For a copy that is under way when a signal stops the run: a scheduler waits half a minute."""
+_RUN_FILES = ("config.json", "deepspeed.json", "environment.json", "run_id")
+_RUN_FOLDERS = ("model_config", "tokenizer")
+_LAST = "manifest.json"
+"""Of a checkpoint: it is complete once this is there."""
+
+
+@dataclass
+class RunCopies:
+    """Of the run in `directory`, to `address`. Only the main rank has one. Not collective."""
+
+    directory: Path
+    address: str
+    _turn: threading.Condition = field(default_factory=threading.Condition)
+    _waiting: Path | None = None
+    _busy: bool = False
+    _notes: list[str] = field(default_factory=list)
+    _thread: threading.Thread | None = None
+
+    def add(self, path: Path) -> None:
+        """Copy the committed checkpoint or export `path` as soon as the one before is done."""
+        with self._turn:
+            if self._waiting is not None:
+                self._notes.append(
+                    f"{self._waiting.name} was not copied to {self.address}: it takes longer than "
+                    "the time between saves"
+                )
+            self._waiting = path
+            if self._thread is None:
+                # A daemon: the end of the process does not wait for a server.
+                self._thread = threading.Thread(target=self._work, daemon=True)
+                self._thread.start()
+            self._turn.notify_all()
+
+    def notes(self) -> list[str]:
+        """What has happened since the last call, for the log."""
+        with self._turn:
+            notes, self._notes = self._notes, []
+            return notes
+
+    def wait(self, seconds: float) -> list[str]:
+        """Until all is copied, so long at most; returns what is to be logged."""
+        with self._turn:
+            done = self._turn.wait_for(lambda: self._waiting is None and not self._busy, seconds)
+        notes = self.notes()
+        if not done:
+            notes.append(
+                f"not everything is copied to {self.address} after {seconds:g} s of waiting; the "
+                "same command goes on with it"
+            )
+        return notes
+
+    def _work(self) -> None:
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: self._waiting is not None)
+                path, self._waiting, self._busy = self._waiting, None, True
+            assert path is not None
+            note = self._copy(path)
+            with self._turn:
+                self._busy = False
+                if note:
+                    self._notes.append(note)
+                self._turn.notify_all()
+
+    def _copy(self, path: Path) -> str:
+        """What to say of it. Never raises: the run does not end for a copy."""
+        begun = time.monotonic()
+        below = path.relative_to(self.directory).as_posix()
+        place = joined(self.address, below)
+        last = _LAST if (path / _LAST).exists() else None
+        try:
+            num_bytes = copy_tree(path, place, last)
+            if num_bytes:
+                self._copy_run()
+        except FileNotFoundError:
+            return f"{below} was not copied to {self.address}: it was removed meanwhile"
+        except (DataError, OSError) as error:
+            return f"{below} could not be copied: {error}; the run goes on without"
+        except Exception as error:  # whatever a library raises
+            return f"{below} could not be copied to {self.address}: {type(error).__name__}: {error}"
+        if not num_bytes:
+            return ""
+        return f"{below} copied to {place} ({num_bytes:,} bytes, {time.monotonic() - begun:.1f} s)"
+
+    def _copy_run(self) -> None:
+        """What a resume needs besides the checkpoint, and the metrics so far."""
+        store = store_of(self.address)
+        for name in (*_RUN_FILES, "metrics.jsonl", "log.txt"):
+            file, place = self.directory / name, joined(self.address, name)
+            if file.is_file():
+                # As it is now: it grows while it is sent.
+                content = file.read_bytes()
+                persistently(place, "cannot be written", partial(store.put_bytes, place, content))
+        for name in _RUN_FOLDERS:
+            if (self.directory / name).is_dir():
+                copy_tree(self.directory / name, joined(self.address, name))

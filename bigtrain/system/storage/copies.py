@@ -1,0 +1,205 @@
+"""Directories copied from an address and to one: begun again where they stopped, never half there.
+
+A file that is being fetched is ``NAME.VERSION.partial`` until all of it has come; the next process
+goes on at its end. A directory that is being copied to an address has there first ``copying.json``,
+with the checksum of its last file: only files of the same copy are taken for done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
+from pathlib import Path
+
+from bigtrain.system.storage.addresses import is_address, joined, without_secrets
+from bigtrain.system.storage.open_store import store_of
+from bigtrain.system.storage.remote_file import resumed
+from bigtrain.system.storage.retries import persistently
+from bigtrain.system.storage.stores import Gone, RemoteStat, StorageError
+from bigtrain.system.user_cache import cache_directory
+
+MARK = "copying.json"
+_KNOWN = ".fetched.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+
+Wanted = Callable[[str], bool]
+
+
+def list_tree(address: str, wanted: Wanted = lambda name: True) -> dict[str, RemoteStat]:
+    """The files below `address` by their paths, with slashes. Raises Gone where there are none."""
+    store = store_of(address)
+    found = persistently(address, "cannot be listed", lambda: store.find(address))
+    begin = len(address.rstrip("/")) + 1
+    files = {
+        name[begin:]: stat
+        for name, stat in found
+        if not f"/{name}".endswith(f"/{MARK}") and wanted(name[begin:])
+    }
+    if not files:
+        raise Gone(f"{without_secrets(address)}: no file there")
+    return files
+
+
+def fetch_tree(
+    address: str,
+    directory: Path,
+    wanted: Wanted = lambda name: True,
+    say: Callable[[str], None] = lambda text: None,
+) -> int:
+    """Copy the files below `address` into `directory`; returns the bytes that came.
+
+    Files that an earlier call fetched, and that have not changed there, stay. Raises StorageError,
+    and OSError where `directory` cannot be written.
+    """
+    files = list_tree(address, wanted)
+    directory.mkdir(parents=True, exist_ok=True)
+    known = _read_json(directory / _KNOWN)
+    num_bytes = 0
+    for name, stat in files.items():
+        _require_inside(address, name)
+        target = directory / name
+        is_known = known.get(name) == _identity(stat) and stat.version is not None
+        if is_known and target.is_file() and target.stat().st_size == stat.size:
+            continue
+        say(f"{name}: {stat.size or 0:,} bytes")
+        num_bytes += _fetch(joined(address, name), stat, target)
+        known[name] = _identity(stat)
+        draft = directory / f"{_KNOWN}.{os.getpid()}"
+        draft.write_text(json.dumps(known))
+        draft.replace(directory / _KNOWN)
+    return num_bytes
+
+
+def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
+    """Copy the files of `directory` to `address`, the file `last` after all others; returns the
+    bytes that were sent.
+
+    With `last` files of the same size that an earlier copy of this directory left are not sent
+    again. Raises StorageError, and FileNotFoundError where a file is removed meanwhile.
+    """
+    store = store_of(address)
+    names = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
+    names = [name for name in names if name != _KNOWN and not name.endswith(".partial")]
+    there: dict[str, RemoteStat] = {}
+    if last is not None:
+        names = [*(name for name in names if name != last), last]
+        mark = json.dumps({"of": hashlib.sha256((directory / last).read_bytes()).hexdigest()})
+        there = _of_same_copy(address, mark.encode())
+        if last in there:
+            return 0
+        place = joined(address, MARK)
+        persistently(place, "cannot be written", lambda: store.put_bytes(place, mark.encode()))
+    num_bytes = 0
+    for name in names:
+        file, place = directory / name, joined(address, name)
+        size = file.stat().st_size
+        if name in there and there[name].size == size:
+            continue
+        persistently(place, "cannot be written", partial(store.put, place, file))
+        num_bytes += size
+    return num_bytes
+
+
+@lru_cache(maxsize=64)
+def local_copy(address: str, *, weights: bool = True) -> Path:
+    """A directory of this host with the files at `address`, in the user's cache.
+
+    One process of a host fetches, the others wait. `weights`: those of models too. Raises
+    StorageError; every rank may call it, and it is not collective.
+    """
+    try:
+        place = cache_directory() / "fetched" / _short_name(address)
+    except RuntimeError as error:
+        raise StorageError(f"{without_secrets(address)}: {error} -> set BIGTRAIN_CACHE") from None
+    try:
+        with _alone(place):
+            fetch_tree(address.rstrip("/"), place, lambda n: weights or not n.endswith(_WEIGHTS))
+    except OSError as error:
+        raise StorageError(
+            f"{without_secrets(address)} cannot be copied to {place}: {error} -> set BIGTRAIN_CACHE"
+        ) from None
+    return place
+
+
+def at_hand(name: str, *, weights: bool = True) -> str:
+    """`name`, or for an address the directory of this host that has a copy. Raises as
+    `local_copy`."""
+    return str(local_copy(name, weights=weights)) if is_address(name) else name
+
+
+def _fetch(address: str, stat: RemoteStat, target: Path) -> int:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(json.dumps(_identity(stat)).encode()).hexdigest()[:12]
+    draft = target.with_name(f"{target.name}.{digest}.partial")
+    with draft.open("ab") as file:
+        begin = file.tell()
+        if stat.version is None:  # nothing says that what is there is a part of it
+            begin = 0
+            file.truncate(0)
+        for chunk in resumed(store_of(address), address, stat, begin, stat.size):
+            file.write(chunk)
+        end = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    if stat.size is not None and end != stat.size:
+        raise StorageError(f"{without_secrets(address)}: {end:,} bytes came of {stat.size:,}")
+    draft.replace(target)
+    return end - begin
+
+
+def _of_same_copy(address: str, mark: bytes) -> dict[str, RemoteStat]:
+    store, place = store_of(address), joined(address, MARK)
+    try:
+        stat = persistently(place, "cannot be read", lambda: store.stat(place))
+        if b"".join(resumed(store, place, stat, 0, stat.size)) != mark:
+            return {}
+        return list_tree(address)
+    except Gone:
+        return {}
+
+
+def _identity(stat: RemoteStat) -> list[object]:
+    return [stat.size, stat.version, stat.modified_ns]
+
+
+def _require_inside(address: str, name: str) -> None:
+    if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name or "\0" in name:
+        raise StorageError(f"{without_secrets(address)} has a file {name!r}, which is no file name")
+
+
+def _read_json(path: Path) -> dict[str, list[object]]:
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _short_name(address: str) -> str:
+    """Of a cached copy: the end of the address for people, and a checksum of all of it."""
+    shown = without_secrets(address).rstrip("/")
+    end = "".join(c if c.isalnum() or c in "-_." else "-" for c in shown.rpartition("/")[2])
+    return f"{end[:40]}-{hashlib.sha256(shown.encode()).hexdigest()[:16]}"
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_name(f"{place.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def newest_first(files: Sequence[str]) -> list[int]:
+    """Steps of the complete checkpoints among the files of a copied run."""
+    steps = (
+        name.split("/")[1].removeprefix("step-")
+        for name in files
+        if name.startswith("checkpoints/step-") and name.endswith("/manifest.json")
+    )
+    return sorted((int(step) for step in steps if step.isdigit()), reverse=True)

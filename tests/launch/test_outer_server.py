@@ -1,0 +1,203 @@
+"""Sites that train by train.py and meet at `bigtrain outer-server`; both may be killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bigtrain.run.checkpointing import checkpoints
+from tests.launch.conftest import STEPS, Inputs
+from tests.launch.test_sites import outer_lines
+from tests.support import site_world
+from tests.support.lives import shared_server
+from tests.support.worlds import ROOT, free_port
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+INNER_STEPS = 4
+
+
+@contextmanager
+def outer_server(directory: Path, *options: str, port: int | None = None) -> Iterator[list[str]]:
+    """A server of its own process; the settings with which sites reach it."""
+    options = options or ("--window-seconds", "30")
+    directory.mkdir(exist_ok=True)
+    token = directory / "token"
+    token.write_text("0123456789abcdef0123456789abcdef\n")
+    port = port or free_port()
+    log = directory / "server.log"
+    with log.open("a") as file:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "bigtrain.cli", "outer-server"),
+                *("--directory", directory / "state", "--token-file", token),
+                *("--host", "127.0.0.1", "--port", str(port), *options),
+            ],
+            cwd=ROOT,
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        yield [
+            f"sites.server=http://127.0.0.1:{port}",
+            f"sites.token_file={token}",
+            f"sites.inner_steps={INNER_STEPS}",
+            "sites.timeout_seconds=60",
+        ]
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def train_sites(
+    inputs: Inputs,
+    directory: Path,
+    settings: Sequence[str],
+    own: Sequence[Sequence[str]],
+    ranks: int = 1,
+    **more: Any,
+) -> tuple[list[int], str]:
+    """A site for each entry of `own`, its own settings, of so many ranks."""
+    arguments = []
+    for index, of_site in enumerate(own):
+        place = [f"sites.index={index}", f"output.directory={directory / str(index)}"]
+        common = ["--config", str(inputs.run_yaml), f"sites.count={len(own)}", *settings]
+        arguments.append([*common, *place, *of_site])
+    request = directory / "request.json"
+    request.write_text(json.dumps({"ports": [free_port() for _ in own], "arguments": arguments}))
+    script = [site_world.__file__, str(request)]
+    return shared_server().live(
+        [], script=script, world_size=ranks * len(own), grace_seconds=60.0, **more
+    )
+
+
+def assert_same_weights(directory: Path) -> None:
+    first, second = (load_file(directory / site / "hf" / "model.safetensors") for site in "01")
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
+
+
+def test_sites_with_other_layouts_and_shares_end_with_the_same_weights(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    """Two ranks of ZeRO 0 that read 3 of 4 samples, and two of tensor parallelism."""
+    own = [
+        ["engine.deepspeed_config=zero0", "batch.micro_batch_size=1"],
+        ["engine.deepspeed_config=zero1", "parallel.tensor=2"],
+    ]
+    with outer_server(tmp_path / "server") as settings:
+        settings += ["sites.codec=int8", "sites.shares=[3,1]"]
+        codes, output = train_sites(inputs, tmp_path, settings, own, ranks=2)
+        assert codes == [0, 0, 0, 0], output
+        log = (tmp_path / "server/server.log").read_text()
+        assert_same_weights(tmp_path)
+        weights = load_file(tmp_path / "0" / "hf" / "model.safetensors")
+        num_elements = sum(weight.numel() for weight in weights.values())
+        records = (tmp_path / "server/state/steps.jsonl").read_text().splitlines()
+        tokens = [json.loads(line)["tokens"] for line in records[1:]]
+        assert tokens == [{"0": 4 * 6 * 32, "1": 4 * 2 * 32}] * 3
+        for site in ("0", "1"):
+            lines = outer_lines(tmp_path / site)
+            assert [line["step"] for line in lines] == [4, 8, STEPS]
+            assert [line["sites"] for line in lines] == [[0, 1]] * 3
+            for line in lines:
+                # A byte an element and a scale in 256, each once, whoever holds it twice.
+                assert line["sent_bytes"] == pytest.approx(num_elements * (1 + 4 / 256), rel=0.01)
+                assert 0 < line["distance"] < line["change"]
+        assert "outer step 3 with site 0, 1" in log
+        assert "site 1 left" in log
+        # The server has the weights that both exported.
+        state = load_file(sorted((tmp_path / "server/state").glob("state-*"))[-1])
+        assert state["weights"].numel() == num_elements
+
+
+@pytest.mark.slow
+def test_a_site_that_is_killed_is_left_out_and_takes_the_weights_when_it_is_back(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    settings = ["engine.deepspeed_config=zero1", "checkpoint.asynchronous=false"]
+    settings += ["checkpoint.every_steps=2", "train.steps=60"]
+    with outer_server(tmp_path / "server", "--window-seconds", "1") as reach:
+        # Site 1 dies in a save in the middle of a window, and site 0 goes on alone to the end.
+        codes, output = train_sites(inputs, tmp_path, [*settings, *reach], [(), ()], die=(1, 40))
+        assert codes[0] == 0, output
+        assert codes[1] < 0
+        lines = outer_lines(tmp_path / "0")
+        assert lines[0]["sites"] == [0, 1]
+        assert lines[-1]["sites"] == [0]
+        log = (tmp_path / "server/server.log").read_text()
+        assert "site 1 missed outer step" in log
+        # Back, it takes the weights of the last outer step, at which the run is over.
+        (tmp_path / "0" / "hf").rename(tmp_path / "hf of 0")
+        codes, output = train_sites(inputs, tmp_path, [*settings, *reach], [(), ()])
+        assert codes == [0, 0], output
+        assert "the other sites are at step 60, where this one goes on" in output
+        assert_same_weights(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_started_again_loses_nothing(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    """The same weights as with a server that ran through."""
+    import threading
+
+    found = []
+    for name, dies in (("through", False), ("restarted", True)):
+        directory = tmp_path / name
+        directory.mkdir()
+        port = free_port()
+        with outer_server(directory / "server", port=port) as settings:
+            settings += ["engine.deepspeed_config=zero1", "sites.codec=int8", "train.steps=80"]
+            if not dies:
+                codes, output = train_sites(inputs, directory, settings, [(), ()])
+        if dies:
+            done: list[tuple[list[int], str]] = []
+
+            def train(
+                directory: Path = directory,
+                settings: list[str] = settings,
+                done: list[tuple[list[int], str]] = done,
+            ) -> None:
+                done.append(train_sites(inputs, directory, settings, [(), ()]))
+
+            thread = threading.Thread(target=train)
+            thread.start()
+            while thread.is_alive():
+                with outer_server(directory / "server", port=port):
+                    end = time.monotonic() + 6
+                    while thread.is_alive() and time.monotonic() < end:
+                        time.sleep(0.05)
+            codes, output = done[0]
+        assert codes == [0, 0], output
+        assert_same_weights(directory)
+        assert [line["sites"] for line in outer_lines(directory / "0")] == [[0, 1]] * 20
+        found.append(load_file(directory / "0" / "hf" / "model.safetensors"))
+    for key, weight in found[0].items():
+        assert torch.equal(weight, found[1][key]), key
+
+
+@pytest.mark.slow
+def test_a_wrong_token_and_a_server_that_is_not_there_are_named(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text("fedcba9876543210fedcba9876543210")
+    with outer_server(tmp_path / "server") as settings:
+        own = [[f"sites.token_file={wrong}"], [f"sites.server=http://127.0.0.1:{free_port()}"]]
+        settings += ["sites.timeout_seconds=8"]
+        codes, output = train_sites(inputs, tmp_path, settings, own)
+    assert codes == [2, 2]
+    assert "not of this server's token" in output or "not signed with sites.token_file" in output
+    assert "did not answer in time (ConnectionRefusedError" in output
+    assert checkpoints.steps(tmp_path / "0") == []
