@@ -3,6 +3,7 @@
 All three on this machine, whose cores they share with the tokenizing: the figure is what a network
 that is no limit leaves. The connection to each server is cut twice while the file is read. The
 tokens must be the same bytes; the seconds of the whole command, start-up included, take turns.
+Before each the file is read once, so that nobody waits for the disk.
 
     python benchmarks/remote_input.py [--megabytes 1000] [--rounds 3] [--workers 2]
         [--input FILE.jsonl] [--tokenizer DIR]
@@ -16,6 +17,7 @@ import argparse
 import hashlib
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -42,9 +44,11 @@ AIM = 0.8
 
 @dataclass(frozen=True)
 class Turn:
-    """One command: its seconds, its tokens, and a checksum of every shard it wrote."""
+    """One command: its seconds on the clock and of the processor (its own, not the server's), its
+    tokens, and a checksum of every shard it wrote."""
 
     seconds: float
+    cpu_seconds: float
     tokens: int
     shards: str
 
@@ -87,8 +91,11 @@ def write(file: Path, texts: list[str], num_bytes: int) -> None:
 def compare(file: Path, tokenizer: Path, output: Path, rounds: int, workers: str) -> None:
     turns: dict[str, list[Turn]] = {place: [] for place in PLACES}
     breaks = tuple(file.stat().st_size * part // 10 for part in (3, 6))
-    for _ in range(rounds):
-        for place in PLACES:
+    for number in range(rounds):
+        for place in (*PLACES[number % 3 :], *PLACES[: number % 3]):  # none is always the first
+            with file.open("rb") as opened:  # from memory, whoever reads it
+                while opened.read(1 << 24):
+                    pass
             turns[place].append(run(place, file, tokenizer, output, breaks, workers))
     shards = {turn.shards for found in turns.values() for turn in found}
     if len(shards) != 1:
@@ -100,7 +107,8 @@ def compare(file: Path, tokenizer: Path, output: Path, rounds: int, workers: str
         seconds = sorted(turn.seconds for turn in turns[place])
         print(
             f"{place:>5}: {rates[place] / 1e6:6.2f}M tokens/s, {size / median(seconds):6.1f} MB/s, "
-            f"{median(seconds):.1f} s ({seconds[0]:.1f} .. {seconds[-1]:.1f})"
+            f"{median(seconds):.1f} s ({seconds[0]:.1f} .. {seconds[-1]:.1f}), "
+            f"{median(turn.cpu_seconds for turn in turns[place]):.1f} s of processor"
         )
     for place in PLACES[1:]:
         print(f"ratio {place} / disk: {rates[place] / rates['disk']:.2f} x (aim {AIM} x)")
@@ -126,9 +134,10 @@ def run(
         words += ["--tokenizer", str(tokenizer), "--output", str(output), "--workers", workers]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, **environment, "PYTHONPATH": path}
-        begun = time.perf_counter()
+        begun, spent = time.perf_counter(), cpu_seconds_of_children()
         result = subprocess.run(words, env=environment, capture_output=True, text=True)
         seconds = time.perf_counter() - begun
+        cpu_seconds = cpu_seconds_of_children() - spent
     if result.returncode:
         raise SystemExit(f"{' '.join(words)}: {result.stderr[-3000:]}")
     if line is not None and line.broken != len(breaks):
@@ -140,7 +149,12 @@ def run(
         digest.update(shard.name.encode())
         with shard.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return Turn(seconds, int(found[1].replace(",", "")), digest.hexdigest())
+    return Turn(seconds, cpu_seconds, int(found[1].replace(",", "")), digest.hexdigest())
+
+
+def cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from bigtrain.models import build
 from bigtrain.models.build import WHOLE, Partitioning, build_model, split_by_decay
 from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.run.checkpointing.saver import Saver
-from bigtrain.run.evaluation.held_out import Evaluator
+from bigtrain.run.evaluation.evaluator import Evaluator
 from bigtrain.run.loop import train
 from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.session import Session

@@ -30,7 +30,8 @@ def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=KEY",
-        help="name in the data of a key of --format, such as instruction=question",
+        help="name in the data of a key of --format, such as instruction=question, or of a key of "
+        "its turns: from=speaker, value=said (sharegpt), role=author, content=text (messages)",
     )
     parser.add_argument(
         "--role",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import re
@@ -92,10 +93,13 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's search for reference cycles, which is an eighth of a plan's time: imports
-    and layouts make many objects and hardly a cycle, and the command ends soon."""
+    """Without Python's search for reference cycles, during the plan and at the end of the program:
+    imports and layouts make many objects and hardly a cycle, and looking for them is an eighth of a
+    plan's time, and again as much when torch is left behind."""
     was_enabled = gc.isenabled()
     gc.disable()
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
     try:
         yield
     finally:

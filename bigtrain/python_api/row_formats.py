@@ -36,8 +36,9 @@ def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
 
 
 def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) -> RowFormat | None:
-    """The format `name` of conversations, whose keys have other `names` in the data, and roles
-    other names; None for text. Raises DataError for what `name` has not."""
+    """The format `name` of conversations, whose keys (of a row, and of a turn in it) have other
+    `names` in the data, and roles other names; None for text. Raises DataError for what `name` has
+    not."""
     from bigtrain.data.documents.chat_formats import FORMATS
 
     if name == "text":
@@ -46,13 +47,18 @@ def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) ->
         return None
     if name not in FORMATS:
         raise DataError(f"--format {name}: unknown -> auto, text, {', '.join(FORMATS)}")
-    known = FORMATS[name].keys
+    own, turns = FORMATS[name].keys, FORMATS[name].turn_keys
+    known = (*own, *turns)
     wrong = next((key for key in names if key not in known), None)
     if wrong is not None:
         raise DataError(f"--key {wrong}: --format {name} has no such key -> {', '.join(known)}")
     keys = tuple(names.get(key, key) for key in known)
-    if name == "messages" and keys[1:] == known[1:]:
-        keys = keys[:1]  # the key `tools` is implied: it is not recorded, as in earlier versions
+    # What is as the format has it is not recorded: earlier versions knew no keys of turns, and for
+    # messages the key `tools` was implied.
+    if keys[len(own) :] == turns:
+        keys = keys[: len(own)]
+    if name == "messages" and keys[1:] == own[1:]:
+        keys = keys[:1]
     if roles and name == "alpaca":
         raise DataError("--role: rows of --format alpaca have no roles -> leave it out")
     return RowFormat(name, keys, tuple(f"{said}={role}" for said, role in sorted(roles.items())))

@@ -41,12 +41,15 @@ WAITING = f"{BREAKDOWN}/communication_seconds"
 PHASES = "peak_memory_gib_by_phase"
 EXPERTS = "expert_imbalance"
 EXCHANGE = "expert_exchange"
+SENT_BY_OPTIMIZER = "optimizer_exchange"
 SOURCES = "held_out_sources"
+TASKS = "tasks"
+BITS = "held_out_bits_per_byte"
 TASKS = "tasks"
 """Objects of a line whose entries are series of their own, named ``OBJECT/ENTRY``."""
 MOST_OF_LAYERS, MEAN_OF_LAYERS = "busiest_layer", "mean_of_layers"
 """Series made of the entries of `EXPERTS`: a model may have a hundred layers."""
-OF_STEPS = (BREAKDOWN, PHASES, EXPERTS, EXCHANGE)
+OF_STEPS = (BREAKDOWN, PHASES, EXPERTS, EXCHANGE, SENT_BY_OPTIMIZER)
 OUTER_FIGURES = ("sent_bytes", "link_bytes", "seconds", "waited_seconds", "change", "distance")
 """Fields of an outer step that are drawn as curves."""
 SITES = "sites"
@@ -299,12 +302,15 @@ class MetricsFile:
 
     def _add_evaluations(self, lines: list[dict[str, Any]]) -> None:
         series = {"held_out_loss": _column(lines, "held_out_loss")}
+        if any(BITS in line for line in lines):
+            series[BITS] = _column(lines, BITS)
         sources = [
             {name: _get(one, "loss") for name, one in (_dict(line.get(SOURCES))).items()}
             for line in lines
         ]
         wrapped = [{SOURCES: one} for one in sources]
         series.update(self._entries(wrapped, SOURCES, self.evaluations.names))
+        series.update(self._entries(lines, TASKS, self.evaluations.names))
         series.update(self._entries(lines, TASKS, self.evaluations.names))
         bits = _column(lines, "held_out_bits_per_byte")
         if not np.isnan(bits).all():

@@ -29,6 +29,7 @@ from bigtrain.report.topology import topology_html
 MARKER = '<meta name="generator" content="bigtrain report'
 """Identifies a report; within the first kilobyte of every page."""
 
+_MOST_PROMPTS, _MOST_TEXTS, _MOST_CHARACTERS = 20, 20, 4000
 _PROGRAMS = ("data.js", "view.js", "curves.js", "timeline.js", "main.js")
 
 
@@ -80,6 +81,7 @@ def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict
         "resolution": _resolution(runs),
         "curves": curves_html(runs),
         "absent": _absent(runs),
+        "samples": _samples(runs),
         "prediction": predictions_html(runs),
         "topology": _topologies(runs),
         "setup": setup_html(runs),
@@ -199,6 +201,34 @@ def _sites(runs: Sequence[Run]) -> str:
             f"<tbody>{rows}</tbody></table></div></details>"
         )
     return "".join(parts)
+
+
+def _samples(runs: Sequence[Run]) -> str:
+    """What each run's model wrote after its prompts: the newest texts, older ones folded away."""
+    parts = []
+    for number, run in _all(runs):
+        by_prompt: dict[str, list[tuple[int, str]]] = {}
+        for sample in run.files.samples:
+            by_prompt.setdefault(sample.prompt, []).append((sample.step, sample.text))
+        if by_prompt and len(runs) > 1:
+            parts.append(f"<h3>{_swatch(number)}{escape(run.name)}</h3>")
+        for prompt, texts in list(by_prompt.items())[:_MOST_PROMPTS]:
+            (step, newest), older = texts[-1], texts[-1 - _MOST_TEXTS : -1]
+            parts.append(f'<div class="sample">{_sample(step, prompt, newest)}')
+            if older:
+                inner = "".join(_sample(at, prompt, text) for at, text in reversed(older))
+                parts.append(f"<details><summary>{len(older):,} earlier</summary>{inner}</details>")
+            parts.append("</div>")
+    if not parts:
+        return ""
+    return f"<h2>Samples</h2>{''.join(parts)}"
+
+
+def _sample(step: int, prompt: str, text: str) -> str:
+    return (
+        f'<p class="about">step {step:,}</p>'
+        f"<blockquote><b>{escape(prompt)}</b>{escape(text[:_MOST_CHARACTERS])}</blockquote>"
+    )
 
 
 def _event_rows(one: Marks) -> str:

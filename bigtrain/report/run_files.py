@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _MOST_FILES = 1000
+_SAMPLE_BYTES = 1 << 18
 _HANG = re.compile(r"step-(\d{1,15})-.+")
 _GENERATION = re.compile(r"(\d{8,15})(?:\.superseded)?\.json")
 
@@ -61,6 +62,15 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """What the model wrote after a prompt, at an evaluation."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
 class RunFiles:
     """The files of a run directory besides metrics.jsonl; None where one cannot be read.
 
@@ -74,6 +84,7 @@ class RunFiles:
     starts: list[Start]
     hangs: list[Hang]
     notes: list[str]
+    samples: list[Sample] = field(default_factory=list)
 
 
 def read_run_files(directory: Path) -> RunFiles:
@@ -88,6 +99,7 @@ def read_run_files(directory: Path) -> RunFiles:
         starts=_starts(directory, notes),
         hangs=_hangs(directory / "hangs"),
         notes=notes,
+        samples=_samples(directory / "samples.jsonl"),
     )
 
 
@@ -172,6 +184,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         texts = path.read_bytes().splitlines()
     except OSError:
         return
+    yield from _parsed(texts)
+
+
+def _parsed(texts: list[bytes]) -> Iterator[dict[str, Any]]:
     for text in texts:
         try:
             line = json.loads(text)
@@ -179,6 +195,23 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(line, dict):
             yield line
+
+
+def _samples(path: Path) -> list[Sample]:
+    """The newest samples, by step; of a step that was trained again the later ones."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            texts = file.read().splitlines()[1 if size > _SAMPLE_BYTES else 0 :]
+    except OSError:
+        return []
+    found: dict[tuple[int, str], Sample] = {}
+    for line in _parsed(texts):
+        step, prompt, text = (line.get(name) for name in ("step", "prompt", "text"))
+        if type(step) is int and isinstance(prompt, str) and isinstance(text, str):
+            found[step, prompt] = Sample(step, prompt, text)
+    return sorted(found.values(), key=lambda one: one.step)
 
 
 def _hangs(directory: Path) -> list[Hang]:

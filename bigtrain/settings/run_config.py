@@ -126,7 +126,8 @@ class RunConfig(Section):
             raise ValueError(
                 "model.vocabulary has no meaning beside adapters: the export would name a base "
                 "without the new rows -> grow the base first, by `bigtrain grow`, set model.path "
-                "to what it wrote, and name embedding and head in adapters.modules_to_save"
+                "to what it wrote, and name embedding and head, if they are not tied, in "
+                "adapters.modules_to_save"
             )
         return self
 

@@ -201,11 +201,12 @@ def test_check_prints_the_run_the_equation_and_the_deepspeed_dict() -> None:
 
     result = check(
         "--config", "quickstart", "--world-size", "2", "--deepspeed-config", "zero2",
-        "optimizer.lr=1e-4",
+        "optimizer.lr=1e-4", "output.directory=new",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     run, engine = yaml.safe_load_all(result.stdout)
-    expected = resolve_run(load_run_config("quickstart", ["optimizer.lr=1e-4"]), 2, "zero2")
+    overrides = ["optimizer.lr=1e-4", "output.directory=new"]
+    expected = resolve_run(load_run_config("quickstart", overrides), 2, "zero2")
     assert run == expected.config.model_dump(mode="json")
     assert run["engine"]["deepspeed_config"] == "zero2"
     assert run["optimizer"]["lr"] == 1e-4

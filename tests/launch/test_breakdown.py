@@ -21,7 +21,7 @@ from bigtrain.models import torch_patches
 from bigtrain.run import loop
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.diagnostics.step_clock import StepClock
-from bigtrain.run.evaluation.held_out import Evaluator
+from bigtrain.run.evaluation.evaluator import Evaluator
 from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.preflight import inspect_inputs
 from bigtrain.run.session import Session, open_session

@@ -21,6 +21,7 @@ from bigtrain.data.shards.manifest import read_manifest
 from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import (
     STEPS,
+    VOCAB_SIZE,
     Inputs,
     launch,
     metrics,
@@ -231,11 +232,27 @@ def write_tasks(directory: Path) -> Path:
 
 
 TASKS = ("tiny_choice", "tiny_text", "tiny_answer")
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "max_position_embeddings": 64,
+    "eos_token_id": 0,
+}
 # Ranks, DeepSpeed JSON, settings.
 TOPOLOGIES = {
     "ZeRO 3": (2, "zero3", ["batch.micro_batch_size=2"]),
     "tensor": (2, "zero1", ["parallel.tensor=2"]),
     "stages": (2, "zero0", ["parallel.pipeline=2"]),
+    "sequence": (2, "zero1", ["parallel.sequence=2"]),
+    "experts": (2, "zero1", ["parallel.expert=2", f"model.config={json.dumps(EXPERTS)}"]),
 }
 
 

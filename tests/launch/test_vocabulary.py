@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bigtrain.cli import main as bigtrain
@@ -107,6 +108,27 @@ def test_a_grown_base_is_for_adapters(place: Path) -> None:
     torch.testing.assert_close(weight[VOCAB_SIZE:], mean.expand(3, -1), rtol=0, atol=1e-4)
     with pytest.raises(ConfigError, match="grow the base first, by `bigtrain grow`"):
         load_run_config(str(place / "here.yaml"), ["adapters.rank=4"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_learn_the_new_rows_of_a_grown_base(place: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(place / "base")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path / "base")
+    words = ["grow", "--model", tmp_path / "base", "--tokenizer", place / "grown-tokenizer"]
+    assert bigtrain([*map(str, words), "--output", str(tmp_path / "grown")]) == 0
+    run = tmp_path / "run"
+    adapters = "adapters={rank: 4, modules_to_save: [embed_tokens, lm_head]}"
+    settings = [f"model.path={tmp_path / 'grown'}", f"output.directory={run}", adapters]
+    finished = train("--config", place / "here.yaml", "model.vocabulary=null", *settings)
+    assert finished.code == 0, finished.output
+    state = load_file(run / "hf/adapter_model.safetensors")  # which plain peft has loaded
+    [embedding] = [t for name, t in state.items() if "embed_tokens" in name]
+    before = load_file(tmp_path / "grown/model.safetensors")["model.embed_tokens.weight"]
+    assert embedding.shape == before.shape == (VOCAB_SIZE + 3, 32)
+    assert (embedding[-1] - before[-1]).abs().max() > 0
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
+from bigtrain.models.layers.adapters import has_adapters
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.models.weights.import_hf import Weights, find_weights
@@ -218,7 +219,12 @@ def isolation_of(model: str, isolates: bool, config: RunConfig) -> Isolation:
 
 
 def keep_weights(engine: TrainEngine, case: dict[str, Any], step: int, world: World) -> None:
-    """Write the masters after `step` steps to the file that the case names for it, if any."""
+    """Write the masters after `step` steps to the file that the case names for it, if any.
+
+    All ranks that hold an element hold the same bits of it, but for adapters that are whole beside
+    a layer that is cut: tensor ranks compute those on their own, where the widths of their parts
+    differ in other places of memory, and products may end otherwise in their last bit.
+    """
     file = case.get("weights", {}).get(str(step))
     if file is None:
         return
@@ -228,6 +234,7 @@ def keep_weights(engine: TrainEngine, case: dict[str, Any], step: int, world: Wo
     own = [
         (fragment.name, fragment.shard.shape, offsets, view.detach().clone())
         for fragment in owned_fragments(engine.engine, engine.module)
+        if fragment.shard.primary or not has_adapters(engine.module)
         for offsets, view in fragment.parts(MASTER)
     ]
     if is_new:

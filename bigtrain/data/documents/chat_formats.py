@@ -67,12 +67,14 @@ ROLES = {
 @dataclass(frozen=True)
 class ChatFormat:
     """name: of ``--format``. keys: the first is required in every row; told: keys that identify the
-    format; make: converts their values to a conversation."""
+    format; make: converts their values to a conversation; turn_keys: of each of its turns, the
+    speaker's and the text's."""
 
     name: str
     keys: tuple[str, ...]
     told: frozenset[str]
     make: Callable[[Values, Roles], Chat | Completion]
+    turn_keys: tuple[str, ...] = ("role", "content")
 
 
 def _messages(values: Values, roles: Roles) -> Chat:
@@ -102,14 +104,18 @@ def _sharegpt(values: Values, roles: Roles) -> Chat:
                 shown = f"an object with the keys {', '.join(sorted(turn)) or 'none'}"
             raise ConversationError(
                 f"turn {number} is not an object with from and value but {shown}"
-                + (
-                    " -> --format messages --key messages=conversations"
-                    if isinstance(turn, dict) and "role" in turn
-                    else ""
-                )
+                + _remedy_of_turn(turn)
             )
         messages.append(_turn(number, turn, roles))
     return Chat(messages, tools)
+
+
+def _remedy_of_turn(turn: object) -> str:
+    if not isinstance(turn, dict):
+        return ""
+    if "role" in turn:
+        return " -> --format messages --key messages=conversations"
+    return " -> name its keys: --key from=KEY --key value=KEY"
 
 
 def _turn(number: int, turn: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
@@ -211,12 +217,14 @@ FORMATS: Mapping[str, ChatFormat] = {
             ("conversations", "system", TOOLS_KEY),
             frozenset({"conversations"}),
             _sharegpt,
+            ("from", "value"),
         ),
         ChatFormat(
             "alpaca",
             ("instruction", "input", "output", "system", "history"),
             frozenset({"instruction", "output"}),
             _alpaca,
+            (),
         ),
         ChatFormat(
             "prompt-completion",

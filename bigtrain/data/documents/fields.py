@@ -11,6 +11,7 @@ from bigtrain.data.documents.conversations import (
     ConversationError,
     completion_bytes,
     conversation_bytes,
+    from_text,
 )
 
 JOINED_WITH = "\n"
@@ -35,17 +36,34 @@ def text_of(values: Sequence[Any], keys: Sequence[str]) -> tuple[bytes | None, s
 @dataclass(frozen=True)
 class Conversations:
     """How rows are conversations: their format, the keys of it in a row, whether only the last
-    answer of each is learned, and which roles names of the data mean."""
+    answer of each is learned, which roles names of the data mean, and the keys of a turn where they
+    are others than the format's."""
 
     format: ChatFormat
     keys: tuple[str, ...]
     last_only: bool = False
     roles: Mapping[str, str] = field(default_factory=dict)
+    turn_keys: tuple[str, ...] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The keys to read of a row: the format's, and those that say it is not text alone."""
         return (*self.keys, *(key for key in MEDIA_KEYS if key not in self.keys))
+
+    def with_known_turns(self, value: object) -> object:
+        """`value` of a row; turns in it with the format's keys."""
+        if self.turn_keys in ((), self.format.turn_keys):
+            return value
+        turns = from_text(value)
+        if not isinstance(turns, list):
+            return value
+        known = dict(zip(self.turn_keys, self.format.turn_keys, strict=True))
+        return [
+            {known.get(key, key): item for key, item in turn.items()}
+            if isinstance(turn, dict)
+            else turn
+            for turn in turns
+        ]
 
 
 def conversation_of(values: Sequence[Any], how: Conversations) -> tuple[bytes | None, str]:
@@ -57,7 +75,8 @@ def conversation_of(values: Sequence[Any], how: Conversations) -> tuple[bytes | 
                 "conversations out (--skip-bad)"
             )
     try:
-        found = how.format.make(values[: len(how.keys)], how.roles)
+        given = [how.with_known_turns(value) for value in values[: len(how.keys)]]
+        found = how.format.make(given, how.roles)
         if isinstance(found, Completion):
             return completion_bytes(found.prompt, found.completion), ""
         return conversation_bytes(found.messages, found.tools, last_only=how.last_only), ""

@@ -19,9 +19,9 @@ class ReadOptions:
 
     `text_keys`: a row must have one of them; its non-empty ones are joined by a newline. `chat`:
     documents are conversations; `chat_format` defines what the keys hold, of which a row must have
-    the first, `last_only` whether only the last answer has loss, and `roles` what names of roles in
-    the data mean, as ``NAME=ROLE``. `max_document_bytes`: of a document's UTF-8, or of its line in
-    a file of lines. `scratch`: a folder for sources with
+    the first (after them may stand those of a turn), `last_only` whether only the last answer has
+    loss, and `roles` what names of roles in the data mean, as ``NAME=ROLE``. `max_document_bytes`:
+    of a document's UTF-8, or of its line in a file of lines. `scratch`: a folder for sources with
     `Source.is_unpacked`; must exist when documents are read.
     """
 
@@ -48,9 +48,11 @@ class ReadOptions:
         if not self.chat:
             return None
         known = FORMATS[self.chat_format]
-        keys = (*self.text_keys, *known.keys[len(self.text_keys) :])
+        names = (*known.keys, *known.turn_keys)
+        given = (*self.text_keys, *names[len(self.text_keys) :])
+        keys, turn_keys = given[: len(known.keys)], given[len(known.keys) :]
         roles = dict(role.split("=", 1) for role in self.roles)
-        return Conversations(known, keys, self.last_only, roles)
+        return Conversations(known, keys, self.last_only, roles, turn_keys)
 
     @property
     def too_large(self) -> str:

@@ -67,7 +67,7 @@ def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]
 
 
 def test_an_unknown_device_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--config", "quickstart", "--gpu", "H900"]) == 2
+    assert main(["check", "--config", "quickstart", "output.directory=new", "--gpu", "H900"]) == 2
     error = capsys.readouterr().err
     assert "--gpu = 'H900'" in error
     assert "H100-80GB" in error

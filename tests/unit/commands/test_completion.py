@@ -65,7 +65,7 @@ def test_a_shell_reads_its_script(
     text = capsys.readouterr().out
     assert "quickstart" in text
     assert "train.steps=" in text
-    assert set(COMMANDS) <= set(re.findall(r"[a-z]+", text))
+    assert set(COMMANDS) <= set(re.findall(r"[a-z-]+", text))
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"{shell} is not installed: apt-get install {shell}")

@@ -111,6 +111,14 @@ def test_other_names_of_keys(tokenizer: Path, tmp_path: Path) -> None:
     mapping = [word for name, key in names.items() for word in ("--key", f"{name}={key}")]
     found, _ = tokenized(row, "jsonl", tokenizer, tmp_path / "1", "--format", "alpaca", *mapping)
     assert np.array_equal(found, wanted)
+    turns = [
+        {"speaker": {"user": "customer"}.get(m["role"], "agent"), "said": m["content"]}
+        for m in MESSAGES
+    ]
+    mapping = ["--key", "from=speaker", "--key", "value=said", "--key", "conversations=talk"]
+    mapping += ["--role", "customer=user", "--role", "agent=assistant", "--format", "sharegpt"]
+    found, _ = tokenized({"talk": turns}, "parquet", tokenizer, tmp_path / "2", *mapping)
+    assert np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +126,10 @@ def test_other_names_of_keys(tokenizer: Path, tmp_path: Path) -> None:
     [
         (ROWS["sharegpt"], ("--format", "messages"), "rows.jsonl:1: .*-> --format sharegpt"),
         (ROWS["messages"], ("--key", "messages"), "not NAME=KEY"),
-        (ROWS["messages"], ("--key", "text=a"), "has no such key -> messages, tools"),
+        (ROWS["messages"], ("--key", "text=a"), "no such key -> messages, tools, role, content"),
+        (ROWS["messages"], ("--role", "a"), "--role a: not NAME=ROLE, such as customer=user"),
+        (ROWS["alpaca"], ("--role", "a=user"), "rows of --format alpaca have no roles"),
+        ({"text": "a"}, ("--role", "a=user"), "--role names roles of conversations"),
         ({"text": "a"}, ("--key", "messages=a"), "--text-key for text"),
         ({"text": "a"}, ("--learn", "last"), "--learn last is for conversations"),
         (ROWS["alpaca"], ("--format", "alpaca", "--chat-key", "x"), "--format is alpaca -> --key"),

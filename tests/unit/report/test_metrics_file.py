@@ -290,3 +290,19 @@ def test_a_block_is_read_as_its_lines_are(
     assert steps_of(found) == expected_steps
     assert found.events.count("skipped") == events
     assert found.unreadable.count == unreadable
+
+
+def test_tasks_and_bits_per_byte_are_series_of_evaluations(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"step": 2, "held_out_loss": 2.0, "held_out_bits_per_byte": 1.5},
+        {"step": 3, "tasks": {"arc_easy/acc": 0.25}},
+        {"step": 4, "held_out_loss": 1.0, "tasks": {"arc_easy/acc": 0.5}},
+    ]
+    write_lines(path, lines)
+    found = read(path)
+    series = found.evaluations.reduced().series
+    np.testing.assert_array_equal(series["tasks/arc_easy/acc"].mean, [np.nan, 0.25, 0.5])
+    np.testing.assert_array_equal(series["held_out_loss"].mean, [2.0, np.nan, 1.0])
+    np.testing.assert_array_equal(series["held_out_bits_per_byte"].mean, [1.5, np.nan, np.nan])
+    assert found.best == lines[2]

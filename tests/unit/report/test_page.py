@@ -198,6 +198,42 @@ def test_outer_steps_are_drawn_and_who_took_part_is_told(tmp_path: Path) -> None
     assert (changed["kind"], changed["steps"], changed["total"]) == ("other sites", [3], 1)
 
 
+def test_evaluations_of_tasks_and_what_the_model_wrote(tmp_path: Path) -> None:
+    """Tasks have evaluations of their own; a sample of a step that was trained again counts once,
+    and is text."""
+    lines = [
+        step_line(1),
+        {**evaluation_line(1, 2.0), "held_out_bits_per_byte": 0.9},
+        {"step": 2, "tasks": {"arc_easy/acc": 0.25}},
+        {**evaluation_line(3, 1.5), "tasks": {"arc_easy/acc": 0.5}},
+    ]
+    run = make_run(tmp_path / "run", lines)
+    samples = [(1, "Once", " first"), (3, "Once", " lost"), (3, "Once", f" upon {EVIL}")]
+    write_lines(
+        run / "samples.jsonl",
+        [{"step": step, "prompt": prompt, "text": text} for step, prompt, text in samples]
+        + ['{"step": 4, "prompt": "cut o'],
+    )
+    html = page(run)
+    data = data_of(html)
+    series = {chart["name"]: chart["series"][0] for chart in data["charts"]}
+    assert series["tasks"] == ["tasks/arc_easy/acc"]
+    assert series["bits-per-byte"] == ["held_out_bits_per_byte"]
+    evaluations = data["runs"][0]["evaluations"]
+    np.testing.assert_array_equal(
+        numbers(evaluations["series"]["tasks/arc_easy/acc"]["mean"]), [np.nan, 0.25, 0.5]
+    )
+    np.testing.assert_array_equal(
+        numbers(evaluations["series"]["held_out_loss"]["mean"]), [2.0, np.nan, 1.5]
+    )
+    elements = Elements(html)
+    assert f"Once upon {EVIL}" in elements.words
+    assert "1 earlier" in elements.words
+    assert "lost" not in elements.words
+    assert elements.words.index("upon") < elements.words.index("first")
+    assert "img" not in {tag for tag, _ in elements.tags}
+
+
 def test_unreadable_lines_and_gaps_are_named(tmp_path: Path) -> None:
     lines: list[Any] = [step_line(1), "broken <b>", step_line(2, lr=None), step_line(2)]
     words = Elements(page(make_run(tmp_path / "run", lines))).words

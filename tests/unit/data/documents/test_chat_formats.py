@@ -110,6 +110,7 @@ def test_tools_one_by_one_as_text() -> None:
         ),
         ("sharegpt", {"conversations": TURNS, "video": "a.mp4"}, "value under 'video'.*--skip-bad"),
         ("sharegpt", {"conversations": TURNS, "system": 7}, "its system is not text but int"),
+        ("sharegpt", {"conversations": [{"said": "a"}]}, "keys said -> name its keys: --key from="),
         ("alpaca", {"instruction": "a", "output": 7}, "its output is not text"),
         (
             "alpaca",
@@ -212,6 +213,17 @@ def test_roles_by_other_names() -> None:
     assert document("messages", {"messages": messages}, roles=roles)["messages"] == expected
     row = {"prompt": messages[:1], "completion": messages[1:]}
     assert document("prompt-completion", row, roles=roles)["messages"] == expected
+
+
+def test_turns_with_other_keys() -> None:
+    turns = [{"speaker": t["from"], "said": t["value"], "train": None} for t in TURNS]
+    for given in (turns, json.dumps(turns)):
+        row = {"conversations": given, "system": "Be short."}
+        found = document("sharegpt", row, turn_keys=("speaker", "said"))
+        assert found == {"messages": MESSAGES}
+    messages = [{"author": m["role"], "content": m["content"]} for m in MESSAGES]
+    found = document("messages", {"messages": messages}, turn_keys=("author", "content"))
+    assert found == {"messages": MESSAGES}
 
 
 def test_lists_as_text_of_csv() -> None:

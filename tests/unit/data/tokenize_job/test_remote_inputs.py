@@ -106,7 +106,9 @@ def local(tokenizer: Path, bucket: Path, tmp_path_factory: pytest.TempPathFactor
     return output
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("http", "2"), ("s3", "1")])
+@pytest.mark.parametrize(
+    ("kind", "workers"), [pytest.param("http", "2", marks=pytest.mark.slow), ("s3", "1")]
+)
 def test_the_same_bytes_as_from_disk(
     kind: str,
     workers: str,
@@ -219,7 +221,10 @@ def test_other_file_systems(tokenizer: Path, bucket: Path, local: Path, tmp_path
     assert shards(tmp_path / "shards") == shards(local)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "d.parquet"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.jsonl", *(pytest.param(n, marks=pytest.mark.slow) for n in ("b.jsonl.gz", "d.parquet"))],
+)
 def test_standard_input(
     name: str,
     tokenizer: Path,

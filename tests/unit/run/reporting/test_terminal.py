@@ -1,0 +1,87 @@
+"""What a person sees at a real terminal while a run trains, and what a file gets."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from bigtrain.run.reporting.library_log import deepspeed_log, import_log
+from tests.support.worlds import ROOT
+
+RUN = """
+import sys
+from pathlib import Path
+from bigtrain.run.reporting.metrics import MetricsWriter
+from tests.unit.run.reporting.test_metrics import step_metrics
+
+with MetricsWriter(Path(sys.argv[1]), total_steps=400, trackers=(), project="x",
+                   run_config={}) as metrics:
+    metrics.note("DeepSpeed: only for the log")
+    metrics._progress._bar.mininterval = 0  # else it is drawn ten times a second at most
+    for step in (1, 2, 3):
+        metrics.advance(step)
+    metrics.log_step(step_metrics(100))
+    metrics.info("checkpoint of step 100")
+    metrics.advance(150)
+"""
+
+
+def test_a_bar_moves_between_logged_steps(tmp_path: Path) -> None:
+    with pexpect.spawn(
+        sys.executable, ["-c", RUN, str(tmp_path)], cwd=str(ROOT), encoding="utf-8",
+        timeout=60, dimensions=(24, 160),
+    ) as terminal:  # fmt: skip
+        terminal.expect(pexpect.EOF)
+        shown = str(terminal.before)
+    assert terminal.exitstatus == 0, shown
+    drawn = re.findall(r"(\d+)/400, (?:loss .*? )?left (\S+?)[\s\x1b\r]", shown)
+    steps = [int(step) for step, _ in drawn]
+    assert {1, 2, 3, 100} <= set(steps), shown
+    assert steps[-1] == 150
+    assert dict(drawn)["100"] == "2m30s"
+    assert dict(drawn)["150"] == "2m05s"
+    assert "\r" in shown
+    assert "checkpoint of step 100" in shown
+    assert "only for the log" not in shown
+    assert "DeepSpeed: only for the log" in (tmp_path / "log.txt").read_text()
+    # Not a line for each step in the log: those that are logged.
+    assert (tmp_path / "log.txt").read_text().count("/400 loss ") == 1
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_deepspeeds_log_goes_into_the_file_and_is_shown_on_request(
+    capsys: pytest.CaptureFixture[str], shown: bool
+) -> None:
+    logger = logging.getLogger("DeepSpeed")
+    handler = logging.StreamHandler(sys.stdout)
+    kept, level, propagates = list(logger.handlers), logger.level, logger.propagate
+    logger.handlers[:], logger.propagate = [handler], False
+    logger.setLevel(logging.WARNING)
+    lines: list[str] = []
+    try:
+        with import_log(shown=shown) as said:
+            logger.warning("no accelerator")
+        with deepspeed_log(lines.append, shown=shown):
+            logger.info("step=0\nlr=1")
+            logger.warning("careful")
+            logger.error("broken")
+        assert logger.handlers == [handler]
+        assert (logger.level, handler.level) == (logging.WARNING, logging.NOTSET)
+        logger.warning("after")
+    finally:
+        logger.handlers[:], logger.propagate = kept, propagates
+        logger.setLevel(level)
+    assert said == ["DeepSpeed warning: no accelerator"]
+    assert lines == [
+        "DeepSpeed: step=0\nDeepSpeed: lr=1",
+        "DeepSpeed warning: careful",
+        "DeepSpeed error: broken",
+    ]
+    out = capsys.readouterr().out.split("\n")
+    everything = ["no accelerator", "step=0", "lr=1", "careful", "broken", "after", ""]
+    assert out == (everything if shown else ["broken", "after", ""])
