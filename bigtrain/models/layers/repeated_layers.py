@@ -83,4 +83,5 @@ def _called(value: Any) -> Hashable:
         return tuple(_called(item) for item in value)
     if isinstance(value, dict):
         return tuple((key, _called(item)) for key, item in value.items())
-    return value if _is_plain(value) else type(value)
+    called: Hashable = value if _is_plain(value) else type(value)
+    return called
