@@ -20,7 +20,7 @@ help:
 	@echo "make test        tests that take seconds;  make test-full: all of them"
 	@echo "make test-oldest the tests that take seconds, with the lowest versions of pyproject.toml (6 GB)"
 	@echo "make check       ruff and mypy;  make format: let ruff rewrite the files"
-	@echo "make docs        build the site of docs/ into site/;  make reference: write docs/reference/ anew"
+	@echo "make docs        build the site of docs/ into site/;  make reference: write docs/reference/ and the YAML's schema anew"
 	@echo "make cluster-deps  Slurm, sshd, pdsh for tests/cluster (Debian, as root); without it they skip"
 	@echo "make bench       run every benchmark of benchmarks/ but the GPU's"
 	@echo "make gpu-check   check a GPU machine in under ten minutes, figures included"
@@ -83,6 +83,7 @@ docs: $(STAMP)
 reference: $(STAMP)
 	$(BIN)/python tools/reference.py
 	$(BIN)/python tools/compatibility.py --output docs/compatibility.md
+	$(BIN)/python -m bigtrain.cli schema --output bigtrain/settings/run_schema.json
 
 bench: $(STAMP)
 	@set -e; for script in $(filter-out benchmarks/gpu_step.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done

@@ -50,9 +50,10 @@ def train_sites(
     ]
     arguments = [[*common, *place, *of_site] for place, of_site in zip(places, own, strict=True)]
     request = directory / "request.json"
-    request.write_text(json.dumps({"ports": [free_port(), free_port()], "arguments": arguments}))
+    ports = [free_port() for _ in own]
+    request.write_text(json.dumps({"ports": ports, "arguments": arguments}))
     script = [site_world.__file__, str(request)]
-    return shared_server().live([], script=script, world_size=2, grace_seconds=30.0, die=die)
+    return shared_server().live([], script=script, world_size=len(own), grace_seconds=30.0, die=die)
 
 
 def outer_lines(run: Path) -> list[dict[str, Any]]:
@@ -134,6 +135,31 @@ def test_a_site_that_is_killed_is_named_and_all_go_on_after_a_new_start(
         found = load_file(tmp_path / site / "hf" / "model.safetensors")
         for name, weight in load_file(trained / site / "hf" / "model.safetensors").items():
             assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 4])
+def test_resumes_with_another_number_of_sites(
+    count: int, trained: Path, inputs: Inputs, tmp_path: Path
+) -> None:
+    """In the middle of a window; a new site begins with the checkpoint of another."""
+    for site in range(count):
+        shutil.copytree(trained / str(site % 2), tmp_path / str(site))
+        checkpoints.remove(checkpoints.checkpoint_path(tmp_path / str(site), STEPS))
+        shutil.rmtree(tmp_path / str(site) / "hf")
+    settings = f"sites.count={count}", "checkpoint.allow_changes=[sites.count,sites.index]"
+    codes, output = train_sites(inputs, tmp_path, [()] * count, *settings)
+    assert codes == [0] * count, output
+    assert output.count(f"resumed at step {MIDDLE} ") == count
+    first = load_file(tmp_path / "0" / "hf" / "model.safetensors")
+    for site in map(str, range(count)):
+        last = outer_lines(tmp_path / site)[-1]
+        assert last["sites"] == list(range(count))
+        found = load_file(tmp_path / site / "hf" / "model.safetensors")
+        for name, weight in first.items():
+            assert torch.equal(found[name], weight), name
+        state = checkpoints.read_state(checkpoints.checkpoint_path(tmp_path / site, STEPS))
+        assert state["samples"] == STEPS * 8  # of all sites together, before and after
 
 
 @pytest.mark.parametrize("engine", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])

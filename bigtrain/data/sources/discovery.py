@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from bigtrain.data.shards.manifest import SourceRecord
-from bigtrain.data.sources.remote_files import RemoteEntry, file_at, find_remote_files
+from bigtrain.data.sources.remote_files import RemoteEntry, file_at, find_remote_files, is_pattern
 from bigtrain.errors import DataError, first_line
 from bigtrain.system.storage.addresses import is_address, name_of, without_secrets
 from bigtrain.system.storage.stores import RemoteStat
@@ -231,7 +231,7 @@ def _of_folder(
 
 def _find_at_address(name: str, selection: Selection) -> list[Source]:
     """A file, all that match a glob, or those of a folder."""
-    if glob.has_magic(name_of(name)):
+    if is_pattern(name):
         entries = find_remote_files(name)
     elif (entry := file_at(name)) is not None:
         return [_remote_source(entry, selection)]

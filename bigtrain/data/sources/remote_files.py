@@ -22,6 +22,11 @@ class RemoteEntry:
     stat: RemoteStat
 
 
+def is_pattern(address: str) -> bool:
+    """Whether it has a ``*``, ``?`` or ``[...]`` to match; at a web server these are letters."""
+    return scheme_of(address) not in ("http", "https") and glob.has_magic(address)
+
+
 def file_at(address: str) -> RemoteEntry | None:
     """The file at `address`; None where there is none, but may be a folder. Raises DataError."""
     store = store_of(address)
@@ -43,10 +48,10 @@ def find_remote_files(pattern: str) -> list[RemoteEntry]:
     """
     store = store_of(pattern)
     folder = pattern
-    if glob.has_magic(pattern):
+    if is_pattern(pattern):
         folder = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
     found = persistently(folder, "cannot be listed", lambda: store.find(folder))
-    if glob.has_magic(pattern):
+    if is_pattern(pattern):
         known = re.compile(_pattern_of(pattern))
         found = [entry for entry in found if known.fullmatch(entry[0])]
     if not found:

@@ -297,3 +297,23 @@ def test_layouts_ranked_first_are_measured(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "llama, 2 processes: of 2 layouts, the one ranked first is number" in finished.stdout
     assert re.search(r"places of the layouts ranked first: [12]$", finished.stdout.strip())
+
+
+@pytest.mark.slow
+def test_the_loss_of_local_steps_is_compared(tmp_path: Path) -> None:
+    texts, tokenizer, shards = (tmp_path / name for name in ("texts.jsonl", "tokenizer", "shards"))
+    write_documents(texts, 80)
+    words = ["tokenizer", "--input", texts, "--vocab-size", "320", "--output", tokenizer]
+    assert bigtrain(list(map(str, words))) == 0
+    tokenize(texts, tokenizer, shards)
+    output = tmp_path / "figures.json"
+    finished = run_script(
+        "sites.py",
+        *("--inner-steps", "1", "4", "--sites", "2", "--codecs", "float32", "int4", "--steps", "6"),
+        *("--length", "16", "--samples", "4", "--held-out", "4", "--hidden-size", "32"),
+        *("--vocabulary", "320", "--data", str(shards), "--output", str(output)),
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    figures = json.loads(output.read_text())
+    assert len(set(figures["sites"].values()) | {figures["synchronous"]}) == 5
+    assert "| 2 | 4 | " in finished.stdout

@@ -17,6 +17,7 @@ import zstandard
 from pyarrow import csv, parquet
 
 from bigtrain.cli import main
+from bigtrain.data.sources.remote_files import is_pattern
 from bigtrain.system.storage import object_store, remote_file, retries
 from bigtrain.system.storage.retries import Patience
 from tests.support.chats import save_chat_tokenizer
@@ -160,6 +161,8 @@ def test_folders_and_globs_of_a_bucket(
     assert tokenize(tokenizer, tmp_path / "2", [str(bucket / "[ab].jsonl*")]) == 0
     assert tokenize(tokenizer, tmp_path / "3", ["s3://bucket/**/[ab].jsonl*"]) == 0
     assert shards(tmp_path / "2") == shards(tmp_path / "3")
+    assert is_pattern("s3://bucket/[ab].jsonl")
+    assert not is_pattern("https://host/a%5B1%5D.jsonl?page=[1]")
     assert tokenize(tokenizer, tmp_path / "4", [f"{address}/*.none"]) != 0
     assert "no file there" in capsys.readouterr().err
     assert tokenize(tokenizer, tmp_path / "4", ["s3://bucket/nothing"]) != 0

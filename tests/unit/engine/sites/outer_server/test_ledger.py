@@ -92,7 +92,8 @@ class Site:
             if self.codec.keeps_error:
                 values = values + self.errors[rank]
             codes = self.codec.encode(values.unsqueeze(0))
-            self.errors[rank] = values - self.codec.decode(codes, len(values))[0]
+            self.sent = self.codec.decode(codes, len(values))[0]
+            self.errors[rank] = values - self.sent
             header = {
                 "attempt": attempt,
                 "rank": rank,
@@ -191,6 +192,25 @@ def test_steps_of_sites_with_other_layouts_are_those_of_a_plain_mean(
             torch.testing.assert_close(weight, exact[name], rtol=0, atol=LOST[codec])
         if codec == "float32":
             expected = {name: weight.clone() for name, weight in exact.items()}
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_what_a_server_loses_by_rounding_it_tells_later(codec: str, tmp_path: Path) -> None:
+    """Its weights and what it has kept are what a server would have that rounds nothing."""
+    ledger = ledger_at(tmp_path)
+    site = Site(ledger, 0, codec)
+    site.join(start())
+    exact = torch.cat([site.weights[name].reshape(-1) for name in SHAPES])
+    momentum = torch.zeros_like(exact)
+    for number in range(6):
+        site.deliver(changed(site.weights, number))
+        outer_update(exact, momentum, exact + site.sent, section(codec))
+        site.take()
+    state, _ = Storage(tmp_path).read_state() or ({}, {})
+    assert state["error"].any()
+    torch.testing.assert_close(state["weights"] + state["error"], exact, rtol=0, atol=2e-6)
+    held = torch.cat([site.weights[name].reshape(-1) for name in SHAPES])
+    assert torch.equal(held, state["weights"])
 
 
 def test_a_rectangle_of_an_update_means_the_same_whatever_else_is_cut() -> None:

@@ -1,0 +1,215 @@
+"""Every command line of README.md and the docs, in the reader's order, in one clean clone.
+
+`make quickstart` first, then README.md, then the pages as the navigation lists them. A line that
+was typed before is not typed again. What is not typed here is listed below, each with its reason,
+and the fast tests fail for a line that is no command, and for an entry without a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.chats import CHATML, chat_tokenizer, turns, unmarked
+from tests.support.worlds import ROOT
+
+# A line is a command where it begins with one of these, after assignments of variables.
+PROGRAMS = {
+    "accelerate", "bash", "bigtrain", "deepspeed", "docker", "eval", "export", "kubectl", "make",
+    "pip", "python", "sbatch", "tail", "torchrun", "zcat",
+}  # fmt: skip
+# Blocks of pages that hold a drawing instead.
+DRAWINGS = {"docs/reference/checkpoint_format.md", "docs/architecture.md"}
+
+NOT_HERE = {
+    r"^make (test|check|docs|install)\b": "installs, or runs all tests, of which this is one",
+    r"^make gpu-": "needs a GPU, or fetches wheels for one",
+    r"^sbatch ": "needs a Slurm cluster; tests/cluster/test_slurm.py submits to a real one",
+    r"^bigtrain (doctor|hostfile) .*--slurm": "needs a Slurm job; tests/cluster/test_slurm.py",
+    r"--hostfile hostfiles/mine": "needs several hosts; tests/cluster/test_hostfile.py has them",
+    r"^kubectl ": "needs a Kubernetes cluster; tests/launch/test_kubernetes.py reads manifests",
+    r"^docker ": "needs docker; tests/launch/test_dockerfile.py lints and types its lines",
+    r"^bash RUN\.torchrun\.sh": "waits for other hosts; tests/cluster/test_elastic.py has them",
+    r"^accelerate (config|launch bigtrain/train\.py --config RUN)": "asks for the machine's GPUs; "
+    "tests/cluster/test_accelerate.py answers it",
+    r"(--config lora\.yaml|--run runs/lora|--adapters runs/)": "an 8B of the hub on eight GPUs; "
+    "tests/launch/test_adapters.py trains, exports and merges a small one",
+}
+ELSEWHERE = {
+    r"^bigtrain parity ": "tests/parity/test_parity_command.py",  # minutes each
+    r"^bigtrain report .*--live": "tests/docs/test_howto_report.py",  # until Ctrl-C
+    r"^bigtrain outer-server |sites\.server=": "tests/launch/test_outer_server.py",  # until Ctrl-C
+    r"^bigtrain init$": "tests/unit/commands/test_init.py",  # asks
+}
+# What these name is a model of eight GPUs, a base model, an object store, data of five formats: a
+# test of its own makes that at a tiny size.
+PAGES_ELSEWHERE = {
+    "docs/howto/what_do_i_type.md": "tests/docs/test_what_do_i_type.py",
+    "docs/howto/your_data.md": "tests/docs/test_howto_data.py",
+    "docs/howto/object_stores.md": "tests/docs/test_howto_data.py",
+    "docs/howto/vocabulary.md": "tests/launch/test_vocabulary.py",
+    "docs/howto/evaluation.md": "tests/launch/test_evaluation.py",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """mkdocs.yml without the objects of its extensions."""
+
+
+@cache
+def pages() -> tuple[str, ...]:
+    """README.md, and the pages in the order of the navigation."""
+    tree = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=_Loader)["nav"]
+
+    def walk(node: Any) -> Iterator[str]:
+        if isinstance(node, str):
+            yield f"docs/{node}"
+        for item in node.values() if isinstance(node, dict) else node:
+            if not isinstance(node, str):
+                yield from walk(item)
+
+    return ("README.md", *walk(tree))
+
+
+def text_of(page: str) -> str:
+    """With the files that it includes."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.sub(r'--8<-- "(.*?)"', lambda found: (ROOT / found[1]).read_text(), text)
+
+
+@cache
+def lines(page: str) -> tuple[str, ...]:
+    """The command lines of a page's code blocks, without comments."""
+    found = []
+    for language, block in re.findall(
+        r"^ *```(\w*)\n(.*?)^ *```$", text_of(page), flags=re.M | re.S
+    ):
+        if language not in ("", "bash", "sh", "console") or page in DRAWINGS:
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r" && ", re.sub(r"(^| )#.*", "", line)):
+                if part.strip():
+                    found.append(part.strip())
+    return tuple(found)
+
+
+def listed(line: str) -> str | None:
+    """Why a line is not typed here; None if it is."""
+    for pattern, reason in (*NOT_HERE.items(), *ELSEWHERE.items()):
+        if re.search(pattern, line):
+            return reason
+    return None
+
+
+def words_of(line: str) -> list[str]:
+    words = shlex.split(line)
+    while words and re.fullmatch(r"\w+=.*", words[0]):
+        del words[0]
+    return words
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if lines(page)])
+def test_every_line_is_a_command(page: str) -> None:
+    for line in lines(page):
+        assert words_of(line)[0] in PROGRAMS, f"{page}: {line}"
+
+
+def test_what_is_not_typed_here_has_a_reason_that_is_still_needed() -> None:
+    known = [line for page in pages() for line in lines(page)]
+    for pattern in (*NOT_HERE, *ELSEWHERE):
+        assert any(re.search(pattern, line) for line in known), f"no line any more: {pattern}"
+    for reason in (*NOT_HERE.values(), *ELSEWHERE.values(), *PAGES_ELSEWHERE.values()):
+        for path in re.findall(r"tests/\S+?(?=[;,. ]|$)(?:\.py)?", reason):
+            assert (ROOT / path).exists(), path
+    typed = [line for line in known if listed(line) is None]
+    assert len(typed) > len(known) / 2
+
+
+def make_reader(folder: Path) -> None:
+    """What a reader has of their own: texts, conversations, a run YAML, hosts."""
+    (folder / "texts").mkdir()
+    for number, source in enumerate(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))):
+        (folder / "texts" / f"{number}.txt").write_bytes(source.read_bytes())
+    (run,) = re.findall(r"^```yaml\n(.*?)^```", text_of("README.md"), flags=re.M | re.S)
+    (folder / "RUN.yaml").write_text(run)
+    (folder / "hostfiles/mine").write_text("localhost slots=2\n")
+    tokenizer = chat_tokenizer(unmarked(CHATML))
+    # The recipe's model has 4096 tokens.
+    tokenizer.add_tokens([f"<extra {number}>" for number in range(4096 - len(tokenizer))])
+    tokenizer.save_pretrained(str(folder / "chat-tokenizer"))
+    chats = [
+        turns(*(f"{'word ' * (n % 9)}{n}, {turn}?" for turn in range(2 + 2 * (n % 3))))
+        for n in range(800)
+    ]
+    rows = "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
+    (folder / "chats.jsonl").write_text(rows)
+
+
+def clone(target: Path) -> Path:
+    """The files that git has or would take, as they are now, and this environment as .venv."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    (target / ".venv").symlink_to(sys.prefix)
+    return target
+
+
+def type_in(folder: Path, line: str) -> str:
+    """Type a line into a shell in `folder`; returns what it said."""
+    environment = {
+        **os.environ,
+        "PATH": f"{folder}/.venv/bin{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(folder),
+        "HOME": str(folder.parent / "home"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, f"{line}\n{said[-6000:]}"
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_docs_from_their_top_in_a_clean_clone(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    folder = clone(tmp_path / "clone")
+    # The environment is there: `make install` is not to write into it.
+    said = type_in(folder, "make -o .venv/.installed quickstart")
+    assert "resumed at step" in said
+    assert "the same command goes on from the newest checkpoint" in said
+    make_reader(folder)
+    typed: set[str] = {"make quickstart"}
+    failed = []
+    for page in pages():
+        for script in set(folder.glob("RUN.*")) - {folder / "RUN.yaml"}:
+            script.unlink()  # that another page's reader has made
+        for line in () if page in PAGES_ELSEWHERE else lines(page):
+            if line in typed or listed(line) is not None:
+                continue
+            typed.add(line)
+            try:
+                type_in(folder, line)
+            except AssertionError as error:
+                failed.append(f"{page}: {error}")
+    assert failed == [], "\n\n".join(failed)
+    for run in ("quickstart/run", "one", "two", "three", "chat"):
+        assert (folder / "runs" / run / "hf/config.json").is_file()
