@@ -192,7 +192,10 @@ class Ledger:
         with self._changed:
             if not self._delivered or self._waits_since is None:
                 return
-            absent = self._active - self._delivered.keys()
+            expected = set(self._active)
+            if self._require().number == 0:  # all start at about the same time
+                expected.update(range(self._require().sites.count))
+            absent = expected - self._delivered.keys()
             waited = time.monotonic() - self._waits_since
             if absent and not self.rules.is_asynchronous and waited < self.rules.window_seconds:
                 return

@@ -36,7 +36,7 @@ JOIN: dict[str, Any] = {
     "site": 0,
     "facts": {"data": "x"},
     "sites": {
-        "count": 2,
+        "count": 1,
         "inner_steps": 5,
         "outer": {"type": "average", "lr": None, "momentum": None},
         "codec": "float32",

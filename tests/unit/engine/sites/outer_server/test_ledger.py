@@ -199,6 +199,7 @@ def test_what_a_server_loses_by_rounding_it_tells_later(codec: str, tmp_path: Pa
     """Its weights and what it has kept are what a server would have that rounds nothing."""
     ledger = ledger_at(tmp_path)
     site = Site(ledger, 0, codec)
+    site.request["sites"]["count"] = 1
     site.join(start())
     exact = torch.cat([site.weights[name].reshape(-1) for name in SHAPES])
     momentum = torch.zeros_like(exact)
@@ -269,10 +270,14 @@ def test_a_site_that_misses_a_window_is_left_out_and_takes_the_weights_when_it_i
 def test_a_new_site_joins_at_a_window_and_one_that_leaves_is_not_waited_for(
     tmp_path: Path,
 ) -> None:
-    ledger = ledger_at(tmp_path)
+    ledger = ledger_at(tmp_path, seconds=0.05)
     first, second = Site(ledger, 0, "int8"), Site(ledger, 1, "int8")
     first.join(start())
-    assert first.deliver(changed(first.weights, 1))["number"] == 1
+    # All are waited for at the beginning, whoever has joined.
+    assert first.deliver(changed(first.weights, 1))["number"] == 0
+    assert ledger.wait(0, 0.1)["number"] == 0
+    ledger.tick()
+    assert ledger.state()["sites"] == [0]
     first.take()
     assert second.join({})["step"] == 5
     for name, weight in first.weights.items():
