@@ -39,17 +39,21 @@ CARRIED = {
 
 THERE = frozenset(
     {
-        *("accelerate", "jinja2", "ninja", "numpy", "pyyaml", "safetensors", "tensorboard"),
-        *("tokenizers", "torch", "tqdm", "xxhash"),
+        *("accelerate", "fsspec", "jinja2", "ninja", "numpy", "pyyaml", "safetensors"),
+        *("tensorboard", "tokenizers", "torch", "tqdm", "xxhash"),
     }
 )
 """Dependencies that the machine has, new enough (accelerate 1.15.0, numpy 2.5.2, safetensors 0.8.0,
-tokenizers 0.23.2, torch 2.11.0 and huggingface_hub 1.33.0, as a session saw it in 2026-11)."""
+tokenizers 0.23.2, torch 2.11.0, which needs fsspec, and huggingface_hub 1.33.0, as a session saw it
+in 2026-11)."""
 
 NOT_NEEDED = {
     "datasets": "reads text, which the check has none of",
     "fastokens": "encodes text",
     "gigatoken": "encodes text",
+    "obstore": "reads and writes objects of stores",
+    "requests": "reads web addresses",
+    "shtab": "writes what lets shells complete",
     "zstandard": "`datasets` reads .zst files with it",
 }
 """Dependencies that no line of the check imports, and why."""
