@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import groups
 
 
@@ -31,14 +32,17 @@ def process_as_before() -> Iterator[None]:
     ZeRO 3 replaces `torch.nn.functional.linear` (0.19.8, runtime/zero/partition_parameters.py:417),
     and references to the groups of an engine, its `mpu` among them, outlive
     `torch.distributed.destroy_process_group` (utils/groups.py:89): the next engine of this process
-    would use them. The level of its logger is restored, too.
+    would use them. The level of its logger is restored, too, and so is what
+    `zero12.keep_accumulating_nodes` has replaced, which holds the parameters of the last engine.
     """
     logger = logging.getLogger("DeepSpeed")
     linear, level = torch.nn.functional.linear, logger.level
+    count = stage_1_and_2.count_used_parameters_in_backward
     try:
         yield
     finally:
         torch.nn.functional.linear = linear
+        stage_1_and_2.count_used_parameters_in_backward = count
         logger.setLevel(level)
         if not torch.distributed.is_initialized():
             groups._release_process_group_references()

@@ -139,11 +139,11 @@ class _UsedParameters:
 
     def __init__(self) -> None:
         self._list: Sequence[nn.Parameter] = ()
-        self._kinds: list[tuple[torch.dtype, torch.device]] = []
+        self._kinds: list[tuple[torch.dtype, torch.device, bool]] = []
         self._nodes: list[Any] = []
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> int:
-        kinds = [(p.dtype, p.device) for p in parameters]
+        kinds = [(p.dtype, p.device, p.requires_grad) for p in parameters]
         if parameters is not self._list or kinds != self._kinds:
             found = [
                 torch.autograd.graph.get_gradient_edge(p).node

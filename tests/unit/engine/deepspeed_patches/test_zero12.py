@@ -14,8 +14,10 @@ from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from bigtrain.engine.deepspeed_patches.startup import process_as_before
 from bigtrain.engine.deepspeed_patches.zero12 import (
     _UsedParameters,
+    keep_accumulating_nodes,
     keep_views,
     skip_redundant_work_of_zero12,
 )
@@ -190,4 +192,16 @@ def test_parameters_that_take_part_are_counted_as_before() -> None:
     total = weights[0].sum() + weights[1].sum()
     total.register_hook(look)
     total.backward()
-    assert counts == [(2, 2), (3, 3), (1, 1), (2, 2)]
+    frozen.requires_grad_(True)  # trained from here on
+    total = weights[0].sum() + frozen.sum()
+    total.register_hook(look)
+    total.backward()
+    assert counts == [(2, 2), (3, 3), (1, 1), (2, 2), (2, 2)]
+
+
+def test_what_holds_parameters_ends_with_the_process_group() -> None:
+    before = stage_1_and_2.count_used_parameters_in_backward
+    with process_as_before():
+        keep_accumulating_nodes()
+        assert isinstance(stage_1_and_2.count_used_parameters_in_backward, _UsedParameters)
+    assert stage_1_and_2.count_used_parameters_in_backward is before
