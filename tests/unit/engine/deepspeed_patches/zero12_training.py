@@ -42,7 +42,8 @@ CASES: list[tuple[Callable[[], Stack], dict[str, Any]]] = [
     (Stack, {"stage": 1, "overlap_comm": True, "dtype": "bf16", "reduce_bucket_size": 30}),
     (Reentrant, {"stage": 1, "dtype": "fp16", "sums": "fp32", "reduce_bucket_size": 30}),
     (Sometimes, {"stage": 2, "dtype": "bf16", "sums": "fp32", "reduce_bucket_size": 30}),
-    (Stack, {"stage": 2, "dtype": "fp16", "sums": "fp32", "reduce_bucket_size": 100}),
+    # Without a norm, only the look at each gradient finds what is not finite.
+    (Stack, {"stage": 2, "dtype": "fp16", "sums": "fp32", "compute_grad_norm": False}),
     # What is left to DeepSpeed.
     (Stack, {"stage": 2, "round_robin_gradients": True, "reduce_bucket_size": 100}),
 ]
@@ -63,7 +64,7 @@ def train(
         config={
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 2,
-            "gradient_clipping": 0.1,
+            "gradient_clipping": 0.1 if zero.get("compute_grad_norm", True) else 0.0,
             "bf16": {"enabled": name == "bf16"},
             # So large that the first steps overflow.
             "fp16": {"enabled": name == "fp16", "initial_scale_power": 18, "hysteresis": 1},
