@@ -4,16 +4,18 @@ flat tensor again only where they are not."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from bigtrain.engine.deepspeed_patches.host_time import HostTime
+from bigtrain.engine.deepspeed_patches.reduction_plan import Plan, Slot, Target, plan_of
 from bigtrain.engine.deepspeed_patches.startup import process_as_before
 from bigtrain.engine.deepspeed_patches.zero12 import (
     _UsedParameters,
@@ -23,12 +25,17 @@ from bigtrain.engine.deepspeed_patches.zero12 import (
 )
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.system.world import World
+from tests.support.lives import run_script
+from tests.unit.engine.deepspeed_patches import zero12_training
 from tests.unit.engine.deepspeed_patches.test_zero3_hooks import (
     Frozen,
     Recomputed,
     Reentrant,
     Stack,
 )
+from tests.unit.engine.deepspeed_patches.zero12_training import Sometimes, same_bits, train
+
+TRAINING = Path(zero12_training.__file__)
 
 # DeepSpeed imports its Muon, compiled by torch.jit, while it averages gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -89,7 +96,7 @@ def test_views_are_made_again_where_the_flat_tensor_or_a_parameter_has_moved() -
 
 def test_other_optimizers_stay_as_they_are() -> None:
     other = SimpleNamespace(report_ipg_memory_usage=len)
-    skip_redundant_work_of_zero12(other)
+    skip_redundant_work_of_zero12(other, HostTime())
     assert vars(other) == {"report_ipg_memory_usage": len}
 
 
@@ -99,76 +106,29 @@ def group() -> Iterator[None]:
         yield
 
 
-class Sometimes(Stack):
-    """A block takes part in every second pass alone."""
-
-    passes = 0
-
-    def run(self, block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        self.passes += 1
-        return super().run(block, x) if self.passes % 6 != 2 else x
-
-
-def train(
-    make: Callable[[], Stack],
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    ours: bool,
-) -> list[torch.Tensor]:
-    """Losses, norms and the flat masters of five steps of two micro-batches."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if options.pop("bf16", False) else torch.float32
-    engine, *_ = deepspeed.initialize(
-        model=make().to(dtype),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 0.1,
-            "bf16": {"enabled": dtype == torch.bfloat16},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-            "zero_optimization": options,
-        },
-    )
-    found: list[torch.Tensor] = []
-    with monkeypatch.context() as patched:
-        if ours:
-            # What is patched for all optimizers is put back.
-            count = stage_1_and_2.count_used_parameters_in_backward
-            patched.setattr(stage_1_and_2, "count_used_parameters_in_backward", count)
-            skip_redundant_work_of_zero12(engine.optimizer)
-        else:
-            theirs = count_used_parameters_in_backward
-            patched.setattr(stage_1_and_2, "count_used_parameters_in_backward", theirs)
-        for number in range(10):
-            ids = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(number))
-            loss = engine(ids)
-            engine.backward(loss)
-            engine.step()
-            found += [loss.detach(), torch.as_tensor(engine.get_global_grad_norm() or 0.0)]
-    found += [flat.clone() for flat in engine.optimizer.single_partition_of_fp32_groups]
-    engine.destroy()
-    return found
-
-
 @pytest.mark.parametrize("make", [Stack, Recomputed, Reentrant, Frozen, Sometimes])
 @pytest.mark.parametrize(
     "options",
     [
         {"stage": 1},
         {"stage": 2, "reduce_bucket_size": 100},  # several buckets a step
-        {"stage": 2, "bf16": True},  # a compact partition
-        {"stage": 1, "bf16": True, "reduce_bucket_size": 100},
+        {"stage": 2, "dtype": "bf16", "sums": "fp32"},
+        {"stage": 1, "dtype": "fp16", "sums": "fp32", "reduce_bucket_size": 100},
     ],
     ids=str,
 )
 def test_a_step_without_redundant_work_has_the_same_bits(
-    make: Callable[[], Stack], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Stack], options: dict[str, Any]
 ) -> None:
-    theirs = train(make, dict(options), monkeypatch, ours=False)
-    found = train(make, dict(options), monkeypatch, ours=True)
+    theirs, _ = train(make, options, ours=False)
+    found, replaced = train(make, options, ours=True)
+    assert replaced
     assert len(found) == len(theirs) > 20
-    assert all(torch.equal(a, b) for a, b in zip(found, theirs, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(found, theirs, strict=True))
+
+
+def test_three_ranks_have_the_same_bits() -> None:
+    assert run_script(3, TRAINING).count("same bits") == 3
 
 
 def test_parameters_that_take_part_are_counted_as_before() -> None:
@@ -205,3 +165,36 @@ def test_what_holds_parameters_ends_with_the_process_group() -> None:
         keep_accumulating_nodes()
         assert isinstance(stage_1_and_2.count_used_parameters_in_backward, _UsedParameters)
     assert stage_1_and_2.count_used_parameters_in_backward is before
+
+
+def slot(group: int, size: int, *shares: int, own: tuple[int, int, int] = (0, 0, 0)) -> Slot:
+    """own: where it begins in the parameter and in the partition, and how many elements."""
+    return Slot(None, group, size, list(shares) or [size], *own)
+
+
+def test_a_bucket_is_cut_into_what_partitions_take() -> None:
+    """Backward order: the last parameter of a group comes first; of `far` and of the end of
+    `shared` another rank is the owner."""
+    last, shared = slot(0, 5, own=(0, 7, 5)), slot(0, 6, 4, 2, own=(4, 5, 2))
+    first, far, other = slot(0, 5, own=(0, 0, 5)), slot(0, 3), slot(1, 2, own=(0, 1, 2))
+    slots = [far, last, shared, other, first]
+    assert plan_of(slots, 100) == Plan(
+        slots,
+        reduced=[21],
+        pieces=[3, 5, 4, 2, 2, 5],
+        targets=[Target(0, 0, 12, [5, 3, 1]), Target(1, 1, 2, [4])],
+    )
+
+
+def test_parameters_in_the_order_of_their_partition_are_one_piece() -> None:
+    slots = [slot(0, 5, own=(2, 0, 3)), slot(0, 4, own=(0, 3, 4)), slot(1, 4, own=(0, 0, 4))]
+    plan = plan_of(slots, 13)
+    assert (plan.pieces, plan.reduced) == ([2, 7, 4], [13])
+    assert plan.targets == [Target(0, 0, 7, [1]), Target(1, 0, 4, [2])]
+
+
+def test_a_parameter_larger_than_a_bucket_is_reduced_in_parts_as_its_owners_have_it() -> None:
+    alone = slot(0, 40, 8, 7, 7, 18, own=(8, 0, 7))
+    plan = plan_of([alone], 10)
+    assert plan.reduced == [15, 25]  # 8 + 7 is the first sum above 10, then 7 + 18
+    assert (plan.pieces, plan.targets) == ([8, 7, 25], [Target(0, 0, 7, [1])])
