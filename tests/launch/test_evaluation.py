@@ -29,6 +29,7 @@ from tests.launch.conftest import (
     train,
     write_documents,
 )
+from tests.parity.conftest import ARCHITECTURES
 from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -232,20 +233,7 @@ def write_tasks(directory: Path) -> Path:
 
 
 TASKS = ("tiny_choice", "tiny_text", "tiny_answer")
-EXPERTS = {
-    "model_type": "qwen3_moe",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "max_position_embeddings": 64,
-    "eos_token_id": 0,
-}
+EXPERTS = ARCHITECTURES["qwen3_moe"] | {"vocab_size": VOCAB_SIZE, "eos_token_id": 0}
 # Ranks, DeepSpeed JSON, settings.
 TOPOLOGIES = {
     "ZeRO 3": (2, "zero3", ["batch.micro_batch_size=2"]),
@@ -256,10 +244,31 @@ TOPOLOGIES = {
 }
 
 
+def lm_eval_figures(hf: Path, directory: Path, **options: Any) -> dict[str, float]:
+    """What lm-eval itself says of an export; options: of its `simple_evaluate`."""
+    import lm_eval
+
+    results = lm_eval.simple_evaluate(
+        model="hf",
+        model_args=f"pretrained={hf},dtype=float32",
+        tasks=list(TASKS),
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(directory)),
+        bootstrap_iters=0,
+        device="cpu",
+        **options,
+    )
+    return {
+        f"{task}/{key.removesuffix(',none')}": value
+        for task, figures in results["results"].items()
+        for key, value in figures.items()
+        if key.endswith(",none") and "stderr" not in key
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_figures_of_tasks_are_those_of_lm_eval(name: str, inputs: Inputs, tmp_path: Path) -> None:
-    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval")
     size, engine, more = TOPOLOGIES[name]
     directory = write_tasks(tmp_path / "tasks")
     settings = evaluating(
@@ -278,20 +287,7 @@ def test_figures_of_tasks_are_those_of_lm_eval(name: str, inputs: Inputs, tmp_pa
     run = tmp_path / "run"
     lines = [line for line in lines_of(run / "metrics.jsonl") if "tasks" in line]
     assert [line["step"] for line in lines] == [4, 8, 12]
-    results = lm_eval.simple_evaluate(
-        model="hf",
-        model_args=f"pretrained={run / 'hf'},dtype=float32",
-        tasks=list(TASKS),
-        task_manager=lm_eval.tasks.TaskManager(include_path=str(directory)),
-        bootstrap_iters=0,
-        device="cpu",
-    )
-    expected = {
-        f"{task}/{key.removesuffix(',none')}": value
-        for task, figures in results["results"].items()
-        for key, value in figures.items()
-        if key.endswith(",none") and "stderr" not in key
-    }
+    expected = lm_eval_figures(run / "hf", directory)
     assert len(expected) == 5
     assert lines[-1]["tasks"] == pytest.approx(expected, rel=1e-5)
     assert [one["text"] for one in lines_of(run / "samples.jsonl")[-len(PROMPTS) :]] == [
