@@ -133,7 +133,9 @@ def test_the_page_as_it_stands(
     chat: dict[str, Any] = {"apply_chat_template": True, "fewshot_as_multiturn": True}
     expected = lm_eval_figures(hf, tasks, num_fewshot=1, **chat)
     assert line["tasks"] == pytest.approx(expected, rel=1e-5)
-    assert line["tasks"] != pytest.approx(lm_eval_figures(hf, tasks, num_fewshot=1), rel=1e-3)
+    plain = lm_eval_figures(hf, tasks, num_fewshot=1)
+    said = "tiny_said/perplexity"
+    assert line["tasks"][said] != pytest.approx(plain[said], rel=0.1)
 
 
 def quickstart(place: Path) -> Path:

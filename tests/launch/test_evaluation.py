@@ -201,7 +201,8 @@ output_type: {kind}
 
 
 def write_tasks(directory: Path) -> Path:
-    """Three tasks of a few documents, one of each kind of request."""
+    """Tasks of a few documents, one of each kind of request. The figure of tiny_said is of every
+    token of a prompt, also of what a chat template writes around it."""
     directory.mkdir()
     questions = [
         {"q": "Ada proved", "a": [" a theorem.", " the orbit.", " an invariant."], "n": n % 3}
@@ -227,12 +228,16 @@ def write_tasks(directory: Path) -> Path:
     answer += "doc_to_text: '{{q}}'\ndoc_to_target: ' a theorem'\n"
     answer += "generation_kwargs:\n  until: ['.']\n  max_gen_toks: 8\n"
     answer += "metric_list:\n  - metric: exact_match\n"
-    for name, content in (("choice", choice), ("text", text), ("answer", answer)):
+    said = TASK.format(name="tiny_said", file=asked, kind="loglikelihood")
+    said += "doc_to_text: '{{q}}'\ndoc_to_target: ' a theorem'\n"
+    said += "metric_list:\n  - metric: perplexity\n"
+    tasks = {"choice": choice, "text": text, "answer": answer, "said": said}
+    for name, content in tasks.items():
         (directory / f"{name}.yaml").write_text(content)
     return directory
 
 
-TASKS = ("tiny_choice", "tiny_text", "tiny_answer")
+TASKS = ("tiny_choice", "tiny_text", "tiny_answer", "tiny_said")
 EXPERTS = ARCHITECTURES["qwen3_moe"] | {"vocab_size": VOCAB_SIZE, "eos_token_id": 0}
 # Ranks, DeepSpeed JSON, settings.
 TOPOLOGIES = {
@@ -288,7 +293,7 @@ def test_figures_of_tasks_are_those_of_lm_eval(name: str, inputs: Inputs, tmp_pa
     lines = [line for line in lines_of(run / "metrics.jsonl") if "tasks" in line]
     assert [line["step"] for line in lines] == [4, 8, 12]
     expected = lm_eval_figures(run / "hf", directory)
-    assert len(expected) == 5
+    assert len(expected) == 6
     assert lines[-1]["tasks"] == pytest.approx(expected, rel=1e-5)
     assert [one["text"] for one in lines_of(run / "samples.jsonl")[-len(PROMPTS) :]] == [
         greedy(run / "hf", prompt) for prompt in PROMPTS
