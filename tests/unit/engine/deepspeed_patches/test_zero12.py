@@ -189,6 +189,29 @@ def test_streams_wait_for_each_other_as_with_two_buffers(monkeypatch: pytest.Mon
         assert len(words) > 3  # several buckets
 
 
+def test_gradients_of_other_streams_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled layers may have them; their memory must outlive the stream that reads it."""
+    streams, used = Streams(), []
+    other = Stream("compiled", streams.log)
+    monkeypatch.setattr(zero12_reduction, "get_accelerator", lambda: streams)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: used.append(stream))
+
+    def prepare(optimizer: Any) -> None:
+        for parameter in optimizer.bit16_groups[0][::2]:  # before DeepSpeed's hooks run
+            parameter.register_hook(lambda _: setattr(streams, "current", other))
+        for parameter in optimizer.bit16_groups[0][1::2]:
+            parameter.register_hook(lambda _: setattr(streams, "current", main))
+
+    main = streams.current
+    theirs, _ = train(Stack, {"stage": 2}, ours=False)
+    found, _ = train(Stack, {"stage": 2}, ours=True, prepare=prepare)
+    assert all(same_bits(a, b) for a, b in zip(found, theirs, strict=True))
+    assert len(streams.log) == 10
+    assert set(streams.log) <= {"backward waits for compiled", "compiled waits for backward"}
+    assert len(used) == 10 * len(list(Stack().parameters()))
+    assert set(used) <= {main, other}
+
+
 def test_three_ranks_have_the_same_bits() -> None:
     assert run_script(3, TRAINING).count("same bits") == 3
 
