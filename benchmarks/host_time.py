@@ -6,9 +6,16 @@ trains, with one thread for the arithmetic: waiting for other ranks does not cou
 difference, divided by the number of parameters (tensors), is what a step costs the engine in
 Python; on a GPU it is what the host must do while the device computes.
 
+The bare loop has norms and an update of its own, which are subtracted with it: clipping takes a
+norm of each parameter there, and AdamW updates tensor by tensor. ZeRO's optimizer updates a few
+flat tensors instead. What that alone would cost is measured beside both, as the floor: the bare
+loop with ZeRO's arithmetic in place of its own, in plain PyTorch, and a hook on each parameter that
+does nothing.
+
 ``--deepspeed-hooks`` leaves ZeRO-3 the hooks that `bigtrain.engine.deepspeed_patches.zero3_hooks`
-replaces, and ZeRO 1 and 2 what `bigtrain.engine.deepspeed_patches.zero12` leaves out. ``--profile
-FILE`` writes a cProfile of five more steps of the engine.
+replaces, and ZeRO 1 and 2 what `bigtrain.engine.deepspeed_patches.zero12` leaves out; ``--versus
+N`` measures both by turns, N times, and prints the least of each. ``--profile FILE`` writes a
+cProfile of five more steps of the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +29,8 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,9 +40,11 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors
 
 from benchmarks.support.contenders import BareLoop, llama, write_random_dataset
 from bigtrain.data.loading.loader import open_training_data
+from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.deepspeed_patches import step as patches
 from bigtrain.engine.startup.mesh import open_mesh
@@ -42,7 +52,7 @@ from bigtrain.engine.startup.process_group import process_group
 from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
-from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.resolve import ResolvedRun, resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.world import read_world
 
@@ -66,6 +76,7 @@ class Task:
     persistent: int
     deepspeed_hooks: bool
     model: str = "llama"
+    dtype: str = "float32"
     profile: str | None = None
 
     @property
@@ -104,10 +115,57 @@ def run_config(task: Task, data: Path, world_size: int) -> RunConfig:
             "train": {"steps": task.total_steps},
             "optimizer": {"lr": 1e-4, "clip_norm": 1.0},
             "schedule": {"type": "constant"},
-            "precision": {"dtype": "float32"},
+            "precision": {"dtype": task.dtype},
             "output": {"directory": "unused"},
         }
     )
+
+
+class FlatLoop(BareLoop):
+    """The bare loop with the arithmetic of ZeRO on one rank: gradients put together and masters
+    updated as flat tensors, norms in float64, and a hook on each parameter, which does nothing."""
+
+    def __init__(
+        self, run: ResolvedRun, hf_config: Any, steps: list[list[MicroBatch]], device: torch.device
+    ) -> None:
+        super().__init__(run, hf_config, steps, device)
+        self.groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        self.flats, self.masters = [], []
+        for members, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            flat = _flatten_dense_tensors([p.detach() for p in members])
+            for parameter, part in zip(members, self._split(flat, members), strict=True):
+                parameter.data = part.view_as(parameter)
+                parameter.register_post_accumulate_grad_hook(_do_nothing)
+            self.flats.append(flat)
+            self.masters.append(flat.float().clone())
+            group["params"] = [self.masters[-1]]
+
+    @staticmethod
+    def _split(flat: torch.Tensor, members: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return flat.split([p.numel() for p in members])
+
+    @torch.no_grad()
+    def update(self) -> None:
+        squares = []
+        for members, master in zip(self.groups, self.masters, strict=True):
+            bucket = _flatten_dense_tensors([p.grad for p in members])
+            master.grad = torch.empty_like(master)
+            torch.cat(self._split(bucket, members), out=master.grad)
+            parts = self._split(master.grad, members)
+            norms = torch._foreach_norm(parts, 2.0, dtype=torch.float64)
+            squares.append(torch.stack(norms).pow(2.0).sum())
+        norm = torch.stack(squares).sum().sqrt()
+        for master in self.masters:
+            master.grad.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0).float())
+        self.optimizer.step()
+        for members, flat, master in zip(self.groups, self.flats, self.masters, strict=True):
+            flat.copy_(master)
+            for parameter in (*members, master):
+                parameter.grad = None
+
+
+def _do_nothing(_parameter: torch.Tensor) -> None:
+    pass
 
 
 def measure(task: Task, data: Path, deepspeed_config: Path) -> dict[str, Any]:
@@ -127,17 +185,21 @@ def measure(task: Task, data: Path, deepspeed_config: Path) -> dict[str, Any]:
         steps = [batches.step(number * world.size) for number in range(task.total_steps)]
         batches.close()
         bare = BareLoop(run, hf_config, steps, device)
-        seconds: dict[str, list[float]] = {"bare": [], "engine": []}
+        floor = FlatLoop(run, hf_config, steps, device)
+        seconds: dict[str, list[float]] = {"bare": [], "engine": [], "floor": []}
         results = []
         for number in range(WARM_UP_STEPS + task.num_steps):
             dist.barrier()
             began = time.thread_time()
             bare.run(1)
-            between = time.thread_time()
+            clocks = [began, time.thread_time()]
             results.append(engine.train_step(steps[number], config.optimizer.lr))
+            clocks.append(time.thread_time())
+            floor.run(1)
+            clocks.append(time.thread_time())
             if number >= WARM_UP_STEPS:
-                seconds["bare"].append(between - began)
-                seconds["engine"].append(time.thread_time() - between)
+                for name, (start, end) in zip(seconds, pairwise(clocks), strict=True):
+                    seconds[name].append(end - start)
         if task.profile:
             profile = cProfile.Profile()
             for micro_batches in steps[-PROFILED_STEPS:]:
@@ -167,16 +229,30 @@ def in_world(task: Task, world_size: int) -> dict[str, Any]:
         words = [json.dumps(asdict(task)), str(data), str(deepspeed_config), str(output)]
         run_local_world(world_size, [__file__, "--world", *words], {})
         found: dict[str, Any] = json.loads(output.read_text())
-    bare, engine = (statistics.median(found["seconds"][name]) for name in ("bare", "engine"))
+    bare, engine, floor = (
+        1e3 * statistics.median(found["seconds"][name]) for name in ("bare", "engine", "floor")
+    )
     return {
         **asdict(task),
         "world_size": world_size,
         "num_parameters": found["num_parameters"],
-        "bare_ms": 1e3 * bare,
-        "engine_ms": 1e3 * engine,
-        "ms_per_parameter": 1e3 * (engine - bare) / found["num_parameters"],
+        "bare_ms": bare,
+        "engine_ms": engine,
+        "floor_ms": floor,
+        "ms_per_parameter": (engine - bare) / found["num_parameters"],
+        "floor_ms_per_parameter": (floor - bare) / found["num_parameters"],
         "loss": found["loss"],
     }
+
+
+def versus(task: Task, world_size: int, rounds: int) -> list[dict[str, Any]]:
+    """The round of DeepSpeed's own code with the least time per parameter, and that of ours."""
+    both = [replace(task, deepspeed_hooks=own) for own in (True, False)]
+    found = [[in_world(one, world_size) for one in both] for _ in range(rounds)]
+    return [
+        min(rows, key=lambda row: float(row["ms_per_parameter"]))
+        for rows in zip(*found, strict=True)
+    ]
 
 
 def main() -> None:
@@ -197,11 +273,18 @@ def main() -> None:
         "--persistent", type=int, default=1000, help="elements that ZeRO-3 does not partition"
     )
     parser.add_argument("--model", choices=("llama", "gpt2"), default="llama")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="bfloat16: the bare loop casts weights by autocast, which the engine need not",
+    )
     parser.add_argument("--deepspeed-hooks", action="store_true", help="DeepSpeed's own code")
+    parser.add_argument("--versus", type=int, metavar="N", help="DeepSpeed's own and ours, N times")
     parser.add_argument("--profile", help="file for cProfile's figures, of the last world")
     parser.add_argument("--output", type=Path, help="JSON file for all figures")
     args = parser.parse_args()
-    print("zero  ranks  bare ms  engine ms  ms per parameter  loss")
+    print("zero  ranks  whose      bare ms  engine ms  ms per parameter  floor  loss")
     rows = []
     for zero_stage in args.zero:
         for world_size in args.world_size:
@@ -213,17 +296,31 @@ def main() -> None:
                 persistent=args.persistent,
                 deepspeed_hooks=args.deepspeed_hooks,
                 model=args.model,
+                dtype=args.dtype,
                 profile=args.profile,
             )
-            row = in_world(task, world_size)
-            rows.append(row)
-            print(
-                f"{zero_stage:>4}  {world_size:>5}  {row['bare_ms']:>7.1f}  "
-                f"{row['engine_ms']:>9.1f}  {row['ms_per_parameter']:>16.3f}  {row['loss']!r}",
-                flush=True,
-            )
+            if args.versus:
+                found = versus(task, world_size, args.versus)
+            else:
+                found = [in_world(task, world_size)]
+            rows += found
+            _show(found)
     if args.output is not None:
         args.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        whose = "DeepSpeed" if row["deepspeed_hooks"] else "bigtrain"
+        print(
+            f"{row['zero_stage']:>4}  {row['world_size']:>5}  {whose:<9}  {row['bare_ms']:>7.1f}  "
+            f"{row['engine_ms']:>9.1f}  {row['ms_per_parameter']:>16.4f}  "
+            f"{row['floor_ms_per_parameter']:.4f}  {row['loss']!r}",
+            flush=True,
+        )
+    if len(rows) == 2:
+        theirs, ours = (row["ms_per_parameter"] for row in rows)
+        print(f"             ratio {ours / theirs:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -274,10 +274,14 @@ class BareLoop:
                 loss = self.summed_loss(batch) / num_targets
                 loss.backward()
                 total += loss.detach()
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.update()
             self.losses.append(total)
+
+    def update(self) -> None:
+        """Clip, update and clear the gradients."""
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def summed_loss(self, batch: MicroBatch) -> torch.Tensor:
         """Cross-entropy in nats summed over the targets of `batch`."""

@@ -75,23 +75,7 @@ def build_engine(
         sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
     computes_loss = model_plan.loss.install(model) is not None
     compiled = speed_up(model, config, engine_config, device)
-    decay_groups = parameter_groups(model, config.optimizer, mesh.topology.expert_size)
-    mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
-    set_mpu(mpu)
-    set_expert_groups(mesh.expert, mesh.expert_replicas)
-    has_experts = any("moe" in group and group["params"] for group in decay_groups)
-    with engine_with_experts() if has_experts else nullcontext():
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer_maker(config.optimizer, model, mesh, device),
-            model_parameters=[group for group in decay_groups if group["params"]],
-            config=copy_of(engine_config.deepspeed),
-            mpu=mpu,
-        )
-    if mesh.topology.expert_size > 1:
-        gather_in_one_order(engine.optimizer)
-    undo_trial_update(engine)
-    attach_optimizer(engine, model)
+    engine = _initialize(model, config, engine_config, device, mesh)
     host_time = HostTime()
     skip_redundant_work(engine, mesh.replicas, host_time)
     time_reductions(engine, host_time)
@@ -107,3 +91,27 @@ def build_engine(
         host_time=host_time,
         moe=config.moe,
     )
+
+
+def _initialize(
+    model: Any, config: RunConfig, engine_config: EngineConfig, device: torch.device, mesh: Mesh
+) -> Any:
+    """DeepSpeed's engine over `model`, with its optimizer. Collective over all ranks."""
+    groups = parameter_groups(model, config.optimizer, mesh.topology.expert_size)
+    mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
+    set_mpu(mpu)
+    set_expert_groups(mesh.expert, mesh.expert_replicas)
+    has_experts = any("moe" in group and group["params"] for group in groups)
+    with engine_with_experts() if has_experts else nullcontext():
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer_maker(config.optimizer, model, mesh, device),
+            model_parameters=[group for group in groups if group["params"]],
+            config=copy_of(engine_config.deepspeed),
+            mpu=mpu,
+        )
+    if mesh.topology.expert_size > 1:
+        gather_in_one_order(engine.optimizer)
+    undo_trial_update(engine)
+    attach_optimizer(engine, model)
+    return engine

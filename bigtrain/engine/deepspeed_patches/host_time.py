@@ -51,6 +51,8 @@ def time_reductions(engine: Any, host_time: HostTime) -> None:
     DeepSpeed 0.19.8 calls both through the object: `reduce_ready_partitions_and_remove_grads` in
     the hook of each parameter (runtime/zero/stage3.py:1508, stage_1_and_2.py:2291) and
     `allreduce_gradients` after the last micro-batch (runtime/engine.py:3165, pipe/engine.py:294).
+    Where `zero12_reduction` has replaced the hooks, it measures its reductions itself, and not the
+    microsecond in which a hook puts a gradient aside.
     """
     optimizer, name = engine.optimizer, "reduce_ready_partitions_and_remove_grads"
     if hasattr(optimizer, name):

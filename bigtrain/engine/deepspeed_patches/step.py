@@ -25,13 +25,13 @@ _HOOK_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: HostTime) -> None:
     """Skip work of DeepSpeed that changes no number. Call once, after `deepspeed.initialize`.
 
-    `replicas`: the ranks that gradients are averaged over. `host_time` counts the time of ZeRO-3's
-    hooks from then on.
+    `replicas`: the ranks that gradients are averaged over. `host_time` counts the time of ZeRO's
+    hooks and reductions from then on.
     """
     if dist.get_world_size(replicas) == 1:
         _skip_lone_reduction(engine)
     skip_overflow_check(engine.optimizer)
-    skip_redundant_work_of_zero12(engine.optimizer)
+    skip_redundant_work_of_zero12(engine.optimizer, host_time)
     speed_up_hooks(engine.module)
     if replace_hooks(engine.optimizer, host_time):
         gather_persistent_at_once(engine.optimizer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -12,17 +13,23 @@ from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch import nn
 
+from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.marks import is_model_parallel, is_replicated
+from bigtrain.engine.deepspeed_patches.zero12_reduction import FlatGradients, replace_reduction
 
 
-def skip_redundant_work_of_zero12(optimizer: Any) -> None:
-    """Leave out what changes nothing. Call once; does nothing to other optimizers."""
+def skip_redundant_work_of_zero12(optimizer: Any, host_time: HostTime) -> None:
+    """Leave out what changes nothing. Call once; does nothing to other optimizers.
+
+    `host_time` counts the time of reductions from then on.
+    """
     if not hasattr(optimizer, "round_robin_bit16_groups"):
         return
     skip_usage_reports(optimizer)
     keep_views(optimizer)
     take_norms_at_once(optimizer)
-    copy_gradients_once(optimizer)
+    if not replace_reduction(optimizer, host_time):
+        copy_gradients_once(optimizer)
     keep_accumulating_nodes()
 
 
@@ -71,17 +78,23 @@ def take_norms_at_once(optimizer: Any) -> None:
     it, and a rank that counts nothing.
     """
     take = optimizer.get_grad_norm_direct
+    known: dict[int, tuple[Sequence[nn.Parameter], list[bool]]] = {}
+
+    def which_count(params: Sequence[nn.Parameter]) -> list[bool]:
+        if id(params) not in known:  # which stays: `known` holds the list
+            counts_all = optimizer.model_parallel_rank == 0
+            counts = [not is_replicated(p) and (counts_all or is_model_parallel(p)) for p in params]
+            known[id(params)] = params, counts
+        return known[id(params)][1]
 
     def norm_of(
-        gradients: Sequence[torch.Tensor], params: Iterable[nn.Parameter], norm_type: float = 2
+        gradients: Sequence[torch.Tensor], params: Sequence[nn.Parameter], norm_type: float = 2
     ) -> Any:
-        found = (g for g in gradients if not getattr(g, "_zero_padding", False))
-        counts_all = optimizer.model_parallel_rank == 0
-        counted = [
-            gradient.detach()
-            for gradient, parameter in zip(found, params, strict=False)  # then there is padding
-            if not is_replicated(parameter) and (counts_all or is_model_parallel(parameter))
-        ]
+        if isinstance(gradients, FlatGradients):
+            found: Sequence[torch.Tensor] = gradients  # the parameters', then there is padding
+        else:
+            found = [g.detach() for g in gradients if not getattr(g, "_zero_padding", False)]
+        counted = list(compress(found, which_count(params)))
         if norm_type != 2 or not counted:
             return take(gradients, params, norm_type)
         norms = torch._foreach_norm(counted, 2.0, dtype=get_norm_dtype())

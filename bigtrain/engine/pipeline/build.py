@@ -48,40 +48,14 @@ def build_pipeline_engine(
     model_plan: ModelPlan,
 ) -> PipelineTrainEngine:
     """Build this rank's stage of the run's model. Collective over all ranks."""
-    stage: Any = None
-    stages = model_plan.stages
-    assert stages is not None
-    tensor = cutting(mesh, None) if is_cut(mesh) else WHOLE
-
-    def prepare(model: Any) -> None:
-        nonlocal stage
-        if tensor.prepare is not None:
-            tensor.prepare(model)
-        index = mesh.coordinates.pipeline_rank
-        stage = Stage(model, stages.layout, stages.cuts, index)
-
-    partitioning = replace(tensor, prepare=prepare)
-    build_model(
-        config.model,
-        hf_config,
-        seed=config.seed,
-        partitioning=partitioning,
-        weights="left",
-        adapters=config.adapters,
-    )
+    stage = _build_stage(config, hf_config, mesh, model_plan)
     model_plan.isolation.install(stage.model)
     computes_loss = stage.is_last and model_plan.loss.install(stage.model) is not None
     compiled = speed_up(stage.model, config, engine_config, device)
     module = StageModule(stage, device, model_plan.isolation, computes_loss=computes_loss)
-    topology = mesh.topology
-    axes = {
-        "data": topology.data_size,
-        "pipe": topology.pipeline_size,
-        "model": topology.tensor_size,
-    }
-    with redirect_stdout(io.StringIO()):
-        pipeline = StagesModule(module, ProcessTopology(list(axes), list(axes.values())))
-    decay_groups = parameter_groups(stage.model, config.optimizer, topology.expert_size)
+    pipeline = _stages_module(module, mesh)
+    expert_size = mesh.topology.expert_size
+    decay_groups = parameter_groups(stage.model, config.optimizer, expert_size)
     set_expert_groups(mesh.expert, mesh.expert_replicas)
     _fill_groups(pipeline, decay_groups, mesh, device)
     _mark_copies(stage)
@@ -95,13 +69,50 @@ def build_pipeline_engine(
             config=copy_of(engine_config.deepspeed),
         )
     if has_experts:
-        count_absent_experts(engine.optimizer, name_of_experts(topology.expert_size))
+        count_absent_experts(engine.optimizer, name_of_experts(expert_size))
     undo_trial_update(engine)
     attach_optimizer(engine, stage.model)
     groups = _replica_groups(stage, mesh)
     return PipelineTrainEngine(
         engine, plan, device, mesh, module, groups, is_compiled=compiled, moe=config.moe
     )
+
+
+def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: ModelPlan) -> Stage:
+    """This rank's layers of the run's model."""
+    built: list[Stage] = []
+    stages = model_plan.stages
+    assert stages is not None
+    tensor = cutting(mesh, None) if is_cut(mesh) else WHOLE
+
+    def prepare(model: Any) -> None:
+        if tensor.prepare is not None:
+            tensor.prepare(model)
+        index = mesh.coordinates.pipeline_rank
+        built.append(Stage(model, stages.layout, stages.cuts, index))
+
+    build_model(
+        config.model,
+        hf_config,
+        seed=config.seed,
+        partitioning=replace(tensor, prepare=prepare),
+        weights="left",
+        adapters=config.adapters,
+    )
+    (stage,) = built
+    return stage
+
+
+def _stages_module(module: StageModule, mesh: Mesh) -> StagesModule:
+    """What DeepSpeed's pipeline engine takes for a whole model."""
+    topology = mesh.topology
+    axes = {
+        "data": topology.data_size,
+        "pipe": topology.pipeline_size,
+        "model": topology.tensor_size,
+    }
+    with redirect_stdout(io.StringIO()):
+        return StagesModule(module, ProcessTopology(list(axes), list(axes.values())))
 
 
 def _mark_copies(stage: Stage) -> None:

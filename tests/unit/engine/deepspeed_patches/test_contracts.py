@@ -14,7 +14,7 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import constants
 from deepspeed.runtime import utils as runtime_utils
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.base_optimizer import BackwardHookStateManager, ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -28,7 +28,10 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    DeepSpeedZeroOptimizer,
+    GradPartitionBufferGroup,
+)
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 from deepspeed.utils import groups, mixed_precision_linkage, nvtx
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
@@ -43,6 +46,7 @@ from bigtrain.engine.deepspeed_patches import (
     step,
     zero3_hooks,
     zero12,
+    zero12_reduction,
 )
 from bigtrain.engine.deepspeed_patches.step import skip_overflow_check
 from bigtrain.engine.startup.process_group import process_group
@@ -152,6 +156,36 @@ _STEP_WRAPPERS = (
 
 _LINEAR = ("input", "weight", "bias")
 
+# What `zero12_reduction` does instead, and what it relies on for that.
+_REDUCTION = {
+    "create_gradient_handling_hooks": "b84ceb8d3356",
+    "process_gradients": "a05fe9cac73c",
+    "setup_buckets": "82266aa4880f",
+    "reduce_ready_partitions_and_remove_grads": "46ef5f92c1b8",
+    "reduce_independent_p_g_buckets_and_remove_grads": "500839d3f30c",
+    "reduce_gradients": "385b8e94b1d3",
+    "reduce_ipg_grads": "a41525b603f1",
+    "average_tensor": "6fd000d730e5",
+    "allreduce_and_scatter": "403393091a48",
+    "allreduce_and_copy_with_multiple_ranks": "e826693368e3",
+    "allreduce_bucket": "bf7fd5c84c68",
+    "copy_grads_in_partition": "110f723937b9",
+    "independent_gradient_partition_epilogue": "26ceef6d75b3",
+    "get_all_grad_tensors": "412137c5d2d6",
+    "_get_flat_partition_unpadded": "af538d9d2c01",
+    "finalize_gradient_accumulation_boundary": "92863a666a49",
+    "has_overflow_partitioned_grads_serial": "03c4bba82790",
+    "free_grad_in_param_list": "c679dd3df8e9",
+    "clear_backward_seen_flag": "34ffe6eb0b74",
+    "_fill_param_grad_accum_attribute": "b6548a1b1448",
+    "initialize_gradient_partition": "c9639269026c",
+    "_use_compact_grad_partition_buffer": "b4b53eb20083",
+    "_build_compact_grad_partition_buffer": "54c896878ee9",
+    "_get_compact_grad_partition_slice": "386a91e4390c",
+    "_get_preflattened_grad_partition": "5efe338fec79",
+    "_release_ipg_buffers": "e344b6e31fec",
+}
+
 CONTRACTS = [
     # step
     reads(
@@ -238,6 +272,46 @@ CONTRACTS = [
         zero12.keep_accumulating_nodes,
         lambda: DeepSpeedZeroOptimizer,
         "count_used_parameters_in_backward(all_params_requiring_grad)",
+    ),
+    # zero12_reduction
+    *(
+        is_as_read(
+            zero12_reduction.replace_reduction, lambda n=name: getattr(DeepSpeedZeroOptimizer, n), d
+        )
+        for name, d in _REDUCTION.items()
+    ),
+    is_as_read(
+        zero12_reduction.replace_reduction, lambda: BackwardHookStateManager, "edd0f6c2b461"
+    ),
+    is_as_read(zero12_reduction.FlatGradients, lambda: GradPartitionBufferGroup, "46362cc2ad91"),
+    reads(
+        zero12_reduction.replace_reduction,
+        lambda: DeepSpeedZeroOptimizer.step,
+        "self.free_grad_in_param_list(self.params_not_in_partition[i])",
+        "flat_grad_partition = self._get_preflattened_grad_partition(i)",
+    ),
+    reads(
+        zero12_reduction.replace_reduction,
+        lambda: DeepSpeedEngine._take_model_step,
+        "self.optimizer.zero_grad()",
+    ),
+    sets(
+        zero12_reduction.replace_reduction,
+        lambda: DeepSpeedZeroOptimizer,
+        "contiguous_gradients",
+        "reduce_scatter",
+        "use_multi_rank_bucket_allreduce",
+        "cpu_offload",
+        "zenflow",
+        "has_moe_layers",
+        "round_robin_gradients",
+        "autoep_folding_tp_group",
+        "round_robin_bit16_padding",
+        "real_dp_process_group",
+        "gradient_accumulation_dtype",
+        "sequence_parallel_size",
+        "communication_data_type",
+        "gradient_average",
     ),
     # host_time
     reads(
@@ -585,6 +659,7 @@ def test_deepspeed_is_as_it_was_read(contract: Contract) -> None:
 
 def test_every_patch_has_a_contract() -> None:
     rooms = (host_time, marks, optimizers, partitions, pipeline, startup, step, zero3_hooks)
+    rooms += (zero12, zero12_reduction)
     wanted = set().union(*map(public_functions, rooms))
     assert wanted - {contract.name for contract in CONTRACTS} == {
         # only ours

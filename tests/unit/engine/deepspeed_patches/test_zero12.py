@@ -4,16 +4,21 @@ flat tensor again only where they are not."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from bigtrain.engine.deepspeed_patches import zero12_reduction
+from bigtrain.engine.deepspeed_patches.host_time import HostTime
+from bigtrain.engine.deepspeed_patches.reduction_plan import Plan, Slot, Target, plan_of
 from bigtrain.engine.deepspeed_patches.startup import process_as_before
 from bigtrain.engine.deepspeed_patches.zero12 import (
     _UsedParameters,
@@ -23,12 +28,17 @@ from bigtrain.engine.deepspeed_patches.zero12 import (
 )
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.system.world import World
+from tests.support.lives import run_script
+from tests.unit.engine.deepspeed_patches import zero12_training
 from tests.unit.engine.deepspeed_patches.test_zero3_hooks import (
     Frozen,
     Recomputed,
     Reentrant,
     Stack,
 )
+from tests.unit.engine.deepspeed_patches.zero12_training import Sometimes, same_bits, train
+
+TRAINING = Path(zero12_training.__file__)
 
 # DeepSpeed imports its Muon, compiled by torch.jit, while it averages gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -89,7 +99,7 @@ def test_views_are_made_again_where_the_flat_tensor_or_a_parameter_has_moved() -
 
 def test_other_optimizers_stay_as_they_are() -> None:
     other = SimpleNamespace(report_ipg_memory_usage=len)
-    skip_redundant_work_of_zero12(other)
+    skip_redundant_work_of_zero12(other, HostTime())
     assert vars(other) == {"report_ipg_memory_usage": len}
 
 
@@ -99,76 +109,111 @@ def group() -> Iterator[None]:
         yield
 
 
-class Sometimes(Stack):
-    """A block takes part in every second pass alone."""
-
-    passes = 0
-
-    def run(self, block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        self.passes += 1
-        return super().run(block, x) if self.passes % 6 != 2 else x
-
-
-def train(
-    make: Callable[[], Stack],
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    ours: bool,
-) -> list[torch.Tensor]:
-    """Losses, norms and the flat masters of five steps of two micro-batches."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if options.pop("bf16", False) else torch.float32
-    engine, *_ = deepspeed.initialize(
-        model=make().to(dtype),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 0.1,
-            "bf16": {"enabled": dtype == torch.bfloat16},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-            "zero_optimization": options,
-        },
-    )
-    found: list[torch.Tensor] = []
-    with monkeypatch.context() as patched:
-        if ours:
-            # What is patched for all optimizers is put back.
-            count = stage_1_and_2.count_used_parameters_in_backward
-            patched.setattr(stage_1_and_2, "count_used_parameters_in_backward", count)
-            skip_redundant_work_of_zero12(engine.optimizer)
-        else:
-            theirs = count_used_parameters_in_backward
-            patched.setattr(stage_1_and_2, "count_used_parameters_in_backward", theirs)
-        for number in range(10):
-            ids = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(number))
-            loss = engine(ids)
-            engine.backward(loss)
-            engine.step()
-            found += [loss.detach(), torch.as_tensor(engine.get_global_grad_norm() or 0.0)]
-    found += [flat.clone() for flat in engine.optimizer.single_partition_of_fp32_groups]
-    engine.destroy()
-    return found
-
-
 @pytest.mark.parametrize("make", [Stack, Recomputed, Reentrant, Frozen, Sometimes])
 @pytest.mark.parametrize(
     "options",
     [
         {"stage": 1},
         {"stage": 2, "reduce_bucket_size": 100},  # several buckets a step
-        {"stage": 2, "bf16": True},  # a compact partition
-        {"stage": 1, "bf16": True, "reduce_bucket_size": 100},
+        {"stage": 2, "dtype": "bf16", "sums": "fp32"},
+        {"stage": 1, "dtype": "fp16", "sums": "fp32", "reduce_bucket_size": 100},
     ],
     ids=str,
 )
 def test_a_step_without_redundant_work_has_the_same_bits(
-    make: Callable[[], Stack], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Stack], options: dict[str, Any]
 ) -> None:
-    theirs = train(make, dict(options), monkeypatch, ours=False)
-    found = train(make, dict(options), monkeypatch, ours=True)
+    theirs, _ = train(make, options, ours=False)
+    found, replaced = train(make, options, ours=True)
+    assert replaced
     assert len(found) == len(theirs) > 20
-    assert all(torch.equal(a, b) for a, b in zip(found, theirs, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(found, theirs, strict=True))
+
+
+class Stream:
+    """Notes what waits for it, and what it waits for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+class Streams:
+    """A CPU as DeepSpeed sees a GPU: with two streams, which wait for nothing by themselves."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current, self.side = Stream("backward", self.log), Stream("reduction", self.log)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(get_accelerator(), name)
+
+    def resolves_data_dependency(self) -> bool:
+        return False
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        self.log.append(f"on {stream.name}")
+        yield
+        self.current = before
+
+
+def test_streams_wait_for_each_other_as_with_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams()
+    monkeypatch.setattr(zero12_reduction, "get_accelerator", lambda: streams)
+    options = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 100}
+
+    def prepare(optimizer: Any) -> None:
+        optimizer.reduction_stream = streams.side
+
+    theirs, _ = train(Stack, options, ours=False)
+    found, replaced = train(Stack, options, ours=True, prepare=prepare)
+    assert replaced
+    assert all(same_bits(a, b) for a, b in zip(found, theirs, strict=True))
+    reduction = ["backward waits for reduction", "reduction waits for backward", "on reduction"]
+    passes = "; ".join(streams.log).split("; synchronize")
+    assert passes.pop() == ""
+    assert len(passes) == 10
+    for said in passes:
+        words = [word for word in said.split("; ") if word]
+        assert words == reduction * (len(words) // 3)
+        assert len(words) > 3  # several buckets
+
+
+def test_gradients_of_other_streams_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled layers may have them; their memory must outlive the stream that reads it."""
+    streams, used = Streams(), []
+    other = Stream("compiled", streams.log)
+    monkeypatch.setattr(zero12_reduction, "get_accelerator", lambda: streams)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: used.append(stream))
+
+    def prepare(optimizer: Any) -> None:
+        for parameter in optimizer.bit16_groups[0][::2]:  # before DeepSpeed's hooks run
+            parameter.register_hook(lambda _: setattr(streams, "current", other))
+        for parameter in optimizer.bit16_groups[0][1::2]:
+            parameter.register_hook(lambda _: setattr(streams, "current", main))
+
+    main = streams.current
+    theirs, _ = train(Stack, {"stage": 2}, ours=False)
+    found, _ = train(Stack, {"stage": 2}, ours=True, prepare=prepare)
+    assert all(same_bits(a, b) for a, b in zip(found, theirs, strict=True))
+    assert len(streams.log) == 10
+    assert set(streams.log) <= {"backward waits for compiled", "compiled waits for backward"}
+    assert len(used) == 10 * len(list(Stack().parameters()))
+    assert set(used) <= {main, other}
+
+
+def test_three_ranks_have_the_same_bits() -> None:
+    assert run_script(3, TRAINING).count("same bits") == 3
 
 
 def test_parameters_that_take_part_are_counted_as_before() -> None:
@@ -205,3 +250,36 @@ def test_what_holds_parameters_ends_with_the_process_group() -> None:
         keep_accumulating_nodes()
         assert isinstance(stage_1_and_2.count_used_parameters_in_backward, _UsedParameters)
     assert stage_1_and_2.count_used_parameters_in_backward is before
+
+
+def slot(group: int, size: int, *shares: int, own: tuple[int, int, int] = (0, 0, 0)) -> Slot:
+    """own: where it begins in the parameter and in the partition, and how many elements."""
+    return Slot(None, group, size, list(shares) or [size], *own)
+
+
+def test_a_bucket_is_cut_into_what_partitions_take() -> None:
+    """Backward order: the last parameter of a group comes first; of `far` and of the end of
+    `shared` another rank is the owner."""
+    last, shared = slot(0, 5, own=(0, 7, 5)), slot(0, 6, 4, 2, own=(4, 5, 2))
+    first, far, other = slot(0, 5, own=(0, 0, 5)), slot(0, 3), slot(1, 2, own=(0, 1, 2))
+    slots = [far, last, shared, other, first]
+    assert plan_of(slots, 100) == Plan(
+        slots,
+        reduced=[21],
+        pieces=[3, 5, 4, 2, 2, 5],
+        targets=[Target(0, 0, 12, [5, 3, 1]), Target(1, 1, 2, [4])],
+    )
+
+
+def test_parameters_in_the_order_of_their_partition_are_one_piece() -> None:
+    slots = [slot(0, 5, own=(2, 0, 3)), slot(0, 4, own=(0, 3, 4)), slot(1, 4, own=(0, 0, 4))]
+    plan = plan_of(slots, 13)
+    assert (plan.pieces, plan.reduced) == ([2, 7, 4], [13])
+    assert plan.targets == [Target(0, 0, 7, [1]), Target(1, 0, 4, [2])]
+
+
+def test_a_parameter_larger_than_a_bucket_is_reduced_in_parts_as_its_owners_have_it() -> None:
+    alone = slot(0, 40, 8, 7, 7, 18, own=(8, 0, 7))
+    plan = plan_of([alone], 10)
+    assert plan.reduced == [15, 25]  # 8 + 7 is the first sum above 10, then 7 + 18
+    assert (plan.pieces, plan.targets) == ([8, 7, 25], [Target(0, 0, 7, [1])])

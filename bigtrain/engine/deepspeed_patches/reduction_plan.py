@@ -1,0 +1,122 @@
+"""What happens to a bucket of gradients under ZeRO 1 and 2, found once for a row of parameters.
+
+Numbers alone: which collectives DeepSpeed 0.19.8 makes of the bucket (runtime/zero/
+stage_1_and_2.py, `average_tensor` and `allreduce_and_scatter`), and which of its elements belong
+into which range of this rank's partitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One parameter. This rank owns `count` of its `size` elements, from `start` on; they are in
+    the group's partition from `begin` on. shares: how many elements each of its ranks owns, in
+    order. step: the last one in which its gradient was taken."""
+
+    parameter: Any
+    group: int
+    size: int
+    shares: list[int]
+    start: int = 0
+    begin: int = 0
+    count: int = 0
+    step: int = 0
+
+
+@dataclass(slots=True)
+class Run:
+    """`count` elements of a bucket from `source` on are those of a partition from `begin` on."""
+
+    source: int
+    group: int
+    begin: int
+    count: int
+    piece: int = 0
+
+
+@dataclass(frozen=True)
+class Target:
+    """`count` elements of a group's partition from `begin` on are these pieces of the bucket."""
+
+    group: int
+    begin: int
+    count: int
+    pieces: list[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to a bucket of `slots`: `reduced`, the elements of each collective, one after
+    the other; `pieces`, the elements of each piece that it is cut into."""
+
+    slots: list[Slot]
+    reduced: list[int]
+    pieces: list[int]
+    targets: list[Target]
+
+
+def plan_of(slots: list[Slot], bucket_size: int) -> Plan:
+    """The plan of a bucket that holds the gradients of `slots`, one after the other.
+
+    `bucket_size`: elements; only a single parameter may be larger.
+    """
+    runs: list[Run] = []
+    total = 0
+    for slot in slots:
+        if slot.count:
+            _append_run(runs, Run(total + slot.start, slot.group, slot.begin, slot.count))
+        total += slot.size
+    pieces: list[int] = []
+    end = 0
+    for run in runs:
+        pieces += [run.source - end] if run.source > end else []
+        run.piece = len(pieces)
+        pieces.append(run.count)
+        end = run.source + run.count
+    pieces += [total - end] if total > end else []
+    shares = slots[0].shares if total > bucket_size else [total]
+    return Plan(slots, _collectives(shares, bucket_size), pieces, _targets(runs))
+
+
+def _append_run(runs: list[Run], run: Run) -> None:
+    """Lengthen the last run where `run` follows it in the bucket and in the same partition."""
+    last = runs[-1] if runs else None
+    if (
+        last is not None
+        and (last.group, last.source + last.count) == (run.group, run.source)
+        and last.begin + last.count == run.begin
+    ):
+        last.count += run.count
+    else:
+        runs.append(run)
+
+
+def _targets(runs: Iterable[Run]) -> list[Target]:
+    """Ranges of partitions as long as `runs` make them."""
+    targets: list[Target] = []
+    for run in sorted(runs, key=lambda run: (run.group, run.begin)):
+        last = targets[-1] if targets else None
+        if last is not None and (last.group, last.begin + last.count) == (run.group, run.begin):
+            pieces = [*last.pieces, run.piece]
+            targets[-1] = Target(run.group, last.begin, last.count + run.count, pieces)
+        else:
+            targets.append(Target(run.group, run.begin, run.count, [run.piece]))
+    return targets
+
+
+def _collectives(shares: Sequence[int], bucket_size: int) -> list[int]:
+    """Elements of each collective of a bucket: parts are added until they exceed a bucket.
+
+    As `allreduce_and_scatter` does, which only a parameter larger than a bucket brings that far.
+    """
+    sizes = [0]
+    for share in shares:
+        sizes[-1] += share
+        if sizes[-1] > bucket_size:
+            sizes.append(0)
+    return [size for size in sizes if size]

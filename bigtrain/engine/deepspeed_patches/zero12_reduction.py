@@ -1,0 +1,429 @@
+"""The gradient reduction of ZeRO 1 and 2: DeepSpeed's collectives and numbers in less host time.
+
+DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py) copies each gradient into a bucket in the hook of
+its parameter, finds out at every reduction which rank wants which part of the bucket, copies each
+gradient out again, and copies all of them into the flat tensor that the optimizer reads. Here a
+bucket holds the gradients themselves until it is full. Then they are put together by one call,
+averaged and reduced as DeepSpeed does (the same buckets in the same order, by the same collectives
+over the same ranges), and what this rank owns goes straight into the flat tensor, by a plan that is
+made once for each sequence of parameters. So every number stays, to the last bit.
+`tests/unit/engine/deepspeed_patches/test_zero12.py` compares both.
+
+What a bucket holds is alive until it is put together, so that ZeRO 2 without ``overlap_comm`` needs
+one more bucket of memory at most; with it DeepSpeed has two buckets from the start, and ZeRO 1
+keeps every gradient until the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.torch_autocast import is_autocast_initialized
+from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
+from torch import nn
+from torch._utils import _flatten_dense_tensors
+
+from bigtrain.engine.deepspeed_patches.host_time import HostTime
+from bigtrain.engine.deepspeed_patches.reduction_plan import Plan, Slot, plan_of
+
+
+def replace_reduction(optimizer: Any, host_time: HostTime) -> bool:
+    """Let `optimizer`, one of ZeRO 1 or 2, reduce its gradients by a plan; False if it cannot.
+
+    `host_time` counts the time of the reductions. DeepSpeed's own stay where there are several
+    process groups (experts), offloading, ZenFlow, several dtypes, padding between parameters,
+    another order than the groups' (round robin), or no contiguous gradients.
+    """
+    if not _is_supported(optimizer):
+        return False
+    reduction = _Reduction(optimizer, host_time)
+    reduction.install()
+    return True
+
+
+class FlatGradients(GradPartitionBufferGroup):  # type: ignore[misc]
+    """A group's averaged gradients: this rank's part of each parameter, 1-D views of one tensor.
+
+    Padding, if there is any, is the last. DeepSpeed takes `flat_partition` as what its list would
+    be put together to.
+    """
+
+    def __init__(self, flat: torch.Tensor, sizes: list[int]) -> None:
+        list.__init__(self, flat.split(sizes))
+        self.flat_partition = flat
+
+    @property
+    def _view_specs(self) -> list[tuple[int, torch.Size, bool]]:
+        # Of use where the tensor is moved, which hardly any run does.
+        first = self[0].storage_offset() if self else 0
+        return [(view.storage_offset() - first, view.shape, False) for view in self]
+
+
+def _is_supported(optimizer: Any) -> bool:
+    """Whether the reduction has no other case than those of `_Reduction`."""
+    parameters = [p for group in optimizer.bit16_groups for p in group]
+    num_hooked = sum(p.requires_grad for p in parameters)
+    is_compact = [optimizer._use_compact_grad_partition_buffer(i) for i in _groups(optimizer)]
+    return bool(
+        optimizer.contiguous_gradients
+        and optimizer.reduce_scatter
+        and optimizer.use_multi_rank_bucket_allreduce
+        and not optimizer.cpu_offload
+        and not optimizer.zenflow
+        and not optimizer.has_moe_layers
+        and not optimizer.round_robin_gradients
+        and optimizer.autoep_folding_tp_group is None
+        and len(optimizer._grad_acc_hooks) == num_hooked
+        and not is_autocast_initialized()
+        and not any(map(any, optimizer.round_robin_bit16_padding))
+        and all(group is optimizer.dp_process_group for group in optimizer.real_dp_process_group)
+        and all(p.dtype == optimizer.dtype and not hasattr(p, "use_muon") for p in parameters)
+        # Else a partition in one dtype would be added up in another.
+        and (all(is_compact) or optimizer.gradient_accumulation_dtype == optimizer.dtype)
+    )
+
+
+def _groups(optimizer: Any) -> range:
+    return range(len(optimizer.bit16_groups))
+
+
+class _Reduction:
+    """Takes the place of those methods of a `DeepSpeedZeroOptimizer` that `install` names."""
+
+    def __init__(self, optimizer: Any, host_time: HostTime) -> None:
+        self._optimizer = optimizer
+        self._accelerator = get_accelerator()
+        self._is_compact = [
+            optimizer._use_compact_grad_partition_buffer(i) for i in _groups(optimizer)
+        ]
+        self._keeps_sum = optimizer.use_grad_accum_attribute
+        self._world_size = comm.get_world_size(group=optimizer.dp_process_group)
+        self._dtype = optimizer.communication_data_type
+        if optimizer.sequence_parallel_size > 1:
+            self._dtype = torch.float32
+        self._is_asynchronous = not self._accelerator.resolves_data_dependency()
+        overlaps = optimizer.overlap_comm and self._is_asynchronous
+        self._side_stream = optimizer.reduction_stream if overlaps else None
+        self._slots = {p: slot for p, slot in self._every_slot()}
+        self._sizes = [self._sizes_of(i) for i in _groups(optimizer)]
+        self._plans: dict[tuple[int, int], Plan] = {}
+        self._step = 1
+        self._bucket: list[Slot] = []
+        self._gradients: list[torch.Tensor] = []
+        self._elements = 0
+        self._producers: set[Any] = set()
+        self._in_flight: torch.Tensor | None = None
+        self._partitions: dict[int, torch.Tensor] = {}
+        self._flush = host_time.timed(self._reduce_bucket)
+        self._take_when_due = (
+            self._take if optimizer.partition_gradients else self._take_at_boundary
+        )
+
+    def install(self) -> None:
+        """Replace the hooks and the methods that they call."""
+        optimizer = self._optimizer
+        self._replace_hooks()
+        optimizer.setup_buckets = self._begin
+        optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter, group: (
+            self._take_when_due(self._slots[parameter])
+        )
+        optimizer.reduce_gradients = self._reduce_all
+        optimizer.reduce_ipg_grads = lambda comm_dtype=None: self._flush()
+        optimizer.independent_gradient_partition_epilogue = self._finish
+        optimizer.finalize_gradient_accumulation_boundary = self._finish_step
+        optimizer.has_overflow_partitioned_grads_serial = self._has_overflow
+        # After the update the engine clears all gradients; `_take` and `_finish` have done so.
+        optimizer.free_grad_in_param_list = lambda param_list: None
+        if not self._keeps_sum:
+            # Nothing else is to be cleared: no parameter has a `grad_accum`.
+            state = optimizer._backward_hook_state
+            optimizer.clear_backward_seen_flag = state.reset_for_new_step
+
+    # --- layout ---
+
+    def _every_slot(self) -> Iterable[tuple[nn.Parameter, Slot]]:
+        optimizer = self._optimizer
+        rank = comm.get_rank(group=optimizer.dp_process_group)
+        for i, group in enumerate(optimizer.bit16_groups):
+            begins = optimizer.grad_partition_insertion_offset[i][rank]
+            for parameter in group:
+                number, size = optimizer.get_param_id(parameter), parameter.numel()
+                owners = optimizer.param_to_partition_ids[i].get(number, [])
+                starts = sorted(optimizer.grad_start_offset[i][owner][number] for owner in owners)
+                ends = [*starts[1:], size]
+                shares = [end - start for start, end in zip(starts, ends, strict=True)] or [size]
+                slot = Slot(parameter, i, size, shares)
+                if number in begins:
+                    slot.start = optimizer.grad_start_offset[i][rank][number]
+                    slot.begin = begins[number]
+                    room = int(optimizer.partition_size[i]) - slot.begin
+                    slot.count = min(size - slot.start, room)
+                yield parameter, slot
+
+    def _sizes_of(self, group: int) -> list[int]:
+        """Elements of each of this rank's parts of `group`, and of the padding behind them."""
+        own = [self._slots[p].count for p in self._optimizer.params_in_partition[group]]
+        padding = int(self._optimizer.partition_size[group]) - sum(own)
+        return [*own, padding] if padding else own
+
+    # --- during the backward pass ---
+
+    def _replace_hooks(self) -> None:
+        """Put ours in the place of DeepSpeed's, under the same handles, in the same order."""
+        optimizer = self._optimizer
+        hooked = [p for group in optimizer.bit16_groups for p in group if p.requires_grad]
+        for parameter, handle in zip(hooked, optimizer._grad_acc_hooks, strict=True):
+            handle.hooks_dict_ref()[handle.id] = self._hook(self._slots[parameter], hooked)
+
+    def _hook(self, slot: Slot, hooked: list[nn.Parameter]) -> Callable[[torch.Tensor], None]:
+        """Runs when the gradient of `slot` is complete; as `create_gradient_handling_hooks` has it.
+
+        The end of a backward pass is a callback of autograd once one is queued. From then on
+        DeepSpeed only counts in the hooks, and so the rest is left to the first one of a pass.
+        """
+        optimizer, state = self._optimizer, self._optimizer._backward_hook_state
+        keeps_sum, take = self._keeps_sum, self._take_when_due
+        takes = optimizer.partition_gradients or optimizer.overlap_comm
+        parameter, group = slot.parameter, slot.group
+
+        def hook(_parameter: torch.Tensor) -> None:
+            fired = state.hooks_fired_this_backward
+            if (
+                fired
+                and state.post_backward_callback_queued
+                and state.backward_active_depth
+                and optimizer.ready_for_gradients
+                and not optimizer._coalesce_grad_reduction
+            ):
+                if keeps_sum:
+                    _add_up(parameter, optimizer.gradient_accumulation_dtype)
+                if takes:
+                    take(slot)
+                state.hooks_fired_this_backward = fired = fired + 1
+                remaining = state.max_expected_hooks_seen - fired
+                state.remaining_grad_acc_hooks = remaining if remaining > 0 else 0
+                return
+            counts = optimizer.should_refresh_expected_hook_count()
+            optimizer.reenter_backward_if_needed()
+            optimizer.process_gradients(parameter, group)
+            expected = optimizer._max_expected_hooks_seen
+            if counts:
+                expected = stage_1_and_2.count_used_parameters_in_backward(hooked)
+            optimizer.update_hook_state_and_maybe_run_epilogue(expected)
+
+        return hook
+
+    def _begin(self) -> None:
+        """The first gradient of a pass is there (`setup_buckets`, without buckets to allocate)."""
+        if not self._optimizer.ready_for_gradients:
+            self._optimizer.micro_step_id += 1
+            self._optimizer.ready_for_gradients = True
+
+    def _take_at_boundary(self, slot: Slot) -> None:
+        """ZeRO 1 reduces once in a step."""
+        if self._optimizer._is_gradient_accumulation_boundary:
+            self._take(slot)
+
+    def _take(self, slot: Slot) -> None:
+        """Put a gradient into the bucket (`reduce_independent_p_g_buckets_and_remove_grads`)."""
+        size, parameter = slot.size, slot.parameter
+        if not size:
+            return
+        limit = self._optimizer.reduce_bucket_size
+        if self._elements + size > limit:
+            self._flush()
+        if not getattr(parameter, "ds_grad_is_ready", True):
+            return
+        assert slot.step != self._step, "the gradient of a parameter is computed twice in one pass"
+        slot.step = self._step
+        if self._keeps_sum:
+            gradient, parameter.grad_accum = parameter.grad_accum, None
+        else:
+            gradient, parameter.grad = parameter.grad, None
+        self._bucket.append(slot)
+        self._gradients.append(gradient)
+        self._elements += size
+        if self._is_asynchronous:
+            self._producers.add(self._accelerator.current_stream())
+
+    # --- reduction ---
+
+    def _reduce_all(self, pipeline_parallel: bool = False) -> None:
+        """ZeRO 1, after the last micro-batch of a step (`reduce_gradients`)."""
+        optimizer = self._optimizer
+        if not optimizer.overlap_comm:
+            for slot in self._slots.values():
+                parameter = slot.parameter
+                gradient = parameter.grad_accum if self._keeps_sum else parameter.grad
+                if gradient is not None:
+                    self._take_when_due(slot)
+        optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+    def _reduce_bucket(self) -> None:
+        """Average and reduce what the bucket holds (`reduce_ipg_grads`). Collective over replicas.
+
+        On a stream of its own under ``overlap_comm``: that waits for the gradients, and the stream
+        of the backward pass for the bucket before, as with DeepSpeed's two buffers.
+        """
+        slots = self._bucket
+        if not slots:
+            return
+        plan = self._plan_of(slots)
+        side = self._side_stream
+        current = self._accelerator.current_stream() if self._is_asynchronous else None
+        if current is not None:
+            self._await_producers(current)
+        if current is not None and side is not None:
+            current.wait_stream(side)
+            self._in_flight = None
+        flat = _flatten_dense_tensors(self._gradients)
+        self._bucket, self._gradients, self._elements = [], [], 0
+        places = [self._partition(t.group).narrow(0, t.begin, t.count) for t in plan.targets]
+        if side is None:
+            self._reduce(flat, plan, places)
+            return
+        side.wait_stream(current)
+        with self._accelerator.stream(side):
+            self._reduce(flat, plan, places)
+        self._in_flight = flat  # until the stream it was allocated on has waited for this one
+
+    def _await_producers(self, current: Any) -> None:
+        """Compiled models may compute gradients on several streams."""
+        others = self._producers - {current}
+        self._producers = set()
+        for stream in others:
+            current.wait_stream(stream)
+        if others:
+            for gradient in self._gradients:
+                gradient.record_stream(current)
+
+    def _plan_of(self, slots: list[Slot]) -> Plan:
+        key = (id(slots[0]), len(slots))
+        plan = self._plans.get(key)
+        if plan is None or plan.slots != slots:
+            plan = self._plans[key] = plan_of(slots, self._optimizer.reduce_bucket_size)
+        return plan
+
+    def _reduce(self, flat: torch.Tensor, plan: Plan, places: list[torch.Tensor]) -> None:
+        optimizer = self._optimizer
+        if optimizer.gradient_average:
+            divisor = self._world_size / float(optimizer.sequence_parallel_size)
+            if divisor != 1.0:
+                flat.div_(divisor)
+        reduced = flat if flat.dtype == self._dtype else flat.to(self._dtype)
+        if self._world_size > 1:
+            for part in reduced.split(plan.reduced):
+                comm.all_reduce(part, group=optimizer.dp_process_group)
+        pieces = reduced.split(plan.pieces)
+        for target, place in zip(plan.targets, places, strict=True):
+            chosen = [pieces[number] for number in target.pieces]
+            self._store(chosen, place, adds=self._is_compact[target.group])
+
+    @staticmethod
+    def _store(pieces: list[torch.Tensor], place: torch.Tensor, *, adds: bool) -> None:
+        """Put `pieces`, one after the other, into `place`, or add them to it."""
+        if len(pieces) > 1 and not adds and pieces[0].dtype == place.dtype:
+            torch.cat(pieces, out=place)
+            return
+        source = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if adds:
+            place.add_(source)
+        else:
+            place.copy_(source)
+
+    def _partition(self, group: int) -> torch.Tensor:
+        """What this rank has of a group's gradient: of a step if it is compact, else of a pass."""
+        if self._is_compact[group]:
+            return self._compact(group).flat_partition  # type: ignore[no-any-return]
+        if group not in self._partitions:
+            self._partitions[group] = self._zeros(group)
+        return self._partitions[group]
+
+    def _compact(self, group: int) -> Any:
+        averaged = self._optimizer.averaged_gradients
+        if averaged.get(group) is None:
+            averaged[group] = FlatGradients(self._zeros(group), self._sizes[group])
+        return averaged[group]
+
+    def _zeros(self, group: int) -> torch.Tensor:
+        return torch.zeros(
+            int(self._optimizer.partition_size[group]),
+            dtype=self._optimizer.gradient_accumulation_dtype,
+            device=self._accelerator.current_device_name(),
+        )
+
+    # --- after the backward pass ---
+
+    def _finish(self) -> None:
+        """Reduce the rest and keep what the pass brought. Collective over replicas.
+
+        DeepSpeed's `independent_gradient_partition_epilogue`.
+        """
+        optimizer = self._optimizer
+        self._flush()
+        self._step += 1
+        if self._side_stream is not None:
+            self._accelerator.synchronize()
+            self._in_flight = None
+        is_boundary = optimizer.is_gradient_accumulation_boundary()
+        for group in _groups(optimizer):
+            if not self._is_compact[group]:
+                self._add_pass(group)
+            if is_boundary:
+                self._hand_over(group)
+        self._partitions.clear()
+        optimizer._release_ipg_buffers()
+        optimizer._clear_param_grad_only()
+        optimizer._epilogue_ran_this_backward = True
+
+    def _add_pass(self, group: int) -> None:
+        held, new = self._optimizer.all_grad_tensors.get(group), self._partition(group)
+        if held is None:
+            self._optimizer.all_grad_tensors[group] = [new]
+        else:
+            held[0].add_(new)
+
+    def _hand_over(self, group: int) -> None:
+        """Give a group's gradients to the update."""
+        optimizer = self._optimizer
+        if self._is_compact[group]:
+            self._compact(group)
+        else:
+            held = optimizer.all_grad_tensors.get(group)
+            flat = self._zeros(group) if held is None else held[0]
+            optimizer.averaged_gradients[group] = FlatGradients(flat, self._sizes[group])
+        optimizer.all_grad_tensors[group] = None
+
+    def _finish_step(self) -> None:
+        """The step ends where no pass said so (`finalize_gradient_accumulation_boundary`)."""
+        self._optimizer.set_gradient_accumulation_boundary(True)
+        for group in _groups(self._optimizer):
+            self._hand_over(group)
+
+    def _has_overflow(self) -> torch.Tensor:
+        """Whether a gradient of this rank is not finite: [1], bool. One look at each group.
+
+        DeepSpeed looks at each gradient (`has_overflow_partitioned_grads_serial`).
+        """
+        optimizer = self._optimizer
+        count = torch.zeros(1, dtype=torch.float, device=self._accelerator.current_device_name())
+        for group in _groups(optimizer):
+            count += optimizer._has_inf_or_nan(optimizer.averaged_gradients[group].flat_partition)
+        return count.bool()
+
+
+def _add_up(parameter: Any, dtype: torch.dtype) -> None:
+    """Add a gradient to the sum of the micro-batches (`_fill_param_grad_accum_attribute`)."""
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    if parameter.grad_accum is None:
+        parameter.grad_accum = gradient.to(dtype)
+    else:
+        parameter.grad_accum.add_(gradient)
+    parameter.grad = None
