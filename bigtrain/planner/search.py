@@ -355,8 +355,7 @@ def is_legal(
     expert: int = 1,
 ) -> bool:
     """Whether a run of these degrees would be accepted."""
-    changed = replace(
-        facts,
+    changed = facts.changed(
         zero_stage=zero,
         world_size=world_size,
         tensor_size=tensor,
