@@ -1,8 +1,9 @@
 """Costs of one token in each layer of a model: parameters, matrix products, bytes saved and moved.
 
-`bigtrain.models.meta_trace` measures them on the real transformers module; `closed_form` computes
-them from a few figures. All are for one token and tensor-parallel size 1; what tensor parallelism
-divides among its ranks (``cut``) is kept apart from what each of them has in full (``whole``).
+`bigtrain.models.tracing.meta_trace` measures them on the real transformers module; `closed_form`
+computes them from a few figures. All are for one token and tensor-parallel size 1; what tensor
+parallelism divides among its ranks (``cut``) is kept apart from what each of them has in full
+(``whole``).
 
 Pure: imports no torch.
 """

@@ -95,6 +95,12 @@ class Facts:
     max_positions: int | None = None
     source: str = "DeepSpeed JSON"
 
+    def changed(self, **changes: Any) -> Facts:
+        """As `dataclasses.replace`, in a tenth of its time: a plan asks of thousands."""
+        other = object.__new__(Facts)
+        vars(other).update(vars(self), **changes)
+        return other
+
 
 @dataclass(frozen=True)
 class Rule:
