@@ -96,8 +96,9 @@ def compute_plainly(model: nn.Module) -> None:
     nn/modules.py, `Linear4bit.forward`; autograd/_functions.py, `matmul_4bit`).
     """
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+        layer: Any = module
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
 
 
 def bits_and_bytes(section: AdaptersSection, dtype: torch.dtype) -> BitsAndBytesConfig:
