@@ -272,8 +272,11 @@ def _passes(
                 backward.memory_bound += memory_seconds(device, back)
     whole = layer.moved_bytes_whole / (tensor if tensor_sequence else 1)
     elementwise = memory_seconds(device, moved * (whole + layer.moved_bytes_cut / tensor) * tokens)
-    forward.memory_bound += elementwise
-    backward.memory_bound += 2 * elementwise
+    # Weights in 4 bits are turned into plain ones before each product.
+    own = layer.packed
+    unpacking = memory_seconds(device, own.num_bytes + own.num_weights * element_bytes)
+    forward.memory_bound += elementwise + unpacking
+    backward.memory_bound += 2 * elementwise + unpacking
     if layer.attention is not None:
         passes = score_passes if layer.score_bytes else None
         again, back = attention_seconds(

@@ -21,6 +21,7 @@ from bigtrain.models.equivalence.once import choose_once
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
+from bigtrain.models.weights.quantized import check_quantization
 from bigtrain.models.weights.vocabulary import Growth, grown_configuration
 from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.settings.compatibility.check import Facts, check_model
@@ -78,6 +79,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
         problems += of_sets or check_best(config, datasets, held_out_sets)
     problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
     problems += check_kernels(hf_config, config.model.kernels)
+    problems += check_quantization(config.adapters)
     model_plan = None
     if not problems:
         model_plan, problems = choose_once(config, hf_config, run.plan)

@@ -46,7 +46,7 @@ NOT_HERE = {
     r"^bash RUN\.torchrun\.sh": "waits for other hosts; tests/cluster/test_elastic.py has them",
     r"^accelerate (config|launch bigtrain/train\.py --config RUN)": "asks for the machine's GPUs; "
     "tests/cluster/test_accelerate.py answers it",
-    r"(--config lora\.yaml|--run runs/lora|--adapters runs/)": "an 8B of the hub on eight GPUs; "
+    r"(--config lora\.yaml|--run runs/q?lora|--adapters runs/)": "an 8B of the hub on eight GPUs; "
     "tests/launch/test_adapters.py trains, exports and merges a small one",
 }
 ELSEWHERE = {

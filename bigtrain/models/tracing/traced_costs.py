@@ -88,7 +88,8 @@ def _adapter_costs(
 ) -> AdapterCosts:
     is_simple = not (section.target_parameters or section.modules_to_save or section.dora)
     if not traces and is_simple and section.targets == "all-linear":
-        return of_all_linear(costs, section.rank)
+        double = section.double_quantization if section.is_quantized else None
+        return of_all_linear(costs, section.rank, double)
     values = written_configuration(config.model)
     key = _key(config, values, section) if values else None
     found = cache_get(KIND, key) if key is not None else None

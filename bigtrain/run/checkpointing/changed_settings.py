@@ -57,6 +57,12 @@ _BEFORE_OF_SITES: dict[str, Any] = {
     "sites.mixing": 0.0,
     "sites.shares": None,
 }
+# The same, of runs with adapters.
+_BEFORE_OF_ADAPTERS: dict[str, Any] = {
+    "adapters.quantization": "none",
+    "adapters.double_quantization": True,
+    "adapters.compute_dtype": None,
+}
 _PACKING = {"batch.sequence_length", "data.packing", "data.long_documents"}
 # Settings that may give the model's tensors other shapes, which no checkpoint can be read into.
 _SHAPES = {"model.config", "model.overrides", "model.path", "model.vocabulary"}
@@ -139,7 +145,8 @@ def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -
 
 
 def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    before = _BEFORE | (_BEFORE_OF_SITES if there.get("sites") else {}) | _flat(there)
+    before = _BEFORE | (_BEFORE_OF_SITES if there.get("sites") else {})
+    before |= (_BEFORE_OF_ADAPTERS if there.get("adapters") else {}) | _flat(there)
     now = mathematics(config)
     return [
         (key, text)
