@@ -36,10 +36,6 @@ def join_sites(session: Session, inputs: Inputs) -> Meeting | None:
     if sites.server is not None:
         return facts
     session.heartbeat.at("joining the other sites", slow=True)
-    facts |= {
-        "ranks": session.run.topology.describe() or "1 rank",
-        "ZeRO stage": session.run.engine.deepspeed["zero_optimization"]["stage"],
-    }
     rendezvous = SiteRendezvous.join(sites, session.world, facts)
     if sites.count > 1:
         session.say(f"site {sites.index} of {sites.count}, which joined at {sites.address}")

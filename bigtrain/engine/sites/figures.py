@@ -14,8 +14,8 @@ class OuterFigures:
     """What an outer step did; the same on every rank of a site.
 
     number: of the outer step, from 1. fragment: of the model, that it exchanged. sites: that took
-    part. sent_bytes: by all ranks of this site. link_bytes: the most that a rank of it sent to its
-    counterpart on one other site, or to the server. seconds: its duration on this rank,
+    part. sent_bytes: by all ranks of this site. link_bytes: the most that a rank of it sent to one
+    other site, or to the server. seconds: its duration on this rank,
     `waited_seconds` of it waiting for the other sites (with an overlap, all that training waited
     for it). change: root mean square of this site's change to the global weights since the last
     outer step. distance: root mean square of the difference between its weights and the mean over

@@ -207,7 +207,7 @@ class ServerStep:
     def _upload(self, deadline: float) -> None:
         """Give the server this rank's part of the initial weights."""
         for window in self.state.windows(0):
-            own = self._own(len(window.weights))
+            own = self.state.own(len(window.weights))
             found = list(window.boxes(window.weights, own, primary=True))
             if found:
                 flat = torch.cat([view.reshape(-1) for _, _, view in found])
@@ -220,7 +220,7 @@ class ServerStep:
         relative = codec.is_relative or not self._absolute
         for part, window in enumerate(self.state.windows(0)):
             local = window.gathered()
-            own = self._own(len(local))
+            own = self.state.own(len(local))
             sent.squares[0] += square(local, window.weights)
             sent.squares[2] += len(local)
             change = local - window.weights if relative else local
@@ -298,7 +298,7 @@ class ServerStep:
                 form = "full"
         assert weights is not None
         for index, (window, new) in enumerate(zip(self.state.windows(0), weights, strict=True)):
-            own = self._own(len(new))
+            own = self.state.own(len(new))
             if self.state.replicas is not None:
                 new = self.state.replicas.joined(new[own], len(new))
             window.weights.copy_(new)
@@ -317,7 +317,7 @@ class ServerStep:
     def _fetched(self, window: Window, number: int, form: str, deadline: float) -> torch.Tensor:
         """The new global weights of a window, in this rank's own share of it."""
         new = window.weights.clone()
-        found = list(window.boxes(new, self._own(len(new)), primary=False))
+        found = list(window.boxes(new, self.state.own(len(new)), primary=False))
         if not found:
             return new
         header = {
@@ -345,11 +345,6 @@ class ServerStep:
             begin += box.count
         if self.state.replicas is not None:
             window.error.copy_(self.state.replicas.joined(window.error[own], len(window.error)))
-
-    def _own(self, length: int) -> slice:
-        """What this rank exchanges of a window of so many elements."""
-        replicas = self.state.replicas
-        return slice(0, length) if replicas is None else replicas.own(length)
 
     def _ask(
         self, action: str, header: Mapping[str, Any], deadline: float, payload: bytes = b""

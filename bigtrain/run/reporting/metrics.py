@@ -28,10 +28,9 @@ Every outer step of a run with several sites::
      "waited_seconds", "change", "distance"}
 
 with the "fragment" of the model that was exchanged, the sites that took part, "sent_bytes" of this
-site (all its ranks together), "link_bytes" from the rank that sent most to its counterpart on one
-other site, the root mean square "change" that it made to the global weights since the last outer
-step, and the "distance" of its weights to the mean of all sites. Trackers get them as
-``outer_step/NAME``.
+site (all its ranks together), "link_bytes" from the rank that sent most to one other site, the root
+mean square "change" that it made to the global weights since the last outer step, and the
+"distance" of its weights to the mean of all sites. Trackers get them as ``outer_step/NAME``.
 
 And every event, with the samples of the run that it concerns::
 
