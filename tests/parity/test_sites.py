@@ -331,7 +331,7 @@ CASES = {
     },
     **{f"{codec} {name}": Case(LAYOUTS[name], codec=codec) for codec, name in INTEGERS},
     **{" and ".join(names): between(*names) for names in PAIRS},
-    "three layouts": between("zero3", "one rank", "pipeline 2", count=3),
+    "three layouts": between("tensor 2", "one rank", "pipeline 2", count=3),
     "bfloat16 between": between("zero3", "tensor 2", codec="bfloat16"),
     "int8 between": between("zero0", "tensor 2", codec="int8"),
     "int4 between": between("one rank", "pipeline 2", codec="int4"),

@@ -33,6 +33,28 @@ class OuterFigures:
     distance: float | None
 
 
+ALONE, LEFT_OUT, RETURNED, MESSAGE_REFUSED = (
+    "site_alone",
+    "site_left_out",
+    "site_returned",
+    "message_refused",
+)
+"""Kinds of `OuterEvent`: a site goes on alone; its change is left out of an outer step; it is back;
+the server has refused a message."""
+
+
+@dataclass(frozen=True)
+class OuterEvent:
+    """What happened beside the figures of outer steps. who: the site, or the host that sent a
+    message; outer_step: the last one then; count: how often since the one before it."""
+
+    event: str
+    who: str
+    reason: str
+    outer_step: int
+    count: int = 1
+
+
 @dataclass(frozen=True)
 class SiteTotals:
     """What the ranks of a site add up to. change, distance: root mean squares."""

@@ -15,7 +15,7 @@ from bigtrain.engine.deepspeed_patches.optimizers import refresh_parameters
 from bigtrain.engine.sites.codecs import CODECS
 from bigtrain.engine.sites.counterparts import Ranks
 from bigtrain.engine.sites.exchange import Exchange
-from bigtrain.engine.sites.figures import OuterFigures, site_totals, square
+from bigtrain.engine.sites.figures import OuterEvent, OuterFigures, site_totals, square
 from bigtrain.engine.sites.outer_state import OuterState, Window, held_twice
 from bigtrain.engine.sites.outer_update import outer_update
 from bigtrain.engine.sites.rectangle_exchange import RectangleExchange, own_boxes
@@ -63,6 +63,7 @@ class OuterStep:
         self.number = 0
         # As of `ServerStep`: sites that meet are at the same step, and end if one is lost.
         self.notes: list[str] = []
+        self.events: list[OuterEvent] = []
         self.step: int | None = None
         self.state = OuterState(engine, self.sites, self._plain_parameters())
         self._exchange: Exchange | RectangleExchange = self._open_exchange()

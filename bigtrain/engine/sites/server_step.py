@@ -16,7 +16,15 @@ import torch.distributed as dist
 from bigtrain.engine.deepspeed_patches.optimizers import refresh_parameters
 from bigtrain.engine.sites.boxes import split_cuts
 from bigtrain.engine.sites.codecs import CODECS, FloatCodec
-from bigtrain.engine.sites.figures import OuterFigures, site_totals, square
+from bigtrain.engine.sites.figures import (
+    ALONE,
+    LEFT_OUT,
+    RETURNED,
+    OuterEvent,
+    OuterFigures,
+    site_totals,
+    square,
+)
 from bigtrain.engine.sites.messages import Header
 from bigtrain.engine.sites.outer_state import OuterState, Window
 from bigtrain.engine.sites.server_client import (
@@ -62,8 +70,9 @@ class ServerStep:
     A site that cannot reach the server, or has come too late for an outer step, goes on alone, and
     takes the weights of the server's newest step when it is back: its own change is lost then.
     facts: what all sites must have alike; allowed: which of them this one may change
-    (``checkpoint.allow_changes``). notes: what happened and is to be shown. step: where the run
-    stands after it was away; None where it has not moved.
+    (``checkpoint.allow_changes``). notes: what happened and is to be shown; events: the same, and
+    of other sites and the server, for the metrics. step: where the run stands after it was away;
+    None where it has not moved.
     """
 
     def __init__(
@@ -89,6 +98,8 @@ class ServerStep:
         self._base_step = 0
         self._absolute = True
         self.notes: list[str] = []
+        self.events: list[OuterEvent] = []
+        self._was_away = False
         self.step: int | None = None
 
     @property
@@ -135,6 +146,8 @@ class ServerStep:
         self.number, self._base_step = number, int(found["step"])
         if is_new or number != found["number"]:
             self._take(found, step, deadline)
+        if number != found["number"]:
+            self._happened(RETURNED, f"took the global weights of outer step {self.number}")
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether `after_step` has something to do."""
@@ -158,11 +171,20 @@ class ServerStep:
             took_part = self.sites.index in found["sites"] and not found.get("late")
             self._take(found, step, deadline, errors=sent.errors if took_part else None)
         except _AwayError as error:
+            self._was_away = True
+            self._happened(ALONE, str(error))
             self.notes.append(
                 f"step {step}: no outer step after {self.number}: {error}; this site goes on alone"
             )
             return []
+        for told in found.get("events", ()):
+            self.events.append(OuterEvent(**told))
+        if took_part and self._was_away:
+            self._happened(RETURNED, "takes part again")
+        self._was_away = not took_part
         if not took_part:
+            own = f"too late for outer step {base + 1}, took the weights of {self.number}"
+            self._happened(LEFT_OUT, own)
             self.notes.append(
                 f"step {step}: too late for outer step {base + 1}; this site took the weights of "
                 f"{self.number}, and its own change of {step - self._base_step} steps is left out"
@@ -181,6 +203,10 @@ class ServerStep:
                 self._ask("leave", {}, time.monotonic() + _LEAVE_SECONDS)
             except _AwayError as error:
                 self.notes.append(f"the server was not told that this site left: {error}")
+
+    def _happened(self, event: str, reason: str) -> None:
+        """To this site."""
+        self.events.append(OuterEvent(event, f"site {self.sites.index}", reason, self.number))
 
     def _join(self, deadline: float) -> Header:
         """Join, with the names and shapes of what is trained."""
