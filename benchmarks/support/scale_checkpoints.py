@@ -18,7 +18,7 @@ from bigtrain.engine.checkpoint.division import divide
 from bigtrain.engine.checkpoint.fragments import Fragment
 from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, read_tensors
 from bigtrain.engine.checkpoint.layout import Row, merge
-from bigtrain.engine.checkpoint.tensor_files import Identity, file_name, write_parts
+from bigtrain.engine.checkpoint.tensor_file import Identity, file_name, write_parts
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.models.parallel.sharding import Shard
 from bigtrain.run.checkpointing import checkpoints

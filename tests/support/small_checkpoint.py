@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bigtrain.engine.checkpoint.tensor_files import Identity, NewPart, write_parts
+from bigtrain.engine.checkpoint.tensor_file import Identity, NewPart, write_parts
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.run_config import RunConfig
 

@@ -1,5 +1,5 @@
 """Fragments to and from the tensor files of a checkpoint
-(`bigtrain.engine.checkpoint.tensor_files`).
+(`bigtrain.engine.checkpoint.tensor_file`).
 
 Each rank writes its share of the parts to its own file, and reads what it owns from the files of
 all ranks. Keys are ``KIND/PARAMETER`` (`master/...`, `exp_avg/...`) and ``buffer/NAME``.
@@ -25,15 +25,14 @@ from bigtrain.engine.checkpoint.lazy import (
     open_tensors,
     open_weights,
 )
-from bigtrain.engine.checkpoint.tensor_files import (
+from bigtrain.engine.checkpoint.tensor_file import (
     Identity,
-    Listing,
     NewPart,
-    Wanted,
     file_name,
     in_file_order,
     write_parts,
 )
+from bigtrain.engine.checkpoint.tensor_files import Listing, Wanted
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.engine.startup.trees import gather_on_main

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint, read a rectangle at a time; used by resume, export and weights.
 
-The checksum of every block read is compared (`bigtrain.engine.checkpoint.tensor_files`).
+The checksum of every block read is compared (`bigtrain.engine.checkpoint.tensor_file`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from bigtrain.engine.checkpoint.fragments import MASTER
+from bigtrain.engine.checkpoint.tensor_file import Part
 from bigtrain.engine.checkpoint.tensor_files import (
     Listing,
     MissingPartsError,
-    Part,
     Wanted,
     find_boxes,
     find_parts,

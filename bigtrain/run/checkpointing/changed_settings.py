@@ -42,6 +42,7 @@ _FREE = {
 _BEFORE: dict[str, Any] = {
     "model.frozen": [],
     "model.vocabulary": None,
+    "tokenizer": None,
     "adapters": None,
     "sites": None,
     "precision.tf32": False,

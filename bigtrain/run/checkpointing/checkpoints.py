@@ -4,7 +4,7 @@
 
     RUN/checkpoints/step-00000200/
         tensors/rank-00000.safetensors   fp32 masters, optimizer states, buffers; one of each rank
-                        (bigtrain.engine.checkpoint.tensor_files)
+                        (bigtrain.engine.checkpoint.tensor_file)
         state.json      step, samples, tokens, held-out loss, configuration, versions, topology
         layout.json     which rank wrote what (bigtrain.engine.checkpoint.layout)
         probe.safetensors   a fixed input and the logits the model gave for it
@@ -37,7 +37,8 @@ from typing import Any, Literal
 import xxhash
 
 from bigtrain.engine.checkpoint.layout import parse_layout
-from bigtrain.engine.checkpoint.tensor_files import Identity, Listing, verify_files
+from bigtrain.engine.checkpoint.tensor_file import Identity
+from bigtrain.engine.checkpoint.tensor_files import Listing, verify_files
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.system.files import create_whole, file_checksum, sync_to_disk, write_whole
 

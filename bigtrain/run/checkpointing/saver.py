@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.io import Staging, Written
 from bigtrain.engine.checkpoint.snapshot import EngineSnapshot, checkpoint_bytes, snapshot_engine
-from bigtrain.engine.checkpoint.tensor_files import Identity
+from bigtrain.engine.checkpoint.tensor_file import Identity
 from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.engine.train_engine import TrainEngine

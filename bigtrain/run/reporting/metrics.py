@@ -262,7 +262,7 @@ class MetricsWriter:
         self._trackers.log(shown, step)
 
     def log_samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        """Append (prompt, continuation) pairs to samples.jsonl."""
+        """Append (prompt, continuation) pairs to samples.jsonl, and give them to the trackers."""
         lines = [
             json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
             for prompt, text in samples
@@ -271,6 +271,7 @@ class MetricsWriter:
             f.writelines(f"{line}\n" for line in lines)
         for prompt, text in samples:
             self.info(f"step {step}/{self._total_steps} {prompt!r} -> {text!r}")
+        self._trackers.log_samples(samples, step)
 
     def log_outer_step(self, step: int, **figures: Any) -> None:
         """Write an outer step after optimizer step `step`, as the top of this file lists it."""

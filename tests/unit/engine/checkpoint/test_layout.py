@@ -18,15 +18,8 @@ from bigtrain.engine.checkpoint import tensor_files
 from bigtrain.engine.checkpoint.fragments import MASTER, Fragment
 from bigtrain.engine.checkpoint.layout import Cut, Layout, Row, merge, parse_layout
 from bigtrain.engine.checkpoint.lazy import memory_of, open_boxes
-from bigtrain.engine.checkpoint.tensor_files import (
-    Identity,
-    Listing,
-    NewPart,
-    Wanted,
-    file_name,
-    files_there,
-    write_parts,
-)
+from bigtrain.engine.checkpoint.tensor_file import Identity, NewPart, file_name, write_parts
+from bigtrain.engine.checkpoint.tensor_files import Listing, Wanted, files_there
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.parallel.sharding import Shard, even_ranges, padded_range
 from tests.support.tiers import examples
@@ -157,13 +150,13 @@ def test_headers_of_other_files_are_not_read(
     full = torch.randn(40, 5)
     layout = write(tmp_path, full, shards((40, 5), 1, None, "even"), 20, even=True)
     opened: list[str] = []
-    read_header = tensor_files._read_header
+    read_header = tensor_files.read_header
 
     def watched(path: Path, digest: str) -> Any:
         opened.append(path.name)
         return read_header(path, digest)
 
-    monkeypatch.setattr(tensor_files, "_read_header", watched)
+    monkeypatch.setattr(tensor_files, "read_header", watched)
     wanted = {KEY: Wanted((40, 5), [((6, 0), (4, 5))])}
     out = torch.empty(4, 5)
     open_boxes(tmp_path, wanted, listed(tmp_path, layout))[KEY].fill((6, 0), out)

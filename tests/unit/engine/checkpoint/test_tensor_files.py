@@ -20,17 +20,16 @@ from safetensors import safe_open
 
 from bigtrain.engine.checkpoint.io import read_full
 from bigtrain.engine.checkpoint.lazy import DTYPES, memory_of, open_tensors
-from bigtrain.engine.checkpoint.tensor_files import (
+from bigtrain.engine.checkpoint.tensor_file import (
     BLOCK_BYTES,
     DTYPE_BYTES,
     Identity,
-    Listing,
     NewPart,
     file_name,
-    find_parts,
     verify_parts,
     write_parts,
 )
+from bigtrain.engine.checkpoint.tensor_files import Listing, find_parts
 from bigtrain.errors import CorruptCheckpointError
 from tests.support.tiers import examples
 from tests.support.worlds import ROOT

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from bigtrain.engine.checkpoint.tensor_files import Identity, NewPart, find_parts, write_parts
+from bigtrain.engine.checkpoint.tensor_file import Identity, NewPart, write_parts
+from bigtrain.engine.checkpoint.tensor_files import find_parts
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.retention import reasons_to_keep, retain

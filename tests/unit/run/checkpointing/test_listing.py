@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.cli import main
-from bigtrain.engine.checkpoint.tensor_files import Identity, NewPart, write_parts
+from bigtrain.engine.checkpoint.tensor_file import Identity, NewPart, write_parts
 from bigtrain.run.checkpointing import checkpoints
 from tests.support.worlds import ROOT
 
