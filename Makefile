@@ -4,7 +4,7 @@ PYTHON ?= python3
 # `make test-oldest` says others.
 VENV := .venv
 CONSTRAINTS := constraints.txt
-EXTRAS := dev,docs,eval,sites
+EXTRAS := dev,docs,eval,qlora,sites
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -63,7 +63,7 @@ test-full: $(STAMP)
 
 # In an environment of its own; torch's own index of CPU builds would spare it the CUDA libraries.
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=dev,sites
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=dev,qlora,sites
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -35,7 +35,7 @@ from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.traced_costs import model_costs
+from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.communication import Group
 from bigtrain.planner.step_time import bytes_to_experts
 from bigtrain.settings.resolve import resolve_run

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bigtrain.launchers.local_world import run_local_world
-from bigtrain.models.meta_trace import trace_model
+from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.planner.memory import peak_memory
 from bigtrain.planner.run_layout import layout_of
 from bigtrain.planner.tables.engines import engine_named

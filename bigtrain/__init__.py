@@ -29,17 +29,30 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from bigtrain.python_api.configuring import check, load_config
+    from bigtrain.python_api.growing import add_tokens, grow_model
+    from bigtrain.python_api.new_run import NewRun, write_new_run
     from bigtrain.python_api.planning import Plan, plan
     from bigtrain.python_api.results import (
         export_run,
         generate,
         load_state_dict,
+        open_conversation,
         read_metric_columns,
         read_metrics,
     )
+    from bigtrain.python_api.runs import (
+        fetch,
+        list_checkpoints,
+        verify_model,
+        verify_run,
+        write_report,
+    )
+    from bigtrain.python_api.shards import describe_shards, read_documents, verify_shards
     from bigtrain.python_api.tokenizing import tokenize, train_tokenizer
     from bigtrain.python_api.training import train_run
+    from bigtrain.run.checkpointing.listing import ListedCheckpoint
     from bigtrain.run.reporting.closing import TrainingResult
+    from bigtrain.settings.json_schema import run_schema
     from bigtrain.settings.resolve import ResolvedRun
     from bigtrain.settings.run_config import RunConfig
 
@@ -48,6 +61,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "bigtrain.python_api.tokenizing": ("train_tokenizer", "tokenize"),
     "bigtrain.data.shards.dataset": ("open_dataset", "TokenDataset"),
+    "bigtrain.python_api.shards": ("describe_shards", "read_documents", "verify_shards"),
+    "bigtrain.python_api.growing": ("add_tokens", "grow_model"),
+    "bigtrain.python_api.new_run": ("write_new_run", "NewRun"),
+    "bigtrain.settings.json_schema": ("run_schema",),
     "bigtrain.python_api.configuring": ("load_config", "check"),
     "bigtrain.settings.run_config": ("RunConfig",),
     "bigtrain.settings.resolve": ("ResolvedRun",),
@@ -60,7 +77,16 @@ _HOMES = {
         "load_state_dict",
         "export_run",
         "generate",
+        "open_conversation",
     ),
+    "bigtrain.python_api.runs": (
+        "list_checkpoints",
+        "verify_run",
+        "verify_model",
+        "write_report",
+        "fetch",
+    ),
+    "bigtrain.run.checkpointing.listing": ("ListedCheckpoint",),
     "bigtrain.errors": (
         "BigtrainError",
         "CheckpointError",
@@ -80,7 +106,9 @@ __all__ = [
     "ConfigError",
     "DataError",
     "LaunchError",
+    "ListedCheckpoint",
     "ModelError",
+    "NewRun",
     "OutputError",
     "Plan",
     "ResolvedRun",
@@ -89,18 +117,31 @@ __all__ = [
     "TrainingError",
     "TrainingResult",
     "__version__",
+    "add_tokens",
     "check",
+    "describe_shards",
     "export_run",
+    "fetch",
     "generate",
+    "grow_model",
+    "list_checkpoints",
     "load_config",
     "load_state_dict",
+    "open_conversation",
     "open_dataset",
     "plan",
+    "read_documents",
     "read_metric_columns",
     "read_metrics",
+    "run_schema",
     "tokenize",
     "train_run",
     "train_tokenizer",
+    "verify_model",
+    "verify_run",
+    "verify_shards",
+    "write_new_run",
+    "write_report",
 ]
 
 

@@ -73,7 +73,7 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     """Lines on the predicted time and memory. Without `gpu` torch is not imported, and the model's
     costs are those of an earlier trace, or of a closed form. Raises LaunchError if the run cannot
     fit `gpu`, ConfigError if that is unknown."""
-    from bigtrain.models.traced_costs import model_costs
+    from bigtrain.models.tracing.traced_costs import model_costs
     from bigtrain.planner.run_layout import usual_chunk
     from bigtrain.planner.run_prediction import predict_run, refuse_too_large
     from bigtrain.planner.tables.engines import cpu_engine

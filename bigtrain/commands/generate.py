@@ -7,12 +7,9 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bigtrain.errors import ModelError
-
-if TYPE_CHECKING:
-    from bigtrain.models.generation import Sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,25 +48,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation, or a conversation."""
-    from bigtrain.models.generation import Sampling
     from bigtrain.python_api.results import generate
 
     if args.messages is not None and not args.chat:
         raise ModelError("--messages is for a conversation -> --chat beside it")
-    how: dict[str, Any] = {"temperature": args.temperature, "top_p": args.top_p, "seed": args.seed}
+    how: dict[str, Any] = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "seed": args.seed,
+    }
     if args.chat:
-        return _talk(args, Sampling(**how))
+        return _talk(args, how)
     if args.prompt is None:
         raise ModelError("--prompt is missing -> text to continue, or --chat")
-    print(generate(args.model, args.prompt, max_new_tokens=args.max_new_tokens, **how))
+    print(generate(args.model, args.prompt, **how))
     return 0
 
 
-def _talk(args: argparse.Namespace, sampling: Sampling) -> int:
-    from bigtrain.models.generation import Conversation
+def _talk(args: argparse.Namespace, how: dict[str, Any]) -> int:
+    from bigtrain.python_api.results import open_conversation
 
     messages = [] if args.messages is None else _read_messages(args.messages)
-    talk = Conversation(args.model, max_new_tokens=args.max_new_tokens, sampling=sampling)
+    talk = open_conversation(args.model, **how)
     if messages and messages[-1]["role"] == "user" and args.prompt is None:
         _answer(talk, messages)
         return 0

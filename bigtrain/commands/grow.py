@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from bigtrain.commands.arguments import positive_int
-from bigtrain.settings.run_config import VocabularySection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,18 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write and verify the directory. Raises ModelError or DataError; then nothing is written."""
-    from bigtrain.data.tokenizers.tokenizer import load_tokenizer
-    from bigtrain.models.export.grown import export_grown
+    from bigtrain.python_api.growing import grow_model
 
-    vocabulary = VocabularySection(
-        new_rows=args.new_rows, pad_to_multiple_of=args.pad_to_multiple_of
+    growth = grow_model(
+        args.model,
+        args.tokenizer,
+        args.output,
+        new_rows=args.new_rows,
+        pad_to_multiple_of=args.pad_to_multiple_of,
+        seed=args.seed,
     )
-    tokenizer = load_tokenizer(args.tokenizer)
-    with TemporaryDirectory(prefix="bigtrain-tokenizer-") as place:
-        tokenizer.save(Path(place))
-        growth = export_grown(
-            args.model, Path(place), tokenizer.vocab_size, args.output, vocabulary, args.seed
-        )
     print(
         f"{args.output}: {args.model} with {growth.after} rows instead of {growth.before} "
         f"({', '.join(growth.names)}), reloaded and compared: same logits"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.commands.arguments import add_count
-from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
     from bigtrain.data.shards.inspection import Inspected
@@ -48,9 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the description. Raises DataError; reads only."""
     from bigtrain.data.shards.inspection import describe, inspect_shards
+    from bigtrain.python_api.shards import documents_of
 
     inspected = inspect_shards(args.shards)
-    documents = _documents(inspected, args)
+    documents = documents_of(inspected, args.document, args.split, args.max_tokens, args.tokenizer)
     tree = describe(inspected)
     if args.json:
         print(json.dumps({**tree, "documents": documents}, ensure_ascii=False))
@@ -64,34 +64,6 @@ def run(args: argparse.Namespace) -> int:
         )
         print(document["tokens"] if document["text"] is None else document["text"])
     return 0
-
-
-def _documents(inspected: Inspected, args: argparse.Namespace) -> list[dict[str, Any]]:
-    from bigtrain.data.shards.inspection import LONE, decoder_of
-
-    if inspected.manifest is None and args.split:
-        raise DataError(f"--split {args.split}: a lone shard has no splits -> leave it out")
-    split = LONE if inspected.manifest is None else args.split or "train"
-    if args.document and split not in inspected.splits:
-        raise DataError(f"--split {split}: {inspected.path} has no such split")
-    decoder = decoder_of(inspected, args.tokenizer)
-    documents = []
-    for index in args.document:
-        shard, within, tokens = inspected.document(split, index)
-        shown = tokens[: args.max_tokens].tolist()
-        documents.append(
-            {
-                "split": split,
-                "index": index,
-                "shard": shard.bin_path.stem,
-                "index_in_shard": within,
-                "num_tokens": len(tokens),
-                "cut": len(tokens) > len(shown),
-                "tokens": shown,
-                "text": None if decoder is None else decoder.decode(shown),
-            }
-        )
-    return documents
 
 
 def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:

@@ -56,6 +56,7 @@ def _port(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Write the page, or serve it. Raises ConfigError, DataError, LaunchError and OutputError."""
     from bigtrain.errors import ConfigError, Problem
+    from bigtrain.python_api.runs import write_report
     from bigtrain.report.run import open_runs
 
     if args.live and args.output is not None:
@@ -65,19 +66,13 @@ def run(args: argparse.Namespace) -> int:
         rule = "is of --live alone"
         raise ConfigError(Problem("--port", args.port, rule, "leave it out, or add --live"))
     begun = time.monotonic()
-    runs = open_runs([args.run, *args.compare], final=not args.live)
     if args.live:
-        return _serve(runs, args.port or DEFAULT_PORT)
-    from bigtrain.report.output import write_page
-    from bigtrain.report.page import page_html
-
-    path = args.output or args.run / "report.html"
-    html = page_html(runs)
-    write_page(path, html)
-    steps = sum(one.metrics.steps.num_rows for one in runs)
+        return _serve(open_runs([args.run, *args.compare], final=False), args.port or DEFAULT_PORT)
+    found = write_report(args.run, compare=args.compare, output=args.output)
+    steps = found.num_steps
     print(
-        f"{path}: {steps:,} logged step{'s' if steps != 1 else ''}, {len(html) / 2**20:.1f} MiB, "
-        f"in {time.monotonic() - begun:.1f} s"
+        f"{found.path}: {steps:,} logged step{'s' if steps != 1 else ''}, "
+        f"{found.num_bytes / 2**20:.1f} MiB, in {time.monotonic() - begun:.1f} s"
     )
     return 0
 

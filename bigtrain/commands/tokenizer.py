@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from bigtrain.commands.arguments import add_input_arguments, positive_int, reading_of
-from bigtrain.errors import DataError
+from bigtrain.commands.arguments import (
+    add_input_arguments,
+    add_overrides,
+    positive_int,
+    reading_of,
+)
+from bigtrain.errors import ConfigError, DataError, Problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,13 +46,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the same for a control token, such as <|im_start|>: the text of documents never "
         "becomes it, and decoding can leave it out; may be repeated",
     )
+    parser.add_argument(
+        "--config",
+        metavar="NAME_OR_PATH",
+        help="instead of --base and the tokens: the run YAML whose section tokenizer names them",
+    )
     parser.add_argument("--output", required=True, type=Path, help="directory to write")
+    add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train or grow, save and print a summary. Raises DataError; then nothing is left behind."""
+    """Train or grow, save and print a summary. Raises ConfigError, DataError; then nothing is left
+    behind."""
+    if args.overrides and args.config is None:
+        rule = "a setting of a run, and --config names none"
+        raise ConfigError(Problem("arguments", args.overrides[0], rule, "--config RUN.yaml"))
+    trains = bool(args.input) or args.vocab_size is not None
+    if args.config is not None:
+        if trains or args.base is not None or args.add_token or args.add_special_token:
+            rule = "says which tokenizer, and which tokens it gets"
+            raise ConfigError(
+                Problem("--config", args.config, rule, "leave out all else but --output")
+            )
+        return _grow(args.output, *_of_run(args.config, args.overrides))
     if args.base is not None:
-        return _grow(args)
+        if trains:
+            raise DataError(
+                "--base takes a trained tokenizer -> leave out --input and --vocab-size"
+            )
+        return _grow(args.output, args.base, args.add_token, args.add_special_token)
     if not args.input or args.vocab_size is None:
         raise DataError("--input and --vocab-size train a tokenizer; or --base takes one")
     if args.add_token or args.add_special_token:
@@ -54,22 +82,28 @@ def run(args: argparse.Namespace) -> int:
     return _train(args)
 
 
-def _grow(args: argparse.Namespace) -> int:
-    from bigtrain.data.tokenizers.added_tokens import add_tokens
-    from bigtrain.system.files import new_directory, require_free
+def _of_run(name: str, overrides: Sequence[str]) -> tuple[str, Sequence[str], Sequence[str]]:
+    """The tokenizer that a run adds tokens to, and its plain and its special tokens."""
+    from bigtrain.settings.loading import load_run_config
 
-    if args.input or args.vocab_size is not None:
-        raise DataError("--base takes a trained tokenizer -> leave out --input and --vocab-size")
-    require_free(args.output)
-    tokenizer, ids = add_tokens(args.base, args.add_token, args.add_special_token)
-    with new_directory(args.output) as directory:
-        tokenizer.save(directory)
+    config = load_run_config(name, overrides)
+    if config.tokenizer is None or config.base_tokenizer is None:
+        rule = "its run adds no tokens to a tokenizer"
+        remedy = "name them in its section: tokenizer.add_special_tokens, tokenizer.add_tokens"
+        raise ConfigError(Problem("--config", name, rule, remedy))
+    return config.base_tokenizer, config.tokenizer.add_tokens, config.tokenizer.add_special_tokens
+
+
+def _grow(output: Path, base: str, plain: Sequence[str], special: Sequence[str]) -> int:
+    from bigtrain.python_api.growing import add_tokens
+
+    ids = add_tokens(base, output, tokens=plain, special_tokens=special)
     added = ", ".join(f"{text} {number}" for text, number in ids.items())
+    print(f"{output}: {base} with {len(ids)} token{'s' if len(ids) != 1 else ''} added ({added})")
     print(
-        f"{args.output}: {args.base} with {len(ids)} token{'s' if len(ids) != 1 else ''} added "
-        f"({added}), {tokenizer.vocab_size} tokens in all"
+        "trained weights get rows for them by the section tokenizer of a run, or by "
+        "model.vocabulary.new_rows=mean_covariance"
     )
-    print("trained weights get rows for them by model.vocabulary.new_rows=mean_covariance")
     return 0
 
 

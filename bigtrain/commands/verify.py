@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigtrain.errors import EXIT_USER_ERROR, ConfigError, DataError, ModelError, Problem
+from bigtrain.errors import EXIT_USER_ERROR, ConfigError, Problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,11 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _verify_datasets(datasets: Sequence[Path]) -> None:
     from bigtrain.data.shards.dataset import open_dataset
-    from bigtrain.data.shards.verification import corrupt_files
+    from bigtrain.python_api.shards import verify_shards
 
-    corrupt = [problem for path in datasets for problem in corrupt_files(path)]
-    if corrupt:
-        raise DataError("\n".join(corrupt))
+    verify_shards(*datasets)
     for path in datasets:
         splits = open_dataset(path, check="index").table.splits.values()
         num_shards, tokens = sum(map(len, splits)), sum(split.num_tokens for split in splits)
@@ -52,19 +50,18 @@ def _verify_datasets(datasets: Sequence[Path]) -> None:
 
 
 def _verify_model(directory: Path) -> None:
-    from bigtrain.models.weights.checksums import corrupt_weights
+    from bigtrain.python_api.runs import verify_model
 
-    num_files, corrupt = corrupt_weights(directory)
-    if corrupt:
-        raise ModelError("\n".join(f"{directory} is corrupt: {text}" for text in corrupt))
+    num_files = verify_model(directory)
     print(f"{directory}: {num_files} files of weights, every checksum is right")
 
 
 def _verify_run(directory: Path, step: int | None) -> int:
-    from bigtrain.run.checkpointing.listing import verify_checkpoints
+    from bigtrain.python_api.runs import verified_checkpoints
 
     all_complete = True
-    for line, is_complete in verify_checkpoints(directory, step):
-        print(line, flush=True)
-        all_complete &= is_complete
+    for number, reason in verified_checkpoints(directory, step):
+        how = "corrupt: " + reason if reason else "complete, every checksum is right"
+        print(f"step {number}: {how}", flush=True)
+        all_complete &= reason is None
     return 0 if all_complete else EXIT_USER_ERROR

@@ -26,7 +26,7 @@ from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.layer_options import speed_up
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker
 from bigtrain.engine.optimizers.parameter_groups import parameter_groups
-from bigtrain.engine.partitioning import build_dtype, copy_of, partitioning_of
+from bigtrain.engine.partitioning import build_dtype, copy_of, partitioning_of, run_dtype
 from bigtrain.engine.pipeline.build import build_pipeline_engine
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.train_engine import TrainEngine
@@ -68,6 +68,7 @@ def build_engine(
         partitioning=partitioning_of(engine_config, mesh),
         weights="left",
         adapters=config.adapters,
+        run_dtype=run_dtype(config),
     )
     model_plan.isolation.install(model)
     sequence = None

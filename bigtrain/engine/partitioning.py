@@ -32,7 +32,12 @@ def build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
     # ZeRO-3 partitions parameters as they are built, so they are built in their final dtype. The
     # other stages cast the full model in `initialize` and make the fp32 masters from that, so all
     # of them start from the same rounded weights.
-    return _DTYPES[config.precision.dtype] if engine_config.zero_stage == 3 else torch.float32
+    return run_dtype(config) if engine_config.zero_stage == 3 else torch.float32
+
+
+def run_dtype(config: RunConfig) -> torch.dtype:
+    """The dtype that the run computes in."""
+    return _DTYPES[config.precision.dtype]
 
 
 _DTYPES = {

@@ -31,6 +31,7 @@ from bigtrain.models.torch_patches import has_buffers_alone
 from bigtrain.models.transformers_patches import initialize_module, mark_initialized
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.models.weights.lazy_tensors import room
+from bigtrain.models.weights.quantized import fill_with_zeros, finish_layers, quantize_layers
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
 
 
@@ -64,6 +65,7 @@ def build_model(
     partitioning: Partitioning = WHOLE,
     weights: Literal["read", "left"] = "read",
     adapters: AdaptersSection | None = None,
+    run_dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """The run's model on the CPU (partitioned models: where `partitioning` puts them).
 
@@ -71,8 +73,10 @@ def build_model(
     world size, partitioning or device. Pretrained ones (`section.path`) are read into a full model
     (`weights`: read); a partitioned one is filled by its engine and is uninitialized until then
     (left). `adapters`: added to the frozen weights with their initial values, full on every rank
-    until the engine takes over. Collective over all ranks when partitioned. Raises ModelError for
-    a model that cannot be built, and as `find_weights`.
+    until the engine takes over. Layers in 4 bits, if these ask for them, are empty until
+    `read_quantized` fills them; `run_dtype` (default: `dtype`): what they compute in. Collective
+    over all ranks when partitioned. Raises ModelError for a model that cannot be built, and as
+    `find_weights`.
     """
     # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
     # zero/partition_parameters.py) loses its decorators' constructor afterwards.
@@ -85,7 +89,7 @@ def build_model(
     _set_gradient_checkpointing(model, section)
     freeze(model, section.frozen)
     if adapters is not None:
-        add_adapters(model, adapters, lambda name: seed_of(seed, name))
+        _adapt(model, adapters, seed, run_dtype or dtype)
     if partitioning.prepare is not None:
         partitioning.prepare(model)
     if section.path is None:
@@ -97,6 +101,18 @@ def build_model(
     fit_experts(model)
     model.config.use_cache = False
     return model
+
+
+def _adapt(
+    model: PreTrainedModel, section: AdaptersSection, seed: int, run_dtype: torch.dtype
+) -> None:
+    """Quantize the base if `section` says so, and add adapters."""
+    if section.is_quantized:
+        quantize_layers(model, section, run_dtype)
+        if section.dora:  # peft looks at the weights
+            fill_with_zeros(model)
+    add_adapters(model, section, lambda name: seed_of(seed, name))
+    finish_layers(model, section)
 
 
 def _check_undivided(hf_config: PreTrainedConfig, adapters: AdaptersSection) -> None:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import (
     CONFIG_MAPPING,
@@ -21,13 +21,24 @@ from transformers import (
 from transformers.utils import cached_file
 
 from bigtrain.errors import ModelError, first_line
-from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.storage.copies import at_hand
 
 GENERATION_CONFIG = "generation_config.json"
 
 
-def load_hf_config(section: ModelSection) -> PreTrainedConfig:
+class ConfigurationSource(Protocol):
+    """What of a run's model section (`bigtrain.settings.run_config.ModelSection`) names its
+    configuration: loading one needs no settings, whose import takes a tenth of a second."""
+
+    @property
+    def path(self) -> str | None: ...
+    @property
+    def config(self) -> str | dict[str, Any] | None: ...
+    @property
+    def overrides(self) -> dict[str, Any]: ...
+
+
+def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
     """The Hugging Face configuration of the run's model, overrides applied.
 
     Reads a local directory or the hub's cache; goes to the hub only for a name that is neither.
@@ -60,7 +71,9 @@ def load_hf_config(section: ModelSection) -> PreTrainedConfig:
     return config
 
 
-def save_configuration(section: ModelSection, hf_config: PreTrainedConfig, directory: Path) -> None:
+def save_configuration(
+    section: ConfigurationSource, hf_config: PreTrainedConfig, directory: Path
+) -> None:
     """Write `hf_config` into `directory`, and an unchanged copy of the generation settings of the
     model that `section` names, if it has any.
 

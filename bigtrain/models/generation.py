@@ -81,7 +81,9 @@ class Conversation:
         torch.manual_seed(sampling.seed)
 
     @torch.no_grad()
-    def answer(self, messages: list[dict[str, Any]], write: Callable[[str], object]) -> str:
+    def answer(
+        self, messages: list[dict[str, Any]], write: Callable[[str], object] = lambda text: None
+    ) -> str:
         """The answer to `messages`; `write` gets its text as it is generated.
 
         Raises ModelError if the chat template refuses the messages.

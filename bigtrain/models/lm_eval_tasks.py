@@ -16,6 +16,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,18 @@ _SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "few-shot": 1234}
 _TEXTS_AT_ONCE = 1024
 
 Tokens = Sequence[int]
+IsFinished = Callable[[int, Tokens], bool]
+"""Whether the text of a number needs no more than these new tokens."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are chosen. temperature: 0 takes the most probable one. seed: of text number n it
+    is `seed` + n."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
 
 
 class TokenModel(Protocol):
@@ -42,13 +55,9 @@ class TokenModel(Protocol):
         """Of each (context, continuation) the log-probability in nats, and whether it is greedy."""
 
     def continue_texts(
-        self,
-        prompts: Sequence[Tokens],
-        max_new_tokens: int,
-        temperature: float,
-        is_finished: Callable[[int, Tokens], bool],
+        self, prompts: Sequence[Tokens], drawing: Drawing, is_finished: IsFinished
     ) -> list[list[int]]:
-        """New tokens after each prompt, until `is_finished` says of its number that it is."""
+        """New tokens after each prompt, until `is_finished` or `drawing.max_new_tokens`."""
 
 
 def check_tasks(section: EvaluationSection) -> list[Problem]:
@@ -207,7 +216,7 @@ def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any) -> Any:
             greedy = options.get("do_sample") is False
             temperature = 0.0 if greedy else float(options.get("temperature", 0.0))
             room = max_length - context.shape[1]
-            new = model.continue_texts(prompts, room, temperature, is_finished)
+            new = model.continue_texts(prompts, Drawing(room, temperature), is_finished)
             width = max(map(len, new), default=0)
             filled = torch.full((len(new), width), self.eot_token_id)
             for row, tokens in zip(filled, new, strict=True):

@@ -158,8 +158,12 @@ COLLECTIVES = (
     "allgather", "allgather_coalesced", "reduce_scatter", "reduce_scatter_single",
     "reduce_scatter_single_coalesced", "alltoall", "all_to_all_single", "broadcast", "reduce",
     "gather", "scatter", "send", "recv", "recv_anysource", "barrier",
+    # Five of them as torch 2.11 calls them.
+    "_allgather_base", "allgather_into_tensor_coalesced", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "alltoall_base",
 )  # fmt: skip
-"""Methods of `dist.ProcessGroup` by which torch/distributed/distributed_c10d.py communicates."""
+"""Methods of `dist.ProcessGroup` by which torch/distributed/distributed_c10d.py communicates, of
+the oldest and the newest torch that is supported: none has all of them."""
 
 
 @contextmanager
@@ -200,7 +204,11 @@ def observed_device_waits(
         return computing() == stream
 
     kinds: list[tuple[Any, str, Callable[[Any], bool]]] = [
-        *((dist.ProcessGroup, name, here) for name in COLLECTIVES),
+        *(
+            (dist.ProcessGroup, name, here)
+            for name in COLLECTIVES
+            if hasattr(dist.ProcessGroup, name)
+        ),
         (dist.Work, "wait", here),
         (torch.cuda.Stream, "wait_stream", lambda waiting: waiting == stream),
         (torch.cuda.Stream, "wait_event", lambda waiting: waiting == stream),

@@ -55,6 +55,14 @@ def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, torch
     return plan
 
 
+def kept_in_float32(model: PreTrainedModel) -> list[str]:
+    """Parts of names of modules that transformers does not quantize, because 16 bits are too few.
+
+    `_keep_in_fp32_modules` (modeling_utils.py:1302), which quantizer_bnb_4bit.py leaves out.
+    """
+    return sorted(model._keep_in_fp32_modules or ())
+
+
 def drop_expected_keys(model: PreTrainedModel, loading_info: Any) -> None:
     """Remove keys that a class expects from the missing and unexpected keys of `loading_info`.
 

@@ -87,16 +87,16 @@ class Groups:
     expert_replicas: Group
 
 
-def groups_of(layout: Layout, devices_per_node: int) -> Groups:
-    """The groups of `layout`, tensor innermost (`bigtrain.settings.topology.AXES`)."""
+def groups_of(layout: Layout, devices_per_node: int, *, pipeline_outermost: bool = False) -> Groups:
+    """The groups of `layout`, tensor innermost and data outermost as bigtrain has them
+    (`bigtrain.settings.topology.AXES`), or the pipeline outermost."""
     world = layout.world_size
     t, s, p = layout.tensor_size, layout.sequence_size, layout.pipeline_size
 
     def group(inner: int, size: int) -> Group:
         return place(world, inner, size, devices_per_node)
 
-    spread = t * s * p
-    data = group(spread, layout.data_size)
+    data = group(t * s * (1 if pipeline_outermost else p), layout.data_size)
     partition = Group(
         layout.partition_size,
         max(1, min(layout.partition_size, data.per_node * (min(s, max(1, devices_per_node // t))))),
@@ -106,7 +106,7 @@ def groups_of(layout: Layout, devices_per_node: int) -> Groups:
     return Groups(
         group(1, t),
         group(t, s),
-        group(t * s, p),
+        group(t * s * (layout.data_size if pipeline_outermost else 1), p),
         data,
         partition,
         Group(layout.expert_size, min(layout.expert_size, partition.per_node)),

@@ -17,6 +17,9 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.7))
 """Rows, columns, and speed relative to the best tile (smaller tiles reuse loaded data less)."""
 
 
+_LEAST_DEPTH = 512  # of the inner dimension, that is still divided
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def matmul_seconds(
     device: Device, rows: int, in_size: int, out_size: int, element_bytes: int, gain: float = 1.0
@@ -27,14 +30,16 @@ def matmul_seconds(
     size = rows * in_size + in_size * out_size + rows * out_size
     moved = element_bytes * size / (device.memory_bandwidth * device.reach.memory)
     peak = device.peak_flops if element_bytes <= 2 else device.float32_flops or device.peak_flops
-    peak *= device.reach.matmul * gain
+    peak *= device.matmul_factor * device.reach.matmul * gain
     if device.is_cpu:
         return max(2.0 * rows * in_size * out_size / peak, moved) + device.reach.kernel_seconds
     best = math.inf
     for tile_rows, tile_columns, speed in _TILES:
         tiles = math.ceil(rows / tile_rows) * math.ceil(out_size / tile_columns)
         waves = math.ceil(tiles / device.num_units)
-        work = 2.0 * tile_rows * tile_columns * (in_size + device.reach.matmul_depth)
+        # Where tiles are few, several multiprocessors share the inner dimension of one (split-K).
+        depth = in_size / max(1, min(device.num_units // tiles, in_size // _LEAST_DEPTH))
+        work = 2.0 * tile_rows * tile_columns * (depth + device.reach.matmul_depth)
         best = min(best, waves * work * device.num_units / (peak * speed))
     return max(best, moved) + device.reach.kernel_seconds
 
@@ -54,21 +59,38 @@ def weight_seconds(
     as many tokens as without it, for fewer experts. Tensor parallelism does not cut experts then;
     each of its ranks sends a slice of the tokens.
     """
+    in_size, out_size, rows, times = _part(matmul, tokens, tensor_size, expert_size)
+    forward = matmul_seconds(device, rows, in_size, out_size, element_bytes, gain)
+    inputs = matmul_seconds(device, rows, out_size, in_size, element_bytes, gain)
+    weights = matmul_seconds(device, in_size, rows, out_size, element_bytes, gain)
+    return times * forward, times * (inputs + weights)
+
+
+def _part(
+    matmul: Matmul, tokens: int, tensor_size: int, expert_size: int
+) -> tuple[int, int, int, float]:
+    """Of a rank: the weight's dimensions, how many rows it is multiplied with, and how often."""
     if matmul.num_groups > 1 and expert_size > 1:
         tokens, tensor_size = max(1, tokens // tensor_size), 1
     in_size = matmul.in_size // (tensor_size if matmul.cut == "in" else 1)
     out_size = matmul.out_size // (tensor_size if matmul.cut == "out" else 1)
     if matmul.num_groups == 1 and matmul.share == 1.0:
-        rows, times = tokens, float(matmul.count)
-    else:
-        # Experts: assumes perfect load balance.
-        own = max(1, matmul.num_groups // expert_size)
-        rows = max(1, round(tokens * matmul.share / own))
-        times = float(own * matmul.count)
-    forward = matmul_seconds(device, rows, in_size, out_size, element_bytes, gain)
-    inputs = matmul_seconds(device, rows, out_size, in_size, element_bytes, gain)
-    weights = matmul_seconds(device, in_size, rows, out_size, element_bytes, gain)
-    return times * forward, times * (inputs + weights)
+        return in_size, out_size, tokens, float(matmul.count)
+    # Experts: assumes perfect load balance.
+    own = max(1, matmul.num_groups // expert_size)
+    rows = max(1, round(tokens * matmul.share / own))
+    return in_size, out_size, rows, float(own * matmul.count)
+
+
+def cast_bytes(
+    matmul: Matmul, tokens: int, tensor_size: int, expert_size: int, element_bytes: int
+) -> tuple[float, float]:
+    """Bytes moved to have a product in 8 bits, forward and backward: its input, and the gradient of
+    its output, are read and written twice in 8 bits, as they are and transposed. Weights are cast
+    once a step."""
+    in_size, out_size, rows, times = _part(matmul, tokens, tensor_size, expert_size)
+    each = (element_bytes + 2) * rows * times
+    return each * in_size, each * out_size
 
 
 def attention_seconds(
@@ -94,12 +116,16 @@ def attention_seconds(
     pairs = samples * sequence_length * looked_at * heads
     flops = 2.0 * pairs * (attention.head_size + attention.value_size)
     if score_passes is None:
-        seconds = flops / 2 / (device.peak_flops * device.reach.attention * speed)
+        seconds = flops / 2 / (_peak(device) * device.reach.attention * speed)
         return seconds, 2.5 * seconds
     moved = 2.0 * pairs / (device.memory_bandwidth * device.reach.memory)
-    seconds = flops / (device.peak_flops * device.reach.matmul)
+    seconds = flops / (_peak(device) * device.reach.matmul)
     forward, backward = score_passes
     return seconds + forward * moved, 2 * seconds + backward * moved
+
+
+def _peak(device: Device) -> float:
+    return device.peak_flops * device.matmul_factor
 
 
 def memory_seconds(device: Device, num_bytes: float) -> float:

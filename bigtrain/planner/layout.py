@@ -94,8 +94,9 @@ class Layout:
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same experts, over which ZeRO partitions those experts' states."""
-        return self.partition_size // self.expert_size
+        """Ranks that hold the same experts, over which ZeRO partitions those experts' states; 1
+        where Megatron spreads experts over tensor-parallel ranks as well."""
+        return max(1, self.partition_size // self.expert_size)
 
     @property
     def global_batch_size(self) -> int:

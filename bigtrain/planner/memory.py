@@ -22,11 +22,12 @@ class MemoryUse:
     """Bytes on the fullest rank's device at the peak, by kind; they add up to `total`.
 
     `states`: parameters and optimizer states; `gathered`: parameters that ZeRO 3 has gathered at a
-    time; `buckets`: of collectives; `loss`: logits and their gradient; `context`: of the CUDA
-    context and communicators, and memory that the allocator reserves without using it. Main memory
-    of the same rank is not in `total`: `host_offload`; `host_checkpoint`: the copy that is written
-    while training continues; `host_export`: on the main rank after training, one file and one
-    layer. A save takes no device memory: fragments are copied one by one.
+    time, or a weight in 4 bits as its product takes it; `buckets`: of collectives; `loss`: logits
+    and their gradient; `context`: of the CUDA context and communicators, and memory that the
+    allocator reserves without using it. Main memory of the same rank is not in `total`:
+    `host_offload`; `host_checkpoint`: the copy that is written while training continues;
+    `host_export`: on the main rank after training, one file and one layer. A save takes no device
+    memory: fragments are copied one by one.
     """
 
     states: float
@@ -105,8 +106,9 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
     optimizer = per_state * (divided if zero else trained)
     present = sizes.held + trained if model.is_frozen else sizes.held
     parameters = layout.parameter_bytes * (
-        share(present, sizes.held_expert) if zero == 3 else present
+        share(present, sizes.held_expert) if zero == 3 else present - sizes.packed
     )
+    parameters += sizes.packed_bytes
     gradients = layout.gradient_bytes * (divided if zero >= 2 else trained)
     if engine.is_deepspeed and zero == 1 and layout.gradient_bytes > layout.parameter_bytes:
         # BF16_Optimizer adds 16-bit gradients up in float32 and keeps both.
@@ -125,6 +127,7 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
         host, parameters = host + parameters, 0.0
     activations, loss = _activations_and_loss(stage, model, layout, engine)
     gathered, buckets = _buckets(sizes, model, layout, engine)
+    gathered += model.packed.largest * model.element_bytes
     buckets += buffer
     states = parameters + optimizer
     live = states + gradients + gathered + buckets + activations + loss
@@ -149,7 +152,9 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
 def _export(model: ModelCosts) -> float:
     """Bytes of one file's masters and of the largest layer, with which an export is verified."""
     if model.is_frozen:  # adapters are verified on the full base (models/export/adapters.py)
-        return float(model.element_bytes * model.num_parameters)
+        packed = model.packed
+        plain = model.num_parameters - packed.num_weights + packed.largest
+        return float(model.element_bytes * plain + packed.num_bytes)
     largest = max((kind.num_parameters for kind in model.kinds), default=0)
     table = model.embedding_parameters
     return 4.0 * min(model.num_parameters, _FILE_BYTES / 2) + 4.0 * max(largest, table)

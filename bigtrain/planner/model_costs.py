@@ -1,8 +1,9 @@
 """Costs of one token in each layer of a model: parameters, matrix products, bytes saved and moved.
 
-`bigtrain.models.meta_trace` measures them on the real transformers module; `closed_form` computes
-them from a few figures. All are for one token and tensor-parallel size 1; what tensor parallelism
-divides among its ranks (``cut``) is kept apart from what each of them has in full (``whole``).
+`bigtrain.models.tracing.meta_trace` measures them on the real transformers module; `closed_form`
+computes them from a few figures. All are for one token and tensor-parallel size 1; what tensor
+parallelism divides among its ranks (``cut``) is kept apart from what each of them has in full
+(``whole``).
 
 Pure: imports no torch.
 """
@@ -10,9 +11,14 @@ Pure: imports no torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
+
+BLOCK_SIZE = 64
+"""Weights in 4 bits that share a scale; bitsandbytes' default, and transformers knows no other."""
+_SCALE_BLOCK_SIZE = 256
+_CODE_BYTES, _SCALE_CODE_BYTES, _OFFSET_BYTES = 4 * 16, 4 * 256, 4
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,36 @@ class Attention:
     window: int | None = None
 
 
+def packed_bytes(num_weights: int, *, double: bool) -> int:
+    """Bytes of a matrix in 4 bits as bitsandbytes 0.50 keeps it: weights, scales, and the tables
+    of what codes stand for.
+
+    Dettmers et al. 2023 (arXiv 2305.14314), section 3: every block of weights has a scale in
+    float32; doubly quantized, a scale is 8 bits, and every block of scales has one in float32.
+    """
+    blocks = -(-num_weights // BLOCK_SIZE)
+    found = -(-num_weights // 2) + _CODE_BYTES
+    if not double:
+        return found + 4 * blocks
+    return found + blocks + 4 * -(-blocks // _SCALE_BLOCK_SIZE) + _SCALE_CODE_BYTES + _OFFSET_BYTES
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Weights of a layer that are kept in 4 bits: how many, in how many bytes with their scales,
+    and how many the largest matrix has, which is turned into plain numbers for its products."""
+
+    num_weights: int = 0
+    num_bytes: int = 0
+    largest: int = 0
+
+    @staticmethod
+    def of(sizes: Sequence[int], *, double: bool) -> Packed:
+        """Of matrices with so many weights."""
+        num_bytes = sum(packed_bytes(size, double=double) for size in sizes)
+        return Packed(sum(sizes), num_bytes, max(sizes, default=0))
+
+
 @dataclass(frozen=True)
 class LayerCosts:
     """One decoder layer; bytes are per token.
@@ -53,7 +89,7 @@ class LayerCosts:
     where attention is not fused. `num_kernels`: launched in the forward pass.
     `num_parameters_expert` are not counted in the two before. `adapters`: products with trained
     weights beside the layer's own, which are then frozen; `num_trained_other`: further trained
-    elements.
+    elements. `packed`: those of the parameters that are in 4 bits.
     """
 
     num_parameters_whole: int
@@ -70,6 +106,7 @@ class LayerCosts:
     num_kernels: int = 40
     adapters: tuple[Matmul, ...] = ()
     num_trained_other: int = 0
+    packed: Packed = Packed()
 
     def __hash__(self) -> int:
         return self._hash
@@ -143,6 +180,16 @@ class ModelCosts:
         inner = sum(self.kinds[kind].num_parameters for kind in self.layers)
         return inner + self.embedding_parameters + self.head_parameters + self.num_other_parameters
 
+    @functools.cached_property
+    def packed(self) -> Packed:
+        """Of all layers together."""
+        each = [self.kinds[kind].packed for kind in self.layers]
+        return Packed(
+            sum(one.num_weights for one in each),
+            sum(one.num_bytes for one in each),
+            max((one.largest for one in each), default=0),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """As plain values, for a cache."""
         return asdict(self)
@@ -157,18 +204,21 @@ class ModelCosts:
                 for name in ("matmuls", "adapters")
             }
             attention = kind["attention"] and Attention(**kind["attention"])
-            kinds.append(LayerCosts(**{**kind, **products, "attention": attention}))
+            others = {"attention": attention, "packed": Packed(**kind["packed"])}
+            kinds.append(LayerCosts(**{**kind, **products, **others}))
         return ModelCosts(**{**tree, "kinds": tuple(kinds), "layers": tuple(tree["layers"])})
 
 
 @dataclass(frozen=True)
 class AdapterCosts:
     """products: of the adapters, in each layer. others: further trained elements in each layer
-    (copies of modules, DoRA's magnitudes); outside: those outside of the layers."""
+    (copies of modules, DoRA's magnitudes); outside: those outside of the layers. packed: weights of
+    each layer that are in 4 bits; none where it is empty."""
 
     products: tuple[tuple[Matmul, ...], ...]
     others: tuple[int, ...]
     outside: int = 0
+    packed: tuple[Packed, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, for a cache."""
@@ -178,7 +228,8 @@ class AdapterCosts:
     def from_json(tree: dict[str, Any]) -> AdapterCosts:
         """What `to_json` wrote. Raises KeyError or TypeError where it is something else."""
         products = tuple(tuple(Matmul(**m) for m in layer) for layer in tree["products"])
-        return AdapterCosts(products, tuple(tree["others"]), tree["outside"])
+        packed = tuple(Packed(**layer) for layer in tree["packed"])
+        return AdapterCosts(products, tuple(tree["others"]), tree["outside"], packed)
 
 
 def adapter_of(product: Matmul, rank: int) -> tuple[Matmul, Matmul]:
@@ -189,22 +240,35 @@ def adapter_of(product: Matmul, rank: int) -> tuple[Matmul, Matmul]:
     return down, up
 
 
-def of_all_linear(model: ModelCosts, rank: int) -> AdapterCosts:
-    """Costs of adapters beside every dense product of every layer."""
+def of_all_linear(model: ModelCosts, rank: int, double: bool | None = None) -> AdapterCosts:
+    """Costs of adapters beside every dense product of every layer, whose weights are in 4 bits
+    unless `double` is None; it says whether doubly."""
     each = [
         tuple(part for m in kind.matmuls if m.num_groups == 1 for part in adapter_of(m, rank))
         for kind in model.kinds
     ]
     products = tuple(each[kind] for kind in model.layers)
-    return AdapterCosts(products, (0,) * len(products))
+    packed: tuple[Packed, ...] = ()
+    if double is not None:
+        of_kinds = [Packed.of(_dense_sizes(kind), double=double) for kind in model.kinds]
+        packed = tuple(of_kinds[kind] for kind in model.layers)
+    return AdapterCosts(products, (0,) * len(products), packed=packed)
+
+
+def _dense_sizes(kind: LayerCosts) -> list[int]:
+    dense = [m for m in kind.matmuls if m.num_groups == 1]
+    return [m.in_size * m.out_size for m in dense for _ in range(m.count)]
 
 
 def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:
     """`model`, frozen, with `costs` beside it."""
     kinds: list[LayerCosts] = []
     order: list[int] = []
-    for index, products, other in zip(model.layers, costs.products, costs.others, strict=True):
-        kind = replace(model.kinds[index], adapters=products, num_trained_other=other)
+    packed = costs.packed or (Packed(),) * len(model.layers)
+    for index, products, other, own in zip(
+        model.layers, costs.products, costs.others, packed, strict=True
+    ):
+        kind = replace(model.kinds[index], adapters=products, num_trained_other=other, packed=own)
         if kind not in kinds:
             kinds.append(kind)
         order.append(kinds.index(kind))

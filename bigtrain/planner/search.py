@@ -301,13 +301,23 @@ class _Degrees:
 
 
 def _degrees(request: Request, world_size: int) -> Iterator[_Degrees]:
-    """What a run would be accepted with, and its batch can be divided among."""
+    """What a run would be accepted with, and its batch can be divided among.
+
+    A run tries plans on a proxy model. What a trace tells before: nothing of a model without a plan
+    of its own is divided by tensor parallelism, and where a layer mixes tokens without attention
+    (state spaces), ranks cannot divide a sample.
+    """
+    kinds = request.model.kinds
+    has_plan = any(kind.num_parameters_cut for kind in kinds)
+    attends = all(kind.attention is not None for kind in kinds)
     shapes = [
         (t, p, s, e)
         for t in _divisors(world_size)
         for p in _divisors(world_size // t)
         for s in _divisors(world_size // t // p)
-        if p <= len(request.model.layers)
+        if (has_plan or t == 1)
+        and (attends or s == 1)
+        and p <= len(request.model.layers)
         and request.sequence_length % s == 0
         and request.global_batch_size % (world_size // (t * p * s)) == 0
         for e in _divisors(math.gcd(world_size // t // p, request.model.num_experts))
@@ -355,8 +365,7 @@ def is_legal(
     expert: int = 1,
 ) -> bool:
     """Whether a run of these degrees would be accepted."""
-    changed = replace(
-        facts,
+    changed = facts.changed(
         zero_stage=zero,
         world_size=world_size,
         tensor_size=tensor,

@@ -176,7 +176,8 @@ def stages_of(model: ModelCosts, num_stages: int, balanced: bool) -> tuple[Stage
 @dataclass(frozen=True)
 class StageSizes:
     """Parameters of a rank of a stage, before ZeRO: all that it holds, and those that it trains,
-    each with those of experts among them; the largest layer; the share of hidden matrices."""
+    each with those of experts among them; the largest layer; the share of hidden matrices. Of those
+    held, `packed` are in 4 bits, and take `packed_bytes`."""
 
     held: float
     held_expert: float
@@ -184,6 +185,8 @@ class StageSizes:
     trained_expert: float
     largest_layer: float
     matrix_share: float
+    packed: float = 0.0
+    packed_bytes: float = 0.0
 
 
 def stage_sizes(stage: Stage, model: ModelCosts, layout: Layout) -> StageSizes:
@@ -224,7 +227,10 @@ def _sizes(stage: Stage, model: ModelCosts, tensor_size: int, expert_parts: int)
     # Copies outside of the layers are counted on the last stage, where heads are. Adapters are no
     # experts' parts.
     trained += model.num_trained_outside if stage.is_last else 0
-    return StageSizes(held, expert, trained, 0.0, largest, share)
+    each = [(model.kinds[index].packed, count) for index, count in stage.counts]
+    packed = sum(count * own.num_weights for own, count in each)
+    num_bytes = sum(count * own.num_bytes for own, count in each)
+    return StageSizes(held, expert, trained, 0.0, largest, share, packed, num_bytes)
 
 
 def matrix_exchange(stage: Stage, model: ModelCosts, layout: Layout) -> tuple[float, float]:

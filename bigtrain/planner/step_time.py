@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from bigtrain.planner.communication import Group, Groups, groups_of
 from bigtrain.planner.kernels import (
     attention_seconds,
+    cast_bytes,
     matmul_seconds,
     memory_seconds,
     weight_seconds,
@@ -103,7 +104,9 @@ def step_time(
 ) -> StepTime:
     """Seconds of an optimizer step of `model`; `gain`: speed-up of products in a faster number
     format."""
-    groups = groups_of(layout, device.devices_per_node)
+    # All other programs have their pipelines outermost: expert- and data-parallel ranks side by
+    # side on a node, stages on different ones.
+    groups = groups_of(layout, device.devices_per_node, pipeline_outermost=not engine.is_deepspeed)
     kinds = [_layer(layer, model, layout, device, engine, groups, gain) for layer in model.kinds]
     head = _head(model, layout, device, engine, groups)
     stages = stages_of(model, layout.pipeline_size, engine.balances_stages)
@@ -204,7 +207,7 @@ def _layer(
     degrees = (layout.tensor_size, layout.sequence_size, layout.expert_size)
     apart = (groups.tensor, groups.sequence, groups.expert)
     of_model = (model.element_bytes, model.hidden_size, model.is_frozen)
-    of_engine = (engine.moved, engine.attention, engine.score_passes)
+    of_engine = (engine.moved, engine.attention, engine.products, engine.score_passes)
     there, back, again = _passes(
         layer, of_model, size, degrees, apart, layout.tensor_sequence, device, of_engine, gain
     )
@@ -222,6 +225,8 @@ def _layer(
     elif layout.recompute == "attention":
         backward.matmul += again
     host = layer.num_kernels * engine.kernel_host_seconds
+    if layer.num_parameters_expert and engine.expert_host_seconds:
+        host += engine.expert_host_seconds * max(1, model.num_experts // layout.expert_size)
     if layout.zero_stage == 3:
         # Hooks of the engine, a third of them in the forward pass.
         host += layer.num_tensors * engine.parameter_host_seconds / 3
@@ -242,28 +247,36 @@ def _passes(
     apart: tuple[Group, Group, Group],
     tensor_sequence: bool,
     device: Device,
-    of_engine: tuple[float, float, tuple[float, float] | None],
+    of_engine: tuple[float, float, float, tuple[float, float] | None],
     gain: float,
 ) -> tuple[_Work, _Work, float]:
     """What a layer's two passes take of device and collectives without recomputation and ZeRO, and
     attention alone forward. Worked out once: layouts of one micro-batch and degrees differ in
     stages, ZeRO and recomputation. The caller copies what it changes."""
     (element_bytes, hidden_size, is_frozen), (samples, length) = of_model, size
-    (tensor, sequence, expert), (moved, speed, score_passes) = degrees, of_engine
+    (tensor, sequence, expert), (moved, speed, products, score_passes) = degrees, of_engine
     tokens = samples * length // sequence
     forward, backward = _Work(), _Work()
     again = 0.0
-    for products, factor in ((layer.matmuls, 0.5 if is_frozen else 1.0), (layer.adapters, 1.0)):
-        for matmul in products:
+    for matmuls, factor in ((layer.matmuls, 0.5 if is_frozen else 1.0), (layer.adapters, 1.0)):
+        for matmul in matmuls:
             there, back = weight_seconds(
-                device, matmul, tokens, tensor, expert, element_bytes, gain
+                device, matmul, tokens, tensor, expert, element_bytes, gain * products
             )
             forward.matmul += there
             # Of what is frozen there is the gradient of the inputs alone.
             backward.matmul += back * factor
+            if gain > 1:
+                there, back = cast_bytes(matmul, tokens, tensor, expert, element_bytes)
+                forward.memory_bound += memory_seconds(device, there)
+                backward.memory_bound += memory_seconds(device, back)
     whole = layer.moved_bytes_whole / (tensor if tensor_sequence else 1)
     elementwise = memory_seconds(device, moved * (whole + layer.moved_bytes_cut / tensor) * tokens)
-    forward.memory_bound, backward.memory_bound = elementwise, 2 * elementwise
+    # Weights in 4 bits are turned into plain ones before each product.
+    own = layer.packed
+    unpacking = memory_seconds(device, own.num_bytes + own.num_weights * element_bytes)
+    forward.memory_bound += elementwise + unpacking
+    backward.memory_bound += 2 * elementwise + unpacking
     if layer.attention is not None:
         passes = score_passes if layer.score_bytes else None
         again, back = attention_seconds(
@@ -331,6 +344,8 @@ def _partitioned(
     if model.is_frozen:
         own = layer.num_adapter_parameters(layout.tensor_size)
         scatter = _collective(own, 0.0, layout.gradient_bytes, device, groups)
+    if groups.partition.size > groups.partition.per_node:
+        gather, scatter = gather / engine.network, scatter / engine.network
     for work, sent in ((forward, gather), (backward, gather + scatter)):
         beside = engine.overlap * (work.device + work.host)
         work.zero = max(0.0, sent - beside) + engine.slowdown * min(sent, beside)
@@ -363,7 +378,7 @@ def _head(
     for rows, inner, outer in (
         (tokens, hidden, columns), (tokens, columns, hidden), (hidden, tokens, columns),
     ):  # fmt: skip
-        work.matmul += matmul_seconds(device, rows, inner, outer, size)
+        work.matmul += matmul_seconds(device, rows, inner, outer, size, engine.products)
     work.host = engine.step_seconds
     if layout.tensor_size > 1:
         work.tensor = groups.tensor.all_reduce(device, tokens * hidden * size)

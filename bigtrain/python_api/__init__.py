@@ -3,6 +3,6 @@
 Above everything but the commands, `cli` and `train.py`, which are thin shells over these functions.
 `bigtrain/__init__.py` offers them by name and imports a module of this folder when one of its names
 is first used; each function imports torch and the like itself, so that no import here is slow.
-Start with `training`; `tokenizing`, `settings` and `planning` come before it in a user's work,
-`results` after it.
+Start with `training`; `new_run`, `tokenizing`, `shards`, `growing`, `configuring` and `planning`
+come before it in a user's work, `results` and `runs` after it.
 """

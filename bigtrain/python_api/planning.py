@@ -99,7 +99,7 @@ def plan(
     Traces a model that was never planned before, which imports torch. Raises ConfigError if
     nothing fits, ModelError if the model cannot be found.
     """
-    from bigtrain.models.traced_costs import model_costs
+    from bigtrain.models.tracing.traced_costs import model_costs
     from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import search
     from bigtrain.planner.tables.engines import engine_named

@@ -13,6 +13,8 @@ from bigtrain.errors import ConfigError, Problem
 if TYPE_CHECKING:
     import torch
 
+    from bigtrain.models.generation import Conversation
+
 Kind = Literal["step", "evaluation", "event", "outer_step"]
 
 
@@ -143,3 +145,23 @@ def generate(
 
     sampling = Sampling(temperature, top_p, seed)
     return continued(str(model), prompt, max_new_tokens=max_new_tokens, sampling=sampling)
+
+
+def open_conversation(
+    model: str | Path,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> Conversation:
+    """A Hugging Face directory or hub model to talk to, by its tokenizer's chat template:
+    ``answer(messages)`` is its answer, which ends where the template ends a turn.
+
+    The other parameters are those of `generate`; max_new_tokens: of one answer. Raises ModelError
+    if the model cannot be loaded, or has no chat template.
+    """
+    from bigtrain.models.generation import Conversation, Sampling
+
+    sampling = Sampling(temperature, top_p, seed)
+    return Conversation(str(model), max_new_tokens=max_new_tokens, sampling=sampling)

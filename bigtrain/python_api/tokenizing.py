@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, cast
 
 from bigtrain.python_api.row_formats import detected_format, refuse_for_text, row_format
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from bigtrain.data.documents.open_reader import DocumentReader
     from bigtrain.data.documents.parts import ReadOptions
     from bigtrain.data.shards.dataset import TokenDataset
+    from bigtrain.data.shards.manifest import OptionsRecord
     from bigtrain.data.tokenize_job.job import BuildResult
 
 Inputs = str | Path | Sequence[str | Path]
@@ -23,10 +24,22 @@ Format = Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-compl
 Encoder = Literal["auto", "gigatoken", "fastokens", "reference"]
 
 
-class TokenizeOptions(TypedDict, total=False):
-    """The options of `tokenize`, which are the parameters of `build_tokens`."""
+class ReadingOptions(TypedDict, total=False):
+    """Which text is read, and how: the parameters of `read_options`."""
 
     text_keys: Sequence[str]
+    suffixes: Sequence[str]
+    exclude: Sequence[str]
+    dataset_config: str | None
+    dataset_split: str
+    max_document_bytes: int | None
+    read_as: str
+
+
+class TokenizeOptions(ReadingOptions, total=False):
+    """The options of `tokenize`; those that are left out have the values that `build_tokens`
+    lists."""
+
     format: Format
     keys: Mapping[str, str] | None
     roles: Mapping[str, str] | None
@@ -34,12 +47,6 @@ class TokenizeOptions(TypedDict, total=False):
     chat_template: str | Path | None
     held_out: float
     shard_bytes: int | None
-    suffixes: Sequence[str]
-    exclude: Sequence[str]
-    dataset_config: str | None
-    dataset_split: str
-    max_document_bytes: int | None
-    read_as: str
     max_bad_fraction: float
     workers: int | None
     rank: int | None
@@ -66,99 +73,81 @@ def tokenize(
 
 
 def build_tokens(
-    inputs: Inputs,
-    tokenizer: str | Path,
-    output: str | Path,
-    *,
-    text_keys: Sequence[str] = (),
-    format: Format = "auto",
-    keys: Mapping[str, str] | None = None,
-    roles: Mapping[str, str] | None = None,
-    learn: Literal["all", "last"] = "all",
-    chat_template: str | Path | None = None,
-    held_out: float = 0.0,
-    shard_bytes: int | None = None,
-    suffixes: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    dataset_config: str | None = None,
-    dataset_split: str = "train",
-    max_document_bytes: int | None = None,
-    read_as: str = "",
-    max_bad_fraction: float = 0.0,
-    workers: int | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    encoder: Encoder = "auto",
-    parse_special_tokens: bool = False,
-    say: Callable[[str], None] | None = None,
+    inputs: Inputs, tokenizer: str | Path, output: str | Path, **options: Unpack[TokenizeOptions]
 ) -> BuildResult:
     """What `bigtrain tokenize` and `tokenize` do; returns what was built.
 
     text_keys: keys or columns that hold a document; those that a row has are joined (default:
         ``text``).
-    format: what a row holds; ``auto``: detected by the keys of the first row, text if `text_keys`
-        are given. keys: names in the data of the keys of `format`, such as
+    format: what a row holds; ``auto`` (default): detected by the keys of the first row, text if
+        `text_keys` are given. keys: names in the data of the keys of `format`, such as
         ``{"instruction": "question"}``. roles: what names of roles in the data mean, such as
-        ``{"customer": "user"}``. learn: which answers of the assistant have loss.
+        ``{"customer": "user"}``. learn: which answers of the assistant have loss, ``all`` (default)
+        or the ``last``.
     chat_template: a Jinja file instead of the tokenizer's own template.
-    held_out: share of the documents kept for evaluation, 0 to below 1.
+    held_out: share of the documents kept for evaluation, 0 (default) to below 1.
     shard_bytes: bytes of input per shard (default: 256 MiB).
     suffixes, exclude: files to take from folders, and those to skip. read_as: read every file as if
         its name ended so, such as ``.jsonl.gz``.
-    dataset_config, dataset_split: of a hub dataset.
+    dataset_config, dataset_split: of a hub dataset (default: ``train``).
     max_document_bytes: a larger document is bad (default: 64 MiB); max_bad_fraction: bad documents
-        are skipped up to this share of all, 0 makes the first one an error.
+        are skipped up to this share of all, 0 (default) makes the first one an error.
     workers: processes (default: by cores, memory and input). rank, world_size: of this call among
         several with one `output` on different nodes.
     encoder, parse_special_tokens: as the options of the command.
     say: gets a line on what was detected (default: print to standard error).
     """
-    from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES, OptionsRecord
     from bigtrain.data.tokenize_job.job import build_dataset
     from bigtrain.data.tokenize_job.request import BuildRequest
     from bigtrain.data.tokenize_job.work_division import find_worker_rank
 
-    reading = read_options(
-        inputs,
-        text_keys=text_keys,
-        suffixes=suffixes,
-        exclude=exclude,
-        dataset_config=dataset_config,
-        dataset_split=dataset_split,
-        max_document_bytes=max_document_bytes,
-        read_as=read_as,
+    reading = read_options(inputs, **_reading_of(options))
+    template = options.get("chat_template")
+    return build_dataset(
+        BuildRequest(
+            reading.selection,
+            _record_of(reading, options),
+            str(tokenizer),
+            Path(output),
+            chat_template=None if template is None else Path(template),
+            encoder=options.get("encoder", "auto"),
+            workers=options.get("workers"),
+            share=find_worker_rank(os.environ, options.get("rank"), options.get("world_size")),
+        )
     )
-    name: str = format
+
+
+def _reading_of(options: TokenizeOptions) -> ReadingOptions:
+    known = ReadingOptions.__annotations__
+    return cast(ReadingOptions, {name: options[name] for name in known if name in options})  # type: ignore[literal-required]
+
+
+def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
+    """What a dataset records of how it is made, from the first row where that decides it. Raises
+    DataError for options that do not go together."""
+    from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES, OptionsRecord
+
+    name: str = options.get("format", "auto")
+    roles, learn = options.get("roles") or {}, options.get("learn", "all")
     if name == "auto":
-        name = "text" if text_keys else detected_format(reading, say or _to_stderr)
-    rows = row_format(name, keys or {}, roles or {})
+        say = options.get("say") or _to_stderr
+        name = "text" if options.get("text_keys") else detected_format(reading, say)
+    rows = row_format(name, options.get("keys") or {}, roles)
     if rows is None:
-        refuse_for_text(chat_template, learn, roles or {})
-    options = OptionsRecord(
+        refuse_for_text(options.get("chat_template"), learn, roles)
+    return OptionsRecord(
         text_keys=reading.text_keys if rows is None else rows.keys,
-        held_out=held_out,
-        shard_bytes=shard_bytes or DEFAULT_SHARD_BYTES,
+        held_out=options.get("held_out", 0.0),
+        shard_bytes=options.get("shard_bytes") or DEFAULT_SHARD_BYTES,
         max_document_bytes=reading.max_document_bytes,
-        max_bad_fraction=max_bad_fraction,
-        parse_special_tokens=parse_special_tokens,
+        max_bad_fraction=options.get("max_bad_fraction", 0.0),
+        parse_special_tokens=options.get("parse_special_tokens", False),
         chat=rows is not None,
         chat_format="messages" if rows is None else rows.name,
         learned=learn,
         roles=() if rows is None else rows.roles,
         dataset_config=reading.selection.dataset_config,
         dataset_split=reading.selection.dataset_split,
-    )
-    return build_dataset(
-        BuildRequest(
-            reading.selection,
-            options,
-            str(tokenizer),
-            Path(output),
-            chat_template=None if chat_template is None else Path(chat_template),
-            encoder=encoder,
-            workers=workers,
-            share=find_worker_rank(os.environ, rank, world_size),
-        )
     )
 
 
@@ -167,21 +156,17 @@ def train_tokenizer(
     vocab_size: int,
     output: str | Path,
     *,
-    text_keys: Sequence[str] = (),
-    suffixes: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    dataset_config: str | None = None,
-    dataset_split: str = "train",
-    max_document_bytes: int | None = None,
-    read_as: str = "",
     max_bad_fraction: float = 0.0,
     say: Callable[[str], None] | None = None,
+    **options: Unpack[ReadingOptions],
 ) -> int:
     """Train a byte-level BPE tokenizer of at most `vocab_size` tokens, write it into the directory
     `output`, and return how many tokens it has.
 
-    The other parameters are those of `build_tokens`; `say` gets a line with the summary. Raises
-    DataError; then nothing is left behind.
+    inputs: as of `tokenize`. max_bad_fraction: documents that cannot be read are skipped up to this
+    share of all. say: gets a line with the summary. options: which text, as the options of
+    `tokenize` of these names: text_keys, suffixes, exclude, dataset_config, dataset_split,
+    max_document_bytes, read_as. Raises DataError; then nothing is left behind.
     """
     from bigtrain.data.documents.bad_documents import Rejects, require_few
     from bigtrain.data.documents.open_reader import DocumentReader
@@ -191,17 +176,7 @@ def train_tokenizer(
 
     target = Path(output)
     require_free(target)
-    reading = read_options(
-        inputs,
-        text_keys=text_keys,
-        suffixes=suffixes,
-        exclude=exclude,
-        dataset_config=dataset_config,
-        dataset_split=dataset_split,
-        max_document_bytes=max_document_bytes,
-        read_as=read_as,
-    )
-    reading = replace(reading, scratch=existing_above(target))
+    reading = replace(read_options(inputs, **options), scratch=existing_above(target))
     bad: list[BadDocument] = []
     rejects = Rejects(max_bad_fraction > 0, lambda one: bad.append(one) if not bad else None)
     reader = DocumentReader(find_sources(reading.selection), reading, rejects)
@@ -229,7 +204,7 @@ def read_options(
     max_document_bytes: int | None = None,
     read_as: str = "",
 ) -> ReadOptions:
-    """Which text is read, and how; the parameters are those of `build_tokens`."""
+    """Which text is read, and how; `build_tokens` says what each parameter means."""
     from bigtrain.data.documents.parts import ReadOptions
     from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
     from bigtrain.data.sources.discovery import DEFAULT_SUFFIXES, Selection

@@ -15,9 +15,19 @@ from bigtrain.report.run_files import Start
 
 RESTART, ROLLBACK, HANG = "restart", "rollback", "hang"
 SKIPPED, STRAGGLER = "skipped step", "straggler"
-KINDS = (RESTART, ROLLBACK, HANG, SKIPPED, NON_FINITE, STRAGGLER, OTHER_SITES)
+ALONE, LEFT_OUT, RETURNED = "site alone", "site left out", "site is back"
+REFUSED = "message refused"
+OF_SITES = (ALONE, LEFT_OUT, RETURNED, REFUSED)
+KINDS = (RESTART, ROLLBACK, HANG, SKIPPED, NON_FINITE, STRAGGLER, OTHER_SITES, *OF_SITES)
 """In this order; further events of `metrics.jsonl` follow under their own names."""
-_OF_FILE = {"rolled_back": ROLLBACK, "skipped": SKIPPED}
+_OF_FILE = {
+    "rolled_back": ROLLBACK,
+    "skipped": SKIPPED,
+    "site_alone": ALONE,
+    "site_left_out": LEFT_OUT,
+    "site_returned": RETURNED,
+    "message_refused": REFUSED,
+}
 MEANINGS = {
     RESTART: "the run was started again and resumed from a checkpoint",
     ROLLBACK: "the run was rolled back to an earlier checkpoint and skipped samples",
@@ -26,6 +36,10 @@ MEANINGS = {
     NON_FINITE: "a logged step has no finite loss or gradient norm, and was not skipped",
     STRAGGLER: "one rank took longer than its peers and held up the run",
     OTHER_SITES: "other sites took part in an outer step than in the one before",
+    ALONE: "a site found no server, or no outer step in time, and went on alone",
+    LEFT_OUT: "what a site had changed was left out of an outer step",
+    RETURNED: "a site joined, took part again, or took the global weights",
+    REFUSED: "the outer server refused a message: corrupted, forged, or sent before",
 }
 
 _MOST_POSITIONS = 1000
@@ -126,6 +140,13 @@ def _event_text(kind: str, line: dict[str, Any]) -> str:
         sites = line.get(SITES)
         named = ", ".join(_shown(site) for site in sites[:20]) if isinstance(sites, list) else ""
         return f"outer step {_shown(line.get('outer_step'))} with sites {named or 'not recorded'}"
+    if kind in OF_SITES:
+        count = line.get("count")
+        many = f", {count:,} times" if type(count) is int and count > 1 else ""
+        return (
+            f"{_shown(line.get('who'))}: {_shown(line.get('reason'))}{many}; outer step "
+            f"{_shown(line.get('outer_step'))}"
+        )
     if kind == NON_FINITE:
         names = [name for name in ("loss", "grad_norm") if type(line.get(name)) is not float]
         return f"{' and '.join(names)} not finite"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from bigtrain.engine.sites.figures import OuterFigures
+from bigtrain.engine.sites.figures import OuterEvent, OuterFigures
 from bigtrain.engine.sites.outer_step import OuterStep
 from bigtrain.engine.sites.server_step import ServerStep
 from bigtrain.engine.sites.site_rendezvous import SiteRendezvous
@@ -36,10 +36,6 @@ def join_sites(session: Session, inputs: Inputs) -> Meeting | None:
     if sites.server is not None:
         return facts
     session.heartbeat.at("joining the other sites", slow=True)
-    facts |= {
-        "ranks": session.run.topology.describe() or "1 rank",
-        "ZeRO stage": session.run.engine.deepspeed["zero_optimization"]["stage"],
-    }
     rendezvous = SiteRendezvous.join(sites, session.world, facts)
     if sites.count > 1:
         session.say(f"site {sites.index} of {sites.count}, which joined at {sites.address}")
@@ -107,6 +103,7 @@ class OuterSteps:
         assert self._step is not None
         while self._step.notes:
             self._session.say(self._step.notes.pop(0))
+        self._log_events(state, self._step.events)
         state = replace(state, outer_steps=self._step.number, outer_sent=self._step.under_way)
         if self._step.step is None:
             return state
@@ -127,6 +124,20 @@ class OuterSteps:
             values = asdict(figures)
             number, sites = values.pop("number"), list(values.pop("sites"))
             metrics.log_outer_step(state.step, outer_step=number, sites=sites, **values)
+
+    def _log_events(self, state: TrainState, events: list[OuterEvent]) -> None:
+        """As events of the samples of the last step."""
+        batch = self._session.run.plan.global_batch_size
+        while events:
+            event = asdict(events.pop(0))
+            if self._session.metrics is not None:
+                self._session.metrics.log_event(
+                    event.pop("event"),
+                    step=state.step,
+                    first_sample=max(0, state.samples - batch),
+                    num_samples=min(state.samples, batch),
+                    **event,
+                )
 
     def stop(self) -> None:
         """Before the run ends early, saved: an outer server does not wait for this site then."""

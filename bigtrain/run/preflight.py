@@ -13,6 +13,7 @@ from bigtrain.data.loading.held_out_sets import check_best, open_held_out_datase
 from bigtrain.data.samples.identity import SourceIdentity, data_hash, identify_sources
 from bigtrain.data.samples.packed_samples import PackingReport, packing_reports
 from bigtrain.data.shards.dataset import Level, TokenDataset
+from bigtrain.data.tokenizers.added_tokens import check_added_tokens
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.equivalence.model_plan import ModelPlan
@@ -20,10 +21,12 @@ from bigtrain.models.equivalence.once import choose_once
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
+from bigtrain.models.weights.quantized import check_quantization
 from bigtrain.models.weights.vocabulary import Growth, grown_configuration
 from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,14 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
         problems += check_tasks(config.evaluation)
     if datasets:
         problems += check_datasets(config, datasets, vocabulary_size(hf_config))
+        problems += _check_tokenizer(config, datasets[0])
         tokens = datasets[0].table.tokenizer.vocab_size
         hf_config, growth = grown_configuration(config.model, hf_config, tokens)
         held_out_sets, of_sets = open_held_out_datasets(config, datasets, check)
         problems += of_sets or check_best(config, datasets, held_out_sets)
     problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
     problems += check_kernels(hf_config, config.model.kernels)
+    problems += check_quantization(config.adapters)
     model_plan = None
     if not problems:
         model_plan, problems = choose_once(config, hf_config, run.plan)
@@ -90,6 +95,18 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
         growth,
         held_out_sets,
     )
+
+
+def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Problem]:
+    """Compare the data's tokenizer with the section ``tokenizer``. Not of a run that resumes: it
+    keeps these settings and its data, and reads nothing of the base."""
+    base = config.base_tokenizer
+    if config.tokenizer is None or base is None:
+        return []
+    if any(Path(config.output.directory, "checkpoints").glob("step-*")):
+        return []
+    directory = str(dataset.tokenizer_path)
+    return check_added_tokens(config.tokenizer, base, dataset.table.tokenizer, directory)
 
 
 def _check_output(directory: Path) -> Sequence[Problem]:

@@ -29,7 +29,9 @@ MODEL_CONFIG = "model_config"
 """Folder of a run directory with the model's Hugging Face configuration, as it was loaded, and its
 generation settings."""
 
-_PACKAGES = ("torch", "deepspeed", "transformers", "peft", "accelerate", "datasets", "numpy")
+_PACKAGES = (
+    "torch", "deepspeed", "transformers", "peft", "accelerate", "datasets", "numpy", "bitsandbytes",
+)  # fmt: skip
 
 
 def write_run_directory(

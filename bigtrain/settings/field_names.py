@@ -10,6 +10,9 @@ _ELSEWHERE = {
     "model.compile": "torch_compile",
     "data.path": "dataset dataset_path data_path train_data train_data_path",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
+    "tokenizer.add_special_tokens": "new_special_tokens additional_special_tokens special_tokens",
+    "tokenizer.add_tokens": "new_tokens extra_tokens",
+    "model.vocabulary": "resize_vocab resize_token_embeddings",
     "data.workers": "num_workers dataloader_num_workers",
     "batch.sequence_length": "seq_length seq_len max_seq_length max_seq_len max_length block_size "
     "context_length max_sequence_length",

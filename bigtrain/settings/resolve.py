@@ -178,6 +178,7 @@ def facts_of(
         adapts_experts=config.adapters is not None
         and "mlp" in config.adapters.presets
         and bool(model.num_experts),
+        quantization="none" if config.adapters is None else config.adapters.quantization,
         saved_modules=() if config.adapters is None else config.adapters.modules_to_save,
         num_sites=0 if config.sites is None else config.sites.count,
         site_fragments=1 if config.sites is None else config.sites.fragments,

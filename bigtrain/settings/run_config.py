@@ -8,7 +8,7 @@ memory and communication; the launcher owns where processes run.
 from __future__ import annotations
 
 import difflib
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -37,6 +37,7 @@ from bigtrain.settings.sections.running import (
     ProfileSection,
 )
 from bigtrain.settings.sections.sites import OuterSection, SitesSection
+from bigtrain.settings.sections.tokenizer import TokenizerSection
 from bigtrain.settings.sections.training import ScheduleSection, TrainSection
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "Section",
     "SitesSection",
     "SourceSection",
+    "TokenizerSection",
     "TrainSection",
     "VocabularySection",
     "WatchdogSection",
@@ -78,6 +80,11 @@ class RunConfig(Section):
     train: TrainSection
     optimizer: OptimizerSection
     output: OutputSection
+    tokenizer: TokenizerSection | None = Field(
+        default=None,
+        description="tokens added to a tokenizer, for which model.path's weights get rows; absent: "
+        "the tokenizer of the data as it is",
+    )
     adapters: AdaptersSection | None = Field(
         default=None, description="train adapters, not the model's own weights; absent: all of it"
     )
@@ -96,6 +103,41 @@ class RunConfig(Section):
     guard: GuardSection = GuardSection()
     engine: EngineSection = EngineSection()
     seed: NonNegativeInt = Field(default=0, description="of weights, dropout and sample order")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _added_tokens_get_rows(cls, tree: Any) -> Any:
+        """Weights grow for the tokens of ``tokenizer`` where ``model.vocabulary`` does not say how
+        (or, by null, that they do not: some have rows to spare)."""
+        model = tree.get("model") if isinstance(tree, dict) else None
+        if not isinstance(model, dict) or model.get("path") is None:
+            return tree
+        if tree.get("tokenizer") is None or tree.get("adapters") is not None:
+            return tree
+        return {**tree, "model": {"vocabulary": {}, **model}}
+
+    @model_validator(mode="after")
+    def _added_tokens_have_a_base(self) -> Self:
+        if self.tokenizer is None:
+            return self
+        if self.adapters is not None:
+            raise ValueError(
+                "tokenizer adds tokens, for which the base of adapters must have rows before -> "
+                "leave it out, grow the base by `bigtrain grow`, and set model.path to what that "
+                "wrote"
+            )
+        if self.tokenizer.base is None and self.model.path is None:
+            raise ValueError(
+                "tokenizer.base is missing: model.config has no tokenizer to add tokens to -> "
+                "tokenizer.base=DIRECTORY, or a hub name"
+            )
+        return self
+
+    @property
+    def base_tokenizer(self) -> str | None:
+        """Where the tokenizer is that ``tokenizer`` adds tokens to."""
+        base = None if self.tokenizer is None else self.tokenizer.base
+        return base or self.model.path
 
     @model_validator(mode="after")
     def _weights_have_one_source(self) -> Self:

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import bigtrain
 
-PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy")
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "bitsandbytes")
 
 
 def library_versions() -> dict[str, str | None]:

@@ -228,6 +228,10 @@ def test_one_file_imports_lm_eval() -> None:
     assert importers_of("lm_eval") == {"bigtrain.models.lm_eval_tasks"}
 
 
+def test_one_file_imports_bitsandbytes() -> None:
+    assert importers_of("bitsandbytes") == {"bigtrain.models.weights.quantized"}
+
+
 def importers_of(library: str) -> set[str]:
     return {
         module

@@ -16,7 +16,8 @@ import pytest
 
 from tests.architecture.test_layers import MODULES, parse
 
-LIBRARIES = {"accelerate", "datasets", "deepspeed", "peft", "tokenizers", "torch", "transformers"}
+LIBRARIES = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "peft", "tokenizers"}
+LIBRARIES |= {"torch", "transformers"}
 PATCHES = (
     "bigtrain.data.tokenizers.transformers_patches",
     "bigtrain.engine.deepspeed_patches",

@@ -165,6 +165,13 @@ def test_sites_go_on_while_hosts_and_links_fail(lab: Lab) -> None:
     taken = [tuple(line["sites"]) for line in outer_lines(lab.folder / "0")]
     assert {(0,), (0, 1)} <= set(taken)
     assert taken[-1] == (0, 1)
+    told = {
+        (line["event"], line["who"])
+        for line in map(json.loads, (lab.folder / "0" / "metrics.jsonl").read_text().splitlines())
+        if "event" in line
+    }
+    assert {("site_alone", "site 0"), ("site_left_out", "site 1")} <= told
+    assert {("site_returned", "site 1"), ("message_refused", address)} <= told
 
 
 def paused(process: subprocess.Popen[bytes], until: Callable[[], bool]) -> None:

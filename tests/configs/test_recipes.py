@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.cli import main
-from bigtrain.models.traced_costs import model_costs
+from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.loading import load_run_config, recipe_names
 from bigtrain.settings.run_config import ModelSection

@@ -22,7 +22,7 @@ from bigtrain.settings.run_config import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 DS_CONFIGS = deepspeed_config_names()
 # Of one process or two: what a recipe's layout is on its own hardware is tested in test_recipes.py.
-REPLICAS = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=1"]
+REPLICAS = [f"parallel.{kind}=1" for kind in ("tensor", "pipeline", "sequence", "expert")]
 EXPECTED = {
     "zero0",
     "zero1",

@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from tests.support.chats import CHATML, chat_tokenizer, turns, unmarked
+from tests.support.pages import page_files, page_text
 from tests.support.worlds import ROOT
 
 # A line is a command where it begins with one of these, after assignments of variables.
@@ -45,7 +46,7 @@ NOT_HERE = {
     r"^bash RUN\.torchrun\.sh": "waits for other hosts; tests/cluster/test_elastic.py has them",
     r"^accelerate (config|launch bigtrain/train\.py --config RUN)": "asks for the machine's GPUs; "
     "tests/cluster/test_accelerate.py answers it",
-    r"(--config lora\.yaml|--run runs/lora|--adapters runs/)": "an 8B of the hub on eight GPUs; "
+    r"(--config lora\.yaml|--run runs/q?lora|--adapters runs/)": "an 8B of the hub on eight GPUs; "
     "tests/launch/test_adapters.py trains, exports and merges a small one",
 }
 ELSEWHERE = {
@@ -146,6 +147,8 @@ def make_reader(folder: Path) -> None:
     (run,) = re.findall(r"^```yaml\n(.*?)^```", text_of("README.md"), flags=re.M | re.S)
     (folder / "RUN.yaml").write_text(run)
     (folder / "hostfiles/mine").write_text("localhost slots=2\n")
+    for name, content in page_files(page_text("docs/howto/quickstart_chat.md")).items():
+        (folder / name).write_text(content)
     tokenizer = chat_tokenizer(unmarked(CHATML))
     # The recipe's model has 4096 tokens.
     tokenizer.add_tokens([f"<extra {number}>" for number in range(4096 - len(tokenizer))])
@@ -211,5 +214,5 @@ def test_the_docs_from_their_top_in_a_clean_clone(tmp_path: Path) -> None:
             except AssertionError as error:
                 failed.append(f"{page}: {error}")
     assert failed == [], "\n\n".join(failed)
-    for run in ("quickstart/run", "one", "two", "three", "chat"):
+    for run in ("quickstart/run", "one", "two", "three", "chat", "talk"):
         assert (folder / "runs" / run / "hf/config.json").is_file()

@@ -29,7 +29,8 @@ pytestmark = [
 ]
 
 PAGE = (ROOT / "docs/howto/adapters.md").read_text(encoding="utf-8")
-YAML, COMMANDS, _PLAN, LISTED, PYTHON = re.findall(r"^```\w*\n(.*?)^```", PAGE, flags=re.M | re.S)
+BLOCKS = re.findall(r"^```\w*\n(.*?)^```", PAGE, flags=re.M | re.S)
+YAML, COMMANDS, _PLAN, LISTED, PYTHON = BLOCKS[:5]
 TRAIN, EXPORT, MERGE = (shlex.split(line) for line in COMMANDS.splitlines())
 STEPS, SAVED = 6, 3
 IDS = torch.arange(3, 35)[None]

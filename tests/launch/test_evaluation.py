@@ -29,6 +29,7 @@ from tests.launch.conftest import (
     train,
     write_documents,
 )
+from tests.parity.conftest import ARCHITECTURES
 from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -200,7 +201,8 @@ output_type: {kind}
 
 
 def write_tasks(directory: Path) -> Path:
-    """Three tasks of a few documents, one of each kind of request."""
+    """Tasks of a few documents, one of each kind of request. The figure of tiny_said is of every
+    token of a prompt, also of what a chat template writes around it."""
     directory.mkdir()
     questions = [
         {"q": "Ada proved", "a": [" a theorem.", " the orbit.", " an invariant."], "n": n % 3}
@@ -226,26 +228,17 @@ def write_tasks(directory: Path) -> Path:
     answer += "doc_to_text: '{{q}}'\ndoc_to_target: ' a theorem'\n"
     answer += "generation_kwargs:\n  until: ['.']\n  max_gen_toks: 8\n"
     answer += "metric_list:\n  - metric: exact_match\n"
-    for name, content in (("choice", choice), ("text", text), ("answer", answer)):
+    said = TASK.format(name="tiny_said", file=asked, kind="loglikelihood")
+    said += "doc_to_text: '{{q}}'\ndoc_to_target: ' a theorem'\n"
+    said += "metric_list:\n  - metric: perplexity\n"
+    tasks = {"choice": choice, "text": text, "answer": answer, "said": said}
+    for name, content in tasks.items():
         (directory / f"{name}.yaml").write_text(content)
     return directory
 
 
-TASKS = ("tiny_choice", "tiny_text", "tiny_answer")
-EXPERTS = {
-    "model_type": "qwen3_moe",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "max_position_embeddings": 64,
-    "eos_token_id": 0,
-}
+TASKS = ("tiny_choice", "tiny_text", "tiny_answer", "tiny_said")
+EXPERTS = ARCHITECTURES["qwen3_moe"] | {"vocab_size": VOCAB_SIZE, "eos_token_id": 0}
 # Ranks, DeepSpeed JSON, settings.
 TOPOLOGIES = {
     "ZeRO 3": (2, "zero3", ["batch.micro_batch_size=2"]),
@@ -256,10 +249,31 @@ TOPOLOGIES = {
 }
 
 
+def lm_eval_figures(hf: Path, directory: Path, **options: Any) -> dict[str, float]:
+    """What lm-eval itself says of an export; options: of its `simple_evaluate`."""
+    import lm_eval
+
+    results = lm_eval.simple_evaluate(
+        model="hf",
+        model_args=f"pretrained={hf},dtype=float32",
+        tasks=list(TASKS),
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(directory)),
+        bootstrap_iters=0,
+        device="cpu",
+        **options,
+    )
+    return {
+        f"{task}/{key.removesuffix(',none')}": value
+        for task, figures in results["results"].items()
+        for key, value in figures.items()
+        if key.endswith(",none") and "stderr" not in key
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_figures_of_tasks_are_those_of_lm_eval(name: str, inputs: Inputs, tmp_path: Path) -> None:
-    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval")
     size, engine, more = TOPOLOGIES[name]
     directory = write_tasks(tmp_path / "tasks")
     settings = evaluating(
@@ -278,21 +292,8 @@ def test_figures_of_tasks_are_those_of_lm_eval(name: str, inputs: Inputs, tmp_pa
     run = tmp_path / "run"
     lines = [line for line in lines_of(run / "metrics.jsonl") if "tasks" in line]
     assert [line["step"] for line in lines] == [4, 8, 12]
-    results = lm_eval.simple_evaluate(
-        model="hf",
-        model_args=f"pretrained={run / 'hf'},dtype=float32",
-        tasks=list(TASKS),
-        task_manager=lm_eval.tasks.TaskManager(include_path=str(directory)),
-        bootstrap_iters=0,
-        device="cpu",
-    )
-    expected = {
-        f"{task}/{key.removesuffix(',none')}": value
-        for task, figures in results["results"].items()
-        for key, value in figures.items()
-        if key.endswith(",none") and "stderr" not in key
-    }
-    assert len(expected) == 5
+    expected = lm_eval_figures(run / "hf", directory)
+    assert len(expected) == 6
     assert lines[-1]["tasks"] == pytest.approx(expected, rel=1e-5)
     assert [one["text"] for one in lines_of(run / "samples.jsonl")[-len(PROMPTS) :]] == [
         greedy(run / "hf", prompt) for prompt in PROMPTS

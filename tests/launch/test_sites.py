@@ -32,9 +32,11 @@ def train_sites(
     own: Sequence[Sequence[str]] = ((), ()),
     *settings: str,
     die: tuple[int, int] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> tuple[list[int], str]:
-    """Two sites of one rank each; exit codes by site and all that they printed. `own`: settings of
-    each site."""
+    """Two sites of one rank each, or of so many `ranks`; exit codes by rank and all that they
+    printed. `own`: settings of each site."""
+    ranks = ranks or [1] * len(own)
     common = [
         "engine.deepspeed_config=zero1",
         "sites.count=2",
@@ -51,14 +53,17 @@ def train_sites(
     arguments = [[*common, *place, *of_site] for place, of_site in zip(places, own, strict=True)]
     request = directory / "request.json"
     ports = [free_port() for _ in own]
-    request.write_text(json.dumps({"ports": ports, "arguments": arguments}))
+    document = {"ports": ports, "ranks": list(ranks), "arguments": arguments}
+    request.write_text(json.dumps(document))
     script = [site_world.__file__, str(request)]
-    return shared_server().live([], script=script, world_size=len(own), grace_seconds=30.0, die=die)
+    return shared_server().live(
+        [], script=script, world_size=sum(ranks), grace_seconds=30.0, die=die
+    )
 
 
 def outer_lines(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "outer_step" in line]
+    return [line for line in lines if "outer_step" in line and "event" not in line]
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +140,41 @@ def test_a_site_that_is_killed_is_named_and_all_go_on_after_a_new_start(
         found = load_file(tmp_path / site / "hf" / "model.safetensors")
         for name, weight in load_file(trained / site / "hf" / "model.safetensors").items():
             assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.slow
+def test_sites_with_other_layouts_and_a_resume_on_yet_others(
+    trained: Path, inputs: Inputs, tmp_path: Path
+) -> None:
+    """They end where sites of one rank do, but for rounding; in the middle of a window they resume
+    with each other's layouts."""
+    layouts = [
+        ["engine.deepspeed_config=zero2", "batch.micro_batch_size=1"],
+        ["engine.deepspeed_config=zero1"],
+    ]
+    codes, output = train_sites(inputs, tmp_path, layouts, ranks=[2, 1])
+    assert codes == [0, 0, 0], output
+    assert "sites differ in layout (2, 1 ranks): they exchange by rectangles" in output
+
+    def weights(directory: Path, site: str) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = load_file(directory / site / "hf" / "model.safetensors")
+        return found
+
+    first = weights(tmp_path, "0")
+    expected = weights(trained, "0")
+    for name, weight in weights(tmp_path, "1").items():
+        assert torch.equal(weight, first[name]), name
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-4)
+    for site in "01":
+        checkpoints.remove(checkpoints.checkpoint_path(tmp_path / site, STEPS))
+        shutil.rmtree(tmp_path / site / "hf")
+    codes, output = train_sites(inputs, tmp_path, layouts[::-1], ranks=[1, 2])
+    assert codes == [0, 0, 0], output
+    assert output.count(f"resumed at step {MIDDLE} ") == 2
+    again = weights(tmp_path, "0")
+    for name, weight in weights(tmp_path, "1").items():
+        assert torch.equal(weight, again[name]), name
+        torch.testing.assert_close(weight, first[name], rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow

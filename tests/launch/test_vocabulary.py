@@ -14,15 +14,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bigtrain.cli import main as bigtrain
+from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import ConfigError
+from bigtrain.python_api.configuring import check
 from bigtrain.settings.loading import load_run_config
-from tests.launch.conftest import VOCAB_SIZE, Inputs, metrics, train
+from tests.launch.conftest import VOCAB_SIZE, Inputs, metrics, snapshot, train
 from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 PAGE = (ROOT / "docs/howto/vocabulary.md").read_text(encoding="utf-8")
-COMMANDS, YAML, GROW = re.findall(r"^```\w*\n(.*?)^```", PAGE, flags=re.M | re.S)
+COMMANDS, YAML, SAME, GROW = re.findall(r"^```\w*\n(.*?)^```", PAGE, flags=re.M | re.S)
 ADD, TOKENIZE, TRAIN = (shlex.split(line) for line in COMMANDS.splitlines())
 SPECIAL, PLAIN = ["<|im_start|>", "<|im_end|>"], "東京"
 
@@ -37,6 +39,7 @@ def place(inputs: Inputs, finished_run: Path, tmp_path_factory: pytest.TempPathF
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         assert bigtrain(ADD[1:]) == 0
+        assert bigtrain(shlex.split(SAME)[1:]) == 0
         assert bigtrain(TOKENIZE[1:]) == 0
         assert bigtrain(shlex.split(GROW)[1:]) == 0
     assert TRAIN[:2] == ["python", "bigtrain/train.py"]
@@ -68,6 +71,51 @@ def test_the_export_is_what_plain_transformers_loads(place: Path) -> None:
     assert 0 < float((rows - mean).abs().max()) < 0.1  # six steps after
 
 
+def test_the_tokenizer_of_the_yaml_is_that_of_the_options(place: Path) -> None:
+    assert snapshot(place / "grown-tokenizer") == snapshot(place / "same-tokenizer")
+
+
+def adding(place: Path, tmp_path: Path, *settings: str) -> str:
+    """What a run with these settings of ``tokenizer`` is refused with, before it has a
+    directory."""
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError) as error:
+        check(place / "here.yaml", f"output.directory={run}", *settings, inputs=True)
+    assert not run.exists()
+    return str(error.value)
+
+
+def test_data_of_another_tokenizer_is_refused(place: Path, inputs: Inputs, tmp_path: Path) -> None:
+    text = adding(place, tmp_path, f"data.path={inputs.shards}")
+    assert (
+        "tokenizer.add_special_tokens = ['<|im_start|>', '<|im_end|>', '東京']: no tokens" in text
+    )
+    assert "bigtrain tokenizer --config RUN.yaml --output DIR" in text
+    turned = adding(place, tmp_path, "tokenizer.add_special_tokens=[<|im_end|>, <|im_start|>]")
+    assert "<|im_end|> has id 321 in the tokenizer that the data" in turned
+    assert "would get 320 -> the order of the ids: [<|im_start|>, <|im_end|>]" in turned
+    fewer = adding(place, tmp_path, "tokenizer.add_tokens=[]")
+    assert "tokenizer.add_tokens: the tokenizer that the data was tokenized with" in fewer
+    assert "has also 東京 -> add them too" in fewer
+    plain = adding(
+        place,
+        tmp_path,
+        "tokenizer.add_special_tokens=[<|im_start|>]",
+        "tokenizer.add_tokens=[<|im_end|>, 東京]",
+    )
+    assert "tokenizer.add_tokens = '<|im_end|>': is a control token" in plain
+    nowhere = adding(place, tmp_path, f"tokenizer.base={tmp_path / 'nowhere'}")
+    assert "nowhere': tokenizer" in nowhere
+    assert "-> tokenizer.base=DIRECTORY, or a hub name" in nowhere
+    grown = place / "grown-tokenizer"
+    known = adding(place, tmp_path, f"tokenizer.base={grown}")
+    assert "= '<|im_start|>': is a token of" in known
+    assert "already, with id 320 -> leave it out" in known
+    train_tokenizer([["another text"]], 257).save(tmp_path / "other")
+    other = adding(place, tmp_path, f"tokenizer.base={tmp_path / 'other'}")
+    assert "was made from another one -> name the one that it was made from" in other
+
+
 def test_a_run_resumes_with_its_rows(place: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(place / "runs/grown", run)
@@ -90,6 +138,7 @@ def test_a_larger_tokenizer_is_refused_without_it(place: Path, tmp_path: Path) -
         "--config",
         place / "here.yaml",
         "model.vocabulary=null",
+        "tokenizer=null",
         f"output.directory={tmp_path / 'run'}",
     )
     assert finished.code == 2
@@ -107,7 +156,9 @@ def test_a_grown_base_is_for_adapters(place: Path) -> None:
     mean = base.get_input_embeddings().weight.detach().mean(0)
     torch.testing.assert_close(weight[VOCAB_SIZE:], mean.expand(3, -1), rtol=0, atol=1e-4)
     with pytest.raises(ConfigError, match="grow the base first, by `bigtrain grow`"):
-        load_run_config(str(place / "here.yaml"), ["adapters.rank=4"])
+        load_run_config(str(place / "here.yaml"), ["adapters.rank=4", "tokenizer=null"])
+    with pytest.raises(ConfigError, match="the base of adapters must have rows before"):
+        load_run_config(str(place / "here.yaml"), ["adapters.rank=4", "model.vocabulary=null"])
 
 
 @pytest.mark.slow
@@ -122,7 +173,8 @@ def test_adapters_learn_the_new_rows_of_a_grown_base(place: Path, tmp_path: Path
     run = tmp_path / "run"
     adapters = "adapters={rank: 4, modules_to_save: [embed_tokens, lm_head]}"
     settings = [f"model.path={tmp_path / 'grown'}", f"output.directory={run}", adapters]
-    finished = train("--config", place / "here.yaml", "model.vocabulary=null", *settings)
+    no_tokens = "model.vocabulary=null", "tokenizer=null"
+    finished = train("--config", place / "here.yaml", *no_tokens, *settings)
     assert finished.code == 0, finished.output
     state = load_file(run / "hf/adapter_model.safetensors")  # which plain peft has loaded
     [embedding] = [t for name, t in state.items() if "embed_tokens" in name]
@@ -139,6 +191,8 @@ def test_adapters_learn_the_new_rows_of_a_grown_base(place: Path, tmp_path: Path
         (["--add-token", "ab cd", "--add-special-token", "ab cd"], "added twice"),
         ([], "nothing to add to the tokenizer"),
         (["--add-token", "xyz", "--vocab-size", "300"], "--base takes a trained tokenizer"),
+        (["--add-token", "xyz", "train.steps=2"], "= 'train.steps=2': .* --config RUN.yaml"),
+        (["--config", "quickstart"], "--config = 'quickstart': says which .* all else but"),
     ],
 )
 def test_what_cannot_be_added(

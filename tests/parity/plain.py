@@ -157,6 +157,7 @@ def train(
     skipped: Container[int] = (),
     after_update: Callable[[Any], object] = bool,
     after_step: Callable[[], object] = bool,
+    quantization: Any = None,
 ) -> Training:
     """Train from `hf_directory`; masters are float32 whatever `dtype` the model computes in.
 
@@ -170,9 +171,11 @@ def train(
     any. added: to the loss of a micro-batch, of its number in the step and of what the model
     returned. skipped: steps without an update.
     after_update: called with the model after each update; after_step: after each step, then.
+    quantization: what `from_pretrained` is told of it.
     The loss that is reported is the cross-entropy, in nats, as the mean over the targets of a step.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=dtype).train()
+    options = {} if quantization is None else {"quantization_config": quantization}
+    model: Any = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=dtype, **options).train()
     if hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation(experts)
     watch(model)

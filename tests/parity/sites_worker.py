@@ -1,7 +1,7 @@
 """One process of several worlds side by side, each a site of the same training.
 
-Arguments: a JSON file with the `ports` of `tests.support.site_world` and by name one case for each
-site; and a file by site for its main rank to write the results to.
+Arguments: a JSON file with `ports` and `ranks` of `tests.support.site_world`, and by name one case
+for each site; and a file by site for its main rank to write the results to.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.site_world import become_site
 
 def main() -> None:
     request: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    site = become_site(request["ports"])
+    site = become_site(request["ports"], request.get("ranks"))
     world = read_world(os.environ)
     results: dict[str, Any] = {}
     with process_group(world) as joined:

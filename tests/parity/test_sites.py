@@ -61,6 +61,7 @@ LAYOUTS = {
     "zero2 offload": Layout(2, "zero2_offload"),
     "zero3 offload": Layout(2, "zero3_offload"),
 }
+ONE_RANK = Layout(1, "zero1")
 
 
 def config_of(
@@ -90,13 +91,16 @@ def config_of(
 
 
 def by_site(case: dict[str, Any], directory: Path, name: str) -> list[dict[str, Any]]:
-    """A case for each site; it keeps its weights, and what it names of a checkpoint, apart."""
+    """A case for each site; it keeps its weights, and what it names of a checkpoint, apart.
+    `of_sites`: what some of them have otherwise."""
     sites = case["config"]["sites"]
     address = f"127.0.0.1:{free_port()}"
     found = []
     for index in range(sites["count"]):
         section = sites | {"index": index, "address": address, "timeout_seconds": 60.0}
-        own: dict[str, Any] = {"config": case["config"] | {"sites": section}}
+        other = case.get("of_sites", {}).get(index, {})
+        config = other.get("config", case["config"])
+        own: dict[str, Any] = {**other, "config": config | {"sites": section}}
         for key in ("save_to", "save_again_to", "restore_from"):
             if key in case:
                 own[key] = f"{case[key]}-site-{index}"
@@ -106,16 +110,17 @@ def by_site(case: dict[str, Any], directory: Path, name: str) -> list[dict[str, 
 
 
 def train_sites(
-    ranks: int, cases: dict[str, dict[str, Any]], directory: Path, count: int = 2
+    ranks: Sequence[int], cases: dict[str, dict[str, Any]], directory: Path
 ) -> dict[str, list[dict[str, Any]]]:
-    """Results of each case by site, with the weights that it keeps."""
+    """Results of each case by site, with the weights that it keeps; `ranks`: of each site."""
     request = {
-        "ports": [free_port() for _ in range(count)],
+        "ports": [free_port() for _ in ranks],
+        "ranks": list(ranks),
         "cases": {name: by_site(case, directory, name) for name, case in cases.items()},
     }
     (directory / "request.json").write_text(json.dumps(request))
-    outputs = [directory / f"results-{index}.json" for index in range(count)]
-    run_script(count * ranks, WORKER, directory / "request.json", *outputs)
+    outputs = [directory / f"results-{index}.json" for index in range(len(ranks))]
+    run_script(sum(ranks), WORKER, directory / "request.json", *outputs)
     found = [json.loads(output.read_text()) for output in outputs]
     for name, of_sites in request["cases"].items():
         for results, case in zip(found, of_sites, strict=True):
@@ -274,19 +279,39 @@ class Compared:
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared with plain copies."""
+    """What is compared with plain copies. others: layouts of the sites after the first, if not as
+    the first."""
 
     layout: Layout
     count: int = 2
+    others: tuple[Layout, ...] = ()
     outer: dict[str, Any] = field(default_factory=lambda: NESTEROV)
     codec: str = "float32"
     inner_steps: int = INNER_STEPS
     more: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """By site."""
+        return (self.layout, *(self.others or (self.layout,) * (self.count - 1)))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """By site."""
+        return tuple(layout.ranks for layout in self.layouts)
+
+
+def between(*names: str, **more: Any) -> Case:
+    """Sites with these layouts."""
+    layouts = LAYOUTS | {"one rank": ONE_RANK}
+    first, *others = (layouts[name] for name in names)
+    return Case(first, others=tuple(others), **more)
+
 
 STEPS = INNER_STEPS * OUTER_STEPS
-ONE_RANK = Layout(1, "zero1")
 STREAMING = {"fragments": 2, "overlap_steps": 2, "mixing": 0.5}
+PAIRS = [("zero2", "tensor 2"), ("zero2", "one rank"), ("tensor 2", "zero3")]
+PAIRS += [("pipeline 2", "one rank"), ("zero0", "pipeline 2"), ("tensor 2", "pipeline 2")]
 INTEGERS = [("int8", "zero0"), ("int8", "zero3"), ("int8", "tensor 2"), ("int4", "zero2")]
 CASES = {
     **{name: Case(layout) for name, layout in LAYOUTS.items()},
@@ -305,16 +330,32 @@ CASES = {
         for name in ("zero0", "zero3", "pipeline 2")
     },
     **{f"{codec} {name}": Case(LAYOUTS[name], codec=codec) for codec, name in INTEGERS},
+    **{" and ".join(names): between(*names) for names in PAIRS},
+    "three layouts": between("tensor 2", "one rank", "pipeline 2", count=3),
+    "bfloat16 between": between("zero3", "tensor 2", codec="bfloat16"),
+    "int8 between": between("zero0", "tensor 2", codec="int8"),
+    "int4 between": between("one rank", "pipeline 2", codec="int4"),
+    "shares between": between("zero2", "one rank", more={"shares": [3, 1]}),
+    "streaming between": between("zero0", "pipeline 2", inner_steps=6, more=STREAMING),
+    "streaming int8 between": between(
+        "zero3", "one rank", codec="int8", inner_steps=6, more=STREAMING
+    ),
 }
+BETWEEN = [name for name, case in CASES.items() if case.others]
 NORMAL = ["zero0", "zero3", "pipeline 2", "streaming zero3", "int8 zero0"]
+NORMAL += ["zero2 and tensor 2", "int8 between"]
 SLOW = [name for name in CASES if name not in NORMAL]
-BY_SHARDS = [n for n in SLOW if CASES[n].layout.ranks == 2 and "fragments" not in CASES[n].more]
+BY_SHARDS = [
+    name
+    for name in SLOW
+    if CASES[name].ranks == (2, 2) and "fragments" not in CASES[name].more and name not in BETWEEN
+]
 
 
 def compare(names: Sequence[str], data: Path, hf_directory: Path, directory: Path) -> Compared:
     found: dict[str, list[dict[str, Any]]] = {}
     plain, unrounded = {}, {}
-    worlds: dict[tuple[int, int], dict[str, Any]] = {}
+    worlds: dict[tuple[int, ...], dict[str, Any]] = {}
     references: dict[str, Any] = {}
     for name in names:
         case = CASES[name]
@@ -327,8 +368,17 @@ def compare(names: Sequence[str], data: Path, hf_directory: Path, directory: Pat
         }
         config = config_of(data, case.layout, sites, steps=STEPS)
         config["model"] = {"path": str(hf_directory)}
-        world = worlds.setdefault((case.count, case.layout.ranks), {})
-        world[name] = {"config": config, "deepspeed_config": case.layout.engine, "keep": [STEPS]}
+        of_sites: dict[int, Any] = {}
+        for site, layout in enumerate(case.others, 1):
+            own = config_of(data, layout, sites, steps=STEPS) | {"model": config["model"]}
+            of_sites[site] = {"config": own, "deepspeed_config": layout.engine}
+        world = worlds.setdefault(case.ranks, {})
+        world[name] = {
+            "config": config,
+            "deepspeed_config": case.layout.engine,
+            "keep": [STEPS],
+            "of_sites": of_sites,
+        }
         # Samples of a site do not depend on how its ranks divide them but for their order.
         key = repr((sites, config["batch"], case.layout.data_size))
         if key not in references:
@@ -337,10 +387,10 @@ def compare(names: Sequence[str], data: Path, hf_directory: Path, directory: Pat
         if case.codec != "float32":
             exact = config | {"sites": sites | {"codec": "float32"}}
             unrounded[name] = plain_sites(data, hf_directory, exact, case.layout)[1]
-    for (count, ranks), cases in worlds.items():
-        place = directory / f"{count} sites of {ranks}"
+    for ranks, cases in worlds.items():
+        place = directory / "-".join(map(str, ranks))
         place.mkdir()
-        found |= train_sites(ranks, cases, place, count)
+        found |= train_sites(ranks, cases, place)
     return Compared(found, plain, unrounded)
 
 
@@ -366,6 +416,7 @@ def assert_as_plain(name: str, compared: Compared) -> None:
     found, (losses, weights) = compared.found[name], compared.plain[name]
     parts = CASES[name].more.get("fragments", 1)
     num_outer = (STEPS - 1) // (CASES[name].inner_steps // parts) + parts
+    assert not [site["error"] for site in found if "error" in site]
     first = found[0]["weights"][STEPS]
     is_integer = CASES[name].codec.startswith("int")
     for site, expected in zip(found, losses, strict=True):
@@ -425,6 +476,32 @@ def assert_bytes(name: str, compared: Compared) -> None:
         if "pipeline" not in case.layout.degrees:  # whose stages have other sizes
             assert step["link_bytes"] == pytest.approx(expected, rel=2e-3)
         assert step["link_bytes"] < 0.7 * step["sent_bytes"]
+
+
+@pytest.mark.parametrize("name", ["zero2 and tensor 2", "int8 between"])
+def test_sites_with_other_layouts_send_each_element_once(name: str, normal: Compared) -> None:
+    """But those that the ranks of one site hold twice: then as often as these need it."""
+    assert_bytes_between(name, normal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [n for n in BETWEEN if n in SLOW and "fragments" not in CASES[n].more]
+)
+def test_so_they_do_with_every_layout_and_codec(name: str, slow: Compared) -> None:
+    assert_bytes_between(name, slow)
+
+
+def assert_bytes_between(name: str, compared: Compared) -> None:
+    case, found = CASES[name], compared.found[name]
+    weights, count = found[0]["weights"][STEPS], len(case.layouts)
+    full = sum(weight.numel() for weight in weights.values())
+    twice = sum(held_twice(layout, weights) for layout in case.layouts)
+    codec = "float32" if case.codec.startswith("int") else case.codec
+    expected = sent_bytes(full - twice, count, case.codec) + sent_bytes(2 * twice, count, codec)
+    for site in found:
+        for step in site["outer_steps"]:
+            assert step["sent_bytes"] == pytest.approx(expected, rel=5e-3)
 
 
 @pytest.mark.parametrize("name", ["zero0", "zero3", "pipeline 2", "int8 zero0"])
@@ -516,7 +593,9 @@ def test_sites_that_average_each_step_of_sgd_are_data_parallel(
         config["data"] = {"path": str(dataset)}
         return {"config": config, "deepspeed_config": "zero1", "optimizer": sgd}
 
-    by_sites = train_sites(1, {"sgd": {**case(ONE_RANK, sites), "keep": [FEW_STEPS]}}, tmp_path)
+    by_sites = train_sites(
+        (1, 1), {"sgd": {**case(ONE_RANK, sites), "keep": [FEW_STEPS]}}, tmp_path
+    )
     ordinary_case = {**case(Layout(2, "zero1"), None), "weights": {str(FEW_STEPS): str(file)}}
     ordinary = train_cases(2, {"sgd": ordinary_case}, tmp_path)["sgd"]
     losses = [site["losses"] for site in by_sites["sgd"]]
@@ -552,7 +631,7 @@ def test_goes_on_in_a_window_on_any_layout(dataset: Path, tmp_path: Path) -> Non
     (tmp_path / "write").mkdir()
     (tmp_path / "read").mkdir()
     writers = {n: case(n, n, save_at=STOP, save_to=str(tmp_path / f"saved-{n}")) for n in READERS}
-    wrote = train_sites(2, writers, tmp_path / "write")
+    wrote = train_sites((2, 2), writers, tmp_path / "write")
     readers = {
         f"{writer} to {name}": case(
             name,
@@ -564,7 +643,7 @@ def test_goes_on_in_a_window_on_any_layout(dataset: Path, tmp_path: Path) -> Non
         for writer, names in READERS.items()
         for name in names
     }
-    read = train_sites(2, readers, tmp_path / "read")
+    read = train_sites((2, 2), readers, tmp_path / "read")
     for writer, names in READERS.items():
         for name, site in product(names, range(2)):
             saved = read_full(tmp_path / f"saved-{writer}-site-{site}" / "tensors")

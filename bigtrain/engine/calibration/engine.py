@@ -28,7 +28,7 @@ from bigtrain.errors import LaunchError
 from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import choose
-from bigtrain.models.meta_trace import trace_model
+from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts
 from bigtrain.settings.resolve import resolve_run

@@ -37,6 +37,7 @@ from bigtrain.models.layers.adapters import base_name, has_adapters
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.models.weights.adapted import with_magnitudes
 from bigtrain.models.weights.import_hf import Weights
+from bigtrain.models.weights.quantized import read_quantized
 
 _MASTER_BYTES, _ADAM_BYTES = 4, 8
 
@@ -131,6 +132,7 @@ def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | Non
 def read_weights(engine: TrainEngine, weights: Weights) -> None:
     """Fill masters and buffers from the files of a Hugging Face model. Collective.
 
+    Weights that are kept in 4 bits are read and packed by every rank, one after the other.
     Adapters, which are in no file, keep their initial values, except for those that are a function
     of the base weights (`with_magnitudes`). Each rank reads the parts that it owns; masters are
     exactly what the files hold. Raises ModelError on every rank if one cannot read its parts.
@@ -138,6 +140,7 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
     weights = with_magnitudes(weights, engine.module)
 
     def read() -> None:
+        read_quantized(engine.module, weights, engine.device)
         for fragment in owned_fragments(engine.engine, engine.module):
             name = base_name(fragment.name)
             if name not in weights.tensors and has_adapters(engine.module):

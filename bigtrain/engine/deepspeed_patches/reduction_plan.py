@@ -61,6 +61,10 @@ class Plan:
 
 
 def plan_of(slots: list[Slot], bucket_size: int) -> Plan:
+    """The plan of a bucket that holds the gradients of `slots`, one after the other.
+
+    `bucket_size`: elements; only a single parameter may be larger.
+    """
     runs: list[Run] = []
     total = 0
     for slot in slots:

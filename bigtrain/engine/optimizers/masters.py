@@ -25,6 +25,7 @@ from bigtrain.engine.deepspeed_patches.optimizers import (
 from bigtrain.engine.deepspeed_patches.partitions import MasterRange, frozen_range, zero3_range
 from bigtrain.errors import CheckpointError
 from bigtrain.models.parallel.sharding import Shard, local_shape, shard_of
+from bigtrain.models.weights.quantized import is_packed
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,15 @@ class MasterPart:
 def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
     """All parts that this rank has of the parameters of `model`, which `engine` trains.
 
-    Frozen parameters, which no optimizer knows, are their own masters. Parameters that are
-    replicated appear on every rank that holds them; `shard.primary` is true on the one that writes
-    and counts them. Not collective. Raises CheckpointError if the masters cannot be reached.
+    Frozen parameters, which no optimizer knows, are their own masters; weights in 4 bits have none.
+    Parameters that are replicated appear on every rank that holds them; `shard.primary` is true on
+    the one that writes and counts them. Not collective. Raises CheckpointError if the masters
+    cannot be reached.
     """
     find = _finder(engine.optimizer)
     for name, parameter in model.named_parameters():
+        if is_packed(parameter):
+            continue
         found = find(parameter) if parameter.requires_grad else frozen_range(parameter)
         if found is None:
             continue

@@ -25,7 +25,7 @@ from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.layer_options import speed_up
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker
 from bigtrain.engine.optimizers.parameter_groups import parameter_groups
-from bigtrain.engine.partitioning import copy_of, cutting, is_cut
+from bigtrain.engine.partitioning import copy_of, cutting, is_cut, run_dtype
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
 from bigtrain.engine.startup.mesh import Mesh
@@ -33,6 +33,7 @@ from bigtrain.models.build import WHOLE, build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.parallel.sharding import Shard, shard_of, tag_shard
 from bigtrain.models.parallel.stages import Stage
+from bigtrain.models.weights.quantized import fill_with_zeros
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
@@ -73,6 +74,7 @@ def build_pipeline_engine(
     undo_trial_update(engine)
     attach_optimizer(engine, stage.model)
     groups = _replica_groups(stage, mesh)
+    fill_with_zeros(stage.model, device)  # the engine computes to learn what stages send
     return PipelineTrainEngine(
         engine, plan, device, mesh, module, groups, is_compiled=compiled, moe=config.moe
     )
@@ -98,6 +100,7 @@ def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: Mode
         partitioning=replace(tensor, prepare=prepare),
         weights="left",
         adapters=config.adapters,
+        run_dtype=run_dtype(config),
     )
     (stage,) = built
     return stage

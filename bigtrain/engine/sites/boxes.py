@@ -1,10 +1,10 @@
-"""Rectangles of full parameters, in which a site and an outer server speak of weights, whatever the
-layout of the site. No communication."""
+"""Rectangles of full parameters, in which sites speak of weights, to each other or to an outer
+server, whatever their layouts. No communication."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,46 @@ class Box:
         """The rectangle of a tensor that is shaped like the parameter: a view."""
         where = zip(self.offsets, self.sizes, strict=True)
         return full[tuple(slice(begin, begin + size) for begin, size in where)]
+
+    def of_part(self, part: torch.Tensor, whole: Box) -> torch.Tensor:
+        """The rectangle of a tensor that is shaped like `whole`, which it lies in: a view."""
+        begins = (o - first for o, first in zip(self.offsets, whole.offsets, strict=True))
+        where = zip(begins, self.sizes, strict=True)
+        return part[tuple(slice(begin, begin + size) for begin, size in where)]
+
+    def common(self, other: Box) -> Box | None:
+        """What lies in both, of which `other` is of the same parameter."""
+        edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        found = [(max(a, b), min(a + m, b + n)) for a, m, b, n in edges]
+        if any(begin >= end for begin, end in found):
+            return None
+        offsets = tuple(begin for begin, _ in found)
+        return Box(self.name, offsets, tuple(end - begin for begin, end in found))
+
+    def without(self, inner: Box) -> Iterator[Box]:
+        """What is left when `inner`, which lies in it, is taken out."""
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        for dim, (first, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
+            end = offsets[dim] + sizes[dim]
+            for begin, stop in ((offsets[dim], first), (first + size, end)):
+                if begin < stop:
+                    yield Box(
+                        self.name,
+                        (*offsets[:dim], begin, *offsets[dim + 1 :]),
+                        (*sizes[:dim], stop - begin, *sizes[dim + 1 :]),
+                    )
+            offsets[dim], sizes[dim] = first, size
+
+    def halves(self, most: int) -> Iterator[Box]:
+        """The rectangle in pieces of at most `most` elements."""
+        if self.count <= most:
+            yield self
+            return
+        dim = next(dim for dim, size in enumerate(self.sizes) if size > 1)
+        size = self.sizes[dim] // 2
+        first = Box(self.name, self.offsets, (*self.sizes[:dim], size, *self.sizes[dim + 1 :]))
+        for half in (first, *self.without(first)):
+            yield from half.halves(most)
 
     def to_json(self) -> list[Any]:
         """For the header of a message."""

@@ -14,8 +14,8 @@ class OuterFigures:
     """What an outer step did; the same on every rank of a site.
 
     number: of the outer step, from 1. fragment: of the model, that it exchanged. sites: that took
-    part. sent_bytes: by all ranks of this site. link_bytes: the most that a rank of it sent to its
-    counterpart on one other site, or to the server. seconds: its duration on this rank,
+    part. sent_bytes: by all ranks of this site. link_bytes: the most that a rank of it sent to one
+    other site, or to the server. seconds: its duration on this rank,
     `waited_seconds` of it waiting for the other sites (with an overlap, all that training waited
     for it). change: root mean square of this site's change to the global weights since the last
     outer step. distance: root mean square of the difference between its weights and the mean over
@@ -31,6 +31,28 @@ class OuterFigures:
     waited_seconds: float
     change: float
     distance: float | None
+
+
+ALONE, LEFT_OUT, RETURNED, MESSAGE_REFUSED = (
+    "site_alone",
+    "site_left_out",
+    "site_returned",
+    "message_refused",
+)
+"""Kinds of `OuterEvent`: a site goes on alone; its change is left out of an outer step; it is back;
+the server has refused a message."""
+
+
+@dataclass(frozen=True)
+class OuterEvent:
+    """What happened beside the figures of outer steps. who: the site, or the host that sent a
+    message; outer_step: the last one then; count: how often since the one before it."""
+
+    event: str
+    who: str
+    reason: str
+    outer_step: int
+    count: int = 1
 
 
 @dataclass(frozen=True)

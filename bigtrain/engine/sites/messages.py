@@ -23,6 +23,8 @@ NONCE, SIGNATURE, INSTANCE = "x-bigtrain-nonce", "x-bigtrain-signature", "x-bigt
 """Names of HTTP headers: the number used once, the signature, and which start of the server."""
 MOST_BYTES = (64 << 20) + (8 << 20)
 """Of a body: the elements of one exchange in float32, and a header."""
+OK, CORRUPT, FORGED, REFUSED, TOO_LARGE, OTHER_START = 200, 400, 401, 409, 413, 412
+"""HTTP statuses of replies."""
 _START = struct.Struct("<4sIQ")
 _MAGIC = b"BTO1"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -121,13 +121,14 @@ class OuterState:
     its own.
     """
 
-    def __init__(self, engine: TrainEngine, sites: SitesSection) -> None:
+    def __init__(
+        self, engine: TrainEngine, sites: SitesSection, plain: Collection[str] = ()
+    ) -> None:
+        """plain: parameters that travel in float32, whatever the codec (`held_twice`)."""
         self._engine = engine
         self._sites = sites
         self._codec = CODECS[sites.codec]
-        self._shared: frozenset[str] = frozenset()
-        if self._codec.keeps_error and sites.server is None:
-            self._shared = self._held_twice()
+        self._plain = frozenset(plain)
         parts = self._parts()
         assert all(part.master.dtype == torch.float32 for part in parts)
         num_elements = sum(part.count for part in parts)
@@ -150,9 +151,18 @@ class OuterState:
         alike = any(part.is_replicated for part in parts) and replicas.size > 1
         self.replicas = replicas if alike else None
 
+    @property
+    def num_fragments(self) -> int:
+        """Parts of the model that are exchanged in turn."""
+        return self._sites.fragments
+
+    def own(self, length: int) -> slice:
+        """What this rank exchanges of a window of so many elements."""
+        return slice(0, length) if self.replicas is None else self.replicas.own(length)
+
     def layout(self) -> str:
         """A checksum of which parts of parameters this rank holds, in which order."""
-        parts = [(part.name, part.start, part.count) for part in self._parts()]
+        parts = [(part.name, part.start, part.count, part.shard) for part in self._parts()]
         return xxhash.xxh3_64_hexdigest(repr(parts).encode())
 
     def digest(self, fragment: int | None = None) -> str:
@@ -192,29 +202,35 @@ class OuterState:
     def _runs(self, fragment: int) -> Iterator[tuple[Codec, list[MasterPart]]]:
         """The parts of a fragment that are encoded alike."""
         own = [part for part in self._parts() if self._fragment(part) == fragment]
-        yield self._codec, [part for part in own if part.name not in self._shared]
-        yield CODECS["float32"], [part for part in own if part.name in self._shared]
+        yield self._codec, [part for part in own if part.name not in self._plain]
+        yield CODECS["float32"], [part for part in own if part.name in self._plain]
 
     def _fragment(self, part: MasterPart) -> int:
         return fragment_of(part.name, self._sites.fragments)
 
-    def _held_twice(self) -> frozenset[str]:
-        """Parameters that tensor-parallel ranks or stages hold several times (norms, tied
-        embeddings). In blocks with other neighbours each of these would get other means; one
-        element at a time they stay equal. Collective over the model's ranks."""
-        own = [part.name for part in self._parts() if not part.shard.primary]
-        group = self._engine.mesh.model
-        everyones: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everyones, own, group=group)
-        return frozenset(itertools.chain.from_iterable(everyones))
-
     def _parts(self) -> list[MasterPart]:
         """Of what is trained, as they lie in the states: fragment after fragment, in each what is
         encoded alike, in the order of the model's parameters."""
-        module = self._engine.module
-        parts = [
-            part
-            for part in master_parts(self._engine.engine, module)
-            if part.count and module.get_parameter(part.name).requires_grad
-        ]
-        return sorted(parts, key=lambda p: (self._fragment(p), p.name in self._shared))
+        parts = _trained_parts(self._engine)
+        return sorted(parts, key=lambda p: (self._fragment(p), p.name in self._plain))
+
+
+def held_twice(engine: TrainEngine) -> set[str]:
+    """Parameters that tensor-parallel ranks or stages hold several times (norms, tied embeddings).
+
+    In blocks with other neighbours each of these would get other means; one element at a time they
+    stay equal. Collective over the site: ZeRO's ranges may end elsewhere on each of these ranks.
+    """
+    own = [part.name for part in _trained_parts(engine) if not part.shard.primary]
+    everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, own)
+    return set(itertools.chain.from_iterable(everyones))
+
+
+def _trained_parts(engine: TrainEngine) -> list[MasterPart]:
+    module = engine.module
+    return [
+        part
+        for part in master_parts(engine.engine, module)
+        if part.count and module.get_parameter(part.name).requires_grad
+    ]

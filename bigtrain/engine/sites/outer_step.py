@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from bigtrain.engine.deepspeed_patches.optimizers import refresh_parameters
+from bigtrain.engine.sites.codecs import CODECS
+from bigtrain.engine.sites.counterparts import Ranks
 from bigtrain.engine.sites.exchange import Exchange
-from bigtrain.engine.sites.figures import OuterFigures, site_totals, square
-from bigtrain.engine.sites.outer_state import OuterState, Window
+from bigtrain.engine.sites.figures import OuterEvent, OuterFigures, site_totals, square
+from bigtrain.engine.sites.outer_state import OuterState, Window, held_twice
 from bigtrain.engine.sites.outer_update import outer_update
-from bigtrain.engine.sites.site_rendezvous import Facts, SiteRendezvous, refuse_differences
+from bigtrain.engine.sites.rectangle_exchange import RectangleExchange, own_boxes
+from bigtrain.engine.sites.site_rendezvous import Facts, SiteRendezvous
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
@@ -26,8 +31,9 @@ class _UnderWay:
     """A fragment that this site sends after `step` in outer step `number`.
 
     is_settled: whether the global weights are updated by it. num_bytes: that this rank sent.
-    Of what goes in a thread: `locals`, the masters by window as they were; `means`, over the sites
-    of what this rank exchanges of them; `error`, which ended it; `seconds` that it took.
+    `locals`: the masters by window as they were; `means`: over the sites, of what this rank
+    exchanges of them; both empty where one window goes after the other. Of what goes in a thread:
+    `error`, which ended it; `seconds` that it took.
     """
 
     fragment: int
@@ -53,13 +59,48 @@ class OuterStep:
     def __init__(self, engine: TrainEngine, rendezvous: SiteRendezvous) -> None:
         self._engine = engine
         self._rendezvous = rendezvous
-        self._exchange = Exchange(rendezvous.group, self.sites.weights())
         self._under_way: _UnderWay | None = None
-        self.state = OuterState(engine, self.sites)
         self.number = 0
         # As of `ServerStep`: sites that meet are at the same step, and end if one is lost.
         self.notes: list[str] = []
+        self.events: list[OuterEvent] = []
         self.step: int | None = None
+        self.state = OuterState(engine, self.sites, self._plain_parameters())
+        self._exchange: Exchange | RectangleExchange = self._open_exchange()
+
+    def _plain_parameters(self) -> set[str]:
+        """What a site holds several times travels in float32, on all sites alike."""
+        if not CODECS[self.sites.codec].keeps_error:
+            return set()
+        own = sorted(held_twice(self._engine))
+        everyones = self._rendezvous.tell("what is held several times", own)
+        return {name for of_site in everyones for names in of_site for name in names}
+
+    def _open_exchange(self) -> Exchange | RectangleExchange:
+        """By shards where all sites have the same layout, else by rectangles."""
+        meeting, weights = self._rendezvous, self.sites.weights()
+
+        def exchange(ranks: Ranks) -> Exchange:
+            return Exchange(meeting.open_group(ranks), weights)
+
+        layouts = meeting.tell("layouts", self.state.layout())
+        if all(layout == layouts[0] for layout in layouts):
+            return on_all_ranks(lambda: exchange(meeting.own_ranks))
+        told = meeting.tell("rectangles", own_boxes(self.state))
+
+        def open_all() -> RectangleExchange:
+            try:
+                found = RectangleExchange(self.state, told, self.sites.index, meeting.rank)
+            except ValueError as error:
+                raise LaunchError(
+                    f"another site has no rectangles of this model: {error}"
+                ) from error
+            found.open({ranks: exchange(ranks) for ranks in found.ranks})
+            return found
+
+        sizes = ", ".join(str(len(layout)) for layout in layouts)
+        self.notes.append(f"sites differ in layout ({sizes} ranks): they exchange by rectangles")
+        return on_all_ranks(open_all)
 
     @property
     def sites(self) -> SitesSection:
@@ -90,12 +131,8 @@ class OuterStep:
             for fragment in range(self.sites.fragments):
                 for window in self.state.windows(fragment):
                     window.weights.copy_(window.gathered())
-        facts = {
-            "the number of outer steps": number,
-            "the parts of parameters of a rank": self.state.layout(),
-            "the global weights": self.state.digest(),
-        }
-        self._rendezvous.compare("the beginning", facts)
+        name = "the beginning"
+        self._rendezvous.compare(name, self._facts({"the number of outer steps": number}))
         if under_way is not None:  # saved once the global weights were updated, see `settle`
             fragment, sent_step = under_way
             self._under_way = _UnderWay(fragment, number, sent_step, is_settled=True)
@@ -143,10 +180,7 @@ class OuterStep:
         assert sent.thread is not None
         sent.thread.join()
         self._agree(sent.error)
-        squares = torch.zeros(3, dtype=torch.float64)
-        windows = self.state.windows(sent.fragment)
-        for window, local, mean in zip(windows, sent.locals, sent.means, strict=True):
-            squares += self._update(window, local, self._joined(window, mean))
+        squares = self._update_all(sent)
         self._under_way = _UnderWay(sent.fragment, sent.number, sent.step, is_settled=True)
         return [self._figures(sent, squares, time.perf_counter() - begun)]
 
@@ -157,9 +191,17 @@ class OuterStep:
     def _send_now(self, sent: _UnderWay, mixing: float) -> OuterFigures:
         """An outer step of one fragment, a window at a time."""
         begun = time.perf_counter()
-        self._rendezvous.compare(*self._facts(sent))
+        self._rendezvous.compare(*self._facts_of(sent))
         waited = time.perf_counter() - begun
         squares = torch.zeros(3, dtype=torch.float64)
+        if isinstance(self._exchange, RectangleExchange):
+            windows = list(self.state.windows(sent.fragment))
+            sent.locals = [window.gathered() for window in windows]
+            sent.means = on_all_ranks(lambda: self._means(sent, windows))
+            squares += self._update_all(sent)
+            for window in windows:
+                window.merge(mixing)
+            return self._figures(sent, squares, waited, time.perf_counter() - begun)
         replicas = self.state.replicas
         group = None if replicas is None else replicas.group
 
@@ -185,9 +227,8 @@ class OuterStep:
         def send() -> None:
             begun = time.perf_counter()
             try:
-                refuse_differences(self._rendezvous.gather(*self._facts(sent)))
-                for window, local in zip(windows, sent.locals, strict=True):
-                    sent.means.append(self._mean(sent, window, local))
+                self._rendezvous.refuse_others(*self._facts_of(sent))
+                sent.means = self._means(sent, windows)
             except Exception as error:  # which `settle` raises on all ranks
                 sent.error = error
             sent.seconds = time.perf_counter() - begun
@@ -197,9 +238,18 @@ class OuterStep:
         self._under_way = sent
         sent.thread.start()
 
-    def _facts(self, sent: _UnderWay) -> tuple[str, Facts]:
+    def _facts_of(self, sent: _UnderWay) -> tuple[str, dict[Ranks, Facts]]:
         name = f"outer step {sent.number}"
-        return name, {name: sent.fragment, "the global weights": self.state.digest(sent.fragment)}
+        return name, self._facts({name: sent.fragment}, sent.fragment)
+
+    def _facts(self, facts: Facts, fragment: int | None = None) -> dict[Ranks, Facts]:
+        """What each group of ranks that exchange must have alike: `facts`, and the global weights
+        of a fragment or of all."""
+        if isinstance(self._exchange, RectangleExchange):
+            digests = dict(self._exchange.digests(fragment))
+        else:
+            digests = {self._rendezvous.own_ranks: self.state.digest(fragment)}
+        return {ranks: {**facts, "the global weights": one} for ranks, one in digests.items()}
 
     def _agree(self, error: Exception | None) -> None:
         """Raise `error` on all ranks of this site."""
@@ -210,14 +260,30 @@ class OuterStep:
 
         self._rendezvous.agree(say)
 
+    def _means(self, sent: _UnderWay, windows: Sequence[Window]) -> list[torch.Tensor]:
+        """By window of `sent` the mean over sites of what this rank exchanges of it. Not collective
+        in a site."""
+        exchange = self._exchange
+        if isinstance(exchange, Exchange):
+            pairs = zip(windows, sent.locals, strict=True)
+            return [self._mean(sent, window, local) for window, local in pairs]
+        with self._counted(sent):
+            return exchange.means(sent.fragment, windows, sent.locals)
+
     def _mean(self, sent: _UnderWay, window: Window, local: torch.Tensor) -> torch.Tensor:
-        """The mean over sites of what this rank exchanges of a window. Not collective in a site."""
-        replicas = self.state.replicas
-        own = slice(0, len(local)) if replicas is None else replicas.own(len(local))
+        """As `_means`, of one window, where sites have the same layout."""
+        assert isinstance(self._exchange, Exchange)
+        own = self.state.own(len(local))
         error = None if window.error is None else window.error[own]
+        with self._counted(sent):
+            return self._exchange.mean(window.codec, local[own], window.weights[own], error)
+
+    @contextmanager
+    def _counted(self, sent: _UnderWay) -> Iterator[None]:
+        """Count the bytes that are sent inside. Raises LaunchError where a site is lost."""
         before = self._exchange.num_bytes
         try:
-            mean = self._exchange.mean(window.codec, local[own], window.weights[own], error)
+            yield
         except RuntimeError as failure:
             raise LaunchError(
                 f"outer step {sent.number}: another site was lost, or took longer than "
@@ -226,7 +292,6 @@ class OuterStep:
                 "their newest checkpoints"
             ) from failure
         sent.num_bytes += self._exchange.num_bytes - before
-        return mean
 
     def _joined(self, window: Window, mean: torch.Tensor) -> torch.Tensor:
         """The mean of a whole window, of which this rank exchanged its share."""
@@ -237,6 +302,15 @@ class OuterStep:
             own = window.error[replicas.own(length)]
             window.error.copy_(replicas.joined(own, length))
         return replicas.joined(mean, length)
+
+    def _update_all(self, sent: _UnderWay) -> torch.Tensor:
+        """`_update` of all windows of `sent`, of which this rank has the means of its shares.
+        Collective over this site."""
+        squares = torch.zeros(3, dtype=torch.float64)
+        windows = self.state.windows(sent.fragment)
+        for window, local, mean in zip(windows, sent.locals, sent.means, strict=True):
+            squares += self._update(window, local, self._joined(window, mean))
+        return squares
 
     def _update(self, window: Window, local: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Update the global weights of a window; returns sums for the figures."""

@@ -12,9 +12,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bigtrain.engine.sites.messages import (
+    FORGED,
     INSTANCE,
     MOST_BYTES,
     NONCE,
+    OK,
+    OTHER_START,
+    REFUSED,
     SIGNATURE,
     CorruptMessageError,
     Header,
@@ -25,7 +29,6 @@ from bigtrain.engine.sites.messages import (
 )
 from bigtrain.errors import LaunchError
 
-_OK, _FORGED, _REFUSED, _OTHER_START = 200, 401, 409, 412
 _SHORTEST_TOKEN = 16  # bytes
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
@@ -76,13 +79,13 @@ class ServerClient:
             except (OSError, http.client.HTTPException, CorruptMessageError) as error:
                 failure = f"{type(error).__name__}: {error}"
             else:
-                if status == _OK:
+                if status == OK:
                     self.num_bytes += len(payload)
                     return reply, content
                 failure = str(reply.get("error", f"status {status}"))
-                if status == _OTHER_START:
+                if status == OTHER_START:
                     self._instance = ""
-                elif status in (_REFUSED, _FORGED):
+                elif status in (REFUSED, FORGED):
                     raise RefusedByServerError(failure)
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -114,7 +117,7 @@ class ServerClient:
             raise http.client.HTTPException(f"status {status} that the server did not sign")
         header, payload = unpack(content)
         if not is_signed(self._token, f"reply {status}", nonce, content, signature):
-            return _FORGED, {"error": "the reply is not signed with sites.token_file"}, payload
+            return FORGED, {"error": "the reply is not signed with sites.token_file"}, payload
         return status, header, payload
 
 

@@ -16,7 +16,15 @@ import torch.distributed as dist
 from bigtrain.engine.deepspeed_patches.optimizers import refresh_parameters
 from bigtrain.engine.sites.boxes import split_cuts
 from bigtrain.engine.sites.codecs import CODECS, FloatCodec
-from bigtrain.engine.sites.figures import OuterFigures, site_totals, square
+from bigtrain.engine.sites.figures import (
+    ALONE,
+    LEFT_OUT,
+    RETURNED,
+    OuterEvent,
+    OuterFigures,
+    site_totals,
+    square,
+)
 from bigtrain.engine.sites.messages import Header
 from bigtrain.engine.sites.outer_state import OuterState, Window
 from bigtrain.engine.sites.server_client import (
@@ -62,8 +70,9 @@ class ServerStep:
     A site that cannot reach the server, or has come too late for an outer step, goes on alone, and
     takes the weights of the server's newest step when it is back: its own change is lost then.
     facts: what all sites must have alike; allowed: which of them this one may change
-    (``checkpoint.allow_changes``). notes: what happened and is to be shown. step: where the run
-    stands after it was away; None where it has not moved.
+    (``checkpoint.allow_changes``). notes: what happened and is to be shown; events: the same, and
+    of other sites and the server, for the metrics. step: where the run stands after it was away;
+    None where it has not moved.
     """
 
     def __init__(
@@ -89,6 +98,8 @@ class ServerStep:
         self._base_step = 0
         self._absolute = True
         self.notes: list[str] = []
+        self.events: list[OuterEvent] = []
+        self._was_away = False
         self.step: int | None = None
 
     @property
@@ -135,6 +146,8 @@ class ServerStep:
         self.number, self._base_step = number, int(found["step"])
         if is_new or number != found["number"]:
             self._take(found, step, deadline)
+        if number != found["number"]:
+            self._happened(RETURNED, f"took the global weights of outer step {self.number}")
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether `after_step` has something to do."""
@@ -158,11 +171,20 @@ class ServerStep:
             took_part = self.sites.index in found["sites"] and not found.get("late")
             self._take(found, step, deadline, errors=sent.errors if took_part else None)
         except _AwayError as error:
+            self._was_away = True
+            self._happened(ALONE, str(error))
             self.notes.append(
                 f"step {step}: no outer step after {self.number}: {error}; this site goes on alone"
             )
             return []
+        for told in found.get("events", ()):
+            self.events.append(OuterEvent(**told))
+        if took_part and self._was_away:
+            self._happened(RETURNED, "takes part again")
+        self._was_away = not took_part
         if not took_part:
+            own = f"too late for outer step {base + 1}, took the weights of {self.number}"
+            self._happened(LEFT_OUT, own)
             self.notes.append(
                 f"step {step}: too late for outer step {base + 1}; this site took the weights of "
                 f"{self.number}, and its own change of {step - self._base_step} steps is left out"
@@ -181,6 +203,10 @@ class ServerStep:
                 self._ask("leave", {}, time.monotonic() + _LEAVE_SECONDS)
             except _AwayError as error:
                 self.notes.append(f"the server was not told that this site left: {error}")
+
+    def _happened(self, event: str, reason: str) -> None:
+        """To this site."""
+        self.events.append(OuterEvent(event, f"site {self.sites.index}", reason, self.number))
 
     def _join(self, deadline: float) -> Header:
         """Join, with the names and shapes of what is trained."""
@@ -207,7 +233,7 @@ class ServerStep:
     def _upload(self, deadline: float) -> None:
         """Give the server this rank's part of the initial weights."""
         for window in self.state.windows(0):
-            own = self._own(len(window.weights))
+            own = self.state.own(len(window.weights))
             found = list(window.boxes(window.weights, own, primary=True))
             if found:
                 flat = torch.cat([view.reshape(-1) for _, _, view in found])
@@ -220,7 +246,7 @@ class ServerStep:
         relative = codec.is_relative or not self._absolute
         for part, window in enumerate(self.state.windows(0)):
             local = window.gathered()
-            own = self._own(len(local))
+            own = self.state.own(len(local))
             sent.squares[0] += square(local, window.weights)
             sent.squares[2] += len(local)
             change = local - window.weights if relative else local
@@ -298,7 +324,7 @@ class ServerStep:
                 form = "full"
         assert weights is not None
         for index, (window, new) in enumerate(zip(self.state.windows(0), weights, strict=True)):
-            own = self._own(len(new))
+            own = self.state.own(len(new))
             if self.state.replicas is not None:
                 new = self.state.replicas.joined(new[own], len(new))
             window.weights.copy_(new)
@@ -317,7 +343,7 @@ class ServerStep:
     def _fetched(self, window: Window, number: int, form: str, deadline: float) -> torch.Tensor:
         """The new global weights of a window, in this rank's own share of it."""
         new = window.weights.clone()
-        found = list(window.boxes(new, self._own(len(new)), primary=False))
+        found = list(window.boxes(new, self.state.own(len(new)), primary=False))
         if not found:
             return new
         header = {
@@ -345,11 +371,6 @@ class ServerStep:
             begin += box.count
         if self.state.replicas is not None:
             window.error.copy_(self.state.replicas.joined(window.error[own], len(window.error)))
-
-    def _own(self, length: int) -> slice:
-        """What this rank exchanges of a window of so many elements."""
-        replicas = self.state.replicas
-        return slice(0, length) if replicas is None else replicas.own(length)
 
     def _ask(
         self, action: str, header: Mapping[str, Any], deadline: float, payload: bytes = b""

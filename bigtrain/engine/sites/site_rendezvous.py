@@ -1,8 +1,8 @@
-"""Rendezvous of sites: connects the same rank of each site, beside each site's process group.
+"""Rendezvous of sites: connects ranks of different sites, beside each site's process group.
 
-Site 0's main rank serves a store at ``sites.address``. There each site publishes its facts, and the
-ranks with the same number open a group across sites. Data from other sites is JSON and bytes of
-tensors: nothing of it is unpickled.
+Site 0's main rank serves a store at ``sites.address``. There each site publishes its facts, and
+ranks that hold the same elements open groups across sites. Data from other sites is JSON and bytes
+of tensors: nothing of it is unpickled.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from bigtrain.engine.sites.counterparts import Ranks
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.errors import LaunchError
 from bigtrain.models.torch_patches import gloo_group
@@ -41,12 +42,12 @@ class SiteRendezvous:
     Entered with `join`. Errors of one rank are raised on all ranks of its site.
     """
 
-    def __init__(self, sites: SitesSection, world: World, store: Any, group: Any) -> None:
+    def __init__(self, sites: SitesSection, world: World, store: Any) -> None:
         self.sites = sites
-        self.group = group
         self._world = world
         self._store = store
-        self._published: list[str] = []
+        self._num_ranks = world.size  # of all sites
+        self._published: dict[Ranks, list[str]] = {}
 
     @classmethod
     def join(cls, sites: SitesSection, world: World, facts: Facts) -> SiteRendezvous:
@@ -56,9 +57,9 @@ class SiteRendezvous:
         ``sites.timeout_seconds``, or if facts differ, with both values.
         """
         if sites.count == 1:
-            return cls(sites, world, None, None)
+            return cls(sites, world, None)
         store = on_all_ranks(lambda: _open_store(sites, world))
-        rendezvous = cls(sites, world, store, None)
+        rendezvous = cls(sites, world, store)
 
         def enter() -> None:
             if world.is_main:
@@ -68,8 +69,11 @@ class SiteRendezvous:
                         "the other sites are still in that run, and end at their next outer step "
                         "-> start all sites again when they have (sites.timeout_seconds)"
                     )
-                store.set(f"facts/{sites.index}", json.dumps(facts))
-            by_site = rendezvous._read("facts", "the start")
+                own = {"facts": facts, "num_ranks": world.size}
+                store.set(f"facts/{sites.index}", json.dumps(own))
+            found = rendezvous._read("facts", "the start")
+            by_site = [dict(one.get("facts", {})) for one in found]
+            rendezvous._num_ranks = sum(int(one.get("num_ranks", 1)) for one in found)
             try:
                 refuse_differences(by_site)
             except _DifferenceError:
@@ -79,11 +83,27 @@ class SiteRendezvous:
                 raise
 
         on_all_ranks(enter)
-        rendezvous.group = on_all_ranks(rendezvous._open_group)
         return rendezvous
 
-    def _open_group(self) -> Any:
-        store = dist.PrefixStore(f"rank/{self._world.rank}/group", self._store)
+    @property
+    def rank(self) -> int:
+        """Of this process in its site."""
+        return self._world.rank
+
+    @property
+    def own_ranks(self) -> Ranks:
+        """The ranks with this one's number, of each site."""
+        return (self._world.rank,) * self.sites.count
+
+    def open_group(self, ranks: Ranks) -> Any:
+        """A group of `ranks`, one of each site, this one among them; None for a site alone.
+
+        Each of them must call it, and a rank in several groups for the smallest ranks first. Raises
+        LaunchError, on this rank alone, if one cannot be reached.
+        """
+        if self.sites.count == 1:
+            return None
+        store = dist.PrefixStore(f"group/{_text(ranks)}", self._store)
         timeout = timedelta(seconds=self.sites.timeout_seconds)
         try:
             return gloo_group(
@@ -92,17 +112,52 @@ class SiteRendezvous:
         except RuntimeError as error:
             raise LaunchError(
                 f"rank {self._world.rank} of site {self.sites.index} cannot connect to its "
-                f"counterparts on the other sites: {error} -> each host needs a connection to the "
-                "hosts of the other sites, on any port"
+                f"counterparts on the other sites (ranks {_text(ranks)} of sites 0 to "
+                f"{self.sites.count - 1}): {error} -> each host needs a connection to the hosts of "
+                "the other sites, on any port"
             ) from error
 
-    def compare(self, name: str, facts: Facts) -> None:
-        """See that the ranks of this place say the same `facts` under `name`, once for each name.
+    def tell(self, name: str, own: Any) -> list[list[Any]]:
+        """What all ranks of all sites say under `name`, JSON, by site and rank. Call once for each
+        name; raises as `compare`."""
+        sites, rank = self.sites, self._world.rank
+        if sites.count == 1:
+            everyones: list[Any] = [own]
+            if self._world.size > 1:
+                everyones = [None] * self._world.size
+                dist.all_gather_object(everyones, own)
+            return [everyones]
+
+        def read() -> list[list[Any]]:
+            # A key for each rank: the store takes no values of many megabytes.
+            self._set(f"{name}/{sites.index}/{rank}", {"own": own})
+            self._set(f"{name} of/{sites.index}", {"num_ranks": self._world.size})
+            sizes = [int(one["num_ranks"]) for one in self._read(f"{name} of", name)]
+            keys = {f"{name}/{n}/{of}": n for n, size in enumerate(sizes) for of in range(size)}
+            self._wait(keys, name)
+            values = iter(self._values(keys) if rank == 0 else ())
+            return [[next(values)["own"] for _ in range(size)] for size in sizes if rank == 0]
+
+        box = [on_all_ranks(read)]
+        if self._world.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def compare(self, name: str, facts: Mapping[Ranks, Facts]) -> None:
+        """See that by group of ranks, one of each site, all say the same `facts` under `name`, once
+        for each name.
 
         Raises LaunchError on every rank of every site where any two differ, and on every rank of
         this site where another says nothing within ``sites.timeout_seconds``.
         """
-        self.agree(lambda: refuse_differences(self.gather(name, facts)))
+        self.agree(lambda: self.refuse_others(name, facts))
+
+    def refuse_others(self, name: str, facts: Mapping[Ranks, Facts]) -> None:
+        """As `compare`, without the other ranks of this site: raises on this rank alone."""
+        for ranks in facts:
+            self._set(f"{_prefix(ranks, name)}/{self.sites.index}", facts[ranks])
+        for ranks in facts:
+            refuse_differences(self._gather(name, facts[ranks], ranks))
 
     def agree(self, compare: Callable[[], None]) -> None:
         """`compare` on all ranks of this site, whose errors all of them raise. That sites differ,
@@ -110,57 +165,66 @@ class SiteRendezvous:
         try:
             on_all_ranks(compare)
         except _DifferenceError:
-            self._leave("different", self.sites.count * self._world.size)
+            self._leave("different", self._num_ranks)
             raise
 
-    def gather(self, name: str, facts: Facts) -> list[Facts]:
-        """The `facts` that this rank's counterparts published under `name`, by site; call once for
-        each name.
+    def _gather(self, name: str, facts: Facts, ranks: Ranks) -> list[Facts]:
+        """What `ranks` have published under `name`, by site.
 
-        Raises LaunchError, on this rank alone, if a site publishes nothing within
-        ``sites.timeout_seconds``.
+        Raises LaunchError if a site publishes nothing within ``sites.timeout_seconds``.
         """
         if self.sites.count == 1:
             return [facts]
-        prefix = f"rank/{self._world.rank}/{name}"
-        own = f"{prefix}/{self.sites.index}"
-        try:
-            self._store.set(own, json.dumps(facts))
-        except dist.DistError as error:
-            raise _lost(self.sites, error) from error
+        prefix = _prefix(ranks, name)
         found = self._read(prefix, name)
-        # All sites are here, so nobody reads earlier keys any more.
-        while self._published:
-            self._store.delete_key(self._published.pop())
-        self._published.append(own)
+        # All sites are here, so nobody reads earlier keys of this group any more.
+        published = self._published.setdefault(ranks, [])
+        while published:
+            self._store.delete_key(published.pop())
+        published.append(f"{prefix}/{self.sites.index}")
         return found
 
+    def _set(self, key: str, value: Facts) -> None:
+        if self.sites.count > 1:
+            try:
+                self._store.set(key, json.dumps(value))
+            except dist.DistError as error:
+                raise _lost(self.sites, error) from error
+
     def _read(self, prefix: str, name: str) -> list[Facts]:
-        sites = self.sites
-        keys = [f"{prefix}/{index}" for index in range(sites.count)]
-        end, pause = time.monotonic() + sites.timeout_seconds, 0.005
+        """What each site publishes under `prefix`, when all of them have."""
+        keys = {f"{prefix}/{index}": index for index in range(self.sites.count)}
+        self._wait(keys, name)
+        return self._values(keys)
+
+    def _wait(self, keys: Mapping[str, int], name: str) -> None:
+        """Until all keys are there, each of which is of a site."""
+        end, pause = time.monotonic() + self.sites.timeout_seconds, 0.005
         try:
             # The store's own wait would print a warning, and block signals.
-            while not self._store.check(keys):
+            while not self._store.check(list(keys)):
                 if time.monotonic() > end:
                     raise self._missing(keys, name)
                 time.sleep(pause)
                 pause = min(2 * pause, _PAUSE_SECONDS)
-            texts = [self._store.get(key) for key in keys]
         except dist.DistError as error:
             raise _lost(self.sites, error) from error
+
+    def _values(self, keys: Iterable[str]) -> list[Facts]:
         try:
-            return [dict(json.loads(text)) for text in texts]
+            return [dict(json.loads(self._store.get(key))) for key in keys]
+        except dist.DistError as error:
+            raise _lost(self.sites, error) from error
         except (ValueError, TypeError) as error:
             raise LaunchError(
-                f"sites.address = {sites.address}: what was read there was not written by a site "
-                f"of this version of bigtrain ({error})"
+                f"sites.address = {self.sites.address}: what was read there was not written by a "
+                f"site of this version of bigtrain ({error})"
             ) from error
 
-    def _missing(self, keys: Sequence[str], name: str) -> LaunchError:
-        absent = [index for index, key in enumerate(keys) if not self._store.check([key])]
+    def _missing(self, keys: Mapping[str, int], name: str) -> LaunchError:
+        absent = {site for key, site in keys.items() if not self._store.check([key])}
         return LaunchError(
-            f"{_named(absent)} did not join {name} within sites.timeout_seconds = "
+            f"{_named(sorted(absent))} did not join {name} within sites.timeout_seconds = "
             f"{self.sites.timeout_seconds:g} -> see what its log says; a larger "
             "sites.timeout_seconds waits longer for a slower one"
         )
@@ -168,7 +232,7 @@ class SiteRendezvous:
     def close(self) -> None:
         """Wait until all ranks of all sites leave, so that none ends while another still reads."""
         if self.sites.count > 1:
-            self._leave("left", self.sites.count * self._world.size)
+            self._leave("left", self._num_ranks)
 
     def _leave(self, key: str, num_ranks: int) -> None:
         """Count this rank as done reading; the rank that serves the store waits for `num_ranks`."""
@@ -245,6 +309,14 @@ def _lost(sites: SitesSection, error: Exception) -> LaunchError:
         f"the rendezvous at {sites.address} is gone, and with it site 0, which serves it: see what "
         f"site 0 says ({error})"
     )
+
+
+def _text(ranks: Ranks) -> str:
+    return "-".join(map(str, ranks))
+
+
+def _prefix(ranks: Ranks, name: str) -> str:
+    return f"ranks/{_text(ranks)}/{name}"
 
 
 def _named(absent: Sequence[int]) -> str:

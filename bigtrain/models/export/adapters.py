@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ModelError
 from bigtrain.models.build import empty_model
-from bigtrain.models.export.verified import CARD, Probe, compare_logits, writing_directory
+from bigtrain.models.export.verified import (
+    CARD,
+    Probe,
+    compare_logits,
+    relative_difference,
+    writing_directory,
+)
 from bigtrain.models.layers.adapters import (
     ADAPTER,
     COPY,
@@ -35,6 +42,7 @@ from bigtrain.models.weights.adapted import magnitude
 from bigtrain.models.weights.export_hf import DTYPES, write_tokenizer
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor
+from bigtrain.models.weights.quantized import bits_and_bytes, compute_plainly
 from bigtrain.settings.sections.adapters import AdaptersSection
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -74,8 +82,30 @@ def export_adapter(
         if card:
             (directory / CARD).write_text(card, encoding="utf-8")
         with torch.no_grad(), _quiet():
-            model = _load(base, hf_config, directory, DTYPES[probe.dtype])
+            model = _load(base, hf_config, directory, DTYPES[probe.dtype], section)
             compare_logits(model, probe, output, dtype)
+
+
+@torch.no_grad()
+def probe_beside(
+    weights: Mapping[str, torch.Tensor],
+    section: AdaptersSection,
+    base: str,
+    hf_config: PreTrainedConfig,
+    probe: Probe,
+) -> tuple[Probe, float]:
+    """The logits of plain peft's model of these adapters beside `base` in its own precision, though
+    they were trained beside it in 4 bits; and how far they are from those of `probe` (root mean
+    square, relative). Parameters as of `export_adapter`."""
+    with TemporaryDirectory() as name, _quiet():
+        directory = Path(name)
+        _write_config(directory, section, base, hf_config)
+        save_file(adapter_state(weights, "float32"), directory / ADAPTER_WEIGHTS)
+        plain = section.model_copy(update={"quantization": "none"})
+        model = _load(base, hf_config, directory, DTYPES[probe.dtype], plain).eval()
+        logits = model(input_ids=probe.input_ids, use_cache=False).logits.float()
+    found = Probe(probe.input_ids, logits, probe.dtype)
+    return found, relative_difference(logits, probe.logits)
 
 
 def adapter_state(weights: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
@@ -168,11 +198,20 @@ def _write_config(
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
-def _load(base: str, hf_config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> Any:
+def _load(
+    base: str,
+    hf_config: PreTrainedConfig,
+    directory: Path,
+    dtype: torch.dtype,
+    section: AdaptersSection,
+) -> Any:
     from peft import PeftModel
 
-    config = copy.deepcopy(hf_config)
-    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype)
+    options: dict[str, Any] = {"config": copy.deepcopy(hf_config), "dtype": dtype}
+    if section.is_quantized:
+        options |= {"quantization_config": bits_and_bytes(section, dtype), "device_map": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(base, **options)
+    compute_plainly(model)
     return PeftModel.from_pretrained(model, str(directory), autocast_adapter_dtype=False)
 
 

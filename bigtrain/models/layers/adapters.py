@@ -8,9 +8,11 @@ seconds, so only runs with adapters do it.
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +20,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from bigtrain.errors import Problem
 from bigtrain.models.layers.adapter_presets import LINEAR, layers_of, stacks_of
 from bigtrain.models.layers.parameters import names_of
-from bigtrain.models.transformers_patches import mark_initialized
+from bigtrain.models.transformers_patches import kept_in_float32, mark_initialized
 from bigtrain.settings.sections.adapters import PRESETS, AdaptersSection
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 KEY = "adapters.targets"
 SAVED_KEY = "adapters.modules_to_save"
 PARAMETERS_KEY = "adapters.target_parameters"
+QUANTIZED_KEY = "adapters.quantization"
 ADAPTER = "default"
 """peft's name of the adapter; a run has one."""
 MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"
@@ -146,6 +151,8 @@ def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Pro
         rule = f"are the stacked weights of experts here, and peft has no {name} for those"
         return [Problem(KEY, "mlp", rule, f"adapters.{name}={off}, or targets without mlp")]
     names, missing = find_targets(model, section)
+    if packed := _check_quantized(model, section):
+        return packed
     if saved := _check_saved(model, section, set(names)):
         return saved
     linear, _ = find_targets(model, AdaptersSection())
@@ -157,6 +164,32 @@ def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Pro
     rule = "matches no linear layer beside the head; only those can have adapters"
     kind = "is a kind of layers of which nothing is known in this architecture"
     return [Problem(KEY, name, kind if name in PRESETS else rule, remedy) for name in missing]
+
+
+def _check_quantized(model: PreTrainedModel, section: AdaptersSection) -> list[Problem]:
+    if not section.is_quantized:
+        return []
+    if stacks := stacks_of(model, "mlp"):
+        rule = f"{stacks[0]} is a stacked weight, and only linear layers have weights in 4 bits"
+        return [Problem(QUANTIZED_KEY, section.quantization, rule, f"{QUANTIZED_KEY}=none")]
+    found = set(find_saved(model, section)[0]).intersection(quantized_layers(model))
+    rule = "{} would be in 4 bits, and a copy of it cannot be trained"
+    remedy = f"an adapter for it (adapters.targets), or {QUANTIZED_KEY}=none"
+    value = list(section.modules_to_save)
+    return [Problem(SAVED_KEY, value, rule.format(name), remedy) for name in sorted(found)]
+
+
+def quantized_layers(model: PreTrainedModel) -> list[str]:
+    """Names of the layers whose weights ``adapters.quantization`` keeps in 4 bits, in the model's
+    order: those that transformers chooses (all linear layers but the head and what it keeps in
+    float32). `model` may be on the meta device, and is not quantized."""
+    kept = [*get_keys_to_not_convert(model), *kept_in_float32(model)]
+    return [
+        name
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or isinstance(module, Conv1D))
+        and should_convert_module(name, kept)
+    ]
 
 
 def _check_saved(
@@ -198,6 +231,19 @@ def lora_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
     )
 
 
+@contextmanager
+def quiet_bitsandbytes() -> Iterator[None]:
+    """Inside, bitsandbytes is imported without its remark that a kernel could be downloaded for
+    this CPU. peft imports it wherever it is installed."""
+    log = logging.getLogger("bitsandbytes")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 @torch.no_grad()
 def add_adapters(
     model: PreTrainedModel, section: AdaptersSection, seed_of: Callable[[str], int]
@@ -213,7 +259,7 @@ def add_adapters(
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), quiet_bitsandbytes():
         # About layers that peft supports in several ways, and Conv1D.
         warnings.simplefilter("ignore")
         inject_adapter_in_model(lora_config(model, section), model)

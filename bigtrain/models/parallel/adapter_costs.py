@@ -7,10 +7,15 @@ from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
-from bigtrain.models.layers.adapters import find_parameters, find_saved, find_targets
+from bigtrain.models.layers.adapters import (
+    find_parameters,
+    find_saved,
+    find_targets,
+    quantized_layers,
+)
 from bigtrain.models.layers.decoder_layers import listed_layers
 from bigtrain.models.parallel.tensor import Plan, tensor_plan
-from bigtrain.planner.model_costs import AdapterCosts, Matmul, adapter_of
+from bigtrain.planner.model_costs import AdapterCosts, Matmul, Packed, adapter_of
 from bigtrain.settings.sections.adapters import AdaptersSection
 
 
@@ -46,7 +51,21 @@ def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCo
         add(name, list(adapter_of(stack, section.rank)), 0)
     for name in find_saved(model, section)[0]:
         add(name, [], sum(p.numel() for p in model.get_submodule(name).parameters()))
-    return AdapterCosts(tuple(map(tuple, products)), tuple(others), outside)
+    packed = _packed(model, section, prefixes) if section.is_quantized else ()
+    return AdapterCosts(tuple(map(tuple, products)), tuple(others), outside, packed)
+
+
+def _packed(
+    model: PreTrainedModel, section: AdaptersSection, prefixes: list[str]
+) -> tuple[Packed, ...]:
+    """Of each decoder layer; the few linear layers outside of those count as if they were plain."""
+    sizes: dict[str, list[int]] = {prefix: [] for prefix in prefixes}
+    for name in quantized_layers(model):
+        of_layer = next((found for prefix, found in sizes.items() if name.startswith(prefix)), None)
+        if of_layer is not None:
+            of_layer.append(model.get_submodule(name).weight.numel())
+    double = section.double_quantization
+    return tuple(Packed.of(found, double=double) for found in sizes.values())
 
 
 def _product(model: PreTrainedModel, name: str, plan: Plan) -> Matmul:

@@ -137,6 +137,7 @@ class Stage(nn.Module):
         self.is_first, self.is_last = index == 0, index == len(cuts) - 2
         self.needs_tokens = self.is_first or layout.tokens_everywhere
         self.replicas = replicated_parameters(model, layout, cuts)
+        _refuse_packed(model, layout)
         own = stages_of_parameters(model, layout, cuts)
         embedding = model.get_input_embeddings()
         width = getattr(embedding, "embedding_dim", None)
@@ -164,7 +165,7 @@ class Stage(nn.Module):
         if self.needs_tokens:
             inputs["input_ids"] = input_ids
         else:
-            own = next(self.model.parameters())
+            own = next(p for p in self.model.parameters() if p.is_floating_point())
             inputs["inputs_embeds"] = own.new_zeros(*input_ids.shape, self._width)
         if self._entry is not None:
             self._entry.received = payload
@@ -238,6 +239,17 @@ def _replace_layers(
     return entry
 
 
+def _refuse_packed(model: PreTrainedModel, layout: StageLayout) -> None:
+    for name, parameter in model.named_parameters():
+        # In 4 bits, and integers.
+        if not parameter.is_floating_point() and not name.startswith(f"{layout.layers}."):
+            raise ModelError(
+                f"adapters.quantization: {name} is outside of the layers that stages divide, and "
+                "nothing can stand for a weight in 4 bits on the other stages -> "
+                "parallel.pipeline=1, or adapters.quantization=none"
+            )
+
+
 def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:
     """Remove every parameter that is not in `keep`, by first name; its module stays callable."""
     first_name = {
@@ -245,7 +257,7 @@ def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:
         for names in names_of(model.named_parameters(remove_duplicate=False)).values()
         for name in names
     }
-    like = next(p for name, p in model.named_parameters() if name in keep)
+    like = next(p for name, p in model.named_parameters() if name in keep and p.is_floating_point())
     for prefix, module in list(model.named_modules()):
         drop = {
             name: parameter

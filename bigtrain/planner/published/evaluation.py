@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +88,11 @@ def predict(row: Mapping[str, str]) -> Prediction:
 
 def _as_measured(use: MemoryUse, engine: Engine, notes: str) -> float:
     """Bytes as the source counts them: allocated by tensors, reserved, or used on the device."""
-    if "peak_allocated" in notes:
+    said = notes.lower()
+    if re.search(r"peak.?alloc|max_memory_alloc|\(allocated\)|memory allocated", said):
         return use.allocated
-    return use.allocated * engine.reserved if "(reserved)" in notes else use.total
+    reserved = re.search(r"\(reserved\)|max_memory_reserved|peak.?reserved", said)
+    return use.allocated * engine.reserved if reserved else use.total
 
 
 @dataclass(frozen=True)

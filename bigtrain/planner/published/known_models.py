@@ -76,6 +76,14 @@ def known_figures(name: str) -> Mapping[str, Any]:
     return {}
 
 
+def usual_shape(billions: float, *, gated: bool) -> Mapping[str, int]:
+    """Layers and hidden size of a model of which only the size is known: 128 hidden units for each
+    layer, as models from 1B to 175B have them (Llama 7B: 32 and 4,096)."""
+    # 12 h^2 parameters in a layer, gated or not (`ffn` of rows), are 12 x 128^2 n^3 in n layers.
+    layers = max(1, round((billions * 1e9 / (12 * 128**2)) ** (1 / 3)))
+    return {"layers": layers, "hidden": 128 * layers, "vocab": 32000 if gated else 50257}
+
+
 def costs_of(shape: ModelShape, element_bytes: int = 2) -> ModelCosts:
     """Of a model of `shape`."""
     model = closed_form(shape.dense, element_bytes)

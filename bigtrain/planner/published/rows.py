@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from bigtrain.planner.layout import Layout, Recompute
+from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory import peak_memory
 from bigtrain.planner.model_costs import DenseShape, ModelCosts, of_all_linear, with_adapters
 from bigtrain.planner.published.known_models import (
@@ -22,27 +22,31 @@ from bigtrain.planner.published.known_models import (
     ModelShape,
     costs_of,
     known_figures,
+    usual_shape,
 )
+from bigtrain.planner.published.words import (
+    MOST,
+    Row,
+    billions,
+    degree,
+    engine_name,
+    has_float32_gradients,
+    is_float8,
+    is_single_precision,
+    is_told,
+    network_bits,
+    number,
+    recompute,
+    sequence_length,
+    virtual_stages,
+    words,
+    zero_stage,
+)
+from bigtrain.planner.step_time import step_time
 from bigtrain.planner.tables.engines import Engine, engine_named
 from bigtrain.planner.tables.hardware import Device, find_device, with_network
 
-Row = Mapping[str, str]
-
-_MOST = 10**8  # of anything that is counted; of layers a thousandth
-_NOTHING = {"", "-", "n/a", "na", "nan", "none", "null", "?", "unknown"}
-_ENGINES = (
-    (r"megatron[- ]?deepspeed", "megatron_deepspeed"),
-    (r"nanotron", "nanotron"),
-    (r"auto ?model", "automodel"),
-    (r"torchtitan|foundry", "fsdp"),
-    (r"nemo|megatron[- ]?(bridge|core)|mcore", "megatron_core"),
-    (r"fsdp", "fsdp"),
-    (r"megatron", "megatron"),
-    (r"deepspeed|zero[- ]?[0-3]\b", "deepspeed"),
-    (r"\btrl\b|unsloth|axolotl|accelerate|lit-?gpt|olmo|torchtune|levanter|nanogpt", "fsdp"),
-)
-"""Words of a page and the engine they mean; the first found counts, else it is DeepSpeed."""
-_GATED = r"llama|mistral|mixtral|qwen|gemma|deepseek|olmo|swiglu|gpt.?oss|kimi|glm|phi"
+_GATED = r"llama|mistral|mixtral|qwen|gemma|deepseek|olmo|swiglu|gpt.?oss|kimi|glm|phi|yi\b"
 
 
 @dataclass(frozen=True)
@@ -58,72 +62,42 @@ class RowRun:
 
 def run_of(row: Row) -> RowRun:
     """Model, layout, device and engine of a row. Raises ValueError with what is wrong."""
-    engine = engine_named(_engine(row))
+    engine = engine_named(engine_name(row))
     device = find_device(row["gpu"])
-    network = _network(row.get("notes", ""))
+    network = network_bits(row.get("notes") or "")
     if network is not None:
         device = with_network(device, network / device.devices_per_node)
-    precision = _words(row, "precision")
-    single = re.search(r"\b(fp32|float32|tf32)\b", precision.split(",")[0]) is not None
-    if single and "tf32" in precision:
+    single = is_single_precision(row)
+    if single and "tf32" in words(row, "precision"):
         device = replace(device, float32_flops=device.peak_flops / 2)
+    gain = max(1.0, device.float8_gain * engine.float8) if is_float8(row) else 1.0
     model = _model(row, engine, 4 if single else 2)
-    layout = _layout(row, engine, model, device, 4 if single else 2)
-    fast = re.search(r"fp8|float8|fp4", f"{precision} {_words(row, 'notes')}") is not None
-    gain = max(1.0, device.float8_gain * engine.float8) if fast else 1.0
+    layout = _layout(row, engine, model, device, 4 if single else 2, gain)
     return RowRun(model, layout, device, engine, gain)
 
 
-def _words(row: Row, *names: str) -> str:
-    return " ".join((row.get(name) or "") for name in names).lower()
-
-
-def _number(row: Row, name: str, default: int | None = None) -> int:
-    text = (row.get(name) or "").strip().replace(",", "")
-    if text.lower() in _NOTHING:
-        if default is not None:
-            return default
-        raise ValueError(f"{name} is empty")
-    value = float(text)
-    if not 1 <= value <= _MOST or value != int(value):
-        raise ValueError(f"{name} = {text} is not a count")
-    return int(value)
-
-
-def _degree(row: Row, name: str) -> int:
-    """A degree of parallelism; tables write 0 for what is not used."""
-    return 1 if (row.get(name) or "").strip() in ("0", "0.0") else _number(row, name, 1)
-
-
-def _engine(row: Row) -> str:
-    """By the words of the page; "compile" is told from "eager"."""
-    words = _words(row, "notes", "source")
-    found = next((name for pattern, name in _ENGINES if re.search(pattern, words)), "deepspeed")
-    if found == "fsdp" and "compile" in words:
-        return "fsdp_compiled"
-    # Fused attention came to Megatron with what is called Megatron-Core since.
-    if found == "megatron" and re.search(r"flash|transformer.?engine|fp8", words):
-        return "megatron_core"
-    return found
-
-
 def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
-    words = _words(row, "model", "notes")
+    said = words(row, "model", "notes")
     known = known_figures(row["model"])
+    gated = known.get("gated", bool(known) or bool(re.search(_GATED, said)))
+    usual = known
+    if not known and not (is_told(row, "layers") and is_told(row, "hidden")) and billions(row):
+        usual = usual_shape(billions(row), gated=gated)
 
     def figure(column: str, default: int | None = None) -> int:
-        return _number(row, column, known.get(column, default))
+        return number(row, column, usual.get(column, default))
 
     layers, hidden = figure("layers"), figure("hidden")
-    if layers > _MOST // 1000:
+    if layers > MOST // 1000:
         raise ValueError(f"layers = {layers} is not a count")
-    heads = figure("heads", max(1, hidden // 128))
+    heads = figure("heads", _usual_heads(hidden))
     head_size = known.get("head_size") if known.get("heads") == heads else None
     if hidden % heads and not head_size:
-        raise ValueError(f"hidden = {hidden} is not divided by heads = {heads}")
-    gated = known.get("gated", bool(known) or bool(re.search(_GATED, words)))
+        head_size = 128  # heads of such models are not a division of the hidden size
     experts = _experts(row, known, hidden)
-    ffn = known["ffn"] if known and experts else figure("ffn", 4 * hidden)
+    # A gated layer has three matrices in its feed-forward network where others have two.
+    wide = 8 * hidden // 3 if gated else 4 * hidden
+    ffn = known["ffn"] if known and experts else figure("ffn", wide)
     dense = DenseShape(
         num_layers=layers,
         hidden_size=hidden,
@@ -132,21 +106,27 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
         intermediate_size=ffn,
         vocabulary_size=figure("vocab", 32000 if gated else 50257),
         gated=gated,
-        tied="tied" in words or known.get("tied", not gated),
+        tied="tied" in said.replace("untied", "") or known.get("tied", not gated),
         dropout=engine.score_passes is not None,
-        fused_attention=engine.score_passes is None or "flash" in words,
+        fused_attention=engine.score_passes is None or "flash" in said,
         head_size=head_size,
     )
     if experts is None and not known:
-        experts = _guessed_experts(row, words, dense)
+        experts = _guessed_experts(row, said, dense)
     latent = Latent(*known["latent"]) if "latent" in known else None
     window = known.get("window")
     shape = ModelShape(dense, experts, latent, window, known.get("window_every", 1))
     model = costs_of(shape, element_bytes)
-    if re.search(r"\bq?lora\b|\bpeft\b", _words(row, "model", "notes", "source", "precision")):
-        rank = re.search(r"(?:rank|\br|dim)\W{0,3}(\d+)", words)
+    if re.search(r"\bq?lora\b|\bpeft\b", words(row, "model", "notes", "source", "precision")):
+        rank = re.search(r"(?:rank|\br|dim)\W{0,3}(\d+)", said)
         model = with_adapters(model, of_all_linear(model, int(rank.group(1)) if rank else 16))
     return model
+
+
+def _usual_heads(hidden: int) -> int:
+    """As many heads of about 128 as divide the hidden size."""
+    near = (heads for heads in range(max(1, hidden // 128), 0, -1) if hidden % heads == 0)
+    return next(near)
 
 
 def _experts(row: Row, known: Mapping[str, object], hidden: int) -> Experts | None:
@@ -165,44 +145,42 @@ def _experts(row: Row, known: Mapping[str, object], hidden: int) -> Experts | No
     )
 
 
-def _guessed_experts(row: Row, words: str, dense: DenseShape) -> Experts | None:
+def _guessed_experts(row: Row, said: str, dense: DenseShape) -> Experts | None:
     """Of a model that no table here knows: from words such as "8x7B", "64 experts", "top-2" and
     "A3B", and from how many parameters it has (`params_b`) beyond those of `dense`, whose `ffn` is
     then an expert's."""
-    times = re.search(r"\b(\d+)x\d+(?:\.\d+)?b\b", words)
-    told = re.search(r"(\d+)\s*(?:routed\s*)?experts", words)
+    times = re.search(r"\b(\d+)x\d+(?:\.\d+)?b\b", said)
+    told = re.search(r"(\d+)\s*(?:routed\s*)?experts", said)
     number = int((times or told).group(1)) if times or told else 0  # type: ignore[union-attr]
     each = (3 if dense.gated else 2) * dense.hidden_size * dense.intermediate_size
     per_expert = each * dense.num_layers
     rest = costs_of(ModelShape(dense)).num_parameters - per_expert
-    text = (row.get("params_b") or "").strip()
-    try:
-        whole = float(text) * 1e9
-    except ValueError:
-        whole = 0.0
-    speaks = bool(number) or "moe" in words or "expert" in words or _degree(row, "ep") > 1
+    whole = billions(row) * 1e9
+    speaks = bool(number) or "moe" in said or "expert" in said or degree(row, "ep") > 1
     if not number and speaks and whole > 1.3 * (rest + per_expert):
         number = round((whole - rest) / per_expert)
     if number < 2:
         return None
-    chosen = re.search(r"top.?(\d+)", words)
-    active = re.search(r"-a(\d+(?:\.\d+)?)b", words)
+    chosen = re.search(r"top.?(\d+)", said)
+    active = re.search(r"-a(\d+(?:\.\d+)?)b", said)
     met = int(chosen.group(1)) if chosen else 2
     if active and not chosen:
         met = max(1, round((float(active.group(1)) * 1e9 - rest) / per_expert))
     return Experts(number, min(met, number), dense.intermediate_size)
 
 
-def _layout(row: Row, engine: Engine, model: ModelCosts, device: Device, size: int) -> Layout:
-    notes = row.get("notes", "")
-    tp, pp, cp = _degree(row, "tp"), _degree(row, "pp"), _degree(row, "cp")
+def _layout(
+    row: Row, engine: Engine, model: ModelCosts, device: Device, size: int, gain: float
+) -> Layout:
+    notes = row.get("notes") or ""
+    tp, pp, cp = degree(row, "tp"), degree(row, "pp"), degree(row, "cp")
     dp = _replicas(row, tp, pp, cp)
-    ep = _degree(row, "ep")
+    ep = degree(row, "ep")
     if ep == 1 and "deepep" in notes.lower():
         ep = math.gcd(model.num_experts, dp * cp)  # a library for nothing but that
-    virtual = re.search(r"(?:interleav\w*|\bvpp?\b|virtual)[^0-9]{0,20}(\d+)", notes, re.I)
-    words = _words(row, "zero", "notes")
-    zero = _zero(row, engine)
+    said = words(row, "zero", "notes")
+    zero = zero_stage(row, engine.name)
+    kind, every = recompute(row, engine.name)
     layout = Layout(
         data_size=dp,
         tensor_size=tp,
@@ -210,18 +188,19 @@ def _layout(row: Row, engine: Engine, model: ModelCosts, device: Device, size: i
         sequence_size=cp,
         expert_size=min(ep, model.num_experts),
         zero_stage=zero,
-        sequence_length=_number(row, "seq"),
-        recompute=_recompute(row),
+        sequence_length=sequence_length(row),
+        recompute=kind,
+        recompute_every=every,
         tensor_sequence="REDUCE_SCATTER" in notes
         or "sequence parallel" in notes.lower()
         or (tp > 1 and engine.name in _SEQUENCE_PARALLEL),
-        num_virtual_stages=int(virtual.group(1)) if virtual else 1,
+        num_virtual_stages=virtual_stages(notes),
         parameter_bytes=size,
-        gradient_bytes=4 if size == 4 or "fp32 gradient" in row["precision"] else 2,
-        offload_optimizer=zero > 0 and re.search(r"(?<!no )offload", words) is not None,
-        offload_parameters=zero == 3 and re.search(r"param\w* offload|infinity", words) is not None,
+        gradient_bytes=4 if size == 4 or has_float32_gradients(row) else 2,
+        offload_optimizer=zero > 0 and re.search(r"(?<!no )offload", said) is not None,
+        offload_parameters=zero == 3 and re.search(r"param\w* offload|infinity", said) is not None,
     )
-    return _with_batch(row, layout, engine, model, device)
+    return _with_batch(row, layout, engine, model, device, gain)
 
 
 _SEQUENCE_PARALLEL = ("megatron_core", "automodel", "fsdp", "fsdp_compiled")
@@ -231,7 +210,8 @@ _SEQUENCE_PARALLEL = ("megatron_core", "automodel", "fsdp", "fsdp_compiled")
 def _replicas(row: Row, tp: int, pp: int, cp: int) -> int:
     """Data-parallel size. Some tables leave it out, count context-parallel ranks among it, leave
     expert-parallel ones out of it, or name the ranks that share one copy of the states (HSDP)."""
-    world, told = _number(row, "num_gpus"), _number(row, "dp", 0)
+    told = number(row, "dp", 0)
+    world = number(row, "num_gpus", told * tp * pp * cp or None)
     if not told:
         if world % (tp * pp * cp):
             raise ValueError(f"tp x pp x cp = {tp * pp * cp} does not divide num_gpus = {world}")
@@ -246,30 +226,68 @@ def _replicas(row: Row, tp: int, pp: int, cp: int) -> int:
 
 
 def _with_batch(
-    row: Row, layout: Layout, engine: Engine, model: ModelCosts, device: Device
+    row: Row, layout: Layout, engine: Engine, model: ModelCosts, device: Device, gain: float
 ) -> Layout:
-    """`layout` with its batch. A micro-batch that no column tells is the largest power of two that
+    """`layout` with its batch. A micro-batch that no column tells is the fastest power of two that
     fits the device and divides the batch, as people set it; a batch that none tells is one
-    micro-batch, or four for each pipeline stage."""
+    micro-batch, or four for each pipeline stage. A batch given in tokens is told from samples by
+    its size."""
     dp, p = layout.data_size, layout.pipeline_size
-    micro, batch = _number(row, "micro_batch", 0), _number(row, "global_batch", 0)
+    micro, batch = number(row, "micro_batch", 0), number(row, "global_batch", 0)
+    if layout.sequence_length >= 512 and batch >= 2 * dp * layout.sequence_length:
+        batch = dp * max(1, round(batch / layout.sequence_length / dp))
     if not micro:
-        for tried in _powers(batch // dp if batch else 64):
-            larger = replace(layout, micro_batch_size=tried)
-            if peak_memory(model, larger, engine).total > device.memory_bytes and micro:
-                break
-            micro = tried
+        micro = _fastest_micro(batch, layout, engine, model, device, gain)
     if batch and batch < micro * dp:
         raise ValueError(f"global_batch = {batch} is less than micro_batch x dp = {micro * dp}")
-    if batch % (micro * dp):
-        raise ValueError(f"global_batch = {batch} is no multiple of micro_batch x dp")
-    number = batch // (micro * dp) if batch else 4 * p if p > 1 else 1
-    layout = replace(layout, micro_batch_size=micro, num_accumulation=number)
-    if (row.get("recompute") or "").strip().lower() in _NOTHING - {"none"}:
-        # Of a page that says nothing: it was trained, so what is a tenth too much was not kept.
-        if peak_memory(model, layout, engine).total > 1.1 * device.memory_bytes:
-            layout = replace(layout, recompute="full")
+    if batch % dp:
+        raise ValueError(f"global_batch = {batch} is no multiple of dp = {dp}")
+    number_of = math.ceil(batch // dp / micro) if batch else 4 * p if p > 1 else 1
+    if batch:
+        micro = math.ceil(batch // dp / number_of)  # of uneven ones the mean
+    layout = replace(layout, micro_batch_size=micro, num_accumulation=number_of)
+    if not is_told(row, "recompute") and words(row, "recompute").strip() != "none":
+        return _as_much_recomputed_as_fits(layout, engine, model, device)
     return layout
+
+
+def _as_much_recomputed_as_fits(
+    layout: Layout, engine: Engine, model: ModelCosts, device: Device
+) -> Layout:
+    """Of a page that says nothing: it was trained, so what is a tenth too much was not kept; but no
+    more is recomputed than has to be."""
+
+    def fits(tried: Layout) -> bool:
+        return peak_memory(model, tried, engine).total <= 1.1 * device.memory_bytes
+
+    if fits(layout):
+        return layout
+    every = next(
+        (
+            every
+            for every in (8, 4, 3, 2)
+            if fits(replace(layout, recompute="full", recompute_every=every))
+        ),
+        1,
+    )
+    return replace(layout, recompute="full", recompute_every=every)
+
+
+def _fastest_micro(
+    batch: int, layout: Layout, engine: Engine, model: ModelCosts, device: Device, gain: float
+) -> int:
+    """The micro-batch that is predicted to be the fastest of those that fit."""
+    dp, p = layout.data_size, layout.pipeline_size
+    best, found = 0.0, 1
+    for tried in _powers(batch // dp if batch else 64):
+        number_of = batch // dp // tried if batch else 4 * p if p > 1 else 1
+        larger = replace(layout, micro_batch_size=tried, num_accumulation=number_of)
+        if peak_memory(model, larger, engine).total > device.memory_bytes and best:
+            break
+        seconds = step_time(model, larger, device, engine, gain=gain).total
+        if larger.global_batch_size / seconds > best:
+            best, found = larger.global_batch_size / seconds, tried
+    return found
 
 
 def _powers(number: int) -> Iterator[int]:
@@ -278,53 +296,3 @@ def _powers(number: int) -> Iterator[int]:
     while number % power == 0 and power <= max(1, number):
         yield power
         power *= 2
-
-
-def _recompute(row: Row) -> Recompute:
-    text = (row.get("recompute") or "").strip().lower()
-    if text in _NOTHING or text in ("no", "false", "0", "off"):
-        return "none"
-    if re.search(r"full|yes|true|block|uniform|^1$|^on$|^all", text):
-        return "full"
-    if text in ("selective", "attention") or "core_attn" in text or "core attention" in text:
-        return "attention"
-    # Experts' or norms' activations alone: a few percent of a layer's work.
-    return "none" if re.search(r"^(mla|moe|norm|layernorm|act)", text) else "operators"
-
-
-def _zero(row: Row, engine: Engine) -> int:
-    """The stage, also by FSDP's and Megatron's names; where none is told, what the engine has."""
-    text, notes = (row.get("zero") or "").strip().lower(), row.get("notes", "")
-    # FSDP's name of what ZeRO 2 does: parameters stay whole between the passes.
-    if "SHARD_GRAD_OP" in notes or "grad_op" in text:
-        return 2
-    if re.search(r"full.?shard|hybrid.?shard|hsdp|fsdp", text):
-        return 3
-    if re.search(r"no.?shard|ddp", text):
-        return 0
-    if "dist" in text:  # Megatron's distributed optimizer
-        return 1
-    if text in _NOTHING:
-        usual = {"fsdp": 3, "fsdp_compiled": 3, "automodel": 3, "megatron_core": 1}
-        said = re.search(r"zero[- ]?(?:stage[- ]?)?([0-3])\b", notes, re.I)
-        stage = int(said.group(1)) if said else usual.get(engine.name, 0)
-        # FSDP beside a pipeline keeps what it has gathered until the step ends, or it would gather
-        # anew for each micro-batch.
-        return 2 if stage == 3 and not said and _degree(row, "pp") > 1 else stage
-    named = re.search(r"(?:zero|stage)\D{0,8}([0-3])\b", text)
-    try:
-        number = float(named.group(1) if named else text)
-    except ValueError:
-        number = math.nan
-    if number not in (0, 1, 2, 3):
-        raise ValueError(f"zero = {row['zero']} is no stage")
-    return int(number)
-
-
-def _network(notes: str) -> float | None:
-    """Bits a second that leave a node, where the page says."""
-    cards = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", notes)
-    if cards:
-        return int(cards.group(1)) * int(cards.group(2)) * 1e9
-    whole = re.search(r"(\d+)\s*Gbps node", notes)
-    return int(whole.group(1)) * 1e9 if whole else None

@@ -57,8 +57,12 @@ class Engine:
     `reduces_every_micro_batch`: under ZeRO 2. `optimizer_bytes`: moved per parameter by an update;
     `loss_bytes`: per logit. `step_seconds`: fixed overhead per micro-batch. `measured`: on CPUs,
     replaces the formulas of the optimizer and of data-parallel communication. `float8`: factor on
-    the device's gain from 8-bit products; `expert_exposed`, `pipeline_exposed`: share of the
-    communication of experts and stages that is neither hidden nor avoided.
+    the device's gain from 8-bit products; `products`: speed of its products over that of the
+    programs whose rows the device's share of the peak is fitted to (libraries grew faster);
+    `expert_exposed`, `pipeline_exposed`: share of the communication of experts and stages that is
+    neither hidden nor avoided; `network`: share of the bandwidth between nodes that its all-gathers
+    of parameters reach, of what others do. `expert_host_seconds`: of a forward pass, for each of a
+    rank's experts in a layer, where each has kernels of its own (casts, products).
 
     Memory: `saved`: factor on the saved activations; `logit_bytes_cut`, `logit_bytes_whole`: kept
     per logit, divided by tensor parallelism or not. `context_bytes`: held on the device besides
@@ -92,6 +96,9 @@ class Engine:
     float8: float = 1.0
     expert_exposed: float = 1.0
     pipeline_exposed: float = 1.0
+    products: float = 1.0
+    network: float = 1.0
+    expert_host_seconds: float = 0.0
 
     def with_measured(self, found: MeasuredEngine) -> Engine:
         """This engine on the CPUs that `found` was measured on: without a CUDA context, and with

@@ -51,8 +51,10 @@ class Device:
     `num_units`: multiprocessors. Bandwidths in bytes: `link_bandwidth`: in one direction to the
     devices of its node; `network_bandwidth`: its share of the node's network; `host_bandwidth`: to
     main memory (offload); `host_memory_bandwidth`: of main memory, for all devices of a node
-    together (an offloaded optimizer step). `num_cores`: of a CPU, those that the ranks of a node
-    share; 0 where each has one of its own, or more.
+    together (an offloaded optimizer step). `float8_gain`: speed of its best product in 8 bits over
+    that in 16; `matmul_factor`: share of the peak that its best product reaches, over that of the
+    device whose `reach` it takes. `num_cores`: of a CPU, those that the ranks of a node share; 0
+    where each has one of its own, or more.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Device:
     reach: Reach
     float32_flops: float = 0.0
     float8_gain: float = 1.0
+    matmul_factor: float = 1.0
     is_cpu: bool = False
     num_cores: int = 0
 
@@ -106,7 +109,17 @@ def find_device(name: str, option: str = "--gpus") -> Device:
     return _device(entry, _table()["devices"][entry])
 
 
+_AROUND = (
+    r"(?i)\b(nvidia|amd|instinct|tesla|geforce|quadro|dgx|hgx|gpus?)\b|^\s*\d+\s*x\s*(?=[a-z])"
+)
+"""Words beside a device's name in tables: its vendor, its machine, how many there are."""
+
+
 def _find(name: str) -> str | None:
+    # "H100SXM5" is H100 and the form it is sold in.
+    name = re.sub(
+        r"(?i)(?<=\d)(?=(sxm|pcie?|nvl|hbm)\d*\b)", " ", re.sub(_AROUND, " ", name)
+    ).strip()
     wanted = _plain(name)
     devices = _table()["devices"]
     for entry, figures in devices.items():

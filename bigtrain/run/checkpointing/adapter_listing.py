@@ -35,7 +35,10 @@ class _Adapters:
         words.append(f"alpha {self.section.alpha:g}")
         targets = self.section.targets
         words.append(targets if isinstance(targets, str) else " ".join(targets))
-        return ", ".join([*words, *self.section.target_parameters, *self.section.modules_to_save])
+        words += [*self.section.target_parameters, *self.section.modules_to_save]
+        if self.section.is_quantized:
+            words.append(f"base in {self.section.quantization}")
+        return ", ".join(words)
 
 
 def describe_adapters(directory: Path) -> list[str]:

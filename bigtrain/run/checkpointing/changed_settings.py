@@ -42,6 +42,7 @@ _FREE = {
 _BEFORE: dict[str, Any] = {
     "model.frozen": [],
     "model.vocabulary": None,
+    "tokenizer": None,
     "adapters": None,
     "sites": None,
     "precision.tf32": False,
@@ -55,6 +56,12 @@ _BEFORE_OF_SITES: dict[str, Any] = {
     "sites.overlap_steps": 0,
     "sites.mixing": 0.0,
     "sites.shares": None,
+}
+# The same, of runs with adapters.
+_BEFORE_OF_ADAPTERS: dict[str, Any] = {
+    "adapters.quantization": "none",
+    "adapters.double_quantization": True,
+    "adapters.compute_dtype": None,
 }
 _PACKING = {"batch.sequence_length", "data.packing", "data.long_documents"}
 # Settings that may give the model's tensors other shapes, which no checkpoint can be read into.
@@ -138,7 +145,8 @@ def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -
 
 
 def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    before = _BEFORE | (_BEFORE_OF_SITES if there.get("sites") else {}) | _flat(there)
+    before = _BEFORE | (_BEFORE_OF_SITES if there.get("sites") else {})
+    before |= (_BEFORE_OF_ADAPTERS if there.get("adapters") else {}) | _flat(there)
     now = mathematics(config)
     return [
         (key, text)

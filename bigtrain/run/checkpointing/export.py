@@ -11,7 +11,7 @@ import torch
 from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
-from bigtrain.models.export.adapters import export_adapter, merged_weights
+from bigtrain.models.export.adapters import export_adapter, merged_weights, probe_beside
 from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.import_hf import Weights, find_weights
@@ -38,8 +38,10 @@ def export_run(
     One process, no process group, one file's weights in memory. The weights are the fp32 masters
     rounded to `dtype` (default: the dtype the run computed in), checked against logits that the
     training engine itself stored. A run with adapters exports those in peft's format (default
-    dtype: float32, for they are small), or with `merge` its base with the adapters merged.
-    `warn` is called for each newer checkpoint that is corrupt and passed over.
+    dtype: float32, for they are small), or with `merge` its base with the adapters merged; a base
+    that was trained beside in 4 bits is merged as its files are, and the result is compared with
+    plain peft's, which needs all of it in memory. `warn` is called with how far the two bases are
+    apart, and for each newer checkpoint that is corrupt and passed over.
     Raises CheckpointError or ModelError; `output` then stays as it was.
     """
     directory = checkpoints.find(run_directory, step, warn=warn)
@@ -77,6 +79,15 @@ def export_run(
                 replace=replace,
             )
             return int(state["step"])
+        if config.adapters.is_quantized:
+            source = str(config.model.path)
+            probe, distance = probe_beside(weights, config.adapters, source, hf_config, probe)
+            warn(
+                "merged into the base's own weights, not into those in "
+                f"{config.adapters.quantization} that the run computed with: its logits are those "
+                "of plain peft beside that base, and differ from the trained model's by "
+                f"{distance:.1e} (root mean square, relative)"
+            )
         weights = merged_weights(weights, config.adapters, base, hf_config)
     export_model(
         weights,

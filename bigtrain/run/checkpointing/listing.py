@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,23 @@ from bigtrain.settings.run_config import BestSection, CheckpointSection
 _COLUMNS = ("step", "size", "state", "held-out loss", "written by", "kept")
 
 
-def describe_checkpoints(run_directory: Path) -> list[str]:
-    """A table: step, size, complete or corrupt (sizes; contents of small files), the topology that
-    wrote it, why it is kept.
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """A checkpoint of a run. corruption: why it cannot be used; None where it is complete. kept:
+    why it is not removed at the next save."""
+
+    step: int
+    directory: Path
+    num_bytes: int
+    corruption: str | None
+    held_out_loss: float | None
+    written_by: str
+    kept: tuple[str, ...]
+
+
+def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
+    """The checkpoints of a run, oldest first; sizes of files are compared, and contents of small
+    ones.
 
     Raises CheckpointError if there is none.
     """
@@ -35,20 +50,38 @@ def describe_checkpoints(run_directory: Path) -> list[str]:
         for step in complete
     }
     reasons = reasons_to_keep(measured, section, newest_good(run_directory, complete), best)
-    rows = [_COLUMNS]
+    listed = []
     for step, reason in corruption.items():
         directory = checkpoints.checkpoint_path(run_directory, step)
         document = _state(directory)
         loss = document.get("held_out_loss")
-        kept = ", ".join(reasons.get(step, [])) or "until the next save"
+        listed.append(
+            ListedCheckpoint(
+                step,
+                directory,
+                _num_bytes(directory),
+                reason,
+                loss if isinstance(loss, float) else None,
+                _topology(document),
+                tuple(reasons.get(step, ())),
+            )
+        )
+    return listed
+
+
+def describe_checkpoints(run_directory: Path) -> list[str]:
+    """`listed_checkpoints` as a table."""
+    rows = [_COLUMNS]
+    for one in listed_checkpoints(run_directory):
+        kept = ", ".join(one.kept) or "until the next save"
         rows.append(
             (
-                str(step),
-                _size(directory),
-                "complete" if reason is None else "corrupt",
-                f"{loss:.4f}" if isinstance(loss, float) else "-",
-                _topology(document),
-                kept if reason is None else reason,
+                str(one.step),
+                _size(one.num_bytes),
+                "complete" if one.corruption is None else "corrupt",
+                "-" if one.held_out_loss is None else f"{one.held_out_loss:.4f}",
+                one.written_by,
+                one.corruption or kept,
             )
         )
     return table(rows)
@@ -63,8 +96,9 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[str, bool]]:
-    """A line for each checkpoint and whether it is complete; every byte of it is read.
+def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[int, str | None]]:
+    """The step of each checkpoint and why it is corrupt, None where it is complete; every byte of
+    it is read.
 
     Raises CheckpointError where there is none, or none of `step`.
     """
@@ -74,11 +108,7 @@ def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[
         raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
     for number in found if step is None else [step]:
         directory = checkpoints.checkpoint_path(run_directory, number)
-        reason = checkpoints.corruption(directory, "all")
-        if reason is None:
-            yield f"step {number}: complete, {_size(directory)} compared with its checksums", True
-        else:
-            yield f"step {number}: corrupt: {reason}", False
+        yield number, checkpoints.corruption(directory, "all")
 
 
 def best_step(run_directory: Path) -> int:
@@ -144,8 +174,13 @@ def _topology(document: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _size(directory: Path) -> str:
-    size = float(sum(p.stat().st_size for p in directory.rglob("*") if p.is_file()))
+def _num_bytes(directory: Path) -> int:
+    return sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
+
+
+def _size(num_bytes: int) -> str:
+    """Such as 1.5 MiB."""
+    size = float(num_bytes)
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

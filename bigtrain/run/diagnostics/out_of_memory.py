@@ -19,6 +19,7 @@ from bigtrain.engine.deepspeed_patches.partitions import partition_of
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.torch_patches import dump_memory_snapshot
+from bigtrain.models.weights.quantized import packed_tensors
 from bigtrain.run.diagnostics.profiling import DIRECTORY
 from bigtrain.run.session import Session
 from bigtrain.settings.run_config import RunConfig
@@ -55,6 +56,7 @@ def memory_use(model: nn.Module, optimizer: Any, allocated: int, total: int) -> 
     """
     seen: set[int] = set()
     parameters = _bytes((p.data for p in model.parameters()), seen)
+    parameters += _bytes(packed_tensors(model), seen)
     partitions = (partition_of(p) for p in model.parameters())
     parameters += _bytes((p for p in partitions if p is not None), seen)
     gradients = _bytes((p.grad for p in model.parameters() if p.grad is not None), seen)

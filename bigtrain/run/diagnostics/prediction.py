@@ -8,7 +8,7 @@ import torch
 
 from bigtrain.errors import ConfigError, ModelError
 from bigtrain.models.layers.loss_plan import LossPlan
-from bigtrain.models.traced_costs import model_costs
+from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.run_prediction import RunPrediction, predict_run
 from bigtrain.planner.tables.calibration_file import kept_calibration
 from bigtrain.planner.tables.engines import MeasuredEngine

@@ -17,21 +17,10 @@ import torch.distributed as dist
 
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL
 from bigtrain.engine.train_engine import TrainEngine
-
-Tokens = Sequence[int]
+from bigtrain.models.lm_eval_tasks import Drawing, IsFinished, Tokens
 
 _LOGITS_BYTES = 1 << 30
 """The most that the float32 logits of one forward pass of a rank take, unless one text's do."""
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """How tokens are chosen. temperature: 0 takes the most probable one. seed: of text number n it
-    is `seed` + n."""
-
-    max_new_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,15 +83,11 @@ class LiveModel:
         return [(float(total), bool(wrong == 0)) for total, wrong in totals.tolist()]
 
     def continue_texts(
-        self,
-        prompts: Sequence[Tokens],
-        drawing: Drawing,
-        is_finished: Callable[[int, Tokens], bool],
+        self, prompts: Sequence[Tokens], drawing: Drawing, is_finished: IsFinished
     ) -> list[list[int]]:
         """The new tokens after each prompt, at most `drawing.max_new_tokens`.
 
-        `is_finished`: whether the text of a number needs no more than these new tokens; asked on
-        the main rank alone.
+        `is_finished`: asked on the main rank alone.
         """
         texts = [_Text(prompt, [], drawing.seed + n) for n, prompt in enumerate(prompts)]
         longest = [len(prompt) + drawing.max_new_tokens for prompt in prompts]
@@ -115,7 +100,7 @@ class LiveModel:
         part: _Round,
         texts: Sequence[_Text],
         drawing: Drawing,
-        is_finished: Callable[[int, Tokens], bool],
+        is_finished: IsFinished,
     ) -> None:
         """Continue the texts of one round, all of them a token at a time."""
         generators = {row: torch.Generator().manual_seed(texts[row].seed) for row in part.mine}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import text_config
-from bigtrain.run.evaluation.live_model import Drawing, LiveModel
+from bigtrain.models.lm_eval_tasks import Drawing
+from bigtrain.run.evaluation.live_model import LiveModel
 from bigtrain.run.session import Session
 
 

@@ -5,14 +5,14 @@ While it works, the others wait for its next request; the last one says how it e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
-from bigtrain.models.lm_eval_tasks import Tasks, Tokens
-from bigtrain.run.evaluation.live_model import Drawing, LiveModel
+from bigtrain.models.lm_eval_tasks import Drawing, IsFinished, Tasks, Tokens
+from bigtrain.run.evaluation.live_model import LiveModel
 from bigtrain.run.session import Session
 
 
@@ -91,15 +91,10 @@ class _Lead:
         return found
 
     def continue_texts(
-        self,
-        prompts: Sequence[Tokens],
-        max_new_tokens: int,
-        temperature: float,
-        is_finished: Callable[[int, Tokens], bool],
+        self, prompts: Sequence[Tokens], drawing: Drawing, is_finished: IsFinished
     ) -> list[list[int]]:
         """As `LiveModel.continue_texts`."""
         self.is_computing = True
-        drawing = Drawing(max_new_tokens, temperature)
         self.send("continue", prompts, drawing)
         found = self._model.continue_texts(prompts, drawing, is_finished)
         self.is_computing = False

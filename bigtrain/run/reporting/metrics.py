@@ -28,10 +28,9 @@ Every outer step of a run with several sites::
      "waited_seconds", "change", "distance"}
 
 with the "fragment" of the model that was exchanged, the sites that took part, "sent_bytes" of this
-site (all its ranks together), "link_bytes" from the rank that sent most to its counterpart on one
-other site, the root mean square "change" that it made to the global weights since the last outer
-step, and the "distance" of its weights to the mean of all sites. Trackers get them as
-``outer_step/NAME``.
+site (all its ranks together), "link_bytes" from the rank that sent most to one other site, the root
+mean square "change" that it made to the global weights since the last outer step, and the
+"distance" of its weights to the mean of all sites. Trackers get them as ``outer_step/NAME``.
 
 And every event, with the samples of the run that it concerns::
 
@@ -40,6 +39,12 @@ And every event, with the samples of the run that it concerns::
     {"step", "event": "rolled_back", "first_sample", "num_samples", "to_step"}
     {"step", "event": "straggler", "first_sample", "num_samples", "rank", "host", "work_seconds",
      "median_seconds"}
+    {"step", "event": "site_alone" | "site_left_out" | "site_returned" | "message_refused",
+     "first_sample", "num_samples", "who", "reason", "outer_step", "count"}
+
+The last ones are of sites with an outer server, after the step in which this site heard of it: a
+site went on alone, its change was left out of an outer step, it is back or has joined, the server
+refused a message (corrupted, forged, sent before). "who" is the site, or the host of a message.
 
 Values that are not known (the utilization of a CPU) or not finite (a loss that overflowed) are
 null. Every step is there once, also after a resume; events of samples that are not read again stay.
@@ -257,7 +262,7 @@ class MetricsWriter:
         self._trackers.log(shown, step)
 
     def log_samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        """Append (prompt, continuation) pairs to samples.jsonl."""
+        """Append (prompt, continuation) pairs to samples.jsonl, and give them to the trackers."""
         lines = [
             json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
             for prompt, text in samples
@@ -266,6 +271,7 @@ class MetricsWriter:
             f.writelines(f"{line}\n" for line in lines)
         for prompt, text in samples:
             self.info(f"step {step}/{self._total_steps} {prompt!r} -> {text!r}")
+        self._trackers.log_samples(samples, step)
 
     def log_outer_step(self, step: int, **figures: Any) -> None:
         """Write an outer step after optimizer step `step`, as the top of this file lists it."""

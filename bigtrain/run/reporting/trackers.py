@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bigtrain.errors import LaunchError, Problem
@@ -85,6 +87,10 @@ class Trackers:
         tracker's server must not end a run."""
         self._call(lambda tracker: tracker.log(dict(values), step=step))
 
+    def log_samples(self, samples: Sequence[tuple[str, str]], step: int) -> None:
+        """Send (prompt, continuation) pairs of `step`, as text where each tracker shows text."""
+        self._call(lambda tracker: _show_samples(tracker, samples, step))
+
     def finish(self) -> None:
         """Flush and close each tracker. May be called again."""
         self._call(lambda tracker: tracker.finish())
@@ -110,6 +116,33 @@ def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, str | int
             plain = isinstance(value, str | int | float | bool)
             flat[f"{prefix}{key}"] = value if plain else str(value)  # type: ignore[assignment]
     return flat
+
+
+def _show_samples(tracker: Any, samples: Sequence[tuple[str, str]], step: int) -> None:
+    """TensorBoard: one text for each prompt, over the steps. W&B: a table for each step. MLflow: a
+    file for each step, which is JSON lines. Comet: texts with the prompt as metadata."""
+    if tracker.name == "tensorboard":
+        for number, (prompt, text) in enumerate(samples):
+            shown = f"prompt:\n\n{_literal(prompt)}\n\ncontinuation:\n\n{_literal(text)}"
+            tracker.tracker.add_text(f"samples/{number}", shown, global_step=step)
+        tracker.tracker.flush()
+    elif tracker.name == "wandb":
+        rows = [[step, prompt, text] for prompt, text in samples]
+        tracker.log_table("samples", columns=["step", "prompt", "text"], data=rows, step=step)
+    elif tracker.name == "mlflow":
+        lines = [json.dumps({"prompt": p, "text": t}, ensure_ascii=False) for p, t in samples]
+        with TemporaryDirectory() as directory:
+            file = Path(directory, f"step-{step:08d}.jsonl")
+            file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            tracker.log_artifact(str(file), "samples")
+    else:
+        for prompt, text in samples:
+            tracker.tracker.log_text(text, step=step, metadata={"prompt": prompt})
+
+
+def _literal(text: str) -> str:
+    """A block of code in Markdown, which TensorBoard renders: line breaks and signs stay."""
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
 
 
 def _make(name: str, directory: Path, project: str, resume_step: int) -> Any:

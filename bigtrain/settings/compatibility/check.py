@@ -19,6 +19,7 @@ from bigtrain.settings.compatibility.facts import Device, Facts, Rule
 from bigtrain.settings.compatibility.optimizer_rules import OPTIMIZER_RULES
 from bigtrain.settings.compatibility.parallel_rules import MODEL_RULES, PARALLEL_RULES
 from bigtrain.settings.compatibility.performance_rules import SPEED_RULES, may_compile
+from bigtrain.settings.compatibility.quantization_rules import QUANTIZATION_RULES
 from bigtrain.settings.compatibility.site_rules import SITE_RULES
 
 __all__ = [
@@ -40,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     *ENGINE_RULES,
     *OPTIMIZER_RULES,
     *ADAPTER_RULES,
+    *QUANTIZATION_RULES,
     *SPEED_RULES,
     *SITE_RULES,
 )

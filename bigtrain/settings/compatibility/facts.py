@@ -27,9 +27,9 @@ class Facts:
     ``auxiliary_loss``, ``z_loss`` (its coefficient) and ``bias_updates`` (whether the rate is
     positive) of section moe; ``optimizer`` and ``state_dtype`` of section optimizer; ``adapters``:
     their type, None without, with ``dora``, ``saved_modules`` (modules_to_save) and
-    ``adapted_stacks`` (target_parameters) and ``adapts_experts`` (targets name mlp, and the model
-    has experts); ``num_sites``: 0 without section sites; ``site_fragments``: in which they exchange
-    the model.
+    ``adapted_stacks`` (target_parameters), ``adapts_experts`` (targets name mlp, and the model has
+    experts) and ``quantization`` of their base; ``num_sites``: 0 without section sites;
+    ``site_fragments``: in which they exchange the model.
 
     Of the model, once its configuration was read: ``attention_heads``; ``cut_heads`` and
     ``cut_key_heads``, the heads that its tensor-parallel plan divides among ranks; ``num_layers``
@@ -81,6 +81,7 @@ class Facts:
     saved_modules: tuple[str, ...] = ()
     adapted_stacks: tuple[str, ...] = ()
     adapts_experts: bool = False
+    quantization: str = "none"
     num_sites: int = 0
     site_fragments: int = 1
     stops_early: bool = False
@@ -94,6 +95,12 @@ class Facts:
     num_experts: int | None = None
     max_positions: int | None = None
     source: str = "DeepSpeed JSON"
+
+    def changed(self, **changes: Any) -> Facts:
+        """As `dataclasses.replace`, in a tenth of its time: a plan asks of thousands."""
+        other = object.__new__(Facts)
+        vars(other).update(vars(self), **changes)
+        return other
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,18 @@ Preset = Literal["attention", "mlp"]
 PRESETS: tuple[Preset, ...] = ("attention", "mlp")
 """Kinds of layers that `targets` may name instead of patterns."""
 
-_QUANTIZED = {"load_in_4bit", "quantization"}
-"""Keys of other trainers that a user may try, to be refused with a reason."""
+_ELSEWHERE = {
+    "load_in_4bit": "quantization: nf4",
+    "quantization_bit": "quantization: nf4",
+    "quantize_base": "quantization: nf4",
+    "bnb_4bit_quant_type": "quantization: nf4",
+    "quantization_type": "quantization: nf4",
+    "bnb_4bit_use_double_quant": "double_quantization",
+    "use_bnb_nested_quant": "double_quantization",
+    "double_quant": "double_quantization",
+    "bnb_4bit_compute_dtype": "compute_dtype",
+}
+"""Keys of other trainers that a user may try, and what they are here."""
 
 
 class AdaptersSection(Section):
@@ -58,6 +68,26 @@ class AdaptersSection(Section):
         "them (peft's modules_to_save): shell patterns as in targets, such as [lm_head] or [norm]",
     )
 
+    quantization: Literal["none", "nf4", "fp4"] = Field(
+        default="none",
+        description="keep the weights of the model's linear layers, but for the head, in 4 bits "
+        "(QLoRA, Dettmers et al. 2023, arXiv 2305.14314), by bitsandbytes: nf4 (NormalFloat) or "
+        "fp4; every 64 weights have a scale",
+    )
+    double_quantization: bool = Field(
+        default=True, description="of quantization: keep the scales in 8 bits, not in 32"
+    )
+    compute_dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="of quantization: what the weights are turned into for each product, and what "
+        "that is computed in; absent: precision.dtype",
+    )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the base is kept in 4 bits."""
+        return self.quantization != "none"
+
     @property
     def presets(self) -> tuple[Preset, ...]:
         """The kinds of layers among `targets`."""
@@ -77,15 +107,17 @@ class AdaptersSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _base_is_not_quantized(cls, values: object) -> object:
-        asked = _QUANTIZED & values.keys() if isinstance(values, dict) else set()
-        if asked:
+    def _keys_are_ours(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        if "load_in_8bit" in values:
             raise ValueError(
-                f"adapters.{min(asked)}: adapters beside a base in 4 bits (QLoRA) are not "
-                "implemented: bigtrain reads a base into 16 or 32 bits, and nothing compares "
-                "packed weights under ZeRO with plain peft (docs/howto/adapters.md: "
-                "what was tried) -> leave it out, and take ZeRO 3 or a GPU that holds "
-                "the base in 16 bits"
+                "adapters.load_in_8bit: a base in 8 bits (LLM.int8) is not implemented -> "
+                "quantization: nf4, or leave it out"
+            )
+        if asked := _ELSEWHERE.keys() & values.keys():
+            raise ValueError(
+                f"adapters.{min(asked)} has another name here -> {_ELSEWHERE[min(asked)]}"
             )
         return values
 
@@ -98,5 +130,20 @@ class AdaptersSection(Section):
             raise ValueError(
                 f"adapters.target_parameters: peft has no {name} for stacked weights -> "
                 f"adapters.{name}={off}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _quantization_is_of_layers(self) -> Self:
+        if self.is_quantized and self.target_parameters:
+            raise ValueError(
+                "adapters.target_parameters: stacked weights cannot be kept in 4 bits -> "
+                "adapters.quantization=none"
+            )
+        if not self.is_quantized and (self.compute_dtype or not self.double_quantization):
+            name = "compute_dtype" if self.compute_dtype else "double_quantization"
+            raise ValueError(
+                f"adapters.{name} has no meaning without adapters.quantization -> leave it out, or "
+                "adapters.quantization=nf4"
             )
         return self

@@ -96,7 +96,8 @@ class EvaluationSection(Section):
     )
     prompts: tuple[str, ...] = Field(
         default=(),
-        description="texts that the model continues at each evaluation, to samples.jsonl",
+        description="texts that the model continues at each evaluation, to samples.jsonl and the "
+        "trackers",
     )
     max_new_tokens: PositiveInt = Field(default=64, description="tokens of such a continuation")
     temperature: NonNegativeFloat = Field(

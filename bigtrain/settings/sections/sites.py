@@ -72,7 +72,7 @@ class SitesSection(Section):
         default=None,
         description="http://host:port or https://host:port of a `bigtrain outer-server`, which "
         "holds the global weights, instead of address: sites then open connections only outwards, "
-        "may have other layouts, and may come and go",
+        "and may come and go",
     )
     token_file: str | None = Field(
         default=None, description="file with the server's token; required with server"

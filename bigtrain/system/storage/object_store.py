@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.system.storage.addresses import joined, scheme_of, without_secrets
+from bigtrain.system.storage.aws_files import s3_options
 from bigtrain.system.storage.stores import (
     Broken,
     Gone,
@@ -22,13 +23,15 @@ from bigtrain.system.storage.stores import (
 
 CHUNK_BYTES = 1 << 20
 CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGNATURE=true for public ones)",
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGNATURE=true for public ones), "
+    "or the profile AWS_PROFILE of ~/.aws",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
 }
 
 
 class ObjectStore(Store):
-    """By the variables of the vendors' own tools (AWS_ENDPOINT_URL for other servers than AWS)."""
+    """By the variables of the vendors' own tools (AWS_ENDPOINT_URL for other servers than AWS), and
+    the files of AWS's."""
 
     def stat(self, address: str) -> RemoteStat:
         import obstore
@@ -95,21 +98,22 @@ def _split(address: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=16)
 def bucket_client(address: str) -> Any:
-    """One client for a bucket, which keeps its connections."""
+    """One client for a bucket, which keeps its connections. Raises Refused."""
     import os
 
     from obstore.store import from_url
 
+    options = s3_options(os.environ) if scheme_of(address).startswith("s3") else {}
     # Who names a server that speaks no TLS means it.
-    plain = any(
-        os.environ.get(name, "").startswith("http://")
-        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "GOOGLE_BASE_URL")
-    )
+    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "GOOGLE_BASE_URL")
+    servers = [*(os.environ.get(name, "") for name in names), str(options.get("endpoint", ""))]
+    plain = any(server.startswith("http://") for server in servers)
     # What broke is tried again above, where it is logged; here only what was not answered at all.
     return from_url(
         address,
         client_options={"timeout": "120s", "connect_timeout": "10s", "allow_http": plain},
         retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=30)},
+        **options,
     )
 
 

@@ -273,6 +273,19 @@ def test_the_engine_s_host_time_is_measured(words: tuple[str, ...], tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_both_codes_of_zero_1_are_measured_by_turns(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    words = ("--zero", "1", "--world-size", "1", "--layers", "2", "--steps", "2")
+    finished = run_script("host_time.py", *words, "--versus", "1", "--output", str(output))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    theirs, ours = json.loads(output.read_text())
+    assert (theirs["deepspeed_hooks"], ours["deepspeed_hooks"]) == (True, False)
+    assert theirs["loss"] == ours["loss"]
+    assert min(theirs["floor_ms"], ours["floor_ms"]) > 0
+    assert "ratio" in finished.stdout
+
+
+@pytest.mark.slow
 def test_predicted_memory_is_held_against_real_allocations() -> None:
     """One layout of each kind, and what they are off by: within the bounds that the docs tell."""
     for only in ("llama zero3 offload optimizer", "qwen3_moe zero1 ep2 bf16"):

@@ -110,7 +110,7 @@ def test_loss_and_buckets_of_a_layout_are_written(config: Path) -> None:
 
 
 def test_costs_are_traced_once(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bigtrain.models import meta_trace
+    from bigtrain.models.tracing import meta_trace
 
     arguments = ["plan", "--config", str(config), "--gpus", "2xA100", "--json"]
     assert main(arguments) == 0
@@ -123,7 +123,7 @@ def test_costs_are_traced_once(config: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_without_torch_dense_layers_are_counted_by_a_closed_form(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "bigtrain.models.meta_trace", None)
+    monkeypatch.setitem(sys.modules, "bigtrain.models.tracing.meta_trace", None)
     assert main(["plan", "--config", str(config), "--gpus", "2xA100"]) == 0
     assert "by a closed form of dense layers, not traced" in capsys.readouterr().out
 

@@ -24,9 +24,9 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from bigtrain.errors import ModelError
-from bigtrain.models import meta_trace
 from bigtrain.models.layers.decoder_layers import decoder_layers
-from bigtrain.models.meta_trace import trace_model
+from bigtrain.models.tracing import meta_trace
+from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,

@@ -125,6 +125,7 @@ CONTRACTS = [
         lambda: PreTrainedModel.save_pretrained,
         "in self._keys_to_ignore_on_save",
     ),
+    has(patches.kept_in_float32, lambda: empty(LlamaConfig(**SMALL)), "_keep_in_fp32_modules"),
     takes(patches.dtype_plan, lambda: PreTrainedModel._get_dtype_plan, "self", "dtype"),
     Contract(
         patches.dtype_plan,

@@ -10,8 +10,8 @@ import torch
 
 from bigtrain.models.build import build_model, empty_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.meta_trace import trace_model
 from bigtrain.models.parallel.adapter_costs import adapter_costs
+from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory import peak_memory
 from bigtrain.planner.model_costs import (

@@ -12,7 +12,16 @@ from bigtrain.planner.published.evaluation import predict, read_rows
 from bigtrain.planner.tables.hardware import find_device
 from tests.support.worlds import ROOT
 from tools import planner_fit
-from tools.planner_fit import HELD_OUT, ROWS, Tables, errors_of, in_force, split
+from tools.planner_fit import (
+    HELD_OUT,
+    LEFT_OUT,
+    ROWS,
+    Tables,
+    errors_of,
+    in_force,
+    left_out,
+    split,
+)
 
 
 def few_rows(path: Path) -> Path:
@@ -58,6 +67,11 @@ def test_table_of_the_docs_is_that_of_the_constants_that_were_fitted_without_its
         tables.load_constants(json.loads(HELD_OUT.read_text()))
         assert [predict(row) for row in judged[:3]] != known
         assert errors_of(judged) in (ROOT / "docs" / "planner.md").read_text()
+
+
+def test_table_of_sources_is_that_of_constants_that_were_fitted_without_each() -> None:
+    table = left_out(json.loads(LEFT_OUT.read_text()))
+    assert table in (ROOT / "docs" / "planner.md").read_text()
 
 
 @pytest.mark.slow

@@ -65,6 +65,24 @@ def test_every_layout_is_legal_and_covers_the_run(num_devices: int) -> None:
     assert len(set(layouts)) == len(layouts)
 
 
+def test_what_a_trial_would_refuse_is_not_planned() -> None:
+    """State spaces mix tokens without attention; a model without a plan of its own is not cut."""
+    (layer,) = SMALL.kinds
+    state_space = replace(layer, attention=None)
+    whole = replace(
+        layer, num_parameters_whole=layer.num_parameters, num_parameters_cut=0, num_tensors=9
+    )
+    for kinds, order, degrees in (
+        ((layer, state_space), (0, 1) * 16, ({1, 2, 4, 8}, {1})),
+        ((whole,), (0,) * 32, ({1}, {1, 2, 4, 8})),
+    ):
+        model = replace(SMALL, kinds=kinds, layers=order)
+        fitting, others = search(replace(REQUEST, model=model), cluster(8), ENGINE)
+        layouts = [candidate.layout for candidate in (*fitting, *others)]
+        assert {layout.tensor_size for layout in layouts} == degrees[0]
+        assert {layout.sequence_size for layout in layouts} == degrees[1]
+
+
 def test_experts_are_divided_where_a_run_may_divide_them() -> None:
     expert = Matmul(1024, 5632, None, num_groups=8, share=2.0)
     kind = replace(SMALL.kinds[0], matmuls=(expert,), num_parameters_expert=8 * 1024 * 5632)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,10 +102,38 @@ def test_metrics_by_kind_and_by_column(tmp_path: Path) -> None:
         bigtrain.read_metrics(tmp_path / "nowhere")
 
 
-def test_options_of_tokenize_are_those_that_it_hands_on() -> None:
-    from bigtrain.python_api.tokenizing import TokenizeOptions, build_tokens
+def test_options_of_tokenize_are_taken_and_documented() -> None:
+    """Each by what reads it, with the types that the signature of the reader has."""
+    from bigtrain.python_api import tokenizing
 
-    known = inspect.signature(build_tokens).parameters.values()
-    by_name = {p.name: p.annotation for p in known if p.kind is p.KEYWORD_ONLY}
-    written = {name: kind.__forward_arg__ for name, kind in TokenizeOptions.__annotations__.items()}
-    assert written == by_name
+    reading = inspect.signature(tokenizing.read_options).parameters.values()
+    taken = {p.name: p.annotation for p in reading if p.kind is p.KEYWORD_ONLY}
+    written = {
+        name: kind.__forward_arg__
+        for name, kind in tokenizing.ReadingOptions.__annotations__.items()
+    }
+    assert written == taken
+    source = inspect.getsource(tokenizing)
+    documented = inspect.getdoc(tokenizing.build_tokens) or ""
+    for name in tokenizing.TokenizeOptions.__annotations__:
+        assert re.search(rf"\b{name}\b.*:", documented), name
+        assert name in taken or f'options.get("{name}"' in source, name
+
+
+def test_every_command_has_a_function_or_a_reason() -> None:
+    """By the table of the page on Python: as many rows as commands, and names that are there."""
+    from bigtrain.cli import COMMANDS
+
+    page = (ROOT / "docs/howto/python.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `bigtrain ([\w-]+)` \| (.+) \|$", page, flags=re.M))
+    assert rows.keys() == COMMANDS.keys()
+    named: set[str] = set()
+    for command, text in rows.items():
+        names = re.findall(r"`(\w+)`", text)
+        assert names or text.startswith("none: "), command
+        assert all(inspect.isfunction(getattr(bigtrain, name)) for name in names), command
+        named |= set(names)
+    functions = {name for name in bigtrain._HOME if inspect.isfunction(getattr(bigtrain, name))}
+    beside = set(re.findall(r"`(\w+)`", page.partition("No command has")[2].partition("\n\n")[0]))
+    assert named | beside == functions
+    assert not named & beside

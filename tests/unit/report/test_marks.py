@@ -39,6 +39,26 @@ def test_each_kind_of_an_eventful_run(tmp_path: Path) -> None:
     assert rows["other sites"] == "outer step 8 with sites 0, 2"
 
 
+def test_events_of_sites(tmp_path: Path) -> None:
+    event = {"first_sample": 0, "num_samples": 8, "outer_step": 3}
+    lines: list[dict[str, Any]] = [step_line(step) for step in (10, 20)]
+    for step, name, who, reason, count in (
+        (10, "site_alone", "site 0", "http://hub:29700 did not answer in time", 1),
+        (10, "site_left_out", "site 1", "late", 1),
+        (20, "site_returned", "site 1", "joined", 1),
+        (20, "message_refused", "10.0.0.9", "forged", 1200),
+    ):
+        more = {"event": name, "who": who, "reason": reason, "count": count}
+        lines.append({"step": step, **event, **more})
+    found = marks(make_run(tmp_path / "run", lines))
+    assert {kind: one.rows for kind, one in found.items()} == {
+        "site alone": [(10, "site 0: http://hub:29700 did not answer in time; outer step 3")],
+        "site left out": [(10, "site 1: late; outer step 3")],
+        "site is back": [(20, "site 1: joined; outer step 3")],
+        "message refused": [(20, "10.0.0.9: forged, 1,200 times; outer step 3")],
+    }
+
+
 def test_kinds_have_meanings() -> None:
     assert set(KINDS) == set(MEANINGS)
 

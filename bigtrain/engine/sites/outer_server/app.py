@@ -15,11 +15,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from bigtrain.engine.sites.figures import MESSAGE_REFUSED
 from bigtrain.engine.sites.messages import (
+    CORRUPT,
+    FORGED,
     INSTANCE,
     MOST_BYTES,
     NONCE,
+    OK,
+    OTHER_START,
+    REFUSED,
     SIGNATURE,
+    TOO_LARGE,
     CorruptMessageError,
     Header,
     is_signed,
@@ -32,8 +39,6 @@ from bigtrain.engine.sites.outer_server.ledger import Ledger, RefusedError
 _BODIES_AT_ONCE = 4
 _KNOWN_NONCES = 100_000
 _LONGEST_NONCE = 64
-OK, CORRUPT, FORGED, REFUSED, TOO_LARGE, OTHER_START = 200, 400, 401, 409, 413, 412
-"""Statuses of replies."""
 
 
 class OuterServer:
@@ -88,9 +93,11 @@ class OuterServer:
         try:
             header, payload = unpack(body)
         except CorruptMessageError as error:
+            self._ledger.note(MESSAGE_REFUSED, host, "corrupted")
             self._say(f"{host}: refused a corrupted message ({action}): {error}")
             return CORRUPT, {"error": f"the message came corrupted: {error}"}, b""
         if not is_signed(self._token, f"{action} {instance}", nonce, body, signature):
+            self._ledger.note(MESSAGE_REFUSED, host, "forged")
             self._say(f"{host}: refused a message ({action}) that nobody signed who has the token")
             return FORGED, {"error": "the signature is not of this server's token"}, b""
         if action == "hello":
@@ -98,6 +105,7 @@ class OuterServer:
         if instance != self._instance:
             return OTHER_START, {"error": "the server has started again"}, b""
         if not self._is_new(nonce):
+            self._ledger.note(MESSAGE_REFUSED, host, "sent before")
             self._say(f"{host}: refused a message ({action}) that was sent before")
             return FORGED, {"error": "the message was sent before"}, b""
         try:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from bigtrain.engine.sites.boxes import Box
+from bigtrain.engine.sites.figures import LEFT_OUT, RETURNED, OuterEvent
 from bigtrain.engine.sites.messages import Header, unpack
 from bigtrain.engine.sites.outer_server.global_weights import GlobalWeights
 from bigtrain.engine.sites.outer_server.storage import Delivery, Storage
@@ -21,6 +23,7 @@ from bigtrain.settings.sections.sites import SitesSection
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _LONGEST_POLL_SECONDS = 20.0
+_MOST_EVENTS = 50
 
 
 class RefusedError(Exception):
@@ -57,6 +60,7 @@ class Ledger:
         self._active = storage.read_active()
         self._delivered: dict[int, Delivery] = {}
         self._waits_since: float | None = None
+        self._events: Counter[tuple[str, str, str]] = Counter()
         run = storage.read_run()
         state = storage.read_state()
         if run is not None:
@@ -81,6 +85,8 @@ class Ledger:
             _refuse_differences(self._facts, _facts_of(request))
             if not self._weights.is_ready and self._uploader in (None, site):
                 self._uploader = site
+            if site not in self._active and self._weights.number:
+                self.note(RETURNED, f"site {site}", "joined")
             self._hear(site)
             self._say(f"site {site} joined at outer step {self._weights.number}")
             return {
@@ -89,6 +95,23 @@ class Ledger:
                 "is_asynchronous": self.rules.is_asynchronous,
                 "window_seconds": self.rules.window_seconds,
             }
+
+    def note(self, event: str, who: str, reason: str) -> None:
+        """Tell the sites with the next outer step that this has happened, and how often: a kind of
+        `OuterEvent`. Of strangers only the first ones are kept apart."""
+        with self._changed:
+            key = event, who, reason
+            if key in self._events or len(self._events) < _MOST_EVENTS:
+                self._events[key] += 1
+
+    def _told(self, number: int) -> list[dict[str, Any]]:
+        """The events since the last outer step, as `OuterEvent`s."""
+        found = [
+            asdict(OuterEvent(event, who, reason, number, count))
+            for (event, who, reason), count in self._events.items()
+        ]
+        self._events.clear()
+        return found
 
     def state(self) -> Header:
         """Where the run is: the last outer step, its sites, the optimizer steps it follows."""
@@ -154,6 +177,7 @@ class Ledger:
             staleness = weights.number - delivery.base
             if staleness < 0 or (staleness > 0 and not self.rules.is_asynchronous):
                 self._storage.forget(site)
+                self.note(LEFT_OUT, f"site {site}", "late")
                 self._say(
                     f"site {site} was late for outer step {delivery.base + 1}: left out, it takes "
                     f"the weights of {weights.number}"
@@ -204,6 +228,8 @@ class Ledger:
                     f"{_named(absent)} missed outer step {self._require().number + 1} by more than "
                     f"{self.rules.window_seconds:g} s: left out until they are back"
                 )
+                for site in absent:
+                    self.note(LEFT_OUT, f"site {site}", "missed the outer step")
                 self._active -= absent
                 self._storage.write_active(self._active)
             self._make_step()
@@ -224,6 +250,7 @@ class Ledger:
             share,
             max(one.step for one in delivered.values()),
         )
+        weights.record["events"] = self._told(weights.number)
         self._storage.write_state(weights.tensors(), weights.record)
         for site in delivered:
             self._storage.forget(site)

@@ -4,16 +4,19 @@ flat tensor again only where they are not."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from bigtrain.engine.deepspeed_patches import zero12_reduction
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.reduction_plan import Plan, Slot, Target, plan_of
 from bigtrain.engine.deepspeed_patches.startup import process_as_before
@@ -125,6 +128,88 @@ def test_a_step_without_redundant_work_has_the_same_bits(
     assert replaced
     assert len(found) == len(theirs) > 20
     assert all(same_bits(a, b) for a, b in zip(found, theirs, strict=True))
+
+
+class Stream:
+    """Notes what waits for it, and what it waits for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+class Streams:
+    """A CPU as DeepSpeed sees a GPU: with two streams, which wait for nothing by themselves."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current, self.side = Stream("backward", self.log), Stream("reduction", self.log)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(get_accelerator(), name)
+
+    def resolves_data_dependency(self) -> bool:
+        return False
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        self.log.append(f"on {stream.name}")
+        yield
+        self.current = before
+
+
+def test_streams_wait_for_each_other_as_with_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams()
+    monkeypatch.setattr(zero12_reduction, "get_accelerator", lambda: streams)
+    options = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 100}
+
+    def prepare(optimizer: Any) -> None:
+        optimizer.reduction_stream = streams.side
+
+    theirs, _ = train(Stack, options, ours=False)
+    found, replaced = train(Stack, options, ours=True, prepare=prepare)
+    assert replaced
+    assert all(same_bits(a, b) for a, b in zip(found, theirs, strict=True))
+    reduction = ["backward waits for reduction", "reduction waits for backward", "on reduction"]
+    passes = "; ".join(streams.log).split("; synchronize")
+    assert passes.pop() == ""
+    assert len(passes) == 10
+    for said in passes:
+        words = [word for word in said.split("; ") if word]
+        assert words == reduction * (len(words) // 3)
+        assert len(words) > 3  # several buckets
+
+
+def test_gradients_of_other_streams_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled layers may have them; their memory must outlive the stream that reads it."""
+    streams, used = Streams(), []
+    other = Stream("compiled", streams.log)
+    monkeypatch.setattr(zero12_reduction, "get_accelerator", lambda: streams)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: used.append(stream))
+
+    def prepare(optimizer: Any) -> None:
+        for parameter in optimizer.bit16_groups[0][::2]:  # before DeepSpeed's hooks run
+            parameter.register_hook(lambda _: setattr(streams, "current", other))
+        for parameter in optimizer.bit16_groups[0][1::2]:
+            parameter.register_hook(lambda _: setattr(streams, "current", main))
+
+    main = streams.current
+    theirs, _ = train(Stack, {"stage": 2}, ours=False)
+    found, _ = train(Stack, {"stage": 2}, ours=True, prepare=prepare)
+    assert all(same_bits(a, b) for a, b in zip(found, theirs, strict=True))
+    assert len(streams.log) == 10
+    assert set(streams.log) <= {"backward waits for compiled", "compiled waits for backward"}
+    assert len(used) == 10 * len(list(Stack().parameters()))
+    assert set(used) <= {main, other}
 
 
 def test_three_ranks_have_the_same_bits() -> None:

@@ -50,10 +50,15 @@ CASES: list[tuple[Callable[[], Stack], dict[str, Any]]] = [
 
 
 def train(
-    make: Callable[[], Stack], options: dict[str, Any], *, ours: bool
+    make: Callable[[], Stack],
+    options: dict[str, Any],
+    *,
+    ours: bool,
+    prepare: Callable[[Any], None] = lambda optimizer: None,
 ) -> tuple[list[torch.Tensor], bool]:
     """Losses, norms and the flat masters of five steps of two micro-batches, and whether the
     reduction is ours. options: of ``zero_optimization``; dtype, sums: of the model, of gradients.
+    prepare: is given DeepSpeed's optimizer before anything is replaced.
     """
     torch.manual_seed(0)
     zero = {"stage": 1, **options}
@@ -80,6 +85,7 @@ def train(
         name = "count_used_parameters_in_backward"
         patched.setattr(stage_1_and_2, name, count_used_parameters_in_backward)
         if ours:
+            prepare(optimizer)
             skip_redundant_work_of_zero12(optimizer, HostTime())
         for number in range(PASSES):
             generator = torch.Generator().manual_seed(PASSES * rank + number)

@@ -48,15 +48,28 @@ def met(
 
 
 def test_facts_are_told_to_all_sites_and_forgotten_later() -> None:
-    def act(index: int, rendezvous: SiteRendezvous) -> list[Facts]:
-        found = list(rendezvous.gather("one", {"index": index}))
-        rendezvous.gather("two", {})
-        rendezvous.gather("three", {})
+    def act(index: int, rendezvous: SiteRendezvous) -> Any:
+        found = rendezvous.tell("one", {"index": index})
+        before = rendezvous._store.num_keys() if index == 0 else 0
+        for name in ("two", "three", "four", "five"):
+            rendezvous.compare(name, {(0, 0): {"same": True}})
         if index == 0:
-            assert rendezvous._store.num_keys() < 12
+            assert rendezvous._store.num_keys() <= before + 4
         return found
 
-    assert met(act) == [[{"index": 0}, {"index": 1}]] * 2
+    assert met(act) == [[[{"index": 0}], [{"index": 1}]]] * 2
+
+
+def test_each_group_of_ranks_compares_its_own_facts() -> None:
+    """A rank of a site meets several of another, which know only what they share with it."""
+
+    def act(index: int, rendezvous: SiteRendezvous) -> Any:
+        rendezvous.compare("alike", {(0, 0): {"x": 1}})
+        rendezvous.compare("other", {(0, 0): {"x": index}})
+
+    found = met(act)
+    assert found[0] == found[1]
+    assert "\n  x: 0 at site 0, 1 at site 1" in found[0]
 
 
 def test_facts_that_differ_are_refused_on_all_sites_with_both_values() -> None:
@@ -69,8 +82,9 @@ def test_facts_that_differ_are_refused_on_all_sites_with_both_values() -> None:
 def test_a_site_alone_meets_nobody() -> None:
     sites = SitesSection(count=1, inner_steps=1)
     rendezvous = SiteRendezvous.join(sites, ALONE, {})
-    assert rendezvous.group is None
-    assert rendezvous.gather("one", {"x": 1}) == [{"x": 1}]
+    assert rendezvous.open_group((0,)) is None
+    assert rendezvous.tell("one", {"x": 1}) == [[{"x": 1}]]
+    rendezvous.compare("two", {(0,): {"x": 1}})
     rendezvous.close()
 
 

@@ -75,12 +75,6 @@ def test_targets_that_are_no_linear_layers_are_refused() -> None:
     assert "q_proj" in problem.remedy
 
 
-@pytest.mark.parametrize("key", ["load_in_4bit", "quantization"])
-def test_a_quantized_base_is_refused_by_name(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"adapters\.{key}: adapters beside a base in 4 bits"):
-        AdaptersSection.model_validate({key: True})
-
-
 @pytest.mark.parametrize("kind", [{"dropout": 0.1}, {"dora": True}])
 def test_what_peft_has_not_for_stacked_weights_is_refused(kind: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"peft has no {next(iter(kind))} for stacked weights"):

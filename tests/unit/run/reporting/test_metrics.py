@@ -151,6 +151,50 @@ def test_held_out_losses_of_a_mixture(tmp_path: Path) -> None:
     assert scalars["held_out_loss/code"] == [(20, 1e4)]
 
 
+SAMPLES = [("Ada", " proved *a*\ntheorem"), ("Łódź", "")]
+
+
+def test_samples_are_texts_of_tensorboard(tmp_path: Path) -> None:
+    with writer(tmp_path, trackers=("tensorboard",)) as metrics:
+        metrics.log_samples(10, SAMPLES)
+        metrics.log_samples(20, SAMPLES[:1])
+    events = read_events(tmp_path)
+    found = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
+    assert {tag: [one.step for one in values] for tag, values in found.items()} == {
+        "samples/0/text_summary": [10, 20],
+        "samples/1/text_summary": [10],
+    }
+    (shown,) = found["samples/0/text_summary"][0].tensor_proto.string_val
+    assert shown.decode() == ("prompt:\n\n    Ada\n\ncontinuation:\n\n     proved *a*\n    theorem")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_samples_are_a_table_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the file that `wandb sync` sends: the library itself, offline."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with writer(tmp_path, trackers=("wandb",)) as metrics:
+        metrics.log_samples(10, SAMPLES)
+    (table,) = (tmp_path / "wandb").rglob("*.table.json")
+    tree = json.loads(table.read_text())
+    assert tree["columns"] == ["step", "prompt", "text"]
+    assert tree["data"] == [[10, prompt, text] for prompt, text in SAMPLES]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_samples_are_files_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    with writer(tmp_path, trackers=("mlflow",)) as metrics:
+        metrics.log_step(step_metrics(10))
+        metrics.log_samples(10, SAMPLES)
+    (file,) = (tmp_path / "mlruns").rglob("step-00000010.jsonl")
+    assert file.parent.name == "samples"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert rows == [{"prompt": prompt, "text": text} for prompt, text in SAMPLES]
+
+
 def test_samples_of_steps_that_are_trained_again_are_dropped(tmp_path: Path) -> None:
     with writer(tmp_path) as metrics:
         for step in (10, 20):
@@ -267,11 +311,16 @@ def test_summary_of_a_resumed_run_begins_with_the_first_loss_of_all(tmp_path: Pa
     assert " since step 10, " in lines[1]
 
 
-def read_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+def read_events(directory: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(directory / "tensorboard"))
     events.Reload()
+    return events
+
+
+def read_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    events = read_events(directory)
     return {
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]

@@ -10,7 +10,7 @@ import pytest
 
 from bigtrain.errors import ConfigError
 from bigtrain.settings.resolve import resolve_run
-from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.run_config import AdaptersSection, RunConfig
 
 MOE = {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2}
 STACKS = {"targets": [], "target_parameters": ["gate_up_proj"]}
@@ -65,3 +65,55 @@ def test_a_kind_with_experts_is_not_divided(
     resolve(engine, tensor, {"targets": "attention"}, base)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     resolve(engine, tensor, {"targets": targets}, base)
+
+
+QLORA = {"quantization": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "tensor", "words"),
+    [
+        ("zero3", 1, "bitsandbytes keeps the scales of packed weights beside the parameter"),
+        ("zero3_offload", 1, "bitsandbytes keeps the scales of packed weights beside"),
+        ("zero1", 2, "every 64 weights in a row have a scale"),
+    ],
+)
+def test_one_process_holds_a_base_in_4_bits(engine: str, tensor: int, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve(engine, tensor, QLORA)
+    assert f"adapters.quantization = 'nf4': {words}" in str(raised.value)
+    for allowed in ("zero0", "zero1", "zero2", "zero2_offload"):
+        resolve(allowed, 1, QLORA)
+
+
+def test_a_base_with_experts_is_not_in_4_bits(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    with pytest.raises(ConfigError, match="the experts' weights are stacked, and bitsandbytes"):
+        resolve("zero2", 1, QLORA | {"targets": "attention"}, str(tmp_path))
+    with pytest.raises(ValueError, match="stacked weights cannot be kept in 4 bits"):
+        AdaptersSection.model_validate(QLORA | STACKS)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"load_in_4bit": True},
+            "adapters.load_in_4bit has another name here -> quantization: nf4",
+        ),
+        ({"quantization_bit": 4}, "another name here -> quantization: nf4"),
+        ({"bnb_4bit_compute_dtype": "bfloat16"}, "another name here -> compute_dtype"),
+        ({"use_bnb_nested_quant": True}, "another name here -> double_quantization"),
+        ({"load_in_8bit": True}, r"a base in 8 bits \(LLM.int8\) is not implemented"),
+        ({"quantization": "int8"}, "'none', 'nf4' or 'fp4'"),
+        ({"compute_dtype": "bfloat16"}, "adapters.compute_dtype has no meaning without"),
+        ({"double_quantization": False}, "adapters.double_quantization has no meaning without"),
+        (QLORA | {"compute_dtype": "float16"}, "'float32' or 'bfloat16'"),
+    ],
+)
+def test_keys_of_other_trainers_and_without_effect(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        AdaptersSection.model_validate(values)
+    # As a run writes down what it had.
+    for section in (AdaptersSection(), AdaptersSection.model_validate(QLORA)):
+        assert AdaptersSection.model_validate(section.model_dump(mode="json")) == section

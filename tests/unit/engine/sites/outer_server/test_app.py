@@ -123,6 +123,9 @@ def test_a_run_over_http_and_what_is_refused_on_the_way(tmp_path: Path) -> None:
         delivery = {"attempt": attempt, "base": 0, "step": 5, "tokens": 10, "num_messages": 1}
         state, _ = ask(client, "deliver", site=0, **delivery)
         assert (state["number"], state["sites"]) == (1, [0])
+        told = {(event["event"], event["reason"], event["count"]) for event in state["events"]}
+        assert told >= {("message_refused", "corrupted", 1)}
+        assert ("forged", "127.0.0.1") in {(e["reason"], e["who"]) for e in state["events"]}
         _, payload = ask(client, "weights", site=0, number=1, form="full", boxes=boxes)
         found = split_cuts(CODECS["float32"], payload, [(Box("w", (0,), (4,)), (4,))])
         assert torch.equal(found, weights + 1)

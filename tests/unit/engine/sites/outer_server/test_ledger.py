@@ -265,6 +265,11 @@ def test_a_site_that_misses_a_window_is_left_out_and_takes_the_weights_when_it_i
     assert first.deliver(changed(first.weights, 4))["number"] == 2
     assert second.deliver(changed(second.weights, 5))["number"] == 3
     assert ledger.state()["sites"] == [0, 1]
+    # All sites hear of it with the outer step that follows, once.
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    told = [[(e["event"], e["who"], e["reason"]) for e in line.get("events", ())] for line in lines]
+    missed = ("site_left_out", "site 1", "missed the outer step")
+    assert told == [[], [missed], [], [("site_left_out", "site 1", "late")]]
 
 
 def test_a_new_site_joins_at_a_window_and_one_that_leaves_is_not_waited_for(

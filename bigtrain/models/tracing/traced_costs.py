@@ -7,12 +7,14 @@ Imports torch and transformers only if the costs are not cached yet, so that lat
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ConfigError, ModelError, Problem
+from bigtrain.models.tracing.trace_process import NoTraceProcessError, trace_apart
 from bigtrain.planner import model_costs as formats
 from bigtrain.planner.model_costs import (
     AdapterCosts,
@@ -86,7 +88,8 @@ def _adapter_costs(
 ) -> AdapterCosts:
     is_simple = not (section.target_parameters or section.modules_to_save or section.dora)
     if not traces and is_simple and section.targets == "all-linear":
-        return of_all_linear(costs, section.rank)
+        double = section.double_quantization if section.is_quantized else None
+        return of_all_linear(costs, section.rank, double)
     values = written_configuration(config.model)
     key = _key(config, values, section) if values else None
     found = cache_get(KIND, key) if key is not None else None
@@ -115,7 +118,7 @@ def _key(config: RunConfig, values: Mapping[str, Any], *more: Section) -> str | 
                 # What is traced, and the shape it is kept in.
                 source_of(
                     str(Path(__file__).with_name("meta_trace.py")),
-                    str(Path(__file__).parent / "layers" / "repeated_layers.py"),
+                    str(Path(__file__).parents[1] / "layers" / "repeated_layers.py"),
                     str(formats.__file__),
                 ),
                 *(section.model_dump_json() for section in more),
@@ -125,10 +128,13 @@ def _key(config: RunConfig, values: Mapping[str, Any], *more: Section) -> str | 
 
 
 def _trace(config: RunConfig, hf_config: Any) -> ModelCosts:
+    if hf_config is None and "torch" not in sys.modules:
+        with suppress(NoTraceProcessError):
+            return trace_apart(_section(config), config.precision.dtype)
     import torch
 
     from bigtrain.models.configuration import load_hf_config
-    from bigtrain.models.meta_trace import trace_model
+    from bigtrain.models.tracing.meta_trace import trace_model
 
     dtype = getattr(torch, config.precision.dtype)
     if hf_config is not None:

@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
@@ -222,11 +223,16 @@ def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int
     AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
     config.use_cache = False
     with torch.device("meta"):
-        try:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_NAME)
-        except (ValueError, ImportError):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        # Without memory there is nothing to draw weights into.
+        with no_init_weights():
+            try:
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation=_NAME
+                )
+            except (ValueError, ImportError):
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         ids = torch.zeros(1, sequence_length, dtype=torch.int64)
+    model.tie_weights()  # what no_init_weights also skips
     model.train()
     count = getattr(text_config(config), "num_hidden_layers", None)
     layers = [layer for _, layer in listed_layers(model, count)]

@@ -1,0 +1,175 @@
+"""A trace in a process of its own, for programs that need torch for nothing else.
+
+``bigtrain plan`` needs torch and transformers only to trace a model that it has not seen before,
+and importing them takes longer than the trace and the plan together. A process of its own imports
+less: libraries that transformers loads only because they are installed (`ABSENT`) are not found in
+it, and what torch and transformers import for compilers and tensors in parts (`EMPTY`), two fifths
+of the time, is modules that hold nothing. None of it is called in a trace. The process also ends
+without unloading, and a caller who uses those libraries keeps them.
+
+The request is a JSON object in standard input, the answer one in standard output.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from bigtrain.errors import ModelError
+from bigtrain.planner.model_costs import ModelCosts
+from bigtrain.system.processes import exit_process, importing
+
+if TYPE_CHECKING:
+    from bigtrain.models.configuration import ConfigurationSource
+
+ABSENT = (
+    "accelerate", "datasets", "jinja2", "pandas", "peft", "PIL", "scipy", "sklearn", "tensorboard",
+)  # fmt: skip
+"""For chat templates, models of images and sound, generation with an assistant, the Trainer."""
+EMPTY = (
+    "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch.distributed.tensor", "sympy",
+)  # fmt: skip
+"""Imported for decorators that keep functions out of a compiler, for classes of tensors and symbols
+that nothing here is an instance of."""
+SYMBOLIC = "torch.fx.experimental.symbolic_shapes"
+"""Imported to ask for a truth value, of a symbol or, as here, of a bool."""
+_TIMEOUT_SECONDS = 300.0
+
+
+class NoTraceProcessError(Exception):
+    """There is no process of its own, or it did not trace: for whatever reason."""
+
+
+def trace_apart(source: ConfigurationSource, dtype: str) -> ModelCosts:
+    """Costs of the model of `source`, trained in `dtype` ("bfloat16"), as
+    `bigtrain.models.tracing.meta_trace.trace_model` has them.
+
+    Raises NoTraceProcessError where that fails, also for a model that cannot be traced: tracing in
+    the caller's process then says why, or succeeds.
+    """
+    try:
+        request = {
+            "path": source.path,
+            "config": source.config,
+            "overrides": source.overrides,
+            "dtype": dtype,
+        }
+        found = subprocess.run(
+            [sys.executable, "-m", "bigtrain.models.tracing.trace_process"],
+            input=json.dumps(request),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=True,
+            timeout=_TIMEOUT_SECONDS,
+        )
+        return ModelCosts.from_json(json.loads(found.stdout))
+    except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
+        raise NoTraceProcessError(str(error)) from error
+
+
+class _Anything(type):
+    """Classes that stand for a class nothing is an instance of, or for a decorator that changes
+    nothing, with arguments or without."""
+
+    def __call__(cls, *args: Any, **_: Any) -> Any:
+        if args and callable(args[0]):
+            return args[0]
+        return lambda function: function
+
+
+class _EmptyModule(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _Anything(name, (), {})
+        setattr(self, name, value)
+        return value
+
+
+def _symbolic_shapes() -> ModuleType:
+    """`SYMBOLIC` for shapes that are numbers: the functions that torch's shape functions ask, of
+    bools and ints. Whoever needs another fails."""
+    module = ModuleType(SYMBOLIC)
+    asked = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious",
+             "maybe_guard_or_false", "maybe_guard_or_true", "statically_known_true")  # fmt: skip
+    vars(module).update(dict.fromkeys(asked, bool))
+    vars(module).update(
+        free_unbacked_symbols=lambda _: set(),
+        guard_int=int,
+        guarding_hint_or_throw=lambda number: number,
+        has_guarding_hint=lambda _: True,
+        is_nested_int=lambda _: False,
+        sym_and=lambda *them: all(them),
+        sym_eq=lambda one, other: one == other,
+        sym_or=lambda *them: any(them),
+    )
+    return module
+
+
+class _EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules of `EMPTY`, and those in them."""
+
+    def __init__(self) -> None:
+        self._empty = list(EMPTY)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == "torch.utils._sympy" and "sympy" in self._empty:
+            # Of a few shape functions, which derive classes from sympy's: they get the real one.
+            self._empty.remove("sympy")
+            for name in [name for name in sys.modules if name.split(".")[0] == "sympy"]:
+                del sys.modules[name]
+        if any(fullname == name or fullname.startswith(f"{name}.") for name in self._empty):
+            return ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _EmptyModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing in it."""
+
+
+def leave_out() -> None:
+    """Let this process import neither `ABSENT` nor `EMPTY`. For a process that only traces."""
+    for name in ABSENT:
+        # To Python, and to those who ask it, a library of which None stands there is not installed.
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _EmptyModules())
+    sys.modules.setdefault(SYMBOLIC, _symbolic_shapes())
+
+
+def _answer(request: dict[str, Any]) -> str:
+    with importing():
+        import torch
+
+        from bigtrain.models.configuration import load_hf_config
+        from bigtrain.models.tracing.meta_trace import trace_model
+
+    dtype = getattr(torch, request.pop("dtype"))
+    costs = trace_model(load_hf_config(SimpleNamespace(**request)), dtype)
+    return json.dumps(costs.to_json())
+
+
+def main() -> None:
+    """Answer the request in standard input, and end the process."""
+    leave_out()
+    answers, sys.stdout = sys.stdout, sys.stderr  # libraries may print
+    try:
+        print(_answer(json.load(sys.stdin)), file=answers, flush=True)
+    except ModelError:
+        exit_process(1)
+    exit_process(0)
+
+
+if __name__ == "__main__":
+    main()

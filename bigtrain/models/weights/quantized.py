@@ -1,0 +1,202 @@
+"""A frozen base whose linear layers hold their weights in 4 bits (QLoRA), by bitsandbytes.
+
+Layers are replaced before there is an engine and hold nothing until their weights are read: so
+nothing casts, moves or sends what is packed, and no rank ever has more than one of the weights in
+full. Written against bitsandbytes 0.50, which takes a second to import, and only where it is asked
+for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from bigtrain.errors import Problem
+from bigtrain.models.layers.adapters import (
+    QUANTIZED_KEY,
+    base_name,
+    quantized_layers,
+    quiet_bitsandbytes,
+)
+from bigtrain.models.weights.import_hf import Weights
+from bigtrain.models.weights.lazy_tensors import forget_computed, room
+from bigtrain.planner.model_costs import BLOCK_SIZE
+from bigtrain.settings.sections.adapters import AdaptersSection
+
+INSTALL = "pip install 'bigtrain[qlora]'"
+
+
+def check_quantization(section: AdaptersSection | None) -> list[Problem]:
+    """A problem where the run needs bitsandbytes and it is not installed. Imports nothing."""
+    if section is None or not section.is_quantized or importlib.util.find_spec("bitsandbytes"):
+        return []
+    rule, remedy = "bitsandbytes is not installed", f"{INSTALL}, or {QUANTIZED_KEY}=none"
+    return [Problem(QUANTIZED_KEY, section.quantization, rule, remedy)]
+
+
+def is_quantized(module: object) -> bool:
+    """Whether `module` is a layer of `quantize_layers`."""
+    return hasattr(module, "quantized_from")
+
+
+def is_packed(parameter: object) -> bool:
+    """Whether `parameter` is the weight of such a layer: packed, of one byte for two weights, and
+    not to be read, written or saved as a weight."""
+    return hasattr(parameter, "bnb_quantized")
+
+
+def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: torch.dtype) -> None:
+    """Replace linear layers of `model` by bitsandbytes', in place, with empty weights.
+
+    `dtype`: the run's, which weights are rounded to before they are quantized. Biases stay. Call
+    `check_quantization` first, and `finish_layers` once adapters are added.
+    """
+    library = _library()
+    for name in quantized_layers(model):
+        layer: Any = model.get_submodule(name)
+        is_transposed = isinstance(layer, Conv1D)
+        out_size, in_size = reversed(layer.weight.shape) if is_transposed else layer.weight.shape
+        with torch.device("meta"):
+            made: Any = library.nn.Linear4bit(
+                in_size,
+                out_size,
+                bias=False,
+                compute_dtype=layer.weight.dtype,  # of the adapters that peft makes beside it
+                compress_statistics=section.double_quantization,
+                quant_type=section.quantization,
+            )
+        made.bias = layer.bias
+        made.quantized_from, made.is_transposed = dtype, is_transposed
+        made.weight = library.nn.Params4bit(
+            torch.empty(0, dtype=torch.uint8),
+            requires_grad=False,
+            blocksize=BLOCK_SIZE,
+            compress_statistics=section.double_quantization,
+            quant_type=section.quantization,
+            module=made,
+            bnb_quantized=True,  # else `to` would quantize what it holds
+        )
+        model.set_submodule(name, made)
+    compute_plainly(model)
+    # What transformers sets, and peft chooses its layers by.
+    model.is_loaded_in_4bit = True
+
+
+def compute_plainly(model: nn.Module) -> None:
+    """Have layers in 4 bits compute as the run says on every CPU.
+
+    Those with AVX-512 BF16 would pack their weights anew in the first pass without gradients,
+    compute in bfloat16 from then on, and give no gradients any more (bitsandbytes 0.50.2,
+    nn/modules.py, `Linear4bit.forward`; autograd/_functions.py, `matmul_4bit`).
+    """
+    for module in model.modules():
+        layer: Any = module
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+
+
+def bits_and_bytes(section: AdaptersSection, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """What `from_pretrained` must be told to quantize as a run in `dtype` with `section` does."""
+    _library()  # which transformers imports
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=section.quantization,
+        bnb_4bit_use_double_quant=section.double_quantization,
+        bnb_4bit_compute_dtype=section.compute_dtype or dtype,
+    )
+
+
+@torch.no_grad()
+def fill_with_zeros(model: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Give quantized layers zeros for weights, so that they can compute before there are any."""
+    for layer in filter(is_quantized, model.modules()):
+        with torch.device(device):
+            _zeros(layer)
+
+
+@torch.no_grad()
+def finish_layers(model: nn.Module, section: AdaptersSection) -> None:
+    """Set the dtype that quantized layers compute in (default: the run's), and let them hold
+    nothing until `read_quantized` fills them."""
+    for module in filter(is_quantized, model.modules()):
+        layer: Any = module
+        layer.compute_dtype = layer.quantized_from
+        if section.compute_dtype is not None:
+            layer.compute_dtype = getattr(torch, section.compute_dtype)
+        _put(layer, torch.empty(0, dtype=torch.uint8), None)
+
+
+@torch.no_grad()
+def read_quantized(model: nn.Module, weights: Weights, device: torch.device) -> None:
+    """Read the weights of all quantized layers and pack them on `device`, one at a time.
+
+    Not collective: every rank reads all of them. Raises ModelError as `Weights.fill`.
+    """
+    library = _library()
+    for name, module in model.named_modules():
+        if not is_quantized(module):
+            continue
+        layer: Any = module
+        source = base_name(f"{name}.weight")
+        full = room(tuple(weights.tensors[source].shape), layer.quantized_from)
+        weights.fill(source, (0, 0), full)
+        full = (full.T if layer.is_transposed else full).contiguous().to(device)
+        packed, state = library.functional.quantize_4bit(
+            full,
+            blocksize=BLOCK_SIZE,
+            compress_statistics=layer.weight.compress_statistics,
+            quant_type=layer.weight.quant_type,
+        )
+        _put(layer, packed, state)
+    forget_computed()
+
+
+def _put(layer: Any, packed: torch.Tensor, state: Any) -> None:
+    layer.weight.data = packed
+    layer.weight.quant_state = layer.quant_state = state
+
+
+def _zeros(layer: Any) -> None:
+    library, kind = _library(), layer.weight.quant_type
+    size = layer.out_features * layer.in_features
+    state = library.functional.QuantState(
+        absmax=torch.zeros(-(-size // BLOCK_SIZE)),
+        shape=torch.Size((layer.out_features, layer.in_features)),
+        code=torch.zeros(16),
+        blocksize=BLOCK_SIZE,
+        quant_type=kind,
+        dtype=torch.float32,
+    )
+    _put(layer, torch.zeros(-(-size // 2), 1, dtype=torch.uint8), state)
+
+
+@torch.no_grad()
+def dequantized(layer: Any) -> torch.Tensor:
+    """The weight of a quantized layer as its products see it [out, in]."""
+    full: torch.Tensor = _library().functional.dequantize_4bit(
+        layer.weight.data, layer.weight.quant_state
+    )
+    return full
+
+
+def packed_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """All packed weights, and what is kept beside them: scales, and what codes stand for."""
+    for layer in filter(is_quantized, model.modules()):
+        weight: Any = layer.weight
+        yield weight.data
+        for state in (weight.quant_state, getattr(weight.quant_state, "state2", None)):
+            if state is not None:
+                found = (state.absmax, state.code, state.offset)
+                yield from (tensor for tensor in found if tensor is not None)
+
+
+def _library() -> Any:
+    with quiet_bitsandbytes():
+        import bitsandbytes
+    return bitsandbytes

@@ -1,0 +1,217 @@
+"""How tables of measurements write things: counts, stages, precisions, engines. Pure.
+
+One function for a column or a subject, from the text of a row to a value; `rows` puts them
+together. Tables are written by people for people, so each knows many spellings of one thing, and
+takes what it does not know for not told where that leaves a sensible value.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from bigtrain.planner.layout import Recompute
+
+Row = Mapping[str, str]
+
+MOST = 10**8  # of anything that is counted
+NOTHING = {
+    "",
+    "-",
+    "--",
+    "n/a",
+    "na",
+    "nan",
+    "none",
+    "null",
+    "?",
+    "unknown",
+    "not stated",
+    "default",
+}
+_ENGINES = (
+    (r"megatron[- ]?deepspeed|gpt[- ]?neox", "megatron_deepspeed"),
+    (r"nanotron", "nanotron"),
+    (r"auto ?model", "automodel"),
+    (r"torchtitan|foundry", "fsdp"),
+    (r"nemo|megatron[- ]?(bridge|core)|mcore|megascale|mlperf", "megatron_core"),
+    (r"fsdp", "fsdp"),
+    (r"megatron", "megatron"),
+    (r"deepspeed|zero[- ]?[0-3]\b|bigtrain", "deepspeed"),
+    (r"max ?text|\bjax\b|levanter|praxis|paxml|nanogpt|nanochat", "fsdp_compiled"),
+    (r"\btrl\b|unsloth|axolotl|accelerate|lit-?gpt|olmo|torchtune|composer|mosaic", "fsdp"),
+)
+"""Words of a page and the engine they mean; the first found counts."""
+
+
+def words(row: Row, *names: str) -> str:
+    """The named columns in lower case, one after another."""
+    return " ".join((row.get(name) or "") for name in names).lower()
+
+
+def is_told(row: Row, name: str) -> bool:
+    """Whether a column says anything."""
+    return (row.get(name) or "").strip().lower() not in NOTHING
+
+
+def number(row: Row, name: str, default: int | None = None) -> int:
+    """A count: also "4,096", "8k", "16x" and "8 (per node)". A k is
+    1024 where that makes a power of two, as of tokens, else 1000. Raises ValueError where there is
+    none, or something else."""
+    text = (row.get(name) or "").strip()
+    if not is_told(row, name):
+        if default is not None:
+            return default
+        raise ValueError(f"{name} is empty")
+    plain = text.replace(",", "").replace("_", "").lower()
+    found = re.fullmatch(
+        r"x?\s*([-+.\de]*\d\.?)\s*([km]?)\s*x?(?:\s*[(\[].*|\s*(?:tokens|gpus).*)?", plain
+    )
+    try:
+        value = float(found[1]) if found else float(plain)
+    except ValueError as error:
+        raise ValueError(f"{name} = {text} is not a count") from error
+    if found and found[2]:
+        value *= _kilo(value) ** (2 if found[2] == "m" else 1)
+    if not 1 <= value <= MOST or value != int(value):
+        raise ValueError(f"{name} = {text} is not a count")
+    return int(value)
+
+
+def _kilo(value: float) -> int:
+    is_power = value == int(value) and int(value) & (int(value) - 1) == 0
+    return 1024 if is_power else 1000
+
+
+def degree(row: Row, name: str) -> int:
+    """A degree of parallelism; tables write 0 for what is not used."""
+    text = (row.get(name) or "").strip().lower()
+    return 1 if text in ("0", "0.0", "no", "off", "false") else number(row, name, 1)
+
+
+def engine_name(row: Row) -> str:
+    """By the words of the page, where "compile" is told from "eager". Of a page that names none:
+    with tensor or pipeline parallelism it is Megatron's, else DeepSpeed."""
+    said = words(row, "notes", "source")
+    found = next((name for pattern, name in _ENGINES if re.search(pattern, said)), None)
+    if found is None:
+        # Tables that name their FSDP in the column of stages.
+        found = "fsdp" if re.search(r"fsdp|shard", words(row, "zero")) else "deepspeed"
+        if degree(row, "tp") * degree(row, "pp") > 1:
+            found = "megatron_core"
+    if found == "fsdp" and re.search(r"(?<!no )(?<!without )compile", said):
+        return "fsdp_compiled"
+    # Fused attention came to Megatron with what is called Megatron-Core since.
+    if found == "megatron" and re.search(r"flash|transformer.?engine|fp8", said):
+        return "megatron_core"
+    return found
+
+
+def zero_stage(row: Row, engine: str) -> int:
+    """The stage, also by FSDP's and Megatron's names; where none is told, what the engine has."""
+    text, notes = (row.get("zero") or "").strip().lower(), row.get("notes") or ""
+    # FSDP's name of what ZeRO 2 does: parameters stay whole between the passes.
+    if "SHARD_GRAD_OP" in notes or "grad_op" in text:
+        return 2
+    if re.search(r"full.?shard|hybrid.?shard|hsdp|fsdp", text):
+        return 3
+    if re.search(r"no.?shard|ddp", text) or text in ("no", "off", "false"):
+        return 0
+    named = re.search(r"(?:zero|stage|\bz)\D{0,8}([0-3])\b", text) or re.match(r"([0-3])\b", text)
+    if named and not re.match(r"\d\.\d*[1-9]", text):
+        return int(named[1])
+    if "dist" in text:  # Megatron's distributed optimizer
+        return 1
+    if re.fullmatch(r"[-+.\de]+", text):
+        raise ValueError(f"zero = {row['zero']} is no stage")
+    usual = {"fsdp": 3, "fsdp_compiled": 3, "automodel": 3, "megatron_core": 1}
+    said = re.search(r"zero[- ]?(?:stage[- ]?)?([0-3])\b", notes, re.I)
+    stage = int(said[1]) if said else usual.get(engine, 0)
+    # FSDP beside a pipeline keeps what it has gathered until the step ends, or it would gather
+    # anew for each micro-batch.
+    return 2 if stage == 3 and not said and degree(row, "pp") > 1 else stage
+
+
+def recompute(row: Row, engine: str) -> tuple[Recompute, int]:
+    """What is recomputed, and of how many layers one: "selective" of Megatron is attention, of
+    torchtitan every second product."""
+    text = (row.get("recompute") or "").strip().lower()
+    if text in NOTHING or re.fullmatch(r"no|false|0|off|w/o|without|no .*", text):
+        return "none", 1
+    every = re.search(r"(?:every|each|1/|one in|one of)\s*(\d+)|^(\d+)(?:nd|rd|th)?$", text)
+    if every and 1 < int(every[1] or every[2]) <= 1000:
+        return "full", int(every[1] or every[2])
+    if "every other" in text:
+        return "full", 2
+    if re.search(r"core.?att|attention|attn", text) and not re.search(r"\bop\b|mlp", text):
+        return "attention", 1
+    if "selective" in text:
+        by_operator = engine in ("fsdp", "fsdp_compiled", "automodel") or re.search(
+            r"\bops?\b", text
+        )
+        return ("operators" if by_operator else "attention"), 1
+    # Experts' or norms' activations alone: a few percent of a layer's work.
+    if re.search(r"^(mla|moe|norm|layer.?norm|rms|act(?!ivation.?(c|rec))|swiglu|mlp)", text):
+        return "none", 1
+    full = r"full|yes|true|block|uniform|^1(\.0)?$|^on$|^all|^ac\b|checkpoint|recomp|layer"
+    return ("full" if re.search(full, text) else "operators"), 1
+
+
+def is_single_precision(row: Row) -> bool:
+    """Whether products are of 32-bit floats, which mixed precision's are not."""
+    said = words(row, "precision")
+    if re.search(r"bf16|fp16|float16|half|16-mixed|16-true|mixed|amp|fp8|float8|fp4|^16\b", said):
+        return False
+    return re.search(r"fp32|float32|tf32|single|^32\b|32-true", said) is not None
+
+
+def is_float8(row: Row) -> bool:
+    """Whether products are of 8-bit floats, or fewer."""
+    return re.search(r"fp8|float8|fp4|8-?bit float", words(row, "precision", "notes")) is not None
+
+
+def has_float32_gradients(row: Row) -> bool:
+    """Whether gradients add up in 32 bits."""
+    return re.search(r"(fp|float)32 (grad|acc)", words(row, "precision", "notes")) is not None
+
+
+def network_bits(notes: str) -> float | None:
+    """Bits a second that leave a node, where the page says."""
+    cards = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", notes)
+    if cards:
+        return int(cards[1]) * int(cards[2]) * 1e9
+    whole = re.search(r"(\d+(?:\.\d+)?)\s*([GT])bps (?:per )?node", notes)
+    if whole is None:
+        return None
+    return float(whole[1]) * {"G": 1e9, "T": 1e12}[whole[2]]
+
+
+def virtual_stages(notes: str) -> int:
+    """Stages of an interleaved pipeline that a rank has."""
+    pattern = r"(?:interleav\w*|\bvpp?\b|virtual)[^0-9]{0,20}(\d+)"
+    found = re.search(pattern, notes, re.I)
+    return max(1, int(found[1])) if found else 1
+
+
+def sequence_length(row: Row) -> int:
+    """Of a sample; where the column is empty, what the notes say, or 2048."""
+    said = re.search(
+        r"(?:seq\w*(?: length)?|context)\D{0,6}(\d[\d,]*\s*k?)\b", words(row, "notes", "model")
+    )
+    told = number({"seq": said[1]}, "seq") if said and not is_told(row, "seq") else 2048
+    return number(row, "seq", told)
+
+
+def billions(row: Row) -> float:
+    """Parameters, by the column or by the model's name ("7B", "350M"); 0 where neither tells."""
+    text = (row.get("params_b") or "").strip().lower().removesuffix("b")
+    try:
+        value = float(text)
+    except ValueError:
+        found = re.search(
+            r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bmt])\b(?!it)",
+            words(row, "model").replace("_", " ").replace("-", " "),
+        )
+        value = float(found[1]) * {"b": 1.0, "m": 1e-3, "t": 1e3}[found[2]] if found else 0.0
+    return value if math.isfinite(value) and value > 0 else 0.0

@@ -1,0 +1,154 @@
+"""The road from a model that continues text to one that answers and stops by itself."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bigtrain.cli import main as bigtrain
+from tests.launch.conftest import Inputs, launch, metrics, train
+from tests.launch.test_evaluation import TASKS, lines_of, lm_eval_figures, write_tasks
+from tests.support.chats import turns
+from tests.support.pages import page_blocks, page_files, page_text
+from tests.support.worlds import ROOT
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+PAGE = page_text("docs/howto/quickstart_chat.md")
+FILES = page_files(PAGE)
+GROW, TOKENIZE, TRAIN, GENERATE = map(shlex.split, page_blocks(PAGE)[0].splitlines())
+END = "<|im_end|>"
+
+
+def write_chats(path: Path, count: int) -> None:
+    """Conversations of one to three questions, of which any model learns where answers end."""
+    chance = random.Random(5)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(count):
+            numbers = [chance.randrange(99) for _ in range(chance.randint(1, 3))]
+            said = [text for n in numbers for text in (f"What comes after {n}?", f"{n + 1}.")]
+            file.write(json.dumps({"messages": turns(*said)}) + "\n")
+
+
+def begin(place: Path, base: Path) -> None:
+    """A folder with the files of the page, conversations, and a base model where it is named."""
+    for name, content in FILES.items():
+        (place / name).write_text(content)
+    for name in ("bigtrain", "ds_configs"):
+        (place / name).symlink_to(ROOT / name)
+    write_chats(place / "chats.jsonl", 400)
+    shutil.copytree(base, place / "runs/quickstart/run/hf")
+
+
+def new_tokens(directory: Path, question: str) -> list[int]:
+    """What plain transformers answers, greedily, with the export's own settings."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    output = model.generate(**prompt, max_new_tokens=100, do_sample=False)
+    return [int(token) for token in output[0, prompt.input_ids.shape[1] :]]
+
+
+def test_a_chat_stops_by_itself(
+    inputs: Inputs,
+    finished_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The page with the tiny model of these tests, in this process but for the training."""
+    begin(tmp_path, finished_run / "hf")
+    monkeypatch.chdir(tmp_path)
+    assert bigtrain(GROW[1:]) == 0
+    assert bigtrain(TOKENIZE[1:]) == 0
+    assert TRAIN[:2] == ["python", "bigtrain/train.py"]
+    here = [
+        f"model.path={tmp_path / 'runs/quickstart/run/hf'}",
+        f"data.path={tmp_path / 'talk-shards'}",
+        f"output.directory={tmp_path / 'runs/talk'}",
+        "batch.sequence_length=64",
+        "optimizer.lr=1.0e-2",
+        "evaluation.every_steps=null",
+    ]
+    finished = train("--config", tmp_path / "talk.yaml", *here)
+    assert finished.code == 0, finished.output
+    assert "vocabulary grown from 320 to 322 rows" in finished.output
+    capsys.readouterr()
+    assert bigtrain(GENERATE[1:]) == 0
+    answer = capsys.readouterr().out
+    new = new_tokens(tmp_path / "runs/talk/hf", GENERATE[-1])
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "runs/talk/hf")
+    assert 0 < len(new) < 100
+    assert tokenizer.convert_ids_to_tokens(new[-1]) == END
+    assert answer == tokenizer.decode(new[:-1]) + "\n"
+
+
+@pytest.mark.slow
+def test_the_page_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the recipe of the quickstart, trained for a moment; and lm-eval, which is asked by the
+    chat template, says the same of the export as in the loop."""
+    pytest.importorskip("lm_eval")
+    begin(tmp_path, quickstart(tmp_path / "base"))
+    monkeypatch.chdir(tmp_path)
+    assert bigtrain(GROW[1:]) == 0
+    assert bigtrain(TOKENIZE[1:]) == 0
+    tasks = write_tasks(tmp_path / "tasks")
+    more = [
+        f"evaluation.tasks=[{','.join(TASKS)}]",
+        f"evaluation.tasks_directory={tasks}",
+        "evaluation.tasks_chat=true",
+        "evaluation.tasks_fewshot=1",
+    ]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    finished = launch([*TRAIN[1:], *more], tmp_path)
+    assert finished.code == 0, finished.output
+    capsys.readouterr()
+    assert bigtrain(GENERATE[1:]) == 0
+    answer = capsys.readouterr().out
+    assert re.fullmatch(r"\d+\.\n", answer), answer
+    hf = tmp_path / "runs/talk/hf"
+    names: dict[str, Any] = {}
+    (code,) = page_blocks(PAGE, "python")
+    exec(compile(code, "the page", "exec"), names)
+    assert capsys.readouterr().out.endswith(f"assistant\n{answer.strip()}{END}\n")
+    held_out = metrics(tmp_path / "runs/talk", "held_out_loss")
+    assert held_out[60] < held_out[20]
+    (line,) = [one for one in lines_of(tmp_path / "runs/talk/metrics.jsonl") if "tasks" in one]
+    chat: dict[str, Any] = {"apply_chat_template": True, "fewshot_as_multiturn": True}
+    expected = lm_eval_figures(hf, tasks, num_fewshot=1, **chat)
+    assert line["tasks"] == pytest.approx(expected, rel=1e-5)
+    plain = lm_eval_figures(hf, tasks, num_fewshot=1)
+    said = "tiny_said/perplexity"
+    assert line["tasks"][said] != pytest.approx(plain[said], rel=0.1)
+
+
+def quickstart(place: Path) -> Path:
+    """The export of `make quickstart` after a few of its steps, on some of its text."""
+    (place / "texts").mkdir(parents=True)
+    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]:
+        shutil.copy(source, place / "texts")
+    text = ["--input", str(place / "texts"), "--suffix", ".py", "--skip-bad"]
+    tokenizer, shards = str(place / "tokenizer"), str(place / "shards")
+    assert bigtrain(["tokenizer", *text, "--vocab-size", "4096", "--output", tokenizer]) == 0
+    assert bigtrain(["tokenize", *text, "--tokenizer", tokenizer, "--output", shards]) == 0
+    settings = ["train.steps=20", "checkpoint.every_steps=null", "evaluation.every_steps=null"]
+    where = [f"data.path={shards}", f"output.directory={place / 'run'}"]
+    finished = train("--config", "quickstart", *where, *settings)
+    assert finished.code == 0, finished.output
+    return place / "run/hf"

@@ -1,0 +1,246 @@
+"""Adapters beside a base in 4 bits (QLoRA), against plain peft and bitsandbytes in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from peft.tuners.lora import LoraLayer
+from transformers import BitsAndBytesConfig
+
+from bigtrain.engine.checkpoint.io import read_full
+from tests.parity.conftest import STEPS, train_cases
+from tests.parity.plain import (
+    Spread,
+    Training,
+    orders,
+    plain_training,
+    root_mean_square,
+)
+from tests.parity.test_adapters import (
+    BFLOAT16,
+    LOSS,
+    NORM,
+    PEFT,
+    RECOMPUTE,
+    SPREADS,
+    WEIGHTS,
+    Case,
+    config_of,
+    seed_of,
+)
+
+pytest.importorskip("bitsandbytes")
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(1200),
+    # peft 0.21 asks transformers 5.23 by an old name.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+]
+
+
+def nf4(**more: Any) -> dict[str, dict[str, Any]]:
+    return {"adapters": {"quantization": "nf4", **more}}
+
+
+def fp4(**more: Any) -> dict[str, dict[str, Any]]:
+    return {"adapters": {"quantization": "fp4", "double_quantization": False, **more}}
+
+
+RESTORED = Case(1, "zero0", accumulation=1, sections=nf4() | RECOMPUTE)
+SAVED = Case(2, "zero2", accumulation=4, sections=nf4() | RECOMPUTE)
+CASES = [
+    RESTORED,
+    SAVED,
+    Case(2, "zero1", "gpt2", sections=fp4()),
+    Case(2, "zero0", degrees={"sequence": 2}, sections=nf4(dora=True)),
+    Case(2, "zero1", degrees={"pipeline": 2}, sections=nf4()),
+    *(
+        Case(size, engine, model, accumulation, degrees, kind, slow=True)
+        for engine in ("zero0", "zero1", "zero2", "zero2_offload")
+        for model, kind in (
+            ("llama", nf4(rslora=True)),
+            ("llama", fp4(dora=True)),
+            ("gpt2", nf4(double_quantization=False)),
+        )
+        for size, accumulation, degrees in ((1, 4, {}), (2, 1, {}), (2, 2, {"sequence": 2}))
+    ),
+    *(
+        Case(4, "zero1", model, 2, {"pipeline": 2}, nf4() | RECOMPUTE, slow=True)
+        for model in ("llama", "gpt2", "first")
+    ),
+]
+
+
+def adapted(model: Any, case: Case) -> Any:
+    """Plain peft's model beside a quantized base, each layer's values from a stream of its own."""
+    asked = case.sections["adapters"]
+    config = replace(
+        PEFT[case.model],
+        use_dora=asked.get("dora", False),
+        use_rslora=asked.get("rslora", PEFT[case.model].use_rslora),
+    )
+    made = get_peft_model(model, config, autocast_adapter_dtype=False)
+    for layer, module in made.base_model.model.named_modules():
+        if isinstance(module, LoraLayer):
+            torch.manual_seed(seed_of(layer))
+            module.float().reset_lora_parameters("default", True)
+    for name, parameter in made.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.to(model.dtype)
+    return made
+
+
+def plain_run(case: Case, data: Path, base: Path, **options: Any) -> Training:
+    asked = case.sections["adapters"]
+    dtype = options.get("dtype", torch.float32)
+    found = plain_training(
+        data,
+        base,
+        config_of(case, data, base),
+        adapt=lambda model: adapted(model, case),
+        frozen=r"(?!.*\.lora_)",
+        quantization=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=asked["quantization"],
+            bnb_4bit_use_double_quant=asked.get("double_quantization", True),
+            bnb_4bit_compute_dtype=asked.get("compute_dtype", dtype),
+        ),
+        **options,
+    )
+    weights = {n.removeprefix("base_model.model."): w for n, w in found.weights.items()}
+    return Training(found.losses, found.norms, weights)
+
+
+@pytest.fixture(scope="module")
+def bases(
+    hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    return {**hf_directories, "first": hf_directories["llama"]}
+
+
+def run_cases(
+    cases: list[Case], data: Path, bases: dict[str, Path], root: Path
+) -> dict[str, dict[str, Any]]:
+    """Each case; the state of `SAVED` after three steps, and what `RESTORED` saves of it again."""
+    found: dict[str, dict[str, Any]] = {}
+    for size in sorted({case.world_size for case in cases}, reverse=True):
+        asked: dict[str, dict[str, Any]] = {
+            case.name: {
+                "config": config_of(case, data, bases[case.model]),
+                "deepspeed_config": case.engine,
+                "weights": {str(STEPS): str(root / f"{case.name}.pt")},
+            }
+            for case in cases
+            if case.world_size == size
+        }
+        if SAVED.name in asked:
+            asked[SAVED.name] |= {"save_at": 3, "save_to": str(root / "saved")}
+        if RESTORED.name in asked:
+            asked["again"] = asked[RESTORED.name] | {
+                "config": config_of(replace(SAVED, world_size=1), data, bases[SAVED.model]),
+                "first_step": 3,
+                "restore_from": str(root / "saved"),
+                "save_again_to": str(root / "again"),
+                "weights": {str(STEPS): str(root / "again.pt")},
+            }
+        place = root / str(size)
+        place.mkdir()
+        found |= train_cases(size, asked, place)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(
+    dataset: Path, bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("few")
+    cases = [case for case in CASES if not case.slow]
+    return {"root": root, **run_cases(cases, dataset, bases, root)}
+
+
+@pytest.fixture(scope="module")
+def slow_results(
+    dataset: Path, bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("slow")
+    cases = [case for case in CASES if case.slow]
+    return {"root": root, **run_cases(cases, dataset, bases, root)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
+        for case in CASES
+    ],
+)
+def test_equals_plain_peft(
+    case: Case, dataset: Path, bases: dict[str, Path], request: pytest.FixtureRequest
+) -> None:
+    found = request.getfixturevalue("slow_results" if case.slow else "results")
+    expected = plain_run(case, dataset, bases[case.model])
+    assert found[case.name]["losses"] == pytest.approx(expected.losses, abs=LOSS)
+    assert found[case.name]["norms"] == pytest.approx(expected.norms, rel=NORM)
+    trained = torch.load(found["root"] / f"{case.name}.pt")
+    assert expected.weights.keys() <= trained.keys()
+    # No weight in 4 bits is taken for one that has a master.
+    assert not any(".base_layer.weight" in name for name in trained)
+    for name, weight in expected.weights.items():
+        assert torch.allclose(trained[name], weight, rtol=0, atol=WEIGHTS), name
+
+
+def test_goes_on_with_another_number_of_processes(
+    dataset: Path, bases: dict[str, Path], results: dict[str, Any]
+) -> None:
+    """States are the same to the last bit, and nothing of the base is among them."""
+    first, again = (read_full(results["root"] / name / "tensors") for name in ("saved", "again"))
+    assert first.keys() == again.keys()
+    assert {key.partition("/")[0] for key in first} == {"master", "exp_avg", "exp_avg_sq"}
+    assert all(".lora_" in key for key in first)
+    for key, tensor in first.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(again[key], tensor), key
+    expected = plain_run(SAVED, dataset, bases[SAVED.model])
+    assert results["again"]["losses"] == pytest.approx(expected.losses[3:], abs=LOSS)
+    trained = torch.load(results["root"] / "again.pt")
+    for name, weight in expected.weights.items():
+        assert torch.allclose(trained[name], weight, rtol=0, atol=WEIGHTS), name
+
+
+IN_16_BIT = [
+    Case(size, engine, sections=nf4(dora=dora) | BFLOAT16)
+    for engine, size in (("zero0", 1), ("zero1", 2), ("zero2", 2))
+    for dora in (False, True)
+]
+# Float32 that is rounded in each product: where gradients differ by rounding, they then do by more.
+IN_16_BIT.append(Case(2, "zero1", sections=nf4(compute_dtype="bfloat16")))
+
+
+@pytest.fixture(scope="module")
+def in_16_bit(
+    dataset: Path, bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("16-bit")
+    return {"root": root, **run_cases(IN_16_BIT, dataset, bases, root)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IN_16_BIT, ids=lambda case: case.name)
+def test_16_bit_is_among_plain_runs(
+    case: Case, dataset: Path, bases: dict[str, Path], in_16_bit: dict[str, Any]
+) -> None:
+    dtype = torch.bfloat16 if "precision" in case.sections else torch.float32
+    options = {"dtype": dtype, "sum_dtype": dtype if case.engine == "zero0" else torch.float32}
+    runs = [plain_run(case, dataset, bases["llama"], chunks=c, **options) for c in orders()]
+    spread, result = Spread.of(runs), in_16_bit[case.name]
+    losses = [abs(a - b) for a, b in zip(result["losses"], spread.losses, strict=True)]
+    norms = [abs(a - b) / b for a, b in zip(result["norms"], spread.norms, strict=True)]
+    assert max(losses) <= SPREADS * spread.loss
+    assert max(norms) <= SPREADS * spread.norm < 0.1
+    trained = torch.load(in_16_bit["root"] / f"{case.name}.pt")
+    assert root_mean_square(trained, spread.weights) <= SPREADS * spread.weight

@@ -1,0 +1,33 @@
+"""What a page of the docs tells its reader to type, and to write into files."""
+
+from __future__ import annotations
+
+import re
+
+from tests.support.worlds import ROOT
+
+
+def page_text(name: str) -> str:
+    """`name`: such as ``docs/howto/chat.md``."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def page_files(text: str) -> dict[str, str]:
+    """The contents of the files that the page shows: of blocks below a line that names one."""
+    found = re.findall(r"`([\w-]+\.(?:yaml|jinja))`:\n\n```\w+\n(.*?)^```", text, flags=re.M | re.S)
+    return dict(found)
+
+
+def page_blocks(text: str, language: str = "") -> list[str]:
+    """The contents of its code blocks of a language; the empty one is of command lines."""
+    return re.findall(rf"^```{language}\n(.*?)^```", _without_others(text, language), re.M | re.S)
+
+
+def _without_others(text: str, language: str) -> str:
+    """Without the blocks of other languages, whose ends look like the beginning of one without."""
+    return re.sub(
+        r"^```(\w*)\n.*?^```$",
+        lambda block: block[0] if block[1] == language else "",
+        text,
+        flags=re.M | re.S,
+    )
