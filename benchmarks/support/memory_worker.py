@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -92,6 +93,21 @@ def peak_of(seen: profile) -> dict[str, float]:
     return {"peak": most, "resting": resting}
 
 
+def let_gloo_go_first() -> None:
+    """Return from an all-reduce when gloo's thread has let go of the tensor, so that its memory is
+    freed where the profile sees it."""
+    all_reduce = dist.all_reduce
+
+    def returning_last(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        held = tensor._use_count()
+        work = all_reduce(tensor, *args, **kwargs)
+        while work is None and tensor._use_count() > held:
+            os.sched_yield()
+        return work
+
+    dist.all_reduce = returning_last
+
+
 def _allocations(events: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
     """When, at which address, how many bytes; negative where they are freed."""
     for event in events:
@@ -105,6 +121,7 @@ def main() -> None:
     """Read the cases from the file that the first argument names."""
     torch.set_num_threads(1)
     world = read_world(os.environ)
+    let_gloo_go_first()
     with process_group(world) as joined:
         for case in json.loads(Path(sys.argv[1]).read_text()):
             found = measure(case, world, joined.device)

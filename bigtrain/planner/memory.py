@@ -9,6 +9,7 @@ arXiv 2104.04473, section 2.2; interleaved: Korthikanti et al. 2022, arXiv 2205.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from bigtrain.planner.layout import Layout
@@ -128,6 +129,12 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
     activations, loss = _activations_and_loss(stage, model, layout, engine)
     gathered, buckets = _buckets(sizes, model, layout, engine)
     gathered += model.packed.largest * model.element_bytes
+    if _plans_reduction(layout, engine):
+        # A bucket is put together when it is full, by when the backward pass has let go of as much.
+        buckets = max(0.0, buckets - activations - loss)
+    elif engine.is_deepspeed and zero == 1 and layout.pipeline_size > 1:
+        # DeepSpeed's `reduce_gradients` takes a second bucket after the last backward pass.
+        buckets = max(buckets, 2 * buckets - activations - loss)
     buckets += buffer
     states = parameters + optimizer
     live = states + gradients + gathered + buckets + activations + loss
@@ -267,13 +274,32 @@ def _buckets(
         return _usual_buckets(sizes, model, layout)
     if layout.zero_stage == 1 and layout.gradient_bytes > layout.parameter_bytes:
         return 0.0, 0.0  # BF16_Optimizer reduces gradients in place
-    # Full buckets, however small the model; a second one where reduction overlaps computation.
+    # A second bucket where reduction overlaps computation.
     num_buckets = 2 if layout.overlap_communication and layout.zero_stage == 2 else 1
-    bucket = num_buckets * layout.reduce_bucket_elements * layout.gradient_bytes
+    elements = layout.reduce_bucket_elements
+    if _plans_reduction(layout, engine):
+        elements = min(elements, math.ceil(sizes.trained))
+        num_buckets += layout.zero_stage == 2  # the gradients themselves; ZeRO 1 keeps all
+    # Otherwise full buckets, however small the model.
+    bucket = num_buckets * elements * layout.gradient_bytes
     if layout.zero_stage < 3:
         return 0.0, bucket
     # A parameter that is used again within so many elements stays (stage3_max_reuse_distance).
     return min(sizes.held, _MOST_LIVE) * layout.parameter_bytes, bucket
+
+
+def _plans_reduction(layout: Layout, engine: Engine) -> bool:
+    """Whether bigtrain's own reduction of ZeRO 1 and 2 takes the place of DeepSpeed's.
+
+    See engine/deepspeed_patches/zero12_reduction.py; pipelines do not take it.
+    """
+    return (
+        engine.is_deepspeed
+        and layout.zero_stage in (1, 2)
+        and not layout.offload_optimizer
+        and layout.expert_size == 1
+        and layout.pipeline_size == 1
+    )
 
 
 _FILE_BYTES = 5e9  # of 16-bit weights in a file of an export (models/weights/export_hf.py)
