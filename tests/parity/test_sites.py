@@ -314,10 +314,16 @@ def between(*names: str, **more: Any) -> Case:
 
 
 STEPS = INNER_STEPS * OUTER_STEPS
-STREAMING = {"fragments": 2, "overlap_steps": 2, "mixing": 0.5}
+STREAMING = {"fragments": 2, "overlap_steps": 2, "mixing": 0.25}
 PAIRS = [("zero2", "tensor 2"), ("zero2", "one rank"), ("tensor 2", "zero3")]
 PAIRS += [("pipeline 2", "one rank"), ("zero0", "pipeline 2"), ("tensor 2", "pipeline 2")]
-INTEGERS = [("int8", "zero0"), ("int8", "zero3"), ("int8", "tensor 2"), ("int4", "zero2")]
+INTEGERS = [
+    ("int8", "pipeline 2"),
+    ("int8", "zero0"),
+    ("int8", "zero3"),
+    ("int8", "tensor 2"),
+    ("int4", "zero2"),
+]
 CASES = {
     **{name: Case(layout) for name, layout in LAYOUTS.items()},
     "momentum": Case(ONE_RANK, outer={"type": "momentum", "lr": 0.5, "momentum": 0.8}),
