@@ -1,10 +1,12 @@
 """What local steps between sites cost in loss.
 
 python benchmarks/sites.py [--inner-steps 1 10 50 200] [--sites 2 4] [--codecs float32 int8 int4]
+    [--seeds 1]
 Held-out loss of a small Llama on the quickstart's text (`make quickstart` makes it) after the same
 tokens: trained synchronously, and by so many sites with an outer step every so many steps. Sites
 are copies in one process, in turn; what they exchange goes through the run's own code, `Exchange`
-and `outer_update`, between threads over gloo.
+and `outer_update`, between threads over gloo. Each seed is a model of its own; with several, a last
+table has the spread of the losses over them, beside which a difference between codecs is small.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 if __name__ == "__main__":
@@ -174,6 +178,20 @@ def final_loss(
     return held_out_loss(copies.models[0], data[1])
 
 
+def spread_table(found: dict[int, dict[str, float]], first: str) -> list[str]:
+    """Rows of Markdown: mean and standard deviation of a case's losses over the seeds, and of its
+    differences, seed by seed, to the same case with the codec `first`."""
+    lines = ["| sites | inner steps | codec | loss | beside " + first + " |", "|" + "---|" * 5]
+    for case in next(iter(found.values())):
+        count, inner, codec = case.split()
+        losses = [losses[case] for losses in found.values()]
+        beside = [loss[case] / loss[f"{count} {inner} {first}"] - 1 for loss in found.values()]
+        cells = f"{mean(losses):.4f} +- {stdev(losses):.4f}"
+        other = f"{100 * mean(beside):+.2f} +- {100 * stdev(beside):.2f} %"
+        lines.append(f"| {count} | {inner} | {codec} | {cells} | {other} |")
+    return lines
+
+
 def table(found: dict[str, float], synchronous: float, args: argparse.Namespace) -> list[str]:
     """Rows of Markdown: loss, and how much more than the synchronous one."""
     lines = [
@@ -188,6 +206,36 @@ def table(found: dict[str, float], synchronous: float, args: argparse.Namespace)
                 cells.append(f"{loss:.4f} ({100 * (loss / synchronous - 1):+.2f} %)")
             lines.append(f"| {count} | {inner} | " + " | ".join(cells) + " |")
     return lines
+
+
+def losses_of(
+    seed: int,
+    config: RunConfig,
+    data: tuple[list[Batch], list[Batch]],
+    args: argparse.Namespace,
+) -> tuple[dict[str, float], float]:
+    """Losses of all cases, and of synchronous training, from the initial weights of a seed."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(load_hf_config(config.model))
+    num_elements = sum(p.numel() for p in model.parameters())
+    one = {"count": 1, "inner_steps": args.steps}
+    synchronous = final_loss(model, config, one, data)
+    print(
+        f"{num_elements:,} parameters, {args.steps} steps of {args.samples} x {args.length} tokens"
+    )
+    print(f"synchronous: held-out loss {synchronous:.4f}", flush=True)
+    found: dict[str, float] = {}
+    for count, inner, codec in product(args.sites, args.inner_steps, args.codecs):
+        sites: dict[str, Any] = {"count": count, "inner_steps": inner, "codec": codec}
+        sites["outer"] = {"type": args.outer, "lr": args.outer_lr}
+        loss = final_loss(model, config, sites, data)
+        found[f"{count} {inner} {codec}"] = loss
+        sent = sent_bytes(num_elements, count, codec) / inner
+        print(
+            f"{count} sites, {inner} inner steps, {codec}: {loss:.4f}, {sent:,.0f} bytes a step",
+            flush=True,
+        )
+    return found, synchronous
 
 
 def main() -> int:
@@ -206,39 +254,23 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--data", default="runs/quickstart/shards", help="make quickstart's")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of the initial weights")
     parser.add_argument("--output", help="a file for all figures, as JSON")
     args = parser.parse_args()
     disable_progress_bar()
     config = config_of(args)
     data = read(config)
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(load_hf_config(config.model))
-    num_elements = sum(p.numel() for p in model.parameters())
     begun = time.perf_counter()
-    one = {"count": 1, "inner_steps": args.steps}
-    synchronous = final_loss(model, config, one, data)
-    print(
-        f"{num_elements:,} parameters, {args.steps} steps of {args.samples} x {args.length} tokens"
-    )
-    print(f"synchronous: held-out loss {synchronous:.4f}", flush=True)
-    found: dict[str, float] = {}
-    for count in args.sites:
-        for inner in args.inner_steps:
-            for codec in args.codecs:
-                sites: dict[str, Any] = {"count": count, "inner_steps": inner, "codec": codec}
-                sites["outer"] = {"type": args.outer, "lr": args.outer_lr}
-                loss = final_loss(model, config, sites, data)
-                found[f"{count} {inner} {codec}"] = loss
-                sent = sent_bytes(num_elements, count, codec) / inner
-                print(
-                    f"{count} sites, {inner} inner steps, {codec}: {loss:.4f}, "
-                    f"{sent:,.0f} bytes a step",
-                    flush=True,
-                )
-    print("\n".join(table(found, synchronous, args)))
+    by_seed, synchronous = {}, {}
+    for seed in args.seeds:
+        print(f"seed {seed}")
+        by_seed[seed], synchronous[seed] = losses_of(seed, config, data, args)
+        print("\n".join(table(by_seed[seed], synchronous[seed], args)))
+    if len(args.seeds) > 1:
+        print("\n".join(spread_table(by_seed, args.codecs[0])))
     print(f"{time.perf_counter() - begun:.0f} s")
     if args.output:
-        report = {"synchronous": synchronous, "sites": found, "arguments": vars(args)}
+        report = {"synchronous": synchronous, "sites": by_seed, "arguments": vars(args)}
         Path(args.output).write_text(json.dumps(report, indent=2) + "\n")
     return 0
 

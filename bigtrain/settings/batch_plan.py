@@ -11,6 +11,8 @@ from bigtrain.errors import Problem
 from bigtrain.settings.compatibility.facts import largest_divisor
 from bigtrain.settings.run_config import BatchSection
 
+_MOST_RANKS = 1 << 32  # of one site
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -34,9 +36,9 @@ class BatchPlan:
     site_begin: int = 0
 
     def reader(self, data_rank: int) -> int:
-        """The index of this site's rank `data_rank` among those of all sites, where they have as
-        many; for seeds."""
-        return self.site * self.data_size + data_rank
+        """A number of this site's rank `data_rank` that no rank of another site has, however many
+        these have; for seeds. Without sites, `data_rank`."""
+        return self.site * _MOST_RANKS + data_rank
 
     @property
     def site_batch_size(self) -> int:

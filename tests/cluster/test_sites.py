@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,11 +105,19 @@ def stop_and_finish(lab: Lab, *settings: str) -> None:
         lab.train(site, last + 4 * INNER_STEPS, "output.export=true", *settings)
     for name in ("s0", "s1"):
         assert lab.running.pop(name).wait(120) == 0, lab.text(name[-1:])[-3000:]
-    first, second = (
-        load_file(lab.folder / str(site) / "hf" / "model.safetensors") for site in (0, 1)
-    )
+    assert_same_weights(lab.folder)
+
+
+def assert_same_weights(folder: Path) -> None:
+    first, second = (load_file(folder / site / "hf" / "model.safetensors") for site in "01")
     for key, weight in first.items():
         assert torch.equal(weight, second[key]), key
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    """What happened to sites and their server, as a run's metrics tell it."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "event" in line and "who" in line]
 
 
 def test_sites_go_on_while_hosts_and_links_fail(lab: Lab) -> None:
@@ -165,11 +174,7 @@ def test_sites_go_on_while_hosts_and_links_fail(lab: Lab) -> None:
     taken = [tuple(line["sites"]) for line in outer_lines(lab.folder / "0")]
     assert {(0,), (0, 1)} <= set(taken)
     assert taken[-1] == (0, 1)
-    told = {
-        (line["event"], line["who"])
-        for line in map(json.loads, (lab.folder / "0" / "metrics.jsonl").read_text().splitlines())
-        if "event" in line
-    }
+    told = {(one["event"], one["who"]) for one in events(lab.folder / "0")}
     assert {("site_alone", "site 0"), ("site_left_out", "site 1")} <= told
     assert {("site_returned", "site 1"), ("message_refused", address)} <= told
 
@@ -183,6 +188,45 @@ def paused(process: subprocess.Popen[bytes], until: Callable[[], bool]) -> None:
         time.sleep(0.9)
         process.send_signal(signal.SIGCONT)
         time.sleep(0.1)
+
+
+def test_a_site_ten_times_slower_is_left_out_of_a_synchronous_mean(lab: Lab) -> None:
+    """The fast site waits for it no longer than the server's window, and both end alike."""
+    window, steps = 2.0, 2000
+    settings = ("sites.timeout_seconds=30", "sites.inner_steps=50", "output.export=true")
+    lab.serve("--window-seconds", str(window))
+    for site in (0, 1):
+        lab.train(site, steps, *settings)
+    lab.wait_for_steps("0, 1")
+    slow = lab.running["s1"]
+    paused(slow, lambda: slow.poll() is not None)
+    for name in ("s0", "s1"):
+        assert lab.running.pop(name).wait(120) == 0, lab.text(name[-1:])[-3000:]
+    assert_same_weights(lab.folder)
+    of_fast, of_slow = (outer_lines(lab.folder / str(site)) for site in (0, 1))
+    print([(line["sites"], line["waited_seconds"]) for line in of_fast])
+    print([(line["outer_step"], line["sites"], line["waited_seconds"]) for line in of_slow])
+    # One for every window, though the slow site makes fewer of them.
+    assert [line["step"] for line in of_fast] == list(range(50, steps + 1, 50))
+    alone = [line for line in of_fast if line["sites"] == [0]]
+    assert len(alone) >= 3
+    assert len(of_slow) < len(of_fast)
+    # From the first outer step on that it was slow in: the one before waits for both to start.
+    assert max(line["waited_seconds"] for line in of_fast[2:]) < window + 1.5
+    # And only where the slow site has been heard of since.
+    assert len([line for line in alone if line["waited_seconds"] > window / 2]) <= len(of_slow)
+    text = (lab.folder / "state/steps.jsonl").read_text()
+    for record in map(json.loads, text.splitlines()[1:]):
+        assert record["tokens"].keys() == {str(site) for site in record["sites"]}
+        assert record["sites"] in ([0], [0, 1])
+    told = {(one["event"], one["who"], one["reason"]) for one in events(lab.folder / "0")}
+    assert ("site_left_out", "site 1", "missed the outer step") in told
+    assert ("site_left_out", "site 1", "late") in told  # and is waited for again
+    assert ("site_left_out", "site 1") in {
+        (one["event"], one["who"]) for one in events(lab.folder / "1")
+    }
+    assert "site 1 missed outer step" in lab.text("hub")
+    assert "too late for outer step" in lab.text("1")
 
 
 def test_a_site_ten_times_slower_takes_part_in_an_asynchronous_server(lab: Lab) -> None:

@@ -17,7 +17,7 @@ from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import STEPS, Inputs, metrics
 from tests.support import site_world
 from tests.support.lives import shared_server
-from tests.support.worlds import free_port
+from tests.support.worlds import held_ports
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -37,11 +37,25 @@ def train_sites(
     """Two sites of one rank each, or of so many `ranks`; exit codes by rank and all that they
     printed. `own`: settings of each site."""
     ranks = ranks or [1] * len(own)
+    with held_ports(1 + len(own)) as ports:
+        return train_sites_at(ports, inputs, directory, own, *settings, die=die, ranks=ranks)
+
+
+def train_sites_at(
+    ports: Sequence[int],
+    inputs: Inputs,
+    directory: Path,
+    own: Sequence[Sequence[str]],
+    *settings: str,
+    die: tuple[int, int] | None,
+    ranks: Sequence[int],
+) -> tuple[list[int], str]:
+    """As `train_sites`; ports: where the sites meet, and of each one's world."""
     common = [
         "engine.deepspeed_config=zero1",
         "sites.count=2",
         f"sites.inner_steps={INNER_STEPS}",
-        f"sites.address=127.0.0.1:{free_port()}",
+        f"sites.address=127.0.0.1:{ports[0]}",
         "sites.timeout_seconds=60",
         *settings,
     ]
@@ -52,8 +66,7 @@ def train_sites(
     ]
     arguments = [[*common, *place, *of_site] for place, of_site in zip(places, own, strict=True)]
     request = directory / "request.json"
-    ports = [free_port() for _ in own]
-    document = {"ports": ports, "ranks": list(ranks), "arguments": arguments}
+    document = {"ports": ports[1:], "ranks": list(ranks), "arguments": arguments}
     request.write_text(json.dumps(document))
     script = [site_world.__file__, str(request)]
     return shared_server().live(

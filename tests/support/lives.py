@@ -21,6 +21,7 @@ import psutil
 from bigtrain.errors import LaunchError
 from tests.support.worlds import ROOT, free_port
 
+SHOWN_CHARACTERS = 6000
 LIMIT_SECONDS = 300.0
 """For one answer: the first life may compile DeepSpeed's operators, the others take seconds."""
 
@@ -182,8 +183,16 @@ def run_forked_world(
         limit_seconds=timeout_seconds,
     )
     if codes != [0] * world_size:
-        raise LaunchError(f"exit codes {codes}:\n{output[-6000:]}")
+        raise LaunchError(f"exit codes {codes}:\n{_shown(output)}")
     return output
+
+
+def _shown(output: str) -> str:
+    """The first error, which may have ended the other ranks, and the end."""
+    first = output.find("Traceback (most recent call last)")
+    if first < 0 or len(output) - first <= 2 * SHOWN_CHARACTERS:
+        return output[-2 * SHOWN_CHARACTERS :]
+    return f"{output[first : first + SHOWN_CHARACTERS]}\n...\n{output[-SHOWN_CHARACTERS:]}"
 
 
 def _environment() -> dict[str, str]:

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from bigtrain.launchers.local_world import free_port, run_local_world
 
-__all__ = ["ROOT", "free_port", "run_world"]
+__all__ = ["ROOT", "free_port", "held_ports", "run_world"]
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """So many ports that `free_port` finds taken in every process meanwhile, while a server that
+    sets SO_REUSEADDR, as torch's stores do, can listen there: for what begins to listen late."""
+    with ExitStack() as stack:
+        ports: list[int] = []
+        while len(ports) < count:
+            holder = stack.enter_context(socket.socket())
+            try:
+                # Without the option, which would let two holders have one port; it is looked at
+                # when the server binds.
+                holder.bind(("", free_port()))
+            except OSError:  # taken since
+                continue
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            ports.append(holder.getsockname()[1])
+        yield ports
 
 
 def run_world(world_size: int, command: list[str], timeout_seconds: int = 900) -> str:

@@ -100,6 +100,7 @@ class ServerStep:
         self.notes: list[str] = []
         self.events: list[OuterEvent] = []
         self._was_away = False
+        self._heard = 0  # the outer step up to which the server has told its events
         self.step: int | None = None
 
     @property
@@ -144,6 +145,7 @@ class ServerStep:
                 f"at {found['number']} -> start the server with the directory it had"
             )
         self.number, self._base_step = number, int(found["step"])
+        self._heard = int(found["number"]) if is_new else number
         if is_new or number != found["number"]:
             self._take(found, step, deadline)
         if number != found["number"]:
@@ -179,6 +181,7 @@ class ServerStep:
             return []
         for told in found.get("events", ()):
             self.events.append(OuterEvent(**told))
+        self._heard = int(found["number"])
         if took_part and self._was_away:
             self._happened(RETURNED, "takes part again")
         self._was_away = not took_part
@@ -279,6 +282,7 @@ class ServerStep:
             "step": step,
             "tokens": max(1, tokens),
             "num_messages": num_messages,
+            "heard": self._heard,
         }
         found = self._ask("deliver", header, deadline)
         if found.get("late") or found["number"] > self.number:
@@ -288,7 +292,8 @@ class ServerStep:
     def _wait(self, base: int, deadline: float) -> Header:
         """The state once the server has weights of an outer step after `base`."""
         while True:
-            found = self._ask("wait", {"base": base, "seconds": _POLL_SECONDS}, deadline)
+            header = {"base": base, "seconds": _POLL_SECONDS, "heard": self._heard}
+            found = self._ask("wait", header, deadline)
             if found["is_ready"] and found["number"] > base:
                 return found
             if time.monotonic() > deadline:

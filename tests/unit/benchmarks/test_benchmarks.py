@@ -325,8 +325,12 @@ def test_the_loss_of_local_steps_is_compared(tmp_path: Path) -> None:
         *("--inner-steps", "1", "4", "--sites", "2", "--codecs", "float32", "int4", "--steps", "6"),
         *("--length", "16", "--samples", "4", "--held-out", "4", "--hidden-size", "32"),
         *("--vocabulary", "320", "--data", str(shards), "--output", str(output)),
+        *("--seeds", "1", "2"),
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     figures = json.loads(output.read_text())
-    assert len(set(figures["sites"].values()) | {figures["synchronous"]}) == 5
+    found = [loss for of_seed in figures["sites"].values() for loss in of_seed.values()]
+    assert len({*found, *figures["synchronous"].values()}) == 2 * 5
+    both = [figures["sites"][seed]["2 4 int4"] for seed in ("1", "2")]
+    assert f"| 2 | 4 | int4 | {sum(both) / 2:.4f} +- " in finished.stdout
     assert "| 2 | 4 | " in finished.stdout

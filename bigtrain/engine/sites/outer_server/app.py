@@ -123,7 +123,9 @@ class OuterServer:
         if action == "weights":
             return ledger.weights(header)
         if action == "wait":
-            return ledger.wait(int(header["base"]), float(header["seconds"])), b""
+            base, heard = int(header["base"]), header.get("heard")
+            heard = None if heard is None else int(heard)
+            return ledger.wait(base, float(header["seconds"]), heard), b""
         site = int(header["site"])
         if site < 0:
             raise RefusedError(f"site {site}")

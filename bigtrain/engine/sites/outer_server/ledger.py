@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,7 +23,8 @@ from bigtrain.settings.sections.sites import SitesSection
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _LONGEST_POLL_SECONDS = 20.0
-_MOST_EVENTS = 50
+_MOST_EVENTS = 50  # of one outer step
+_KEPT_EVENTS = 500  # of all, for sites that miss outer steps
 
 
 class RefusedError(Exception):
@@ -61,12 +62,14 @@ class Ledger:
         self._delivered: dict[int, Delivery] = {}
         self._waits_since: float | None = None
         self._events: Counter[tuple[str, str, str]] = Counter()
+        self._told: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
         run = storage.read_run()
         state = storage.read_state()
         if run is not None:
             weights = self._open(run)
             if state is not None:
                 weights.restore(*state)
+                self._told.extend(storage.events(weights.record))
                 self._restore_deliveries()
                 say(
                     f"outer step {weights.number}, with deliveries of {_named(self._delivered)} "
@@ -104,30 +107,35 @@ class Ledger:
             if key in self._events or len(self._events) < _MOST_EVENTS:
                 self._events[key] += 1
 
-    def _told(self, number: int) -> list[dict[str, Any]]:
-        """The events since the last outer step, as `OuterEvent`s."""
+    def _tell(self, number: int) -> list[dict[str, Any]]:
+        """The events since the last outer step, as `OuterEvent`s, from now on told to sites."""
         found = [
             asdict(OuterEvent(event, who, reason, number, count))
             for (event, who, reason), count in self._events.items()
         ]
         self._events.clear()
+        self._told.extend(found)
         return found
 
-    def state(self) -> Header:
-        """Where the run is: the last outer step, its sites, the optimizer steps it follows."""
+    def state(self, heard: int | None = None) -> Header:
+        """Where the run is: the last outer step, its sites, the optimizer steps it follows; and the
+        events since the outer step `heard`, of which a site has been told (None: the last one's).
+        """
         with self._changed:
             weights = self._weights
             if weights is None:
                 return {"is_ready": False, "number": 0, "step": 0, "sites": [], "tokens": {}}
-            return {"is_ready": weights.is_ready, **weights.record}
+            last = weights.number - 1 if heard is None else heard
+            events = [one for one in self._told if one["outer_step"] > last]
+            return {"is_ready": weights.is_ready, **weights.record, "events": events}
 
-    def wait(self, base: int, seconds: float) -> Header:
+    def wait(self, base: int, seconds: float, heard: int | None = None) -> Header:
         """As `state`, once there are weights of an outer step after `base`, or after `seconds`."""
         end = time.monotonic() + min(seconds, _LONGEST_POLL_SECONDS)
         with self._changed:
             while not self._is_after(base) and (left := end - time.monotonic()) > 0:
                 self._changed.wait(left)
-            return self.state()
+            return self.state(heard)
 
     def upload(self, request: Header, payload: memoryview) -> None:
         """Initial weights from the site that was asked for them."""
@@ -173,6 +181,7 @@ class Ledger:
                 int(request["tokens"]),
                 int(request["num_messages"]),
             )
+            heard = int(request.get("heard", delivery.base))
             self._hear(site)
             staleness = weights.number - delivery.base
             if staleness < 0 or (staleness > 0 and not self.rules.is_asynchronous):
@@ -182,7 +191,7 @@ class Ledger:
                     f"site {site} was late for outer step {delivery.base + 1}: left out, it takes "
                     f"the weights of {weights.number}"
                 )
-                return {**self.state(), "late": True}
+                return {**self.state(heard), "late": True}
             if not _ATTEMPT.fullmatch(delivery.attempt) or delivery.tokens < 1:
                 raise RefusedError(f"attempt {delivery.attempt!r} of {delivery.tokens} tokens")
             self._refuse_incomplete(site, delivery)
@@ -191,7 +200,7 @@ class Ledger:
             if self._waits_since is None:
                 self._waits_since = time.monotonic()
             self.tick()
-            return self.state()
+            return self.state(heard)
 
     def leave(self, site: int) -> None:
         """A site has trained to its end, or stops: it is not waited for."""
@@ -250,7 +259,7 @@ class Ledger:
             share,
             max(one.step for one in delivered.values()),
         )
-        weights.record["events"] = self._told(weights.number)
+        weights.record["events"] = self._tell(weights.number)
         self._storage.write_state(weights.tensors(), weights.record)
         for site in delivered:
             self._storage.forget(site)

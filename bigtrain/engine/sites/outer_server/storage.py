@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,19 @@ class Storage:
             file.write(json.dumps(record) + "\n")
         for old in sorted(self.directory.glob("state-*.safetensors"))[:-_KEPT]:
             old.unlink()
+
+    def events(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What was told with outer steps up to that of `record`, the newest state's."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        with suppress(FileNotFoundError), (self.directory / "steps.jsonl").open("rb") as file:
+            for line in file:
+                with suppress(ValueError, KeyError):  # the last line may not be whole
+                    one = json.loads(line)
+                    found[one["number"]] = one.get("events", [])
+        # The state is on disk before its line.
+        found[record["number"]] = record.get("events", [])
+        numbers = sorted(number for number in found if number <= record["number"])
+        return [event for number in numbers for event in found[number]]
 
     def write_message(self, site: int, attempt: str, name: str, body: bytes) -> None:
         """Keep a message of a site for the next outer step."""

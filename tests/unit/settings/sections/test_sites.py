@@ -146,6 +146,7 @@ def test_each_sample_of_a_step_is_read_by_one_rank_of_one_site(shares: tuple[int
     """Whatever number of ranks, and size of micro-batches, a site has."""
     batch = 48
     seen: list[int] = []
+    readers: list[int] = []
     for site, (data_size, micro) in enumerate([(2, 2), (1, 4), (4, 1)]):
         section = BatchSection(sequence_length=16, global_batch_size=batch, micro_batch_size=micro)
         plan, problems = plan_batch(section, data_size, 3, site, shares)
@@ -156,7 +157,11 @@ def test_each_sample_of_a_step_is_read_by_one_rank_of_one_site(shares: tuple[int
         own = range(batch)[plan.site_begin : plan.site_begin + plan.site_batch_size]
         assert plan.accumulation * data_size * micro == len(own)
         seen += own
+        readers += [plan.reader(rank) for rank in range(data_size)]
     assert seen == list(range(batch))
+    # Seeds are of these: other ones on each rank, and as without sites on the first of them.
+    assert len(set(readers)) == len(readers)
+    assert readers[:2] == [0, 1]
 
 
 def test_shares_that_do_not_divide_are_refused_with_those_that_do() -> None:

@@ -269,7 +269,17 @@ def test_a_site_that_misses_a_window_is_left_out_and_takes_the_weights_when_it_i
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     told = [[(e["event"], e["who"], e["reason"]) for e in line.get("events", ())] for line in lines]
     missed = ("site_left_out", "site 1", "missed the outer step")
-    assert told == [[], [missed], [], [("site_left_out", "site 1", "late")]]
+    late_then = ("site_left_out", "site 1", "late")
+    assert told == [[], [missed], [], [late_then]]
+    # One that was away for several outer steps hears of all since the last it knows, of a server
+    # that was started again as well, with a line of its file cut off.
+    with (tmp_path / "steps.jsonl").open("a") as file:
+        file.write('{"number": 3, "ev')
+    for server in (ledger, ledger_at(tmp_path)):
+        for heard, expected in ((0, [missed, late_then]), (1, [late_then]), (3, [])):
+            state = server.wait(2, 0.1, heard)
+            assert [(e["event"], e["who"], e["reason"]) for e in state["events"]] == expected
+        assert len(server.state()["events"]) == 1
 
 
 def test_a_new_site_joins_at_a_window_and_one_that_leaves_is_not_waited_for(
