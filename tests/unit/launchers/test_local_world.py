@@ -7,6 +7,8 @@ import socket
 import pytest
 
 from bigtrain.launchers import local_world
+from bigtrain.system.listening import listen_only_at
+from tests.support.worlds import held_ports
 
 
 def listening(port: int) -> socket.socket:
@@ -36,3 +38,17 @@ def test_where_the_kernel_gives_all_ports_to_anybody_one_of_those_is_taken(
     port = local_world.free_port()
     with listening(port):
         assert port > 1024
+
+
+def test_a_port_that_is_held_is_taken_for_all_but_the_store_it_is_held_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with held_ports(2) as ports:
+        other = local_world.free_port()
+        order = [*ports, other]
+        monkeypatch.setattr(local_world.random.SystemRandom, "sample", lambda *_: order)
+        assert local_world.free_port() == other
+        server = listen_only_at("127.0.0.1", ports[0])
+        assert server is not None
+        with server:
+            server.listen()
