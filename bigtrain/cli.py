@@ -8,6 +8,7 @@ A subcommand is a module in `bigtrain/commands/` with ``add_arguments(parser)`` 
 from __future__ import annotations
 
 import gc
+import select
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -20,6 +21,9 @@ GC_THRESHOLD = 50_000
 """New objects between two garbage collections; Python's own default is 700."""
 
 
+_EXIT_SIGPIPE = 128 + 13  # as a shell tells the end of other programs by that signal
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit code: 0, or 2 for an error the user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -30,6 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BigtrainError as error:
         print(f"bigtrain {args.command}: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        if not _is_stdout_closed():
+            raise
+        return _EXIT_SIGPIPE  # whoever reads (`| head`) has seen enough
+
+
+def _is_stdout_closed() -> bool:
+    """Whether nobody reads the standard output any more. Others may have closed a socket."""
+    watched = select.poll()
+    watched.register(sys.stdout, 0)
+    return any(state & select.POLLERR for _, state in watched.poll(0))
 
 
 def program() -> NoReturn:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -52,3 +55,12 @@ def test_every_argument_says_what_it_is_and_its_default(name: str) -> None:
         if action.default in NO_DEFAULT or action.default == argparse.SUPPRESS:
             continue
         assert "default" in text or str(action.default) in text, f"{name} {where}: {text}"
+
+
+def test_a_reader_that_has_seen_enough_costs_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "bigtrain.cli", "schema"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
