@@ -7,7 +7,6 @@ and the fast tests fail for a line that is no command, and for an entry without 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -23,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.chats import CHATML, chat_tokenizer, turns, unmarked
+from tests.support.chats import write_readme_chats
 from tests.support.pages import page_files, page_text
 from tests.support.worlds import ROOT
 
@@ -149,16 +148,7 @@ def make_reader(folder: Path) -> None:
     (folder / "hostfiles/mine").write_text("localhost slots=2\n")
     for name, content in page_files(page_text("docs/howto/quickstart_chat.md")).items():
         (folder / name).write_text(content)
-    tokenizer = chat_tokenizer(unmarked(CHATML))
-    # The recipe's model has 4096 tokens.
-    tokenizer.add_tokens([f"<extra {number}>" for number in range(4096 - len(tokenizer))])
-    tokenizer.save_pretrained(str(folder / "chat-tokenizer"))
-    chats = [
-        turns(*(f"{'word ' * (n % 9)}{n}, {turn}?" for turn in range(2 + 2 * (n % 3))))
-        for n in range(800)
-    ]
-    rows = "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
-    (folder / "chats.jsonl").write_text(rows)
+    write_readme_chats(folder)
 
 
 def clone(target: Path) -> Path:

@@ -14,7 +14,7 @@ import pytest
 
 from bigtrain.cli import build_parser
 from bigtrain.train import build_parser as train_parser
-from tests.support.chats import CHATML, chat_tokenizer, turns, unmarked
+from tests.support.chats import write_readme_chats
 from tests.support.worlds import ROOT
 
 
@@ -34,16 +34,7 @@ def test_arguments_exist() -> None:
 def test_the_page_as_it_stands(tmp_path: Path) -> None:
     for name in ("bigtrain", "ds_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    tokenizer = chat_tokenizer(unmarked(CHATML))
-    # The recipe's model has 4096 tokens.
-    tokenizer.add_tokens([f"<extra {number}>" for number in range(4096 - len(tokenizer))])
-    tokenizer.save_pretrained(str(tmp_path / "chat-tokenizer"))
-    chats = [
-        turns(*(f"{'word ' * (n % 9)}{n}, {turn}?" for turn in range(2 + 2 * (n % 3))))
-        for n in range(800)
-    ]
-    lines = "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
-    (tmp_path / "chats.jsonl").write_text(lines)
+    write_readme_chats(tmp_path)
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -227,3 +228,11 @@ def snapshot(directory: Path) -> dict[str, bytes]:
         )
         for path in sorted(directory.rglob("*"))
     }
+
+
+@pytest.fixture(scope="module")
+def base(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the finished run's export, for adapters to be trained beside."""
+    directory = tmp_path_factory.mktemp("base") / "hf"
+    shutil.copytree(finished_run / "hf", directory)
+    return directory

@@ -38,13 +38,6 @@ STEPS, SAVED = 6, 3
 IDS = torch.arange(3, 35)[None]
 
 
-@pytest.fixture(scope="module")
-def base(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("base") / "hf"
-    shutil.copytree(finished_run / "hf", directory)
-    return directory
-
-
 def start(inputs: Inputs, base: Path, run: Path, num_processes: int, *more: str) -> Any:
     """The run of the page, at a tiny size."""
     run.parent.mkdir(exist_ok=True)

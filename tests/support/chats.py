@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,17 @@ def turns(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
     return first + [
         {"role": roles[number % 2], "content": content} for number, content in enumerate(contents)
     ]
+
+
+def write_readme_chats(folder: Path) -> None:
+    """The tokenizer and the conversations that the README's page on chat data trains on."""
+    tokenizer = chat_tokenizer(unmarked(CHATML))
+    # The recipe's model has 4096 tokens.
+    tokenizer.add_tokens([f"<extra {number}>" for number in range(4096 - len(tokenizer))])
+    tokenizer.save_pretrained(str(folder / "chat-tokenizer"))
+    chats = [
+        turns(*(f"{'word ' * (n % 9)}{n}, {turn}?" for turn in range(2 + 2 * (n % 3))))
+        for n in range(800)
+    ]
+    rows = "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
+    (folder / "chats.jsonl").write_text(rows)
