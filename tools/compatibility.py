@@ -12,11 +12,10 @@ from dataclasses import fields
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-from compatibility_traps import TRAPS, Trap  # noqa: E402
+sys.path[:0] = [str(ROOT)]
 
 from bigtrain.settings.compatibility.check import RULES, Facts, Rule  # noqa: E402
+from tools.compatibility_traps import TRAPS, Trap  # noqa: E402
 
 __all__ = ["TRAPS", "page"]
 
@@ -24,7 +23,7 @@ _HEAD = """\
 # What cannot run
 
 Written by `python tools/compatibility.py --output docs/compatibility.md` from
-`bigtrain/settings/compatibility/` and `tools/compatibility_traps.py`. Every run refuses these
+`bigtrain/settings/compatibility/` and `tools/compatibility_traps/`. Every run refuses these
 combinations before there is a process group, and `bigtrain check` those that it can know: of a
 device with `--device` only, never a missing libaio, and the heads that tensor-parallel ranks divide
 as transformers' plan for the model's type has them, without the defaults of key-value heads.

@@ -14,108 +14,24 @@ import inspect
 import re
 import sys
 import textwrap
-import types
-import typing
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
-
-from pydantic.fields import FieldInfo  # noqa: E402
-from pydantic_core import PydanticUndefined  # noqa: E402
 
 from bigtrain import errors  # noqa: E402
 from bigtrain.cli import COMMANDS, build_parser  # noqa: E402
 from bigtrain.commands.arguments import EXIT_CODES  # noqa: E402
 from bigtrain.run.reporting import breakdown, metrics  # noqa: E402
-from bigtrain.settings.run_config import RunConfig, Section  # noqa: E402
 from bigtrain.train import build_parser as train_parser  # noqa: E402
-from tools.reference_errors import error_texts, markdown_cell  # noqa: E402
+from tools.reference_errors import error_texts, markdown_cell, sentence  # noqa: E402
+from tools.reference_fields import fields_page  # noqa: E402
 from tools.reference_python import python_page  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "reference"
-_WRITTEN_PYTHON = (
-    "Written by `python tools/reference.py` from the functions; do not edit this page.\n"
-)
 _WRITTEN = "Written by `python tools/reference.py` from {source}; do not edit this page.\n"
-
-# Units of the numbers that the end of a field's name does not tell.
-UNITS = {
-    "adapters.alpha": "ratio",
-    "adapters.dropout": "ratio",
-    "adapters.rank": "features",
-    "batch.global_batch_size": "samples",
-    "batch.micro_batch_size": "samples",
-    "checkpoint.keep_best": "checkpoints",
-    "checkpoint.keep_last": "checkpoints",
-    "checkpoint.max_failures": "saves",
-    "data.sources.epochs": "epochs",
-    "data.sources.weight": "ratio",
-    "data.workers": "threads",
-    "engine.cpu_threads": "threads",
-    "evaluation.early_stopping.min_delta": "of the metric",
-    "evaluation.early_stopping.patience": "evaluations",
-    "evaluation.max_new_tokens": "tokens",
-    "evaluation.samples": "samples",
-    "evaluation.tasks_fewshot": "examples",
-    "evaluation.tasks_limit": "documents",
-    "evaluation.temperature": "ratio",
-    "guard.max_consecutive": "optimizer steps",
-    "guard.max_rollbacks": "rollbacks",
-    "guard.spike_sigma": "standard deviations",
-    "guard.window": "optimizer steps",
-    "model.gradient_checkpointing": "layers",
-    "model.vocabulary.pad_to_multiple_of": "rows",
-    "moe.bias_update_rate": "score per optimizer step",
-    "moe.z_loss_coefficient": "ratio",
-    "optimizer.adafactor.beta2_decay": "power of the step",
-    "optimizer.adafactor.clip_threshold": "root mean square",
-    "optimizer.adafactor.eps1": "root of the second moment",
-    "optimizer.adafactor.eps2": "root mean square",
-    "optimizer.betas": "ratio",
-    "optimizer.clip_norm": "gradient norm",
-    "optimizer.eps": "root of the second moment",
-    "optimizer.lr": "per optimizer step",
-    "optimizer.muon.eps": "norm",
-    "optimizer.muon.lr": "per optimizer step",
-    "optimizer.muon.momentum": "ratio",
-    "optimizer.muon.ns_coefficients": "none",
-    "optimizer.muon.split.interleaved": "times",
-    "optimizer.muon.split.parts": "output features, or parts",
-    "optimizer.muon.weight_decay": "per lr",
-    "optimizer.weight_decay": "per lr",
-    "parallel.expert": "ranks",
-    "parallel.pipeline": "ranks",
-    "parallel.sequence": "ranks",
-    "parallel.tensor": "ranks",
-    "precision.initial_loss_scale_power": "power of 2",
-    "profile.ranks": "rank",
-    "profile.steps": "optimizer steps",
-    "seed": "none",
-    "sites.count": "sites",
-    "sites.index": "counted from 0",
-    "sites.fragments": "parts of the model",
-    "sites.shares": "relative numbers of samples",
-    "sites.mixing": "ratio",
-    "sites.outer.lr": "ratio",
-    "sites.outer.momentum": "ratio",
-    "train.steps": "optimizer steps",
-    "watchdog.straggler_factor": "ratio",
-}
-_SUFFIXES = {
-    "_seconds": "seconds",
-    "_steps": "optimizer steps",
-    "_length": "tokens",
-    "_tokens": "tokens",
-    "_ratio": "ratio",
-    "_gib": "GiB",
-    "_mib": "MiB",
-    "_bytes": "bytes",
-    "_fraction": "ratio",
-}
 
 # What the exit codes ask of whoever started the run.
 _START_AGAIN = {
@@ -129,7 +45,9 @@ _START_AGAIN = {
 def pages() -> dict[str, str]:
     """The text of every page, by the name of its file."""
     return {
-        "configuration.md": _configuration(),
+        "configuration.md": _WRITTEN.format(
+            source="`bigtrain/settings/run_config.py` and `bigtrain/settings/sections/`"
+        ).join(fields_page()),
         "commands.md": _commands(),
         "exit_codes.md": _exit_codes(),
         "metrics.md": _metrics(),
@@ -138,154 +56,6 @@ def pages() -> dict[str, str]:
         ),
         "python.md": _WRITTEN.format(source="the functions").join(python_page()),
     }
-
-
-# --- fields of the run YAML
-
-
-def _configuration() -> str:
-    source = "`bigtrain/settings/run_config.py` and `bigtrain/settings/sections/`"
-    parts = [
-        "# Run YAML\n",
-        _WRITTEN.format(source=source),
-        "Every field can also be given on the command line as `section.key=value`. A field without "
-        "a default is required. `bigtrain check --config RUN.yaml` shows the values that a run "
-        "gets. What DeepSpeed does with memory and communication is not here but in the "
-        "[DeepSpeed JSON](../howto/deepspeed_json.md).\n",
-    ]
-    own = []
-    for name, field in RunConfig.model_fields.items():
-        section = _section_of(field.annotation)
-        if section is None:
-            own.append((name, field))
-        else:
-            parts += _section(name, section)
-    parts += ["## Without a section\n", _field_table("", own)]
-    return "\n".join(parts)
-
-
-def _section(name: str, section: type[Section]) -> list[str]:
-    parts = [f"## {name}\n", _sentences(section.__doc__), _field_table(name, _fields(section))]
-    for key, field in section.model_fields.items():
-        nested = _section_of(field.annotation)
-        if nested is not None:
-            path = f"{name}.{key}"
-            parts += [f"### {path}\n", _sentences(nested.__doc__)]
-            parts += [_field_table(path, _fields(nested))]
-    return parts
-
-
-def _fields(section: type[Section]) -> list[tuple[str, FieldInfo]]:
-    return list(section.model_fields.items())
-
-
-def _section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, or each item of it."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    found = (_section_of(item) for item in get_args(annotation))
-    return next((section for section in found if section is not None), None)
-
-
-def _field_table(section: str, found: list[tuple[str, FieldInfo]]) -> str:
-    rows = ["| field | type | default | unit | meaning |", "|---|---|---|---|---|"]
-    for name, field in found:
-        path = f"{section}.{name}".lstrip(".")
-        cells = (
-            f"`{path}`",
-            _choices(field) or _type_text(field.annotation, field.metadata),
-            _default_text(field),
-            unit_of(path, field.annotation),
-            markdown_cell(field.description or ""),
-        )
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
-
-
-def numeric_fields(
-    section: type[Section] = RunConfig, prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Path and annotation of every field that takes numbers."""
-    for name, field in section.model_fields.items():
-        path = f"{prefix}.{name}".lstrip(".")
-        nested = _section_of(field.annotation)
-        if nested is not None:
-            yield from numeric_fields(nested, path)
-        elif _takes_numbers(field.annotation):
-            yield path, field.annotation
-
-
-def unit_of(path: str, annotation: Any) -> str:
-    """The unit of a field's numbers; empty where it takes none, or where none is known."""
-    if not _takes_numbers(annotation):
-        return ""
-    by_name = (unit for suffix, unit in _SUFFIXES.items() if path.endswith(suffix))
-    return UNITS.get(path) or next(by_name, "")
-
-
-def _takes_numbers(annotation: Any) -> bool:
-    if get_origin(annotation) is Literal:
-        return False
-    return annotation in (int, float) or any(map(_takes_numbers, get_args(annotation)))
-
-
-def _choices(field: FieldInfo) -> str:
-    """The values of a text that is one of a table's; empty for other fields."""
-    extra = field.json_schema_extra
-    values = extra.get("enum") if isinstance(extra, dict) else None
-    return " or ".join(f"`{value}`" for value in values) if isinstance(values, list) else ""
-
-
-def _type_text(annotation: Any, constraints: list[Any]) -> str:
-    """A type as a user of YAML reads it, with the limits of its numbers."""
-    limits = _limits(constraints)
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _type_text(arguments[0], list(arguments[1:]))
-    if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
-    if origin in (Union, types.UnionType):
-        kinds = [_type_text(a, constraints) for a in arguments if a is not type(None)]
-        kinds += ["null"] if type(None) in arguments else []
-        return " or ".join(kinds)
-    if origin is tuple:
-        if arguments[1:] == (...,):
-            return f"list of {_type_text(arguments[0], [])}"
-        return f"list of {len(arguments)}: {', '.join(_type_text(a, []) for a in arguments)}"
-    if origin is dict:
-        return "mapping"
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return "mapping (below)"
-    names: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
-    return names[annotation] + (limits if annotation in (int, float) else "")
-
-
-def _limits(constraints: list[Any]) -> str:
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    found: list[str] = []
-    for constraint in constraints:
-        for item in (constraint, *getattr(constraint, "metadata", ())):
-            for name, sign in signs.items():
-                limit = getattr(item, name, None)
-                if limit is not None:
-                    found.append(f"{sign} {limit:g}")
-    return f" {', '.join(found)}" if found else ""
-
-
-def _default_text(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    default = field.default
-    if default is PydanticUndefined:
-        assert field.default_factory is not None
-        default = typing.cast("Any", field.default_factory)()
-    if default is None:
-        return "null"
-    if isinstance(default, bool):
-        return f"`{str(default).lower()}`"
-    if isinstance(default, tuple):
-        return f"`[{', '.join(map(str, default))}]`"
-    return f"`{default}`"
 
 
 # --- commands
@@ -313,13 +83,13 @@ def _commands() -> str:
 def _command(title: str, parser: argparse.ArgumentParser, level: int) -> list[str]:
     parts = [f"{'#' * level} {title}\n"]
     if parser.description:
-        parts.append(f"{_sentences(parser.description)}")
+        parts.append(f"{sentence(parser.description)}")
     nested = _subparsers(parser)
     rows = [row for row in map(_argument, parser._actions) if row]
     if rows:
         parts.append("| argument | meaning |\n|---|---|\n" + "\n".join(rows) + "\n")
     if parser.epilog and parser.epilog != EXIT_CODES:  # their page says more
-        parts.append(f"{_sentences(parser.epilog)}")
+        parts.append(f"{sentence(parser.epilog)}")
     for name, subparser in nested.items():
         parts += _command(f"{title} {name}", subparser, level + 1)
     return parts
@@ -464,14 +234,6 @@ def _restructured(text: str) -> str:
         else:
             lines += [block.replace("::", ":").replace("``", "`"), ""]
     return "\n".join(lines)
-
-
-# --- Markdown
-
-
-def _sentences(text: str | None) -> str:
-    words = " ".join((text or "").split("\n\n")[0].split())
-    return f"{words}{'' if words.endswith('.') else '.'}\n"
 
 
 def main() -> int:

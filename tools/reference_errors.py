@@ -182,3 +182,9 @@ def markdown_cell(text: str) -> str:
     for sign, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("*", "\\*")):
         line = line.replace(sign, written)
     return re.sub(r"([\[\]])", r"\\\1", line)
+
+
+def sentence(text: str | None) -> str:
+    """The first paragraph of `text` as one line that ends with a full stop."""
+    words = " ".join((text or "").split("\n\n")[0].split())
+    return f"{words}{'' if words.endswith('.') else '.'}\n"

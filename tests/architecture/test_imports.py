@@ -15,22 +15,10 @@ from typing import Any
 import pytest
 
 from bigtrain.cli import COMMANDS, main
-from tests.architecture.test_layers import MODULES, PACKAGE, PURE, REPORT, imports_of, parse
+from tests.architecture.test_layers import MODULES, PACKAGE, PURE, REPORT, imports_in, parse
 from tests.architecture.test_packaging import OPTIONAL
 from tests.support.worlds import ROOT
 
-# Every import of a library that stands in bigtrain, as a statement: transformers loads a submodule
-# only when a name is taken from it.
-LIBRARY_IMPORTS = sorted(
-    {
-        ast.unparse(node)
-        for path in MODULES.values()
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for _, name in imports_of(node)
-        if name.split(".")[0] not in sys.stdlib_module_names | {"bigtrain", "__future__"} | OPTIONAL
-    }
-)
 HEAVY = [
     "torch",
     "deepspeed",
@@ -45,6 +33,22 @@ HEAVY = [
 
 # Names of packages on PyPI that may be installed beside us where bigtrain is used.
 ELSEWHERE = {"config", "launch", "processes", "schedule", "topology", "utils", "versions", "world"}
+
+
+def library_imports() -> list[str]:
+    """Every import of a library that stands in bigtrain, as a statement: transformers loads a
+    submodule only when a name is taken from it."""
+    own = sys.stdlib_module_names | {"bigtrain", "__future__"} | OPTIONAL
+    return sorted(
+        {
+            ast.unparse(node)
+            for path in MODULES.values()
+            for node in ast.walk(parse(path))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for _, name in imports_in(node)
+            if name.split(".")[0] not in own
+        }
+    )
 
 
 def run_python(code: str, cwd: Path = ROOT) -> Any:
@@ -88,26 +92,29 @@ def test_the_report_loads_without_big_libraries() -> None:
     assert loaded == ["numpy"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_command_line_answers_without_big_libraries(tmp_path: Path) -> None:
+    """In a folder without runs: of a checkpoint, check reads what needs numpy."""
+    lines = [
         ["--help"],
         ["--version"],
         *([command, "--help"] for command in sorted(COMMANDS)),
         ["check", "--config", "quickstart"],
         ["check", "--config", "quickstart", "--world-size", "2"],
-    ],
-    ids=" ".join,
-)
-def test_command_line_answers_without_big_libraries(arguments: list[str], tmp_path: Path) -> None:
-    """In a folder without runs: of a checkpoint, check reads what needs numpy."""
+    ]
     loaded = run_python(
-        "import json, sys\n"
-        "from bigtrain.cli import main\n"
-        f"try: code = main({arguments!r})\n"
-        "except SystemExit as exit: code = exit.code\n"
-        "assert code == 0, code\n"
-        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))",
+        f"""
+import json, sys
+from bigtrain.cli import main
+loaded = []
+for arguments in {lines!r}:
+    try:
+        code = main(arguments)
+    except SystemExit as exit:
+        code = exit.code
+    assert code == 0, (arguments, code)
+    loaded += [(arguments, name) for name in {HEAVY!r} if name in sys.modules]
+print(json.dumps(loaded))
+""",
         cwd=tmp_path,
     )
     assert loaded == []
@@ -122,7 +129,7 @@ def test_importing_does_nothing(tmp_path: Path) -> None:
         f"""
 import importlib, json, logging, os, random, signal, sys
 import torch
-for statement in {LIBRARY_IMPORTS!r}:
+for statement in {library_imports()!r}:
     exec(statement)
 
 def state():

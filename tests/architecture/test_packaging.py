@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.architecture.test_layers import MODULES, PACKAGE, imports_of, parse
+from tests.architecture.test_layers import MODULES, PACKAGE, imports_of
 from tests.support.worlds import ROOT
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -95,9 +95,7 @@ def test_what_is_imported_is_required() -> None:
     """Every library that bigtrain imports stands in pyproject.toml, and the other way round."""
     import sys
 
-    imported = {
-        name.split(".")[0] for path in MODULES.values() for _, name in imports_of(parse(path))
-    }
+    imported = {name.split(".")[0] for path in MODULES.values() for _, name in imports_of(path)}
     imported -= sys.stdlib_module_names | {"bigtrain"}
     needed = {DISTRIBUTIONS.get(name, BROUGHT_ALONG.get(name, name)) for name in imported}
     required = {Requirement(text).name for text in PROJECT["project"]["dependencies"]}

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
 
 from bigtrain.cli import COMMANDS
 from bigtrain.settings.run_config import RunConfig
 from tests.support.worlds import ROOT
+from tools import reference
+from tools.reference_fields import UNITS, numeric_fields, unit_of
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference_tool", ROOT / "tools/reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def pages(tool: ModuleType) -> dict[str, str]:
-    found: dict[str, str] = tool.pages()
-    return found
+def pages() -> dict[str, str]:
+    return reference.pages()
 
 
 def test_the_pages_are_what_the_tool_writes(pages: dict[str, str]) -> None:
@@ -36,10 +25,10 @@ def test_the_pages_are_what_the_tool_writes(pages: dict[str, str]) -> None:
         assert written == text, f"docs/reference/{name}: run `make reference`"
 
 
-def test_every_number_has_a_unit(tool: ModuleType) -> None:
-    without = [path for path, kind in tool.numeric_fields() if not tool.unit_of(path, kind)]
-    assert without == [], "name it by its unit, or add it to UNITS in tools/reference.py"
-    assert set(tool.UNITS) <= {path for path, _ in tool.numeric_fields()}
+def test_every_number_has_a_unit() -> None:
+    without = [path for path, kind in numeric_fields() if not unit_of(path, kind)]
+    assert without == [], "name it by its unit, or add it to UNITS in tools/reference_fields.py"
+    assert set(UNITS) <= {path for path, _ in numeric_fields()}
 
 
 def test_every_field_and_command_is_there(pages: dict[str, str]) -> None:

@@ -1,7 +1,7 @@
 """How tables of measurements write things: counts, stages, precisions, engines. Pure.
 
 One function for a column or a subject, from the text of a row to a value; `rows` puts them
-together. Tables are written by people for people, so each knows many spellings of one thing, and
+together. Tables are written to be read by eye, so each knows many spellings of one thing, and
 takes what it does not know for not told where that leaves a sensible value.
 """
 

@@ -181,7 +181,7 @@ def _read_json(path: Path) -> dict[str, list[object]]:
 
 
 def _short_name(address: str) -> str:
-    """Of a cached copy: the end of the address for people, and a checksum of all of it."""
+    """Of a cached copy: the end of its address, human-readable, and a checksum of all of it."""
     shown = without_secrets(address).rstrip("/")
     end = "".join(c if c.isalnum() or c in "-_." else "-" for c in shown.rpartition("/")[2])
     return f"{end[:40]}-{hashlib.sha256(shown.encode()).hexdigest()[:16]}"
