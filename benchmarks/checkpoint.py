@@ -30,7 +30,8 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks.support.contenders import SIZES, Bigtrain, Point, resolve_point
+from benchmarks.support.contenders import Bigtrain
+from benchmarks.support.points import SIZES, Point, resolve_point
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.engine.checkpoint.snapshot import restore_engine
 from bigtrain.run.checkpointing import checkpoints

@@ -31,17 +31,13 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks.support.contenders import (
-    DTYPES,
-    LOG_EVERY_STEPS,
-    SIZES,
     BareLoop,
     Bigtrain,
-    Point,
     Stopwatch,
     describe_machine,
-    resolve_point,
     run_hf_trainer,
 )
+from benchmarks.support.points import DTYPES, LOG_EVERY_STEPS, SIZES, Point, resolve_point
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL
 from bigtrain.run.preflight import inspect_inputs

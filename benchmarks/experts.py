@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.parallel_overhead import ExchangedBytes
-from benchmarks.support.contenders import write_random_dataset
+from benchmarks.support.points import write_random_dataset
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import open_mesh

@@ -37,14 +37,13 @@ from benchmarks.support import litgpt_loop
 from benchmarks.support.contenders import (
     BareLoop,
     Bigtrain,
-    Point,
     Stopwatch,
     describe_machine,
-    resolve_point,
     run_hf_trainer,
     weights_of,
 )
 from benchmarks.support.litgpt_loop import LitgptLoop
+from benchmarks.support.points import Point, resolve_point
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.planner.run_prediction import GIB
 from bigtrain.run.diagnostics.prediction import predict

@@ -42,7 +42,8 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors
 
-from benchmarks.support.contenders import BareLoop, llama, write_random_dataset
+from benchmarks.support.contenders import BareLoop
+from benchmarks.support.points import llama, write_random_dataset
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.build import build_engine

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.support.contenders import SIZES, llama, write_random_dataset
+from benchmarks.support.points import SIZES, llama, write_random_dataset
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import open_mesh

@@ -22,7 +22,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.support.contenders import SIZES, write_random_dataset
+from benchmarks.support.points import SIZES, write_random_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
 

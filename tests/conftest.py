@@ -22,6 +22,9 @@ from tests.support.worlds import free_port as find_free_port
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+"""One of `make test`'s processes, which has the environment of the one that started it."""
+
 _running: dict[str, float] = {}
 """Tests that have begun and not ended, and when (s), in the process that prints."""
 
@@ -36,8 +39,12 @@ def pytest_configure() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # no test uses the network
     os.environ["HF_DATASETS_OFFLINE"] = "1"
     # What bigtrain keeps between runs (`bigtrain.system.user_cache`) is found out by each test
-    # session. Not XDG_CACHE_HOME, which moves what PyTorch compiles.
-    os.environ["BIGTRAIN_CACHE"] = tempfile.mkdtemp(prefix="bigtrain-tests-")
+    # session, once for all its processes. Not XDG_CACHE_HOME, which moves what PyTorch compiles.
+    if not _IS_WORKER:
+        os.environ["BIGTRAIN_CACHE"] = tempfile.mkdtemp(prefix="bigtrain-tests-")
+    # Where the shell forbids it, each of hundreds of processes would compile what it imports.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # DeepSpeed looks for the ninja of this environment on PATH.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     # A shell's `nohup make test &` has it ignored, and so would every program that a test starts,
@@ -52,7 +59,8 @@ def pytest_configure() -> None:
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(os.environ["BIGTRAIN_CACHE"], ignore_errors=True)
+    if not _IS_WORKER:
+        shutil.rmtree(os.environ["BIGTRAIN_CACHE"], ignore_errors=True)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

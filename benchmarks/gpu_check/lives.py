@@ -19,7 +19,7 @@ from benchmarks.gpu_check.processes import Life, live
 from benchmarks.gpu_check.results import Setup
 from benchmarks.gpu_check.stand_ins import out_of_memory_on_cpu
 from benchmarks.gpu_check.training import size_of
-from benchmarks.support.contenders import write_random_dataset
+from benchmarks.support.points import write_random_dataset
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.run.checkpointing.checkpoints import checkpoint_path
 from bigtrain.train import main

@@ -23,7 +23,7 @@ from benchmarks.gpu_check.results import Part, Setup
 from benchmarks.gpu_check.stand_ins import quick_compilation
 from benchmarks.gpu_step import measure
 from benchmarks.support import litgpt_loop
-from benchmarks.support.contenders import Point
+from benchmarks.support.points import Point
 
 _COMPILED = "1b"
 """The size that is also measured with compiled layers, whose compilation takes half a minute."""

@@ -63,6 +63,18 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
         metavar="GLOB",
         help="files and folders to skip, by name or by path below the input; may be repeated",
     )
+    _add_limits(parser)
+    parser.add_argument("--dataset-config", metavar="NAME", help="configuration of a hub dataset")
+    parser.add_argument(
+        "--dataset-split",
+        default="train",
+        metavar="SPLIT",
+        help="split of a hub or saved dataset (default: train)",
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """Which documents are bad, and how many may be."""
     parser.add_argument(
         "--max-document-bytes",
         type=size,
@@ -83,13 +95,6 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
         const=1.0,
         dest="max_bad_fraction",
         help="as --max-bad-fraction 1: skip all of them",
-    )
-    parser.add_argument("--dataset-config", metavar="NAME", help="configuration of a hub dataset")
-    parser.add_argument(
-        "--dataset-split",
-        default="train",
-        metavar="SPLIT",
-        help="split of a hub or saved dataset (default: train)",
     )
 
 

@@ -64,6 +64,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="train LoRA adapters beside the weights of --model (default: all weights)",
     )
+    _add_training_arguments(parser, defaults)
+    parser.add_argument(
+        "--run-directory",
+        metavar="DIR",
+        help="where the run writes (default: runs/ and the model's name)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("run.yaml"),
+        metavar="FILE",
+        help="the YAML to write (default: run.yaml)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace --output if it exists (default: refuse)"
+    )
+
+
+def _add_training_arguments(parser: argparse.ArgumentParser, defaults: NewRun) -> None:
     parser.add_argument(
         "--devices",
         metavar="NxDEVICE",
@@ -83,21 +102,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help="peak learning rate (default: 2e-5 for trained weights, 2e-4 for adapters, 3e-4 for "
         "a new model)",
-    )
-    parser.add_argument(
-        "--run-directory",
-        metavar="DIR",
-        help="where the run writes (default: runs/ and the model's name)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("run.yaml"),
-        metavar="FILE",
-        help="the YAML to write (default: run.yaml)",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="replace --output if it exists (default: refuse)"
     )
 
 

@@ -155,6 +155,11 @@ def _add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(
         parser, "--save-seconds", 600, "S", "seconds that an evicted pod is given to save the run"
     )
+    _add_pod_arguments(parser)
+
+
+def _add_pod_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `PodSettings` holds, and what else only Kubernetes asks of a pod."""
     for flag, metavar, text in (
         ("--env", "NAME=VALUE", "variable of every pod"),
         ("--secret-env", "NAME=SECRET:KEY", "variable from a key of a Secret"),

@@ -87,33 +87,14 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
         remedy = "leave adapters out: the topologies of the model alone are compared"
         raise ConfigError(Problem("adapters.type", config.adapters.type, rule, remedy))
     check_comparable(config.optimizer)
-    section, notes = config.model, []
+    section, notes = config.model, _left_out(config)
     hf_config = load_hf_config(section)
-    if dropout := _dropout(hf_config):
-        notes.append(
-            f"dropout is off here ({dropout}): its masks depend on how the work is divided, so "
-            "that training with it cannot be compared step by step"
-        )
     attention = section.attention
     if attention not in ("auto", "sdpa", "eager"):
         notes.append(f"model.attention = {attention} needs CUDA: sdpa is compared")
         attention = "sdpa"
     tokens = 8 * max(2, world_size)
-    try:
-        model = build_proxy_model(
-            deterministic(hf_config),
-            attention,
-            [with_heads(max(2, world_size))],
-            sequence_length=config.batch.sequence_length,
-            tokens=tokens,
-        )
-    except ValueError as error:
-        raise ModelError(f"no proxy model can be built: {error}") from error
-    if getattr(model.config, "output_router_logits", False):
-        # The router's loss is computed per micro-batch, and points cut the batch differently.
-        model.config.output_router_logits = False
-        notes.append("the router's auxiliary loss is off here: it depends on the micro-batch")
-    randomize(model)
+    model = _proxy_model(config, hf_config, attention, world_size, tokens, notes)
     model.save_pretrained(directory)
     small = RunConfig(
         model=ModelSection(
@@ -134,7 +115,14 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
         output=OutputSection(directory=str(directory)),
         seed=config.seed,
     )
-    notes += [
+    precision = config.precision if config.precision.dtype == "bfloat16" else None
+    return Proxy(small, _engines(config, directory), precision, tuple(notes))
+
+
+def _left_out(config: RunConfig) -> list[str]:
+    """Notes on the settings that are not compared, whatever the model is."""
+    section = config.model
+    notes = [
         f"model.{name} = {value} needs CUDA or time: not compared"
         for name, value, off in (
             ("kernels", section.kernels, "none"),
@@ -147,8 +135,39 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
         notes.append("the section moe is off here: its terms depend on the micro-batch")
     if config.precision.dtype == "float16":
         notes.append("float16 skips steps until its loss scale fits: float32 alone is compared")
-    precision = config.precision if config.precision.dtype == "bfloat16" else None
-    return Proxy(small, _engines(config, directory), precision, tuple(notes))
+    return notes
+
+
+def _proxy_model(
+    config: RunConfig,
+    hf_config: Any,
+    attention: str,
+    world_size: int,
+    tokens: int,
+    notes: list[str],
+) -> Any:
+    """The proxy model, filled with noise, for samples of so many tokens. Raises ModelError."""
+    if dropout := _dropout(hf_config):
+        notes.append(
+            f"dropout is off here ({dropout}): its masks depend on how the work is divided, so "
+            "that training with it cannot be compared step by step"
+        )
+    try:
+        model = build_proxy_model(
+            deterministic(hf_config),
+            attention,
+            [with_heads(max(2, world_size))],
+            sequence_length=config.batch.sequence_length,
+            tokens=tokens,
+        )
+    except ValueError as error:
+        raise ModelError(f"no proxy model can be built: {error}") from error
+    if getattr(model.config, "output_router_logits", False):
+        # The router's loss is computed per micro-batch, and points cut the batch differently.
+        model.config.output_router_logits = False
+        notes.append("the router's auxiliary loss is off here: it depends on the micro-batch")
+    randomize(model)
+    return model
 
 
 def _dropout(hf_config: Any) -> str:

@@ -99,8 +99,6 @@ def export_run(
     """
     from bigtrain.models.export.hub import push_to_hub as push
     from bigtrain.models.export.hub import refuse_unreachable
-    from bigtrain.run.checkpointing.export import export_run as export
-    from bigtrain.run.checkpointing.listing import best_step
 
     if private and push_to_hub is None:
         rule = "is of a repository, and none is named"
@@ -110,6 +108,10 @@ def export_run(
         raise ConfigError(Problem("--best and --step", step, rule, "leave one of them out"))
     if push_to_hub is not None:
         refuse_unreachable(push_to_hub)
+    # Seconds of imports, which what is refused above need not take.
+    from bigtrain.run.checkpointing.export import export_run as export
+    from bigtrain.run.checkpointing.listing import best_step
+
     exported_step = export(
         Path(run),
         Path(output),

@@ -9,7 +9,6 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.topology import AXES
 from bigtrain.system.files import write_whole
 from bigtrain.system.shipped_files import checkout
+from bigtrain.system.versions import version_of
 
 MODEL_CONFIG = "model_config"
 """Folder of a run directory with the model's Hugging Face configuration, as it was loaded, and its
@@ -63,7 +63,7 @@ def describe_environment(
         "bigtrain": bigtrain.__version__,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version_of(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "host": socket.gethostname(),
@@ -90,13 +90,6 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _write_json(path: Path, value: object) -> None:

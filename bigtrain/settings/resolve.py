@@ -133,12 +133,9 @@ def facts_of(
 ) -> Facts:
     """The facts for `bigtrain.settings.compatibility.check`; values of a wrong type count as
     absent."""
-    zero = value_at(raw, "zero_optimization")
-    zero = zero if isinstance(zero, Mapping) else {}
-    optimizer = value_at(raw, "optimizer")
-    optimizer = optimizer if isinstance(optimizer, Mapping) else {}
+    adapters = config.adapters
     return Facts(
-        zero_stage=zero_stage_of(raw),
+        **_json_facts(raw),
         world_size=world_size,
         tensor_size=config.parallel.tensor,
         pipeline_size=config.parallel.pipeline,
@@ -147,39 +144,18 @@ def facts_of(
         sequence_length=config.batch.sequence_length,
         dtype=config.precision.dtype,
         gradient_dtype=config.precision.gradient_dtype,
-        offload_optimizer=offload_device(raw, "offload_optimizer"),
-        offload_optimizer_nvme_path=_text(value_at(zero, "offload_optimizer.nvme_path")),
-        offload_optimizer_ratio=_number(value_at(zero, "offload_optimizer.ratio"), 1.0),
-        offload_param=offload_device(raw, "offload_param"),
-        offload_param_nvme_path=_text(value_at(zero, "offload_param.nvme_path")),
-        super_offload=value_at(zero, "offload_optimizer.super_offload") is True,
-        torch_adam=optimizer_is_torch(optimizer, raw, zero),
         optimizer=config.optimizer.type,
         state_dtype=config.optimizer.state_dtype,
-        partition_size=int(_number(zero.get("zero_hpz_partition_size"), 1)),
-        quantized_weights=zero.get("zero_quantized_weights") is True
-        or zero.get("zero_quantized_nontrainable_weights") is True,
-        quantized_gradients=zero.get("zero_quantized_gradients") is True,
-        gradient_predivide_factor=_number(raw.get("gradient_predivide_factor"), 1.0),
-        prescale_gradients=raw.get("prescale_gradients") is True,
-        reduce_scatter=zero.get("reduce_scatter") is not False,
-        contiguous_gradients=zero.get("contiguous_gradients") is not False,
-        overlap_comm=zero.get("overlap_comm") is True,
-        compute_grad_norm=zero.get("compute_grad_norm") is not False,
-        use_gds=value_at(raw, "aio.use_gds") is True,
-        pipeline_block="pipeline" in raw,
-        pipeline_settings=_pipeline_settings(raw.get("pipeline")),
-        flops_profiler=value_at(raw, "flops_profiler.enabled") is True,
         attention=config.model.attention,
         isolates=config.data.isolates,
-        adapters=None if config.adapters is None else config.adapters.type,
-        dora=config.adapters is not None and config.adapters.dora,
-        adapted_stacks=() if config.adapters is None else config.adapters.target_parameters,
-        adapts_experts=config.adapters is not None
-        and "mlp" in config.adapters.presets
+        adapters=None if adapters is None else adapters.type,
+        dora=adapters is not None and adapters.dora,
+        adapted_stacks=() if adapters is None else adapters.target_parameters,
+        adapts_experts=adapters is not None
+        and "mlp" in adapters.presets
         and bool(model.num_experts),
-        quantization="none" if config.adapters is None else config.adapters.quantization,
-        saved_modules=() if config.adapters is None else config.adapters.modules_to_save,
+        quantization="none" if adapters is None else adapters.quantization,
+        saved_modules=() if adapters is None else adapters.modules_to_save,
         num_sites=0 if config.sites is None else config.sites.count,
         site_fragments=1 if config.sites is None else config.sites.fragments,
         stops_early=config.evaluation.early_stopping is not None,
@@ -201,6 +177,40 @@ def facts_of(
         max_positions=model.max_position_embeddings,
         source=source,
     )
+
+
+def _json_facts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What the DeepSpeed JSON alone says."""
+    zero, optimizer = _block(raw, "zero_optimization"), _block(raw, "optimizer")
+    return {
+        "zero_stage": zero_stage_of(raw),
+        "offload_optimizer": offload_device(raw, "offload_optimizer"),
+        "offload_optimizer_nvme_path": _text(value_at(zero, "offload_optimizer.nvme_path")),
+        "offload_optimizer_ratio": _number(value_at(zero, "offload_optimizer.ratio"), 1.0),
+        "offload_param": offload_device(raw, "offload_param"),
+        "offload_param_nvme_path": _text(value_at(zero, "offload_param.nvme_path")),
+        "super_offload": value_at(zero, "offload_optimizer.super_offload") is True,
+        "torch_adam": optimizer_is_torch(optimizer, raw, zero),
+        "partition_size": int(_number(zero.get("zero_hpz_partition_size"), 1)),
+        "quantized_weights": zero.get("zero_quantized_weights") is True
+        or zero.get("zero_quantized_nontrainable_weights") is True,
+        "quantized_gradients": zero.get("zero_quantized_gradients") is True,
+        "gradient_predivide_factor": _number(raw.get("gradient_predivide_factor"), 1.0),
+        "prescale_gradients": raw.get("prescale_gradients") is True,
+        "reduce_scatter": zero.get("reduce_scatter") is not False,
+        "contiguous_gradients": zero.get("contiguous_gradients") is not False,
+        "overlap_comm": zero.get("overlap_comm") is True,
+        "compute_grad_norm": zero.get("compute_grad_norm") is not False,
+        "use_gds": value_at(raw, "aio.use_gds") is True,
+        "pipeline_block": "pipeline" in raw,
+        "pipeline_settings": _pipeline_settings(raw.get("pipeline")),
+        "flops_profiler": value_at(raw, "flops_profiler.enabled") is True,
+    }
+
+
+def _block(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    block = raw.get(key)
+    return block if isinstance(block, Mapping) else {}
 
 
 def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:

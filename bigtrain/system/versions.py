@@ -15,11 +15,12 @@ def library_versions() -> dict[str, str | None]:
     return {
         "Python": platform.python_version(),
         "bigtrain": bigtrain.__version__,
-        **{name: _version(name) for name in PACKAGES},
+        **{name: version_of(name) for name in PACKAGES},
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version; None for what is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

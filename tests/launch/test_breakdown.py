@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks.support.contenders import Point, resolve_point
+from benchmarks.support.points import Point, resolve_point
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.deepspeed_patches import host_time, zero3_hooks

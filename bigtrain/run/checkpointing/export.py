@@ -79,16 +79,7 @@ def export_run(
                 replace=replace,
             )
             return int(state["step"])
-        if config.adapters.is_quantized:
-            source = str(config.model.path)
-            probe, distance = probe_beside(weights, config.adapters, source, hf_config, probe)
-            warn(
-                "merged into the base's own weights, not into those in "
-                f"{config.adapters.quantization} that the run computed with: its logits are those "
-                "of plain peft beside that base, and differ from the trained model's by "
-                f"{distance:.1e} (root mean square, relative)"
-            )
-        weights = merged_weights(weights, config.adapters, base, hf_config)
+        weights, probe = _merged(weights, config, base, hf_config, probe, warn)
     export_model(
         weights,
         hf_config,
@@ -102,6 +93,28 @@ def export_run(
         max_shard_size=max_shard_size,
     )
     return int(state["step"])
+
+
+def _merged(
+    weights: Mapping[str, torch.Tensor],
+    config: RunConfig,
+    base: Weights,
+    hf_config: Any,
+    probe: Probe,
+    warn: Callable[[str], None],
+) -> tuple[Mapping[str, torch.Tensor], Probe]:
+    """The base with the adapters merged, and the logits that its export is checked against."""
+    adapters = config.adapters
+    assert adapters is not None
+    if adapters.is_quantized:
+        probe, distance = probe_beside(weights, adapters, str(config.model.path), hf_config, probe)
+        warn(
+            "merged into the base's own weights, not into those in "
+            f"{adapters.quantization} that the run computed with: its logits are those "
+            "of plain peft beside that base, and differ from the trained model's by "
+            f"{distance:.1e} (root mean square, relative)"
+        )
+    return merged_weights(weights, adapters, base, hf_config), probe
 
 
 def _base_of(config: RunConfig, hf_config: Any, state: dict[str, Any], directory: Path) -> Weights:

@@ -14,7 +14,8 @@ import torch
 
 from benchmarks import expert_products
 from benchmarks.support import litgpt_loop
-from benchmarks.support.contenders import BareLoop, Point, resolve_point
+from benchmarks.support.contenders import BareLoop
+from benchmarks.support.points import Point, resolve_point
 from bigtrain.cli import main as bigtrain
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.models.configuration import load_hf_config

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from bigtrain.data.tokenizers.encoders import (
     Encoded,
     Encoder,
     EncoderError,
+    FastokensEncoder,
     GigatokenEncoder,
 )
 from bigtrain.data.tokenizers.equivalence import CheckSampler, require_equal
@@ -32,6 +34,22 @@ from tests.support.tiers import examples
 FAST = sorted(FAST_ENCODERS)
 GIGATOKEN = f"gigatoken {version('gigatoken')}"
 FASTOKENS = f"fastokens {version('fastokens')}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fastokens_loads_once() -> Iterator[None]:
+    """Of each tokenizer: loading takes seconds at any size, and encoding changes nothing."""
+    loaded: dict[str, Any] = {}
+    load = FastokensEncoder._load
+
+    def once(self: FastokensEncoder) -> Any:
+        if self.tokenizer_json not in loaded:
+            loaded[self.tokenizer_json] = load(self)
+        return loaded[self.tokenizer_json]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(FastokensEncoder, "_load", once)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -309,7 +309,12 @@ def watch(patched: pytest.MonkeyPatch, engine: Any, calls: list[tuple[str, Any]]
 
 MODELS = [Stack, Recomputed, Reentrant, Frozen, Borrowing, Shared, Changing, ByName, Joining]
 CASES = [
-    *((make, name) for make in MODELS for name in ("gathered", "none ahead")),
+    *((make, "gathered") for make in MODELS),
+    *((make, "none ahead") for make in (Recomputed, Reentrant, Borrowing, Changing)),
+    *(
+        pytest.param(make, "none ahead", marks=pytest.mark.slow)
+        for make in (Stack, Frozen, Shared, ByName, Joining)
+    ),
     *((Recomputed, name) for name in SETTINGS if name not in ("gathered", "none ahead")),
 ]
 

@@ -1,0 +1,186 @@
+"""What is compared: sizes of models, a point, its run and its dataset of random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bigtrain.data.shards.format import token_dtype
+from bigtrain.data.shards.manifest import Manifest, OptionsRecord, TokenizerRecord, write_manifest
+from bigtrain.data.shards.writer import ShardWriter
+from bigtrain.settings.resolve import ResolvedRun, resolve_run
+from bigtrain.settings.run_config import RunConfig
+
+LOG_EVERY_STEPS = 10
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+# Llama's shape; "50m" has 50.0 million parameters, "1b" and "3b" are those of Llama 3.2.
+SIZES: dict[str, dict[str, int]] = {
+    "1b": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "sequence_length": 4096,
+    },
+    "3b": {
+        "vocab_size": 128256,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "sequence_length": 4096,
+    },
+    # Llama 3.1 8B's, but for tied embeddings: 7.5 billion parameters.
+    "8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "sequence_length": 4096,
+    },
+    "50m": {
+        "vocab_size": 32000,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "sequence_length": 256,
+    },
+    "10m": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "sequence_length": 256,
+    },
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "sequence_length": 32,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One comparison: everything that is the same for all contenders.
+
+    engine: a file of ds_configs/, that of the ZeRO stage if not given. quick_weights: a block of
+    random numbers over and over, since drawing billions of them takes a minute. profile: one more
+    round, which is recorded and not counted.
+    """
+
+    size: str
+    zero_stage: int
+    accumulation: int
+    micro_batch_size: int
+    dtype: str
+    rounds: int
+    steps_per_round: int
+    threads: int
+    contenders: tuple[str, ...]
+    sequence_length: int | None = None  # default: that of the size
+    compile: str = "off"
+    loss: str = "plain"
+    checkpointing: str = "none"
+    engine: str | None = None
+    gradient_dtype: str | None = None
+    quick_weights: bool = False
+    profile: bool = False
+
+    @property
+    def engine_name(self) -> str:
+        """Of the DeepSpeed JSON."""
+        return self.engine or f"zero{self.zero_stage}"
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of every contender: the first round warms up and is not counted."""
+        return (self.rounds + 1 + self.profile) * self.steps_per_round
+
+
+def write_random_dataset(directory: Path, *, vocab_size: int, num_tokens: int) -> None:
+    """One shard of uniformly random tokens, written as `bigtrain tokenize` writes shards."""
+    directory.mkdir(parents=True)
+    (directory / "tokenizer").mkdir()  # the run directory keeps a copy; nothing here reads text
+    dtype = token_dtype(vocab_size)
+    tokens = np.random.default_rng(0).integers(1, vocab_size, num_tokens, dtype=np.int64)
+    with ShardWriter(directory, "train_00000", dtype) as writer:
+        writer.add(tokens, np.array([num_tokens]), num_tokens)
+        record = writer.close()
+    write_manifest(
+        directory,
+        Manifest(
+            tokenizer=TokenizerRecord(
+                name="random",
+                hash="0" * 16,
+                vocab_size=vocab_size,
+                end_of_document_id=0,
+                engine="none",
+            ),
+            token_dtype=dtype,
+            sources=(),
+            options=OptionsRecord(),
+            splits={"train": (record,), "held_out": ()},
+        ),
+    )
+
+
+def llama(shape: Mapping[str, int], sequence_length: int) -> dict[str, Any]:
+    """The Hugging Face configuration of a size of `SIZES`, tied embeddings, no special tokens."""
+    return {
+        "model_type": "llama",
+        **{key: value for key, value in shape.items() if key != "sequence_length"},
+        "max_position_embeddings": sequence_length,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def resolve_point(point: Point, directory: Path) -> ResolvedRun:
+    """The point as a run of bigtrain in one process, and its dataset."""
+    shape = SIZES[point.size]
+    sequence_length = point.sequence_length or shape["sequence_length"]
+    global_batch_size = point.micro_batch_size * point.accumulation
+    # A round more than is trained: the loader reads ahead, and the loop must not reach its end,
+    # where it would evaluate and save.
+    num_tokens = (point.total_steps + 2) * global_batch_size * sequence_length + 1
+    write_random_dataset(
+        directory / "shards", vocab_size=shape["vocab_size"], num_tokens=num_tokens
+    )
+    config = {
+        "model": {
+            "config": llama(shape, sequence_length),
+            "compile": point.compile,
+            "loss": point.loss,
+            "gradient_checkpointing": point.checkpointing,
+        },
+        "data": {"path": str(directory / "shards")},
+        "batch": {
+            "sequence_length": sequence_length,
+            "global_batch_size": global_batch_size,
+            "micro_batch_size": point.micro_batch_size,
+        },
+        "train": {"steps": point.total_steps + 1},
+        "optimizer": {"lr": 1e-4, "clip_norm": 1.0},
+        "schedule": {"type": "constant"},
+        "precision": {"dtype": DTYPES[point.dtype], "gradient_dtype": point.gradient_dtype},
+        "logging": {"every_steps": LOG_EVERY_STEPS},
+        "output": {"directory": str(directory / "run")},
+    }
+    return resolve_run(RunConfig.model_validate(config), 1, point.engine_name)
