@@ -315,11 +315,13 @@ def main() -> None:
     # Seconds more, which DeepSpeed takes when it makes its first optimizer: torch.compile's.
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
-    import bigtrain.engine.build
-    import bigtrain.run.checkpointing.initialize
-    import bigtrain.run.checkpointing.resume
-    import bigtrain.run.checkpointing.saver  # noqa: F401
+    # And what nearly every world needs: a Llama, and names of weights as files have them.
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    import bigtrain.run.training  # noqa: F401
+
+    get_checkpoint_conversion_mapping("llama")
     gc.freeze()  # what is imported is no worlds' garbage, and not to be copied for its sake
     for line in sys.stdin:
         answer(serve(json.loads(line)))

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -189,12 +188,7 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.wait(must_succeed=True)
         elif self._pending is not None and self._pending.thread is not None:

@@ -8,7 +8,6 @@ import shutil
 import sys
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, Self, TextIO
 
 from tqdm import tqdm
@@ -105,12 +104,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

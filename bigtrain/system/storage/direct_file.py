@@ -15,7 +15,6 @@ import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 ALIGNMENT = 4096
@@ -78,12 +77,7 @@ class DirectFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._thread.shutdown(cancel_futures=True)
         os.close(self._fd)
 

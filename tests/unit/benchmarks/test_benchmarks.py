@@ -209,15 +209,19 @@ def test_divided_experts_send_what_the_planner_says(tmp_path: Path) -> None:
     assert rows["ZeRO 1"]["sent_bytes"] is rows["TP 2"]["sent_bytes"] is None
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.timeout(900)
-def test_optimizers_are_compared_in_cost_and_loss(tmp_path: Path) -> None:
-    texts, tokenizer, shards = (tmp_path / name for name in ("texts.jsonl", "tokenizer", "shards"))
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    texts, tokenizer = tmp_path / "texts.jsonl", tmp_path / "tokenizer"
     write_documents(texts, 80)
     words = ["tokenizer", "--input", texts, "--vocab-size", "320", "--output", tokenizer]
     assert bigtrain(list(map(str, words))) == 0
-    tokenize(texts, tokenizer, shards)
+    return tokenize(texts, tokenizer, tmp_path / "shards")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_optimizers_are_compared_in_cost_and_loss(shards: Path, tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     finished = run_script(
         "optimizers.py",
@@ -314,12 +318,7 @@ def test_layouts_ranked_first_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_loss_of_local_steps_is_compared(tmp_path: Path) -> None:
-    texts, tokenizer, shards = (tmp_path / name for name in ("texts.jsonl", "tokenizer", "shards"))
-    write_documents(texts, 80)
-    words = ["tokenizer", "--input", texts, "--vocab-size", "320", "--output", tokenizer]
-    assert bigtrain(list(map(str, words))) == 0
-    tokenize(texts, tokenizer, shards)
+def test_the_loss_of_local_steps_is_compared(shards: Path, tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     finished = run_script(
         "sites.py",
