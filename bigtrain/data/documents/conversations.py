@@ -88,8 +88,7 @@ def _check_learning(number: int, message: Mapping[str, Any]) -> None:
     weight, role = message.get("weight"), message["role"]
     if message.get("train_detail"):
         raise ConversationError(
-            f"message {number} has train_detail: a message is learned as a whole or not "
-            "-> train, or leave such conversations out (--skip-bad)"
+            f"message {number} has train_detail: a message is learned as a whole or not -> train"
         )
     if weight not in (None, 0, 1):
         raise ConversationError(
@@ -150,8 +149,7 @@ def _text_of(number: int, part: object) -> str:
         kind, text = part.get("type", "text"), part.get("text")
     if isinstance(kind, str) and kind not in TEXT_PARTS:
         raise ConversationError(
-            f"message {number} holds a part of type {kind!r}: models of text alone are trained "
-            "-> leave such conversations out (--skip-bad)"
+            f"message {number} holds a part of type {kind!r}: models of text alone are trained"
         )
     if not isinstance(text, str):
         keys = ", ".join(sorted(map(str, part))) if isinstance(part, dict) else ""

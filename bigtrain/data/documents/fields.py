@@ -72,10 +72,7 @@ def conversation_of(values: Sequence[Any], how: Conversations) -> tuple[bytes | 
     beside = dict(zip(how.columns[len(how.keys) :], values[len(how.keys) :], strict=False))
     for key, value in beside.items():
         if key in MEDIA_KEYS and value is not None and value not in ("", [], {}):
-            return None, (
-                f"it has a value under {key!r}: models of text alone are trained -> leave such "
-                "conversations out (--skip-bad)"
-            )
+            return None, (f"it has a value under {key!r}: models of text alone are trained")
     try:
         given = [how.with_known_turns(value) for value in values[: len(how.keys)]]
         given += [beside.get(key) for key in how.format.beside]
