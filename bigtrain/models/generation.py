@@ -141,8 +141,6 @@ def _load(factory: Any, model: str, **options: Any) -> Any:
 
 def _not_a_model(directory: Path) -> str:
     """What a directory without the files of a model is, and what to name instead; else empty."""
-    if (directory / "config.json").is_file():
-        return ""
     if (directory / "hf" / "config.json").is_file():
         return f"it is a run, whose model is {directory / 'hf'}"
     if (directory / "checkpoints").is_dir():
@@ -150,6 +148,8 @@ def _not_a_model(directory: Path) -> str:
             f"it is a run that has not been exported -> bigtrain export --run {directory} --output "
             "DIR"
         )
+    if (directory / "config.json").is_file():
+        return ""
     return "it has no config.json, so it is no Hugging Face directory"
 
 

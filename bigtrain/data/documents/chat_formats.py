@@ -102,13 +102,12 @@ def _with_roles(found: object, roles: Roles) -> object:
     messages = from_text(found)
     if not isinstance(messages, list):
         return messages
-    known = {**PEOPLE, **roles}
-    return [
-        {**m, "role": known.get(str(m["role"]), m["role"])}
-        if isinstance(m, dict) and "role" in m
-        else m
-        for m in messages
-    ]
+    return [_with_role(m, roles) if isinstance(m, dict) and "role" in m else m for m in messages]
+
+
+def _with_role(message: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
+    name = message["role"]
+    return {**message, "role": {**PEOPLE, **roles}.get(str(name), name)}
 
 
 def _sharegpt(values: Values, roles: Roles) -> Chat:
@@ -121,7 +120,7 @@ def _sharegpt(values: Values, roles: Roles) -> Chat:
         messages.append({"role": "system", "content": system})
     for number, turn in enumerate(turns, 1):
         if isinstance(turn, dict) and "role" in turn and "from" not in turn:
-            messages += _with_roles([turn], roles)  # as OpenAI has them, under ShareGPT's key
+            messages.append(_with_role(turn, roles))  # as OpenAI has them, under ShareGPT's key
             continue
         if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
             shown, remedy = type(turn).__name__, ""
