@@ -99,8 +99,11 @@ def export_run(
     """
     from bigtrain.models.export.hub import push_to_hub as push
     from bigtrain.models.export.hub import refuse_unreachable
-    from bigtrain.run.checkpointing.export import export_run as export
     from bigtrain.run.checkpointing.listing import best_step
+    from bigtrain.run.reporting.library_log import import_log
+
+    with import_log(shown=False):  # of DeepSpeed, which says what it takes the machine for
+        from bigtrain.run.checkpointing.export import export_run as export
 
     if private and push_to_hub is None:
         rule = "is of a repository, and none is named"
