@@ -21,7 +21,9 @@ GC_THRESHOLD = 50_000
 """New objects between two garbage collections; Python's own default is 700."""
 
 
-_EXIT_SIGPIPE = 128 + 13  # as a shell tells the end of other programs by that signal
+# As a shell tells the end of other programs by these signals.
+_EXIT_SIGPIPE = 128 + 13
+_EXIT_SIGINT = 128 + 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +54,12 @@ def program() -> NoReturn:
     # Commands make millions of objects with hardly a reference cycle, and import large libraries;
     # with Python's own threshold the collector would traverse them again and again.
     gc.set_threshold(GC_THRESHOLD, 10, 10)
-    exit_process(main())
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        code = _EXIT_SIGINT
+    exit_process(code)
 
 
 if __name__ == "__main__":

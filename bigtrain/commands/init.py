@@ -119,7 +119,10 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         rule = "is needed where nothing can be asked"
         raise ConfigError(Problem(" and ".join(missing), None, rule, "bigtrain init --help"))
-    written = write_new_run(NewRun(**given), args.output, force=args.force)
+    wanted = NewRun(**given)
+    written = write_new_run(wanted, args.output, force=args.force)
+    if wanted.names_nothing_here:
+        print(f"note: there is nothing at {wanted.data} yet", file=sys.stderr)
     print(f"wrote {' and '.join(map(str, written.files))}; next:")
     for command in written.next_commands:
         print(f"  {command}")
@@ -127,7 +130,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask() -> dict[str, Any]:
-    """Answers of a person at a terminal; an empty one takes the default."""
+    """Answers of a person at a terminal; an empty one takes the default. Raises ConfigError where
+    they end."""
+    try:
+        return _answers()
+    except EOFError:
+        print()
+        rule = "the answers end before the last question"
+        raise ConfigError(Problem("bigtrain init", None, rule, "bigtrain init --help")) from None
+
+
+def _answers() -> dict[str, Any]:
     defaults = NewRun(data="")
     print("A run YAML in a few answers; an empty one takes what stands in brackets.")
     answers: dict[str, Any] = {}

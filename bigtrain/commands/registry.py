@@ -4,7 +4,9 @@ arguments are asked for."""
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import re
 from typing import Any, NoReturn
 
 from bigtrain import __version__
@@ -36,6 +38,11 @@ COMMANDS = {
 }
 
 
+TRAINING = "deepspeed bigtrain/train.py --config RUN.yaml"
+_UNKNOWN_COMMAND = re.compile(
+    r"argument COMMAND: invalid choice: '(.*?)' \("
+)  # argparse's own words
+
 SETTINGS = "[section.key=value ...]"
 """How the usage of a command ends that takes settings of a run."""
 
@@ -51,6 +58,9 @@ class CommandParser(argparse.ArgumentParser):
         self.commands: dict[str, argparse.ArgumentParser] = {}
 
     def error(self, message: str) -> NoReturn:
+        found = _UNKNOWN_COMMAND.match(message)
+        if found is not None:
+            message = _unknown_command(found[1])
         super().error(with_setting_names(message) if self.takes_settings else message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -68,7 +78,7 @@ def build_parser(*loaded: str | None) -> CommandParser:
     parser = CommandParser(
         prog="bigtrain",
         description="Train any Hugging Face causal LM under DeepSpeed. "
-        "Training itself: deepspeed bigtrain/train.py --config RUN.yaml",
+        f"Training itself: {TRAINING}",
         epilog=EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"bigtrain {__version__}")
@@ -82,6 +92,14 @@ def build_parser(*loaded: str | None) -> CommandParser:
             command_module(name).add_arguments(subparser)
             parser.takes_settings = subparser.format_usage().rstrip().endswith(SETTINGS)
     return parser
+
+
+def _unknown_command(name: str) -> str:
+    if name == "train":
+        return f"{name} is not a command: a launcher starts training -> {TRAINING}"
+    close = difflib.get_close_matches(name, COMMANDS, n=3)
+    remedy = f"did you mean {' or '.join(close)}?" if close else "bigtrain --help"
+    return f"there is no command {name} -> {remedy}"
 
 
 def command_module(command: str) -> Any:

@@ -131,10 +131,26 @@ def _load(factory: Any, model: str, **options: Any) -> Any:
     try:
         return factory.from_pretrained(at_hand(model), trust_remote_code=False, **options)
     except (OSError, ValueError, SafetensorError) as error:
-        what = " ".join(str(error).split()) if Path(model).is_dir() else _not_found(model)
+        what = _not_found(model)
+        if Path(model).is_dir():
+            what = _not_a_model(Path(model)) or " ".join(str(error).split())
         raise ModelError(f"--model = {model!r}: cannot be loaded: {what}") from error
     finally:
         enable_progress_bar()
+
+
+def _not_a_model(directory: Path) -> str:
+    """What a directory without the files of a model is, and what to name instead; else empty."""
+    if (directory / "hf" / "config.json").is_file():
+        return f"it is a run, whose model is {directory / 'hf'}"
+    if (directory / "checkpoints").is_dir():
+        return (
+            f"it is a run that has not been exported -> bigtrain export --run {directory} --output "
+            "DIR"
+        )
+    if (directory / "config.json").is_file():
+        return ""
+    return "it has no config.json, so it is no Hugging Face directory"
 
 
 def _not_found(model: str) -> str:

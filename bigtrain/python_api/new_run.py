@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.files import whole_file
 from bigtrain.system.shipped_files import checkout
+from bigtrain.system.storage.addresses import is_address
 
 if TYPE_CHECKING:
     from bigtrain.python_api.planning import Plan
@@ -59,6 +60,15 @@ class NewRun:
         """Whether `data` is a directory that `bigtrain tokenize` wrote."""
         return (Path(self.data) / "manifest.json").is_file()
 
+    @property
+    def names_nothing_here(self) -> bool:
+        """Whether `data` is the path of something on this machine that is not there."""
+        is_elsewhere = is_address(self.data) or self.data == "-" or "*" in self.data
+        is_hub_name = self.data.count("/") < 2 and not Path(self.data).suffix
+        if is_elsewhere or Path(self.data).exists():
+            return False
+        return not is_hub_name or self.data.endswith("/")
+
 
 @dataclass(frozen=True)
 class WrittenRun:
@@ -86,7 +96,8 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
             plan = plan_layouts(sections, wanted.devices, varies=False)
         except ConfigError as error:
             if not any(problem.key == "model" for problem in error.problems):
-                raise
+                named = [_as_asked(problem) for problem in error.problems]
+                raise ConfigError(named, error.source) from error
             rule = "cannot be planned for without the model's configuration"
             remedy = "leave it out, and plan where the hub can be reached: bigtrain plan"
             unplanned = Problem("--devices", wanted.devices, rule, remedy)
@@ -111,6 +122,11 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
         check(sections, world_size=world_size)
     _write(output, text)
     return WrittenRun(tuple(files), tuple(_next_commands(wanted, output, plan)))
+
+
+def _as_asked(problem: Problem) -> Problem:
+    """A problem of `bigtrain plan`, with the option's name here."""
+    return replace(problem, key="--devices") if problem.key == "--gpus" else problem
 
 
 def _sections(wanted: NewRun) -> dict[str, Any]:
@@ -234,7 +250,8 @@ def _next_commands(wanted: NewRun, output: Path, plan: Plan | None) -> Iterator[
     yield f"bigtrain check --config {quoted} --world-size {size}"
     yield launch_line(quoted, plan)
     directory = load_config(output).output.directory
-    yield f"bigtrain generate --model {shlex.quote(f'{directory}/hf')} --prompt TEXT"
+    how = "--chat" if wanted.chat else "--prompt TEXT"
+    yield f"bigtrain generate --model {shlex.quote(f'{directory}/hf')} {how}"
 
 
 def launch_line(yaml_path: str, plan: Plan | None) -> str:

@@ -109,8 +109,11 @@ def export_run(
     if push_to_hub is not None:
         refuse_unreachable(push_to_hub)
     # Seconds of imports, which what is refused above need not take.
-    from bigtrain.run.checkpointing.export import export_run as export
     from bigtrain.run.checkpointing.listing import best_step
+    from bigtrain.run.reporting.library_log import import_log
+
+    with import_log(shown=False):  # of DeepSpeed, which says what it takes the machine for
+        from bigtrain.run.checkpointing.export import export_run as export
 
     exported_step = export(
         Path(run),

@@ -64,11 +64,21 @@ def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) ->
     return RowFormat(name, keys, tuple(f"{said}={role}" for said, role in sorted(roles.items())))
 
 
-def refuse_for_text(chat_template: object, learn: str, roles: Mapping[str, str]) -> None:
-    """Raises DataError for options of conversations, which the input has none of."""
-    if chat_template is not None:
-        raise DataError("--chat-template is for conversations -> name their key: --chat-key")
-    if learn != "all":
-        raise DataError("--learn last is for conversations -> --format messages, or leave it out")
-    if roles:
-        raise DataError("--role names roles of conversations -> --format sharegpt, or leave it out")
+def refuse_for_text(
+    reading: ReadOptions, chat_template: object, learn: str, roles: Mapping[str, str]
+) -> None:
+    """Raises DataError for options of conversations, which the input has none of, and for an input
+    that cannot be read."""
+    from bigtrain.data.documents.chat_formats import remedy_for
+    from bigtrain.data.documents.first_row import keys_of_first_row
+
+    options = {"--chat-template": chat_template, "--learn": learn == "last", "--role": roles}
+    given = next((option for option, value in options.items() if value), None)
+    if given is None:
+        return
+    keys = keys_of_first_row(reading, strict=True)
+    shown = f"the first row has the keys {', '.join(sorted(keys)[:20])}"
+    remedy = remedy_for(keys) or " -> say where they are, --chat-key KEY, or leave it out"
+    raise DataError(
+        f"{given} is for conversations, and {shown if keys else 'no row with keys is read'}{remedy}"
+    )

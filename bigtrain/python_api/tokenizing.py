@@ -134,7 +134,7 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         name = "text" if options.get("text_keys") else detected_format(reading, say)
     rows = row_format(name, options.get("keys") or {}, roles)
     if rows is None:
-        refuse_for_text(options.get("chat_template"), learn, roles)
+        refuse_for_text(reading, options.get("chat_template"), learn, roles)
     return OptionsRecord(
         text_keys=reading.text_keys if rows is None else rows.keys,
         held_out=options.get("held_out", 0.0),

@@ -497,6 +497,17 @@ def test_generate_with_a_missing_model(refused_command: Refused, tmp_path: Path)
     assert f"--model = '{tmp_path / 'nowhere'}': cannot be loaded: no such directory" in said
 
 
+def test_generate_with_a_run(refused_command: Refused, finished_run: Path, tmp_path: Path) -> None:
+    """Which is not yet, or no longer, a model."""
+    said = refused_command("generate", "--model", finished_run, "--prompt", "x")
+    assert f"cannot be loaded: it is a run, whose model is {finished_run / 'hf'}" in said
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    said = refused_command("generate", "--model", tmp_path / "run", "--prompt", "x")
+    assert f"not been exported -> bigtrain export --run {tmp_path / 'run'} --output DIR" in said
+    said = refused_command("generate", "--model", tmp_path, "--prompt", "x")
+    assert "it has no config.json, so it is no Hugging Face directory" in said
+
+
 def test_generate_with_a_hub_name_offline(refused_command: Refused) -> None:
     said = refused_command("generate", "--model", "nobody/has-this-model", "--prompt", "x")
     assert "--model = 'nobody/has-this-model': cannot be loaded" in said

@@ -19,6 +19,8 @@ from bigtrain.errors import ConfigError
 from bigtrain.python_api.configuring import check
 from bigtrain.settings.loading import load_run_config
 from tests.launch.conftest import VOCAB_SIZE, Inputs, metrics, snapshot, train
+from tests.parity.plain import plain_training
+from tests.parity.test_vocabulary import resized
 from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -159,6 +161,42 @@ def test_a_grown_base_is_for_adapters(place: Path) -> None:
         load_run_config(str(place / "here.yaml"), ["adapters.rank=4", "tokenizer=null"])
     with pytest.raises(ConfigError, match="the base of adapters must have rows before"):
         load_run_config(str(place / "here.yaml"), ["adapters.rank=4", "model.vocabulary=null"])
+
+
+@pytest.mark.slow
+def test_added_tokens_train_alike_under_every_topology(place: Path, tmp_path: Path) -> None:
+    """The run of the page, whose key `tokenizer` says which tokens: as plain transformers and torch
+    train the model that transformers has resized for them."""
+    every = ["schedule.type=constant", "logging.every_steps=1"]
+    config = load_run_config(str(place / "here.yaml"), every).model_dump(mode="json")
+    assert config["tokenizer"]["add_tokens"] == [PLAIN]
+    start = resized(
+        place / "base", tmp_path / "resized", config["model"]["vocabulary"], VOCAB_SIZE + 3, 0
+    )
+    assert config["seed"] == 0
+    (tmp_path / "train_00000.bin").symlink_to(place / "grown-shards/train-00000.bin")
+    expected = plain_training(tmp_path, start, config)
+    for name, engine, more in (
+        ("ZeRO 3", "zero3", ()),
+        ("tensor", "zero1", ("parallel.tensor=2",)),
+        ("stages", "zero0", ("parallel.pipeline=2",)),
+    ):
+        run = tmp_path / name
+        arguments = ["--config", place / "here.yaml", "--deepspeed_config", engine]
+        where = f"output.directory={run}"
+        finished = train(*arguments, *every, *more, where, num_processes=2)
+        assert finished.code == 0, finished.output
+        losses = [loss for _, loss in sorted(metrics(run).items())]
+        assert losses == pytest.approx(expected.losses, rel=1e-5), name
+        trained = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
+        for key, weight in expected.weights.items():
+            torch.testing.assert_close(
+                trained.get_parameter(key).detach(),
+                weight,
+                rtol=0,
+                atol=1e-5,
+                msg=lambda m, at=(name, key): f"{at}: {m}",
+            )
 
 
 @pytest.mark.slow

@@ -65,18 +65,24 @@ def bases(directory: Path) -> dict[str, Path]:
     return found
 
 
-def resized(base: Path, directory: Path) -> Path:
+def resized(
+    base: Path,
+    directory: Path,
+    grows: dict[str, Any] = GROWS,
+    tokens: int = TOKENS,
+    seed: int = SEED,
+) -> Path:
     """The base as transformers resizes it, with bigtrain's rows: its own draws begin elsewhere."""
-    section = ModelSection.model_validate({"path": str(base), "vocabulary": GROWS})
-    grown, growth = grown_configuration(section, load_hf_config(section), TOKENS)
+    section = ModelSection.model_validate({"path": str(base), "vocabulary": grows})
+    grown, growth = grown_configuration(section, load_hf_config(section), tokens)
     assert growth is not None
     weights = find_weights(str(base), base_configuration(grown, growth))
-    rows = new_rows(weights, grown, growth, section, SEED)
+    rows = new_rows(weights, grown, growth, section, seed)
     model: Any = AutoModelForCausalLM.from_pretrained(base)
-    model.resize_token_embeddings(TOKENS, pad_to_multiple_of=8)
+    model.resize_token_embeddings(tokens, pad_to_multiple_of=grows["pad_to_multiple_of"])
     with torch.no_grad():
         for name, added in rows.items():
-            model.get_parameter(name)[VOCAB_SIZE:] = added
+            model.get_parameter(name)[growth.before :] = added
     model.save_pretrained(directory)
     return directory
 

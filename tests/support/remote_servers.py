@@ -47,13 +47,15 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
 
 @dataclass
 class WebServer:
-    """Files of `folder`. `ranges`, `etags`, `dates`: what it can do; `password`: of user `me`."""
+    """Files of `folder`. `ranges`, `etags`, `dates`: what it can do; `password`: of user `me`;
+    `early`: so many bytes before those asked for its ranges begin, as those of some caches."""
 
     folder: Path
     ranges: bool = True
     etags: bool = True
     dates: bool = True
     password: str | None = None
+    early: int = 0
     requests: list[tuple[str, str]] = field(default_factory=list)
     """Path and range of each."""
 
@@ -94,7 +96,7 @@ class WebServer:
                 end = min(end, int(match[2]) + 1) if match[2] else end
                 if begin >= status.st_size:
                     return _end(request, 416, {"Content-Range": f"bytes */{status.st_size}"})
-                code = 206
+                begin, code = max(0, begin - self.early), 206
             request.send_response(code)
             request.send_header("Content-Length", str(end - begin))
             if code == 206:

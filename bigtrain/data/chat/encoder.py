@@ -32,13 +32,14 @@ import orjson
 
 from bigtrain.data.chat.assistant_spans import assistant_spans, learned_blocks
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.documents.conversations import ConversationError
+from bigtrain.data.documents.conversations import RESULTS, ConversationError
 from bigtrain.data.shards.format import Mask
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import Encoder
 from bigtrain.data.tokenizers.equivalence import Checks
 
 Integers = npt.NDArray[np.int64]
+USUAL_ROLES = ("system", "user", "assistant", "tool")
 Spans = Sequence[tuple[int, int]]
 
 
@@ -195,6 +196,7 @@ class ChatEncoder:
             )
         messages, tools = conversation["messages"], conversation.get("tools")
         text, spans = self.template.render(messages, tools)
+        _require_roles(messages, text)
         if self.template.marks_assistant(tools):
             spans = learned_blocks(self.template, messages, tools, spans)
         else:
@@ -272,6 +274,22 @@ class ChatEncoder:
     @cached_property
     def _token_bytes(self) -> _TokenBytes | None:
         return _token_bytes(json.loads(self.encoder.tokenizer_json))
+
+
+def _require_roles(messages: Sequence[dict[str, Any]], text: str) -> None:
+    """Raises ConversationError for a message of which `text`, the rendering, has nothing, as it has
+    by many templates where they do not know the role."""
+    for number, message in enumerate(messages, 1):
+        role, content = message["role"], message.get("content")
+        if role in USUAL_ROLES or not isinstance(content, str):
+            continue
+        as_json = json.dumps(content, ensure_ascii=False)[1:-1]
+        if content.strip() not in text and as_json not in text:
+            meant = "system" if role == "developer" else "tool" if role in RESULTS else "user"
+            raise ConversationError(
+                f"message {number} has role {role!r}, and the chat template writes nothing of it "
+                f"-> say what it is: --role {role}={meant}"
+            )
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,9 @@ class Rejects:
     def add(self, bad: BadDocument) -> None:
         """Raises DataError with place and reason unless bad documents are allowed."""
         if not self.allowed:
-            raise DataError(f"{bad} -> correct it, or leave such documents out: --skip-bad")
+            remedy = "leave such documents out: --skip-bad"
+            joint = ", or" if " -> " in str(bad) else " -> correct it, or"
+            raise DataError(f"{bad}{joint} {remedy}")
         self.count += 1
         if self.keep is not None:
             self.keep(bad)

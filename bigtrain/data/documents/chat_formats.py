@@ -62,31 +62,52 @@ ROLES = {
     "function_response": "tool",
 }
 """ShareGPT's names, and those of LLaMA-Factory and Axolotl, as templates know them."""
+PEOPLE = {name: ROLES[name] for name in ("human", "gpt", "chatgpt", "bard", "bing")}
+"""Those that no template knows, so that they mean the same wherever they stand."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
     """name: of ``--format``. keys: the first is required in every row; told: keys that identify the
-    format; make: converts their values to a conversation; turn_keys: of each of its turns, the
-    speaker's and the text's."""
+    format; make: converts their values, and those of `beside`, to a conversation; turn_keys: of
+    each of its turns, the speaker's and the text's. beside: keys that always have these names."""
 
     name: str
     keys: tuple[str, ...]
     told: frozenset[str]
     make: Callable[[Values, Roles], Chat | Completion]
     turn_keys: tuple[str, ...] = ("role", "content")
+    beside: tuple[str, ...] = ()
 
 
 def _messages(values: Values, roles: Roles) -> Chat:
-    messages = from_text(values[0])
-    if roles and isinstance(messages, list):
-        messages = [
-            {**m, "role": roles.get(str(m["role"]), m["role"])}
-            if isinstance(m, dict) and "role" in m
-            else m
-            for m in messages
-        ]
-    return Chat(messages, values[1])
+    found, tools, system, functions = values
+    messages = _with_roles(found, roles)
+    if functions and not tools:  # OpenAI's tools of before
+        listed = from_text(functions)
+        if not isinstance(listed, list):
+            raise ConversationError(f"its functions are not a list but {type(listed).__name__}")
+        tools = [{"type": "function", "function": function} for function in listed]
+    if _text(system, "system") and isinstance(messages, list):
+        first = messages[0] if messages and isinstance(messages[0], dict) else {}
+        if first.get("role") != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        elif first.get("content") != system:
+            raise ConversationError("message 1 and the key system are two system prompts -> one")
+    return Chat(messages, tools)
+
+
+def _with_roles(found: object, roles: Roles) -> object:
+    """Messages with the roles that are meant by the names of `roles` and of `PEOPLE`."""
+    messages = from_text(found)
+    if not isinstance(messages, list):
+        return messages
+    return [_with_role(m, roles) if isinstance(m, dict) and "role" in m else m for m in messages]
+
+
+def _with_role(message: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
+    name = message["role"]
+    return {**message, "role": {**PEOPLE, **roles}.get(str(name), name)}
 
 
 def _sharegpt(values: Values, roles: Roles) -> Chat:
@@ -98,24 +119,19 @@ def _sharegpt(values: Values, roles: Roles) -> Chat:
     if _text(system, "system"):
         messages.append({"role": "system", "content": system})
     for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict) or "from" not in turn:
-            shown = type(turn).__name__
+        if isinstance(turn, dict) and "role" in turn and "from" not in turn:
+            messages.append(_with_role(turn, roles))  # as OpenAI has them, under ShareGPT's key
+            continue
+        if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
+            shown, remedy = type(turn).__name__, ""
             if isinstance(turn, dict):
                 shown = f"an object with the keys {', '.join(sorted(turn)) or 'none'}"
+                remedy = " -> name its keys: --key from=KEY --key value=KEY"
             raise ConversationError(
-                f"turn {number} is not an object with from and value but {shown}"
-                + _remedy_of_turn(turn)
+                f"turn {number} is not an object with from and value but {shown}{remedy}"
             )
         messages.append(_turn(number, turn, roles))
     return Chat(messages, tools)
-
-
-def _remedy_of_turn(turn: object) -> str:
-    if not isinstance(turn, dict):
-        return ""
-    if "role" in turn:
-        return " -> --format messages --key messages=conversations"
-    return " -> name its keys: --key from=KEY --key value=KEY"
 
 
 def _turn(number: int, turn: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
@@ -181,7 +197,7 @@ def _alpaca(values: Values, roles: Roles) -> Chat:
 def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
     prompt, completion, tools = values
     if isinstance(prompt, list) and isinstance(completion, list):
-        before, after = (_messages((part, None), roles).messages for part in (prompt, completion))
+        before, after = (_with_roles(part, roles) for part in (prompt, completion))
         assert isinstance(before, list)
         assert isinstance(after, list)
         # Of the prompt nothing is learned, as in TRL.
@@ -211,7 +227,13 @@ def _text(value: object, name: str) -> bool:
 FORMATS: Mapping[str, ChatFormat] = {
     entry.name: entry
     for entry in (
-        ChatFormat("messages", ("messages", TOOLS_KEY), frozenset({"messages"}), _messages),
+        ChatFormat(
+            "messages",
+            ("messages", TOOLS_KEY),
+            frozenset({"messages"}),
+            _messages,
+            beside=("system", "functions"),
+        ),
         ChatFormat(
             "sharegpt",
             ("conversations", "system", TOOLS_KEY),
@@ -236,6 +258,35 @@ FORMATS: Mapping[str, ChatFormat] = {
 }
 
 
+OTHER_NAMES: Sequence[tuple[str, Mapping[str, Sequence[str]]]] = (
+    ("sharegpt", {"conversations": ("conversation", "dialogue", "dialog", "turns", "chat")}),
+    (
+        "alpaca",
+        {
+            "instruction": ("instruction", "question", "query"),
+            "output": ("output", "response", "answer", "answers", "completion", "target"),
+        },
+    ),
+    ("prompt-completion", {"prompt": ("prompt",), "completion": ("response", "answer", "output")}),
+)
+"""By format, names of its keys that are met in data and in no other format. The keys of turns tell
+messages from ShareGPT, and both are read under the key of either."""
+
+
 def nearest(keys: Collection[str]) -> ChatFormat | None:
     """The format that a row with these keys has; None if it is none of them."""
     return next((entry for entry in FORMATS.values() if entry.told <= set(keys)), None)
+
+
+def remedy_for(keys: Collection[str]) -> str:
+    """The options that read rows with these keys, as the end of an error; empty if no format is
+    near."""
+    found = nearest(keys)
+    if found is not None:
+        return f" -> --format {found.name}"
+    for name, others in OTHER_NAMES:
+        met = {own: next((n for n in names if n in keys), None) for own, names in others.items()}
+        if all(met.values()):
+            named = [f" --key {own}={other}" for own, other in met.items() if own != other]
+            return f" -> --format {name}{''.join(named)}"
+    return ""

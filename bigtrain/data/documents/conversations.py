@@ -15,6 +15,12 @@ class ConversationError(Exception):
 
 FLAGS = ("train", "loss")
 """Keys of a message that say whether it is learned: Axolotl's, and that of ms-swift."""
+RESULTS = ("tool", "function", "ipython", "observation", "environment")
+"""Roles of what a tool answered, which may be any JSON, or nothing."""
+WORDLESS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""Keys of what a message may say without content."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of OpenAI's messages that are text; the latter two of its responses."""
 
 
 def conversation_bytes(messages: object, tools: object = None, *, last_only: bool = False) -> bytes:
@@ -34,13 +40,19 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
             )
         if not isinstance(message.get("role"), str):
             keys = ", ".join(sorted(map(str, message))) or "none"
-            raise ConversationError(f"message {number} has no role that is text; keys here: {keys}")
+            near = {"from", "value"} <= message.keys()
+            remedy = " -> --format sharegpt --key conversations=messages" if near else ""
+            raise ConversationError(
+                f"message {number} has no role that is text; keys here: {keys}{remedy}"
+            )
         _check_learning(number, message)
-        _check_content(number, message.get("content"))
     tools = _listed_tools(tools)
     # As transformers does: a key without a value is no key.
     given = [{key: value for key, value in m.items() if value is not None} for m in messages]
-    given = [_with_parsed_calls(number, message) for number, message in enumerate(given, 1)]
+    given = [
+        _with_text(number, _with_parsed_calls(number, message))
+        for number, message in enumerate(given, 1)
+    ]
     if last_only:
         answers = [number for number, message in enumerate(given) if is_learned(message)]
         for number in answers[:-1]:
@@ -74,6 +86,10 @@ def from_text(value: object) -> object:
 
 def _check_learning(number: int, message: Mapping[str, Any]) -> None:
     weight, role = message.get("weight"), message["role"]
+    if message.get("train_detail"):
+        raise ConversationError(
+            f"message {number} has train_detail: a message is learned as a whole or not -> train"
+        )
     if weight not in (None, 0, 1):
         raise ConversationError(
             f"message {number} has weight {weight!r}: a message is learned or not, by one bit for "
@@ -101,21 +117,60 @@ def _check_learning(number: int, message: Mapping[str, Any]) -> None:
         )
 
 
-def _check_content(number: int, content: object) -> None:
-    """Refuse parts of a message that no text tokenizer has tokens for, by name."""
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise ConversationError(
-                f"message {number} holds a part of type {kind!r}: models of text alone are trained "
-                "-> leave such conversations out (--skip-bad)"
-            )
+def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with parts of text as one text: most templates of models of text write a list of
+    parts out as Python writes a list. Raises ConversationError where a message says nothing, or
+    what no text tokenizer has tokens for, by name."""
+    content, is_result = message.get("content"), message["role"] in RESULTS
+    if isinstance(content, list) and (not is_result or all(map(_is_part, content))):
+        return {**message, "content": "".join(_text_of(number, part) for part in content)}
+    if is_result or isinstance(content, str):
+        return message
+    if content is not None:
+        raise ConversationError(
+            f"message {number} has content that is neither text nor a list of parts of text but "
+            f"{type(content).__name__}"
+        )
+    if not any(message.get(key) for key in WORDLESS):
+        keys = ", ".join(sorted(map(str, message)))
+        raise ConversationError(
+            f"message {number} has no content; keys here: {keys} -> name its key: --key content=KEY"
+        )
+    return message
+
+
+def _is_part(part: object) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("type"), str)
+
+
+def _text_of(number: int, part: object) -> str:
+    kind, text = ("text", None)
+    if isinstance(part, dict):
+        kind, text = part.get("type", "text"), part.get("text")
+    if isinstance(kind, str) and kind not in TEXT_PARTS:
+        raise ConversationError(
+            f"message {number} holds a part of type {kind!r}: models of text alone are trained"
+        )
+    if not isinstance(text, str):
+        keys = ", ".join(sorted(map(str, part))) if isinstance(part, dict) else ""
+        raise ConversationError(
+            f"message {number} holds a part that is not an object with type and text but "
+            + (f"one with the keys {keys}" if keys else type(part).__name__)
+        )
+    return text
 
 
 def _with_parsed_calls(number: int, message: dict[str, Any]) -> dict[str, Any]:
     """`message` with the arguments of its tool calls as objects, which templates write out; OpenAI
-    has them as JSON text."""
+    has them as JSON text. A `function_call`, as OpenAI had it before there were several, is one of
+    them."""
     calls = from_text(message.get("tool_calls"))
+    if not calls and "function_call" in message:
+        call = from_text(message["function_call"])
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ConversationError(f"the function_call of message {number} names no function")
+        message = {key: value for key, value in message.items() if key != "function_call"}
+        calls = [{"type": "function", "function": call}]
     if calls is None:
         return message
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):

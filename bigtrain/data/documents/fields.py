@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bigtrain.data.documents.chat_formats import MEDIA_KEYS, ChatFormat, Completion, nearest
+from bigtrain.data.documents.chat_formats import MEDIA_KEYS, ChatFormat, Completion, remedy_for
 from bigtrain.data.documents.conversations import (
     ConversationError,
     completion_bytes,
@@ -48,7 +48,8 @@ class Conversations:
     @property
     def columns(self) -> tuple[str, ...]:
         """The keys to read of a row: the format's, and those that say it is not text alone."""
-        return (*self.keys, *(key for key in MEDIA_KEYS if key not in self.keys))
+        others = (*self.format.beside, *MEDIA_KEYS)
+        return (*self.keys, *(key for key in others if key not in self.keys))
 
     def with_known_turns(self, value: object) -> object:
         """`value` of a row; turns in it with the format's keys."""
@@ -68,14 +69,13 @@ class Conversations:
 
 def conversation_of(values: Sequence[Any], how: Conversations) -> tuple[bytes | None, str]:
     """The document of the `values` of `how.columns`, or None and why there is none."""
-    for key, value in zip(how.columns[len(how.keys) :], values[len(how.keys) :], strict=False):
-        if value is not None and value not in ("", [], {}):
-            return None, (
-                f"it has a value under {key!r}: models of text alone are trained -> leave such "
-                "conversations out (--skip-bad)"
-            )
+    beside = dict(zip(how.columns[len(how.keys) :], values[len(how.keys) :], strict=False))
+    for key, value in beside.items():
+        if key in MEDIA_KEYS and value is not None and value not in ("", [], {}):
+            return None, (f"it has a value under {key!r}: models of text alone are trained")
     try:
         given = [how.with_known_turns(value) for value in values[: len(how.keys)]]
+        given += [beside.get(key) for key in how.format.beside]
         found = how.format.make(given, how.roles)
         if isinstance(found, Completion):
             return completion_bytes(found.prompt, found.completion), ""
@@ -115,9 +115,8 @@ def document_in(
     found = [key for key in wanted if key in tree or value_at(tree, key) is not None]
     if not found:
         there = ", ".join(sorted(tree)[:20]) or "none"
-        near = nearest(tree)
-        remedy = "" if near is None else f" -> --format {near.name}"
-        return None, f"no key {' or '.join(map(repr, wanted))}; keys here: {there}{remedy}"
+        missing = f"no key {' or '.join(map(repr, wanted))}; keys here: {there}"
+        return None, missing + remedy_for(tree)
     if chat is not None:
         return conversation_of([value_at(tree, key) for key in chat.columns], chat)
     return text_of([value_at(tree, key) for key in found], found)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
 
-import orjson
 import xxhash
 
+from bigtrain.data.documents.line_readers import parsed_line
 from bigtrain.data.documents.parts import ReadOptions
 from bigtrain.data.documents.table_rows import (
     arrow_columns,
@@ -20,16 +19,17 @@ from bigtrain.data.documents.table_rows import (
 from bigtrain.data.sources.discovery import Source, find_sources
 from bigtrain.data.sources.files import READ_ERRORS, open_stream
 from bigtrain.data.sources.lines import split_lines, stream_chunks
-from bigtrain.errors import DataError
+from bigtrain.errors import DataError, first_line
 
 HEAD_BYTES = 1 << 20
 """Of a .json file, which may be one line, so many bytes are read for its first object."""
 
 
-def keys_of_first_row(options: ReadOptions) -> Collection[str]:
+def keys_of_first_row(options: ReadOptions, *, strict: bool = False) -> Collection[str]:
     """Of the first source: of JSON lines and .json the first object's keys, of tables and datasets
     the columns. None are known of text, of compressed parquet and arrow, of a named pipe, whose
-    bytes come once, and of what cannot be read, which is refused later."""
+    bytes come once, and of what cannot be read: `strict` raises DataError for that, else it is
+    refused later."""
     sources = find_sources(options.selection)
     source = sources[0] if sources else None
     if source is None or source.is_unpacked or source.read_once:
@@ -37,8 +37,13 @@ def keys_of_first_row(options: ReadOptions) -> Collection[str]:
     find = _KEYS.get(source.kind)
     if find is None:
         return ()
-    with suppress(DataError, *READ_ERRORS):
+    try:
         return find(source, options)
+    except (DataError, *READ_ERRORS) as error:
+        if strict and isinstance(error, DataError):
+            raise
+        if strict:
+            raise DataError(f"{source.path} cannot be read: {first_line(error)}") from error
     return ()
 
 
@@ -46,8 +51,8 @@ def _keys_of_line(source: Source, options: ReadOptions) -> Collection[str]:
     for line in _lines(source, options.max_document_bytes):
         if line.strip():
             try:
-                tree = orjson.loads(line)
-            except ValueError:
+                tree = parsed_line(line)
+            except (ValueError, RecursionError):
                 return ()
             return list(tree) if isinstance(tree, dict) else ()
     return ()

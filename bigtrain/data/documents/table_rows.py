@@ -16,7 +16,7 @@ from typing import Any
 
 from bigtrain.data.documents.arrow_text import TextColumn, require_sound, text_column
 from bigtrain.data.documents.bad_documents import BadDocument, Rejects
-from bigtrain.data.documents.chat_formats import nearest
+from bigtrain.data.documents.chat_formats import remedy_for
 from bigtrain.data.documents.fields import value_at
 from bigtrain.data.sources.discovery import Selection, Source, without_compression
 from bigtrain.data.sources.files import open_table
@@ -220,7 +220,7 @@ def csv_rows(
 
 def delimiter_of(source: Source) -> str:
     """Of a csv, which is a ``.tsv`` by its name."""
-    return "\t" if without_compression(source.file_name).endswith(".tsv") else ","
+    return "\t" if without_compression(source.file_name).lower().endswith(".tsv") else ","
 
 
 def _csv_lines(path: str, chunks: Iterator[bytes], max_bytes: int) -> Iterator[str]:
@@ -360,9 +360,8 @@ def _columns(path: str, keys: Keys, names: Sequence[str]) -> list[str]:
     if not found:
         wanted = " or ".join(map(repr, keys.wanted))
         there = ", ".join(sorted(names)[:20]) or "none"
-        near = nearest(names) if keys.argument != "--text-key" else None
-        remedy = f"{keys.argument}: {there}" if near is None else f"--format {near.name}"
-        raise DataError(f"{path}: no column {wanted} -> {remedy}")
+        remedy = remedy_for(names) or f" -> {keys.argument}: {there}"
+        raise DataError(f"{path}: no column {wanted}{remedy}")
     return [*found, *(key for key in keys.optional if _is_stored(key, names))]
 
 

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -88,7 +89,7 @@ class Source:
 
     @property
     def compressed(self) -> bool:
-        return self.file_name.endswith(COMPRESSION_SUFFIXES)
+        return self.file_name.lower().endswith(COMPRESSION_SUFFIXES)
 
     @property
     def is_unpacked(self) -> bool:
@@ -213,20 +214,38 @@ def _of_folder(
     suffixes = tuple(selection.suffixes)
     taken = []
     seen: Counter[str] = Counter()
+    left: Counter[str] = Counter()  # that could be read, by what `suffixes` would take them
     for below, file in files:
         if selection.exclude and _excluded(below, selection.exclude):
             continue
-        if below.endswith(suffixes) or without_compression(below).endswith(suffixes):
+        bare = without_compression(below)
+        if below.endswith(suffixes) or bare.endswith(suffixes):
             taken.append((below, file))
+        elif (suffix := os.path.splitext(bare)[1]).lower() in (*KINDS, *DEFAULT_SUFFIXES):
+            left[suffix] += 1
         seen[os.path.splitext(below)[1] or "no suffix"] += 1
     if not taken:
         common = ", ".join(f"{suffix} ({count})" for suffix, count in seen.most_common(5))
+        remedy = "name the suffix to read as text, for example --suffix .py"
+        if left:
+            remedy = " ".join(f"--suffix {suffix}" for suffix in sorted(left))
         raise DataError(
             f"--input {folder}: no file there ends with {', '.join(suffixes)}; found: "
-            f"{common or 'none at all'} -> name the suffix to read as text, for example "
-            "--suffix .py"
+            f"{common or 'none at all'} -> {remedy}"
+        )
+    if left and suffixes == DEFAULT_SUFFIXES:
+        others = ", ".join(f"{suffix} ({count})" for suffix, count in left.most_common(5))
+        _warn_once(
+            f"--input {folder}: without --suffix only {', '.join(suffixes)} are read of a folder; "
+            f"left out: {others}"
         )
     return taken
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """A command looks for its inputs several times."""
+    logger.warning("%s", text)
 
 
 def _find_at_address(name: str, selection: Selection) -> list[Source]:
@@ -263,7 +282,7 @@ def _remote_source(entry: RemoteEntry, selection: Selection) -> Source:
 
 
 def _kind_of(file_name: str) -> Kind:
-    bare = without_compression(file_name)
+    bare = without_compression(file_name.lower())
     return KINDS.get(bare if bare in KINDS else os.path.splitext(bare)[1], "text")
 
 
@@ -340,5 +359,6 @@ def _hub_source(name: str) -> Source:
 
 def without_compression(name: str) -> str:
     """The name of a file without the end that says how it is compressed."""
-    suffix = next((suffix for suffix in COMPRESSION_SUFFIXES if name.endswith(suffix)), "")
-    return name.removesuffix(suffix)
+    small = name.lower()
+    suffix = next((suffix for suffix in COMPRESSION_SUFFIXES if small.endswith(suffix)), "")
+    return name[: len(name) - len(suffix)]

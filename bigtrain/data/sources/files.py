@@ -73,7 +73,7 @@ def open_stream(source: Source, digest: Digest, *, whole: bool = True) -> Iterat
     """
     with open_file(source) as file:
         raw = HashingReader(file, digest)
-        opener = COMPRESSIONS.get(source.file_name[source.file_name.rfind(".") :])
+        opener = COMPRESSIONS.get(source.file_name[source.file_name.rfind(".") :].lower())
         if opener is None:
             yield raw  # type: ignore[misc]
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
@@ -44,7 +45,9 @@ class HttpStore(Store):
         with self._get(address, headers) as answer:
             if not known.is_same(_stat(answer)):
                 raise changed(address)
-            skip = 0 if answer.status_code == 206 else begin
+            skip = begin - _first_byte(answer)
+            if skip < 0:
+                raise unreadable(address, "the server sends another range than it is asked for")
             left = None if end is None else end - begin
             if left is None and known.size is not None:
                 left = known.size - begin
@@ -107,6 +110,12 @@ def _body(answer: Any, skip: int, left: int | None) -> Iterator[bytes]:
         raise Broken(_reason(error)) from None
     if left:
         raise Broken("the connection ended early")
+
+
+def _first_byte(answer: Any) -> int:
+    """The place in the file of the first byte of an answer: a cache may begin before the range."""
+    found = re.match(r"bytes (\d+)-", answer.headers.get("Content-Range", ""))
+    return int(found[1]) if found and answer.status_code == 206 else 0
 
 
 def _stat(answer: Any) -> RemoteStat:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bigtrain.cli import COMMANDS, build_parser
+from bigtrain.cli import COMMANDS, build_parser, main
 from bigtrain.train import build_parser as train_parser
 
 NO_DEFAULT = (None, False, [], ())
@@ -64,3 +64,15 @@ def test_a_reader_that_has_seen_enough_costs_no_traceback() -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, words in (
+        ("train", "a launcher starts training -> deepspeed bigtrain/train.py"),
+        ("tokenise", "there is no command tokenise -> did you mean tokenize"),
+        ("xyz", "there is no command xyz -> bigtrain --help"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([name])
+        assert ended.value.code == 2
+        assert words in capsys.readouterr().err

@@ -84,7 +84,10 @@ def test_a_file_that_exists_is_replaced_by_force_alone(
         ([], "--model or --new-model and --data: is needed where nothing can be asked"),
         (["--model", "m"], "--data: is needed"),
         (["--new-model", "quickstart", "--data", "d", "--adapters"], "--adapters: are trained"),
-        (["--new-model", "quickstart", "--data", "d", "--devices", "2xAbacus"], "Abacus"),
+        (
+            ["--new-model", "quickstart", "--data", "d", "--devices", "2xAbacus"],
+            "--devices = 'Abacus': no such device",
+        ),
         (
             ["--model", "no/such", "--data", "d", "--devices", "2xCPU"],
             "--devices = '2xCPU': cannot",
@@ -97,6 +100,41 @@ def test_what_is_missing_or_wrong_is_one_error_and_no_file(
 ) -> None:
     assert main(["init", *given]) == 2
     assert said in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
+def test_what_is_said_of_the_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["init", "--new-model", "quickstart", "--force", "--data"]
+    (folder / "texts").mkdir()
+    for data, is_missing in (
+        ("texts", False),
+        ("owner/name", False),
+        ("s3://bucket/rows.jsonl", False),
+        ("nowhere/", True),
+        ("rows.jsonl", True),
+    ):
+        assert main([*given, data, "--chat"]) == 0
+        said = capsys.readouterr()
+        assert (f"note: there is nothing at {data} yet" in said.err) == is_missing
+        assert said.out.endswith("bigtrain generate --model runs/quickstart/hf --chat\n")
+
+
+def test_answers_that_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-D, and Ctrl-C."""
+
+    def no_answer(_question: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", no_answer)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main(["init"]) == 2
+    command = f"{sys.executable} -m bigtrain init"
+    with pexpect.spawn(command, cwd=str(folder), encoding="utf-8", timeout=60) as terminal:
+        terminal.expect("trained weights")
+        terminal.sendintr()
+        terminal.expect(pexpect.EOF)
+        assert "Traceback" not in str(terminal.before)
+    assert terminal.exitstatus == 130
     assert list(folder.iterdir()) == []
 
 

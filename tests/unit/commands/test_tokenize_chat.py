@@ -168,7 +168,7 @@ BAD: list[Any] = [
     {"messages": "hello"},
     {"texts": 1},
     {"messages": [{"from": "human", "value": "a"}]},
-    {"messages": [{"role": "user", "text": "a"}, {"role": "assistant", "content": "b"}]},
+    {"messages": [*turns("a"), {"role": "assistant", "tool_calls": [{"type": "function"}]}]},
     {"messages": turns("c", "d")},
 ]
 REASONS = [
@@ -289,7 +289,10 @@ def test_template_without_conversations(
     command = ["tokenize", "--input", str(source), "--tokenizer", str(tokenizer)]
     options = ["--output", str(tmp_path / "d"), "--format", "text", "--chat-template", "x.jinja"]
     assert main([*command, *options]) == 2
-    assert "--chat-template is for conversations -> name their key" in capsys.readouterr().err
+    assert (
+        "--chat-template is for conversations, and the first row has the keys "
+        in capsys.readouterr().err
+    )
 
 
 def test_tokenizer_without_template(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -129,9 +130,17 @@ def test_other_names_of_keys(tokenizer: Path, tmp_path: Path) -> None:
         (ROWS["messages"], ("--key", "text=a"), "no such key -> messages, tools, role, content"),
         (ROWS["messages"], ("--role", "a"), "--role a: not NAME=ROLE, such as customer=user"),
         (ROWS["alpaca"], ("--role", "a=user"), "rows of --format alpaca have no roles"),
-        ({"text": "a"}, ("--role", "a=user"), "--role names roles of conversations"),
+        (
+            {"text": "a"},
+            ("--role", "a=user"),
+            "--role is for conversations, and the first row has the keys text",
+        ),
         ({"text": "a"}, ("--key", "messages=a"), "--text-key for text"),
-        ({"text": "a"}, ("--learn", "last"), "--learn last is for conversations"),
+        (
+            {"dialog": [], "score": math.nan},
+            ("--learn", "last"),
+            "--learn is for .* keys dialog, score -> --format sharegpt --key conversations=dialog",
+        ),
         (ROWS["alpaca"], ("--format", "alpaca", "--chat-key", "x"), "--format is alpaca -> --key"),
     ],
 )

@@ -178,7 +178,7 @@ def test_the_command_serves_until_ctrl_c(directory: Path, free_port: int) -> Non
         file.write(json.dumps(step_line(3)))
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "bigtrain.cli", "report", "--run", directory),
+            *(sys.executable, "-m", "bigtrain", "report", "--run", directory),
             *("--live", "--port", str(free_port)),
         ],
         cwd=ROOT,

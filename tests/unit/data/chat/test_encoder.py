@@ -357,7 +357,8 @@ def test_document_of_a_conversation() -> None:
 def test_bad_conversations_do_not_touch_others() -> None:
     good = conversation_bytes(turns("a", "b"))
     silent = conversation_bytes([{"role": "user", "content": "a"}])
-    refused = conversation_bytes([{"role": "user", "text": "a"}, {"role": "assistant"}])
+    calling = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    refused = conversation_bytes([{"role": "user", "content": "a"}, calling])
     found = encoder_of(CHATML).encode([silent, good, refused, good])
     tokens, mask = encode(encoder_of(CHATML), turns("a", "b"))
     assert found.lengths.tolist() == [0, len(tokens), 0, len(tokens)]
@@ -367,6 +368,19 @@ def test_bad_conversations_do_not_touch_others() -> None:
     assert (first, second) == (0, 2)
     assert why == "there is no token of an assistant to learn from"
     assert refusal.startswith("the chat template refuses it: UndefinedError: ")
+
+
+def test_a_role_that_the_template_leaves_out_is_refused() -> None:
+    """As Qwen's leaves developers out, without a word."""
+    messages = [{"role": "developer", "content": "Be short."}, *turns("a", "b")]
+    encode(encoder_of(CHATML), messages)
+    known = "{% if message.role in ('user', 'assistant') %}"
+    template = CHATML.replace(
+        "{% for message in messages %}", "{% for message in messages %}" + known
+    )
+    template = template.replace("{% endfor %}", "{% endif %}{% endfor %}")
+    with pytest.raises(ConversationError, match=r"role 'developer', and .*=system"):
+        encode(encoder_of(template), messages)
 
 
 def test_tokenizers_without_bytes_take_the_slow_way() -> None:

@@ -90,8 +90,15 @@ def test_tools_one_by_one_as_text() -> None:
         ("sharegpt", {"messages": MESSAGES}, "no key 'conversations'.*-> --format messages"),
         ("messages", {"instruction": "a", "output": "b"}, "-> --format alpaca"),
         ("messages", {"prompt": "a", "completion": "b"}, "-> --format prompt-completion"),
-        ("messages", {"messages": TURNS}, "message 1 has no role"),
-        ("sharegpt", {"conversations": MESSAGES}, "turn 1 .*keys content, role -> --format mess"),
+        ("messages", {"messages": TURNS}, "message 1 has no role.*-> --format sharegpt --key conv"),
+        ("messages", {"conversation": TURNS}, "-> --format sharegpt --key conversations=conversat"),
+        (
+            "messages",
+            {"question": "a", "answer": "b"},
+            "-> --format alpaca --key instruction=que",
+        ),
+        ("messages", {"instruction": "a", "response": "b"}, "-> --format alpaca --key output=resp"),
+        ("messages", {"prompt": "a", "response": "b"}, "-> --format prompt-.* --key completion=re"),
         (
             "sharegpt",
             {"conversations": [{"from": "alien", "value": "x"}]},
@@ -108,9 +115,25 @@ def test_tools_one_by_one_as_text() -> None:
             {"messages": MESSAGES, "images": ["a.png"]},
             "value under 'images': models of",
         ),
-        ("sharegpt", {"conversations": TURNS, "video": "a.mp4"}, "value under 'video'.*--skip-bad"),
+        ("sharegpt", {"conversations": TURNS, "video": "a.mp4"}, "value under 'video': models of"),
         ("sharegpt", {"conversations": TURNS, "system": 7}, "its system is not text but int"),
         ("sharegpt", {"conversations": [{"said": "a"}]}, "keys said -> name its keys: --key from="),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "human", "content": "a"}]},
+            "turn 1 is not .* keys content, from -> name its keys",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "value": "a"}]},
+            "has no content; .*--key con",
+        ),
+        ("messages", {"messages": [{"role": "user", "content": 7}]}, "neither text nor .* but int"),
+        (
+            "messages",
+            {"messages": MESSAGES, "system": "Be long."},
+            "message 1 and the key system are two system prompts",
+        ),
         ("alpaca", {"instruction": "a", "output": 7}, "its output is not text"),
         (
             "alpaca",
@@ -133,7 +156,48 @@ def test_parts_that_are_no_text_are_refused_by_name() -> None:
     parts = [{"type": "text", "text": "What is this?"}, image]
     with pytest.raises(ConversationError, match="message 1 holds a part of type 'image_url'"):
         conversation_bytes([{"role": "user", "content": parts}])
-    conversation_bytes([{"role": "user", "content": parts[:1]}])
+    for part, words in (("a", "with type and text but str"), ({"url": "x"}, "with the keys url")):
+        with pytest.raises(ConversationError, match=f"1 holds a part that is not .*{words}"):
+            conversation_bytes([{"role": "user", "content": [part]}])
+
+
+def test_parts_of_text_are_text() -> None:
+    """Templates of models of text would write a list of parts out as Python writes lists."""
+    parts = [{"type": "text", "text": "Who are"}, {"text": " you?"}]
+    for role in ("user", "tool"):
+        given = parts[:1] if role == "tool" else parts
+        [found] = orjson.loads(conversation_bytes([{"role": role, "content": given}]))["messages"]
+        assert found == {"role": role, "content": "".join(part["text"] for part in given)}
+    result = [{"role": "tool", "content": {"rows": [1, 2]}}, {"role": "tool", "content": None}]
+    assert orjson.loads(conversation_bytes(result))["messages"] == [result[0], {"role": "tool"}]
+
+
+def test_what_stands_beside_messages() -> None:
+    """A system prompt, as Anthropic and ms-swift have it, and OpenAI's functions of before."""
+    for row in (
+        {"system": "Be short.", "messages": MESSAGES[1:]},
+        {"system": "Be short."} | ROWS["messages"],
+    ):
+        assert document("messages", row) == {"messages": MESSAGES}
+    call = {"name": "time", "arguments": "{}"}
+    old = [*MESSAGES[:2], {"role": "assistant", "content": None, "function_call": call}]
+    new = [*MESSAGES[:2], calling("{}")]
+    new[2]["tool_calls"][0]["function"]["name"] = "time"
+    row = {"messages": old, "functions": [TOOLS[0]["function"]]}
+    assert document("messages", row) == document("messages", {"messages": new, "tools": TOOLS})
+    with pytest.raises(ConversationError, match="the function_call of message 3 names no function"):
+        document(
+            "messages", {"messages": [*old[:2], {"role": "assistant", "function_call": "auto"}]}
+        )
+
+
+def test_roles_and_keys_of_the_other_format() -> None:
+    """OpenAI's turns under ShareGPT's key, and ShareGPT's names as OpenAI's roles."""
+    assert document("sharegpt", {"conversations": MESSAGES}) == {"messages": MESSAGES}
+    names = {"user": "human", "assistant": "gpt"}
+    named = [{**m, "role": names.get(m["role"], m["role"])} for m in MESSAGES]
+    assert document("sharegpt", {"conversations": named}) == {"messages": MESSAGES}
+    assert document("messages", {"messages": named}) == {"messages": MESSAGES}
 
 
 @pytest.mark.parametrize(
@@ -146,6 +210,10 @@ def test_parts_that_are_no_text_are_refused_by_name() -> None:
         ({"loss": True, "train": False}, "train False and loss True, which contradict each other"),
         ({"weight": 0.5}, "message 1 has weight 0.5: a message is learned or not, by one bit"),
         ({"weight": "1"}, "message 1 has weight '1'"),
+        (
+            {"train_detail": [{"begin_offset": 0}]},
+            "message 1 has train_detail: .* as a whole or not",
+        ),
     ],
 )
 def test_train_is_checked(changes: dict[str, Any], words: str) -> None:

@@ -129,17 +129,24 @@ def test_a_changed_file_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("ranges", "etags", "dates"), [(False, True, True), (False, False, False), (True, False, True)]
+    ("ranges", "etags", "dates", "early"),
+    [
+        (False, True, True, 0),
+        (False, False, False, 0),
+        (True, False, True, 0),
+        (True, True, True, 1 << 20),
+    ],
 )
 def test_servers_that_can_less(
     ranges: bool,
     etags: bool,
     dates: bool,
+    early: int,
     tmp_path: Path,
     stack: ExitStack,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    site = WebServer(tmp_path, ranges=ranges, etags=etags, dates=dates)
+    site = WebServer(tmp_path, ranges=ranges, etags=etags, dates=dates, early=early)
     address, line = address_of("http", tmp_path, stack, monkeypatch, (1_500_000,), site)
     known = store_of(address).stat(address)
     assert (known.version is None, known.modified_ns is None) == (not etags, not dates)
