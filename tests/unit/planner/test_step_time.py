@@ -92,6 +92,20 @@ def test_what_is_for_other_nodes_leaves_by_a_ranks_own_part_of_the_network() -> 
     assert sent[1] == pytest.approx(0.5 * 8 * 4 * group.far_nodes(8) * once)
 
 
+def test_parameters_that_an_engine_gathers_more_slowly_between_nodes() -> None:
+    half = replace(A100, reach=replace(IDEAL, network=0.5))
+    layout = Layout(16, zero_stage=3)
+    usual, slow = (
+        step_time(MODEL, layout, half, replace(ENGINE, network=share)).communication["data"]
+        for share in (0.0, 0.1)
+    )
+    assert slow == pytest.approx(5 * usual)
+    near = replace(layout, data_size=8)
+    assert step_time(MODEL, near, half, replace(ENGINE, network=0.1)) == step_time(
+        MODEL, near, half, replace(ENGINE, network=0.0)
+    )
+
+
 def test_keys_go_around_a_ring_beside_attention() -> None:
     """Of another engine than DeepSpeed: on one node nothing of it is left, between nodes it may."""
     ring = replace(ENGINE, is_deepspeed=False)
@@ -185,6 +199,12 @@ def test_communication_has_a_name_for_each_kind() -> None:
     for kind, time in kinds.items():
         assert kind in time.communication, kind
     assert set(kinds["tensor"].communication) == {"tensor"}
+    # Of layers alone, which other programs hide beside products: no vocabulary, so no head.
+    cut = replace(MODEL, vocabulary_size=0), Layout(1, tensor_size=4), A100
+    hidden = step_time(*cut, replace(ENGINE, tensor_exposed=0.0)).communication["tensor"]
+    sums = step_time(*cut, ENGINE).communication["tensor"] - hidden
+    hidden_states = 2048 * 4096 * 2
+    assert sums == pytest.approx(8 * 2 * 2 * Group(4, 4).all_reduce(A100, hidden_states))
     assert set(time_of(data_size=4, zero_stage=1).communication) == {"data"}
 
 
