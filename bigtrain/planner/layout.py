@@ -45,6 +45,7 @@ class Layout:
     norms and residuals are cut along the sequence inside a tensor-parallel group (Megatron's
     sequence parallelism, which bigtrain does not have but published rows do). `recompute_every`
     n: "full" recomputes every n-th layer. `num_virtual_stages`: per rank, of interleaved pipelines.
+    `copies_states`: a checkpoint is written from a copy in main memory while training continues.
     """
 
     data_size: int
@@ -68,6 +69,7 @@ class Layout:
     reduce_bucket_elements: int = 500_000_000
     gather_bucket_elements: int = 500_000_000
     overlap_communication: bool = True
+    copies_states: bool = True
     optimizer: OptimizerCosts = ADAMW
 
     def changed(self, **changes: Any) -> Layout:

@@ -149,7 +149,7 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
         context,
         host,
         # Masters and moments, of what this rank writes (docs/checkpoints.md).
-        (4 + moments) * divided if engine.is_deepspeed else 0.0,
+        (4 + moments) * divided if engine.is_deepspeed and layout.copies_states else 0.0,
         _export(model) if engine.is_deepspeed else 0.0,
         stage.index,
     )
@@ -218,8 +218,8 @@ def _kept(
     everything = sum(count * sizes[kind] for kind, count in stage.counts)
     largest = max(sizes.values(), default=0.0)
     if layout.recompute == "operators":
-        # Every second product's output and all elementwise results are computed anew.
-        return everything / 2, largest / 2
+        kept = {kind: _results_kept(model.kinds[kind], model, layout) for kind in sizes}
+        return sum(count * kept[kind] for kind, count in stage.counts), largest / 2
     if layout.recompute != "full":
         return everything, 0.0
     anew = stage.every(layout.recompute_every)
@@ -227,6 +227,22 @@ def _kept(
     inputs = hidden * (sum(n for _, n in anew) + (1 if layout.pipeline_size > 1 else 0))
     left = everything - sum(count * sizes[kind] for kind, count in anew)
     return (inputs if anew is stage.counts else left + inputs), largest
+
+
+def _results_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
+    """Bytes kept of a layer and micro-batch where every second product and all that is not a
+    product or attention are computed anew: its input, the others' and attention's results
+    (torchtitan's selective activation checkpointing by operator)."""
+    t, width = layout.tensor_size, 0.0
+    for m in layer.matmuls:
+        width += (
+            m.out_size * m.share * m.count / (t if m.cut == "out" or layout.tensor_sequence else 1)
+        )
+    width /= 2
+    width += model.hidden_size / (t if layout.tensor_sequence else 1)
+    if layer.attention is not None:
+        width += layer.attention.num_heads * layer.attention.value_size / t
+    return model.element_bytes * width * layout.tokens_per_micro_batch
 
 
 def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, float]:

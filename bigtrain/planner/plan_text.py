@@ -79,17 +79,12 @@ def as_json(candidates: Sequence[Candidate], cluster: Cluster) -> list[dict[str,
 
 def nothing_fits(others: Sequence[Candidate], cluster: Cluster) -> tuple[str, str]:
     """Why no layout fits, and the nearest change that would help: (rule, remedy)."""
+    on_device = [c for c in others if c.memory.total <= cluster.usable_memory]
+    if on_device:
+        return _main_memory_lacks(min(on_device, key=lambda c: c.memory.host), cluster)
     best = others[0]
     need, has = best.memory.total, cluster.usable_memory
     name = cluster.device.name
-    if need <= has:
-        need, has = best.memory.host, cluster.host_memory_per_rank
-        rule = (
-            f"the smallest layout ({best.layout.describe()}) needs {need / GIB:.1f} GiB of main "
-            f"memory for each of its ranks, of which there are {has / GIB:.1f}"
-        )
-        nodes = min(cluster.num_devices, cluster.device.devices_per_node)
-        return rule, f"nodes with {need * nodes / GIB:.0f} GiB of main memory (--host-memory)"
     terms = best.memory.terms()
     largest = max(terms, key=lambda term: terms[term])
     rule = (
@@ -105,3 +100,22 @@ def nothing_fits(others: Sequence[Candidate], cluster: Cluster) -> tuple[str, st
             times *= 2
         return rule, f"about {times} devices, which ZeRO 3 divides the states among"
     return rule, "a shorter batch.sequence_length, or devices with more memory"
+
+
+def _main_memory_lacks(best: Candidate, cluster: Cluster) -> tuple[str, str]:
+    """Of layouts that fit the device and not their node, `best` needs the least main memory."""
+    memory = best.memory
+    need, has = memory.host, cluster.host_memory_per_rank
+    terms = memory.host_terms()
+    names = ["export"] if need == memory.host_export else ["offload", "checkpoint"]
+    parts = ", ".join(f"{name} {terms[name] / GIB:.1f}" for name in names if terms[name])
+    rule = (
+        f"the layout that needs the least main memory ({best.layout.describe()}) needs "
+        f"{need / GIB:.1f} GiB of it for each of its ranks ({parts}), of which there are "
+        f"{has / GIB:.1f}"
+    )
+    nodes = min(cluster.num_devices, cluster.device.devices_per_node)
+    remedy = f"nodes with {need * nodes / GIB:.0f} GiB of main memory (--host-memory)"
+    if max(memory.host_offload, memory.host_export) <= has:
+        remedy = f"checkpoint.asynchronous: false, which saves without a copy; or {remedy}"
+    return rule, remedy

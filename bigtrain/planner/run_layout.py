@@ -38,6 +38,7 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
         reduce_bucket_elements=int(zero.get("reduce_bucket_size", 500_000_000)),
         gather_bucket_elements=int(zero.get("allgather_bucket_size", 500_000_000)),
         overlap_communication=zero.get("overlap_comm") is True,
+        copies_states=config.checkpoint.asynchronous,
         optimizer=optimizer_costs(config.optimizer),
     )
 

@@ -94,6 +94,7 @@ class Request:
     optimizer: OptimizerCosts = ADAMW
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     varies: bool = False
+    copies_states: bool = True
 
 
 @dataclass(frozen=True)
@@ -351,6 +352,7 @@ def _smallest(degrees: _Degrees, request: Request, world_size: int) -> Layout:
         reduce_bucket_elements=request.bucket_elements,
         gather_bucket_elements=request.bucket_elements,
         overlap_communication=False,
+        copies_states=request.copies_states,
         optimizer=request.optimizer,
     )
 

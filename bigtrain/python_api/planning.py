@@ -185,6 +185,7 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> Request:
         loss=config.model.loss,
         loss_chunk_tokens=config.model.loss_chunk_tokens,
         optimizer=optimizer_costs(config.optimizer),
+        copies_states=config.checkpoint.asynchronous,
     )
 
 

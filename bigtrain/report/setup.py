@@ -40,10 +40,14 @@ def setup_html(runs: Sequence[Run]) -> str:
         rows = list(_rows(objects))
         body = _table(names, rows) if rows else "<p>There is none.</p>"
         parts.append(
-            f"<details><summary>{title} <small>{source}, {len(rows)} entries</small></summary>"
+            f"<details><summary>{title} <small>{source}, {_count(rows)}</small></summary>"
             f"{body}</details>"
         )
     return "".join(parts)
+
+
+def _count(rows: Sequence[Any]) -> str:
+    return "1 entry" if len(rows) == 1 else f"{len(rows)} entries"
 
 
 def _deepspeed(run: Run) -> dict[str, Any]:

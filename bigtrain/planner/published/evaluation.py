@@ -16,6 +16,7 @@ from pathlib import Path
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.planner.memory import MemoryUse, peak_memory
 from bigtrain.planner.published.rows import RowRun, run_of
+from bigtrain.planner.published.words import is_told
 from bigtrain.planner.step_time import step_time
 from bigtrain.planner.tables.engines import Engine
 
@@ -60,17 +61,31 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def _check_measured(path: Path, number: int, row: Mapping[str, str]) -> None:
+    """Of speed and memory one has to be there; what is there, a positive number."""
     for name in ("tokens_per_s_per_gpu", "peak_gib"):
-        text = (row.get(name) or "").strip()
-        if not text and name == "peak_gib":
+        other = "peak_gib" if name == "tokens_per_s_per_gpu" else ""
+        if not is_told(row, name) and (not other or is_told(row, other)):
             continue
         try:
-            right = math.isfinite(float(text)) and float(text) > 0
+            right = (_measured(row, name) or 0.0) > 0
         except ValueError:
             right = False
         if not right:
+            text = (row.get(name) or "").strip()
             rule = f"line {number}: {name} = {text!r} is no measured figure"
             raise ConfigError(Problem("--evaluate", str(path), rule, "write a positive number"))
+
+
+def _measured(row: Mapping[str, str], name: str = "tokens_per_s_per_gpu") -> float | None:
+    """A figure that was measured, None where the column says nothing. Also "1,039" and "77 GiB".
+    Raises ValueError where it is something else."""
+    if not is_told(row, name):
+        return None
+    text = re.sub(r"[,_]|\s*(gib|gb|tokens/s.*)$", "", row[name].strip().lower())
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} = {row[name]} is not finite")
+    return value
 
 
 def predict(row: Mapping[str, str]) -> Prediction:
@@ -126,46 +141,46 @@ _Pairs = Sequence[tuple[Mapping[str, str], Prediction]]
 
 
 def _of_source(name: str, pairs: _Pairs) -> SourceErrors:
-    told = [(row, p.tokens_per_second) for row, p in pairs if p.tokens_per_second is not None]
-    errors = [abs(p / _measured(row) - 1) for row, p in told]
-    memory = [
-        abs(p.peak_gib / float(row["peak_gib"]) - 1)
+    told = [
+        (row, p.tokens_per_second, measured)
         for row, p in pairs
-        if p.peak_gib is not None and (row.get("peak_gib") or "").strip()
+        if p.tokens_per_second is not None and (measured := _measured(row))
+    ]
+    errors = [abs(p / measured - 1) for _, p, measured in told]
+    memory = [
+        abs(p.peak_gib / peak - 1)
+        for row, p in pairs
+        if p.peak_gib is not None and (peak := _measured(row, "peak_gib"))
     ]
     return SourceErrors(
         source=name,
         num_rows=len(pairs),
         mean=_mean(errors),
         worst=max(errors, default=math.nan),
-        baseline=_mean(_baseline_errors([row for row, _ in told])),
+        baseline=_mean(_baseline_errors([(row, measured) for row, _, measured in told])),
         memory_rows=len(memory),
         memory_mean=_mean(memory),
         memory_worst=max(memory, default=math.nan),
         rank_correlation=_rank_correlation(told),
-        num_refused=len(pairs) - len(told),
+        num_refused=sum(1 for _, p in pairs if p.tokens_per_second is None),
     )
-
-
-def _measured(row: Mapping[str, str]) -> float:
-    return float(row["tokens_per_s_per_gpu"])
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _baseline_errors(rows: Sequence[Mapping[str, str]]) -> list[float]:
+def _baseline_errors(rows: Sequence[tuple[Mapping[str, str], float]]) -> list[float]:
     """Errors of a baseline that predicts each source's mean utilization for all of its rows."""
-    utilization: dict[str, list[tuple[float, Mapping[str, str]]]] = {}
-    for row in rows:
+    utilization: dict[str, list[float]] = {}
+    for row, measured in rows:
         run = run_of(row)
-        spent = _flops_per_token(run) * _measured(row) / run.device.peak_flops
-        utilization.setdefault(row["source"], []).append((spent, row))
+        spent = _flops_per_token(run) * measured / run.device.peak_flops
+        utilization.setdefault(row["source"], []).append(spent)
     errors = []
     for found in utilization.values():
-        constant = _mean([spent for spent, _ in found])
-        errors += [abs(constant / spent - 1) for spent, _ in found]
+        constant = _mean(found)
+        errors += [abs(constant / spent - 1) for spent in found]
     return errors
 
 
@@ -182,13 +197,13 @@ def _flops_per_token(run: RowRun) -> float:
     return flops
 
 
-def _rank_correlation(told: Sequence[tuple[Mapping[str, str], float]]) -> float | None:
+def _rank_correlation(told: Sequence[tuple[Mapping[str, str], float, float]]) -> float | None:
     """Spearman's, among layouts of one model on as many devices; the mean over such groups of at
     least three, weighted by their sizes."""
     groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
-    for row, predicted in told:
+    for row, predicted, measured in told:
         key = tuple(row[k] for k in ("source", "model", "layers", "hidden", "gpu", "num_gpus"))
-        groups.setdefault(key, []).append((predicted, _measured(row)))
+        groups.setdefault(key, []).append((predicted, measured))
     weighed = [(len(pairs), _spearman(pairs)) for pairs in groups.values() if len(pairs) >= 3]
     total = sum(size for size, _ in weighed)
     return sum(size * value for size, value in weighed) / total if total else None

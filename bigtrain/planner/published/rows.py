@@ -27,10 +27,13 @@ from bigtrain.planner.published.known_models import (
 from bigtrain.planner.published.words import (
     MOST,
     Row,
+    active_billions,
     billions,
+    compiles_loss,
     degree,
     engine_name,
     has_float32_gradients,
+    is_float4,
     is_float8,
     is_single_precision,
     is_told,
@@ -63,6 +66,8 @@ class RowRun:
 def run_of(row: Row) -> RowRun:
     """Model, layout, device and engine of a row. Raises ValueError with what is wrong."""
     engine = engine_named(engine_name(row))
+    if engine.compiled_logit_bytes and compiles_loss(row):
+        engine = replace(engine, logit_bytes_cut=engine.compiled_logit_bytes)
     device = find_device(row["gpu"])
     network = network_bits(row.get("notes") or "")
     if network is not None:
@@ -71,6 +76,8 @@ def run_of(row: Row) -> RowRun:
     if single and "tf32" in words(row, "precision"):
         device = replace(device, float32_flops=device.peak_flops / 2)
     gain = max(1.0, device.float8_gain * engine.float8) if is_float8(row) else 1.0
+    if is_float4(row):
+        gain *= device.float4_gain
     model = _model(row, engine, 4 if single else 2)
     layout = _layout(row, engine, model, device, 4 if single else 2, gain)
     return RowRun(model, layout, device, engine, gain)
@@ -81,8 +88,9 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
     known = known_figures(row["model"])
     gated = known.get("gated", bool(known) or bool(re.search(_GATED, said)))
     usual = known
-    if not known and not (is_told(row, "layers") and is_told(row, "hidden")) and billions(row):
-        usual = usual_shape(billions(row), gated=gated)
+    if not known and not (is_told(row, "layers") and is_told(row, "hidden")):
+        size = billions(row) or active_billions(row)
+        usual = usual_shape(size, gated=gated) if size else known
 
     def figure(column: str, default: int | None = None) -> int:
         return number(row, column, usual.get(column, default))
@@ -114,13 +122,20 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
     if experts is None and not known:
         experts = _guessed_experts(row, said, dense)
     latent = Latent(*known["latent"]) if "latent" in known else None
-    window = known.get("window")
-    shape = ModelShape(dense, experts, latent, window, known.get("window_every", 1))
+    window, every = known.get("window"), known.get("window_every", 1)
+    if re.search(r"\bpacked\b", said):
+        window, every = _PACKED, 1
+    shape = ModelShape(dense, experts, latent, window, every)
     model = costs_of(shape, element_bytes)
     if re.search(r"\bq?lora\b|\bpeft\b", words(row, "model", "notes", "source", "precision")):
         rank = re.search(r"(?:rank|\br|dim)\W{0,3}(\d+)", said)
         model = with_adapters(model, of_all_linear(model, int(rank.group(1)) if rank else 16))
     return model
+
+
+_PACKED = 256
+"""Tokens of a sample of those that share a packed sequence, by whose like others are not attended
+to: instructions and answers of fine-tuning sets have some 100 to 500."""
 
 
 def _usual_heads(hidden: int) -> int:
@@ -207,6 +222,10 @@ _SEQUENCE_PARALLEL = ("megatron_core", "automodel", "fsdp", "fsdp_compiled")
 """Engines that cut norms and residuals along the sequence wherever they have tensor parallelism."""
 
 
+_MICRO_PER_STAGE = ("fsdp", "fsdp_compiled")
+"""torchtitan's default: as many micro-batches as the pipeline has stages."""
+
+
 def _replicas(row: Row, tp: int, pp: int, cp: int) -> int:
     """Data-parallel size. Some tables leave it out, count context-parallel ranks among it, leave
     expert-parallel ones out of it, or name the ranks that share one copy of the states (HSDP)."""
@@ -236,6 +255,8 @@ def _with_batch(
     micro, batch = number(row, "micro_batch", 0), number(row, "global_batch", 0)
     if layout.sequence_length >= 512 and batch >= 2 * dp * layout.sequence_length:
         batch = dp * max(1, round(batch / layout.sequence_length / dp))
+    if not micro and p > 1 and batch % (dp * p) == 0 and engine.name in _MICRO_PER_STAGE:
+        micro = max(1, batch // (dp * p * layout.num_virtual_stages))
     if not micro:
         micro = _fastest_micro(batch, layout, engine, model, device, gain)
     if batch and batch < micro * dp:

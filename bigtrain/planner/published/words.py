@@ -109,7 +109,20 @@ def engine_name(row: Row) -> str:
 
 
 def zero_stage(row: Row, engine: str) -> int:
-    """The stage, also by FSDP's and Megatron's names; where none is told, what the engine has."""
+    """The stage, also by FSDP's and Megatron's names; where none is told, what the engine has.
+
+    FSDP beside a pipeline keeps what it has gathered until the step ends, or it would gather anew
+    for each micro-batch, and reduces gradients once, as ZeRO 1 does (torch.distributed.pipelining).
+    """
+    stage = _stage_told(row, engine)
+    gathers_once = engine in _FULLY_SHARDED and degree(row, "pp") > 1
+    return 1 if gathers_once and stage == 3 else stage
+
+
+_FULLY_SHARDED = ("fsdp", "fsdp_compiled", "automodel")
+
+
+def _stage_told(row: Row, engine: str) -> int:
     text, notes = (row.get("zero") or "").strip().lower(), row.get("notes") or ""
     # FSDP's name of what ZeRO 2 does: parameters stay whole between the passes.
     if "SHARD_GRAD_OP" in notes or "grad_op" in text:
@@ -127,10 +140,7 @@ def zero_stage(row: Row, engine: str) -> int:
         raise ValueError(f"zero = {row['zero']} is no stage")
     usual = {"fsdp": 3, "fsdp_compiled": 3, "automodel": 3, "megatron_core": 1}
     said = re.search(r"zero[- ]?(?:stage[- ]?)?([0-3])\b", notes, re.I)
-    stage = int(said[1]) if said else usual.get(engine, 0)
-    # FSDP beside a pipeline keeps what it has gathered until the step ends, or it would gather
-    # anew for each micro-batch.
-    return 2 if stage == 3 and not said and degree(row, "pp") > 1 else stage
+    return int(said[1]) if said else usual.get(engine, 0)
 
 
 def recompute(row: Row, engine: str) -> tuple[Recompute, int]:
@@ -171,6 +181,17 @@ def is_float8(row: Row) -> bool:
     return re.search(r"fp8|float8|fp4|8-?bit float", words(row, "precision", "notes")) is not None
 
 
+def is_float4(row: Row) -> bool:
+    """Whether products are of 4-bit floats; weights in 4 bits alone (QLoRA) are not."""
+    return re.search(r"(?<!q)fp4|float4|4-?bit float", words(row, "precision")) is not None
+
+
+def compiles_loss(row: Row) -> bool:
+    """Whether torch.compile is told of a run of 2025 or later: its loss is compiled too since
+    pytorch/torchtitan#1033 of March 2025."""
+    return re.search(r"\b20(2[5-9]|[3-9]\d)\b", words(row, "source", "notes")) is not None
+
+
 def has_float32_gradients(row: Row) -> bool:
     """Whether gradients add up in 32 bits."""
     return re.search(r"(fp|float)32 (grad|acc)", words(row, "precision", "notes")) is not None
@@ -189,9 +210,12 @@ def network_bits(notes: str) -> float | None:
 
 def virtual_stages(notes: str) -> int:
     """Stages of an interleaved pipeline that a rank has."""
-    pattern = r"(?:interleav\w*|\bvpp?\b|virtual)[^0-9]{0,20}(\d+)"
+    pattern = r"(?:interleav\w*|\bvpp?\b|virtual)[^0-9]{0,20}(\d+)(?!\s*f1b)"
     found = re.search(pattern, notes, re.I)
-    return max(1, int(found[1])) if found else 1
+    if found:
+        return max(1, int(found[1]))
+    # A page that says no number has the least there is.
+    return 2 if re.search(r"(?<!non[- ])(?<!no )(?<!not )interleav", notes, re.I) else 1
 
 
 def sequence_length(row: Row) -> int:
@@ -215,3 +239,15 @@ def billions(row: Row) -> float:
         )
         value = float(found[1]) * {"b": 1.0, "m": 1e-3, "t": 1e3}[found[2]] if found else 0.0
     return value if math.isfinite(value) and value > 0 else 0.0
+
+
+def active_billions(row: Row) -> float:
+    """Parameters that a token meets, of a page that says how many FLOPs it counts: six of each;
+    0 where it does not."""
+    try:
+        flops = float(row.get("tflops_per_gpu") or "") * 1e12
+        tokens = float(row.get("tokens_per_s_per_gpu") or "")
+    except ValueError:
+        return 0.0
+    value = flops / (6e9 * tokens) if tokens > 0 else 0.0
+    return value if math.isfinite(value) and 0 < value < 1e5 else 0.0

@@ -59,13 +59,15 @@ class Engine:
     replaces the formulas of the optimizer and of data-parallel communication. `float8`: factor on
     the device's gain from 8-bit products; `products`: speed of its products over that of the
     programs whose rows the device's share of the peak is fitted to (libraries grew faster);
-    `expert_exposed`, `pipeline_exposed`: share of the communication of experts and stages that is
-    neither hidden nor avoided; `network`: share of the bandwidth between nodes that its all-gathers
-    of parameters reach, of what others do. `expert_host_seconds`: of a forward pass, for each of a
-    rank's experts in a layer, where each has kernels of its own (casts, products).
+    `tensor_exposed`, `expert_exposed`, `pipeline_exposed`: share of the communication of tensor
+    parallelism, experts and stages that is neither hidden nor avoided; `network`: share of the
+    bandwidth between nodes that its all-gathers of parameters reach, 0 where it is the device's
+    `reach`. `expert_host_seconds`: of a forward pass, for each of a rank's experts in a layer,
+    where each has kernels of its own (casts, products).
 
     Memory: `saved`: factor on the saved activations; `logit_bytes_cut`, `logit_bytes_whole`: kept
-    per logit, divided by tensor parallelism or not. `context_bytes`: held on the device besides
+    per logit, divided by tensor parallelism or not; `compiled_logit_bytes`: by a release that
+    compiles its loss, 0 where none does. `context_bytes`: held on the device besides
     tensors; `reserved`: memory reserved by the allocator over memory allocated. `is_deepspeed`:
     keeps what DeepSpeed 0.19.8 keeps (`bigtrain.planner.memory`), as bigtrain runs it.
     """
@@ -89,15 +91,17 @@ class Engine:
     reserved: float = 1.0
     logit_bytes_cut: float = 10.0
     logit_bytes_whole: float = 0.0
+    compiled_logit_bytes: float = 0.0
     has_buckets: bool = True
     balances_stages: bool = False
     is_deepspeed: bool = False
     measured: MeasuredEngine | None = None
     float8: float = 1.0
+    tensor_exposed: float = 1.0
     expert_exposed: float = 1.0
     pipeline_exposed: float = 1.0
     products: float = 1.0
-    network: float = 1.0
+    network: float = 0.0
     expert_host_seconds: float = 0.0
 
     def with_measured(self, found: MeasuredEngine) -> Engine:

@@ -52,9 +52,9 @@ class Device:
     devices of its node; `network_bandwidth`: its share of the node's network; `host_bandwidth`: to
     main memory (offload); `host_memory_bandwidth`: of main memory, for all devices of a node
     together (an offloaded optimizer step). `float8_gain`: speed of its best product in 8 bits over
-    that in 16; `matmul_factor`: share of the peak that its best product reaches, over that of the
-    device whose `reach` it takes. `num_cores`: of a CPU, those that the ranks of a node share; 0
-    where each has one of its own, or more.
+    that in 16, `float4_gain` in 4 bits over that in 8; `matmul_factor`: share of the peak that its
+    best product reaches, over that of the device whose `reach` it takes. `num_cores`: of a CPU,
+    those that the ranks of a node share; 0 where each has one of its own, or more.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Device:
     reach: Reach
     float32_flops: float = 0.0
     float8_gain: float = 1.0
+    float4_gain: float = 1.0
     matmul_factor: float = 1.0
     is_cpu: bool = False
     num_cores: int = 0

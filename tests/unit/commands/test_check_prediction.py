@@ -9,6 +9,7 @@ import pytest
 from bigtrain.cli import main
 from bigtrain.commands.check import prediction
 from bigtrain.commands.plan import ranked_layouts
+from bigtrain.planner.run_layout import layout_of
 from bigtrain.python_api.planning import run_and_engine
 from bigtrain.settings.resolve import resolve_run_files
 
@@ -45,6 +46,19 @@ def test_with_a_device_it_is_what_the_plan_says_of_that_layout() -> None:
     )[0]
     assert line.endswith(f"{best.tokens_per_second:,.0f} tokens/s on H100-80GB")
     assert f"{best.memory.allocated / 2**30:.3g} GiB" in line
+
+
+def test_the_copy_of_an_asynchronous_save_is_counted_where_there_is_one() -> None:
+    name, own, world_size = RECIPE
+    for copies in (True, False):
+        overrides = [*own, f"checkpoint.asynchronous={str(copies).lower()}"]
+        assert layout_of(resolve_run_files(name, overrides, world_size)).copies_states is copies
+        args = argparse.Namespace(
+            config=name, overrides=overrides, gpus="8xH100-80GB", hardware=None, nodes_of=None,
+            network=None, host_memory=None,
+        )  # fmt: skip
+        best = ranked_layouts(args, varies=False).fitting[0]
+        assert (best.memory.host_checkpoint > 0) is copies
 
 
 def test_what_cannot_fit_is_refused_as_the_run_refuses_it(

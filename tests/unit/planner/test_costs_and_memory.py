@@ -213,3 +213,25 @@ def test_buckets_larger_than_the_model(changes: dict[str, Any], num_buckets: int
     )
     passing = use.activations + use.loss if num_buckets == 2 else 0.0
     assert use.buckets + passing == pytest.approx(num_buckets * bucket * 4, rel=0.01)
+
+
+def test_what_is_left_of_a_layer_recomputed_by_operator() -> None:
+    """Its input, half of its products' results and attention's, 16 bits each; a quarter on each of
+    four tensor-parallel ranks that cut the sequence too."""
+    model = replace(closed_form(LLAMA), saved_bytes_outside=0.0, vocabulary_size=0)
+    width = 4096 + (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096) / 2 + 4096
+    one = use_of(model, recompute="operators", sequence_length=512)
+    working = use_of(model, sequence_length=512).activations / 32 / 2
+    assert one.activations - working == pytest.approx(32 * 512 * 2 * width)
+    cut = use_of(
+        model, recompute="operators", sequence_length=512, tensor_size=4, tensor_sequence=True
+    )
+    assert cut.activations == pytest.approx(one.activations / 4)
+
+
+def test_a_checkpoint_that_is_not_copied_takes_no_main_memory() -> None:
+    model = closed_form(LLAMA)
+    both = [use_of(model, zero_stage=3, copies_states=copies) for copies in (True, False)]
+    assert both[0].host_checkpoint == pytest.approx(12 * model.num_parameters / 8)
+    assert both[1].host_checkpoint == 0
+    assert both[0].total == both[1].total

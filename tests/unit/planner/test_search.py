@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 from bigtrain.planner import search as planner_search
-from bigtrain.planner import stages, step_time
+from bigtrain.planner import stages
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import DenseShape, Matmul, ModelCosts, closed_form
 from bigtrain.planner.plan_text import as_json, nothing_fits, plan_table
 from bigtrain.planner.search import Candidate, Cluster, Request, assess
 from bigtrain.planner.search import search as whole_search
+from bigtrain.planner.seconds import layer as layer_seconds
 from bigtrain.planner.tables.engines import Engine, engine_named
 from bigtrain.planner.tables.hardware import find_device
 from bigtrain.settings.compatibility.check import check_compatibility
@@ -185,7 +186,7 @@ def test_what_is_not_looked_at_would_not_fit(
 def test_a_thousand_layouts_are_had_by_few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     """What layouts share is worked out once: layers of a micro-batch and degrees, stages and their
     sizes. Times are in docs/planner.md."""
-    step_time._passes.cache_clear()
+    layer_seconds._passes.cache_clear()
     stages._sizes.cache_clear()
     looked_at: list[Layout] = []
     monkeypatch.setattr(
@@ -198,7 +199,7 @@ def test_a_thousand_layouts_are_had_by_few_evaluations(monkeypatch: pytest.Monke
     assert len(found.fitting) + found.num_others > 1000
     assert len(looked_at) < 0.7 * (len(found.fitting) + found.num_others)
     assert all(candidate.time.total > 0 for candidate in found.fitting)
-    assert step_time._passes.cache_info().misses < len(found.fitting) / 2
+    assert layer_seconds._passes.cache_info().misses < len(found.fitting) / 2
     assert stages._sizes.cache_info().misses < 200
 
 
@@ -207,8 +208,9 @@ def test_loss_and_buckets_are_varied_where_that_is_faster_or_lets_something_fit(
 ) -> None:
     # Many ranks and a small batch: each bucket is a collective that waits for the slowest node.
     request = replace(REQUEST, global_batch_size=4096, loss="auto", gradient_bytes=2)
-    usual = whole_search(request, cluster(2048), ENGINE).fitting
-    varied = whole_search(replace(request, varies=True), cluster(2048), ENGINE).fitting
+    many = cluster(2048, "A100-80GB")
+    usual = whole_search(request, many, ENGINE).fitting
+    varied = whole_search(replace(request, varies=True), many, ENGINE).fitting
     assert len(usual) == len(varied)
     changed = [c for c in varied if c.varied]
     assert changed
@@ -245,6 +247,17 @@ def test_offload_is_tried_where_nothing_else_fits() -> None:
     rule, remedy = nothing_fits(others, cluster(8, "A100-80GB", host_memory=1e11))
     assert "main memory" in rule
     assert "--host-memory" in remedy
+    # What fits but for the copy of an asynchronous save needs none of one that waits.
+    usable = cluster(8, "A100-80GB").usable_memory
+    least = min(c.memory.host_offload for c in others if c.memory.total <= usable)
+    enough = cluster(8, "A100-80GB", host_memory=8.1 * least)
+    none, others = search(request, enough, ENGINE)
+    assert not none
+    rule, remedy = nothing_fits(others, enough)
+    assert "offload" in rule
+    assert "checkpoint" in rule
+    assert "checkpoint.asynchronous: false" in remedy
+    assert search(replace(request, copies_states=False), enough, ENGINE)[0]
 
 
 def test_a_larger_micro_batch_is_no_reason_to_offload() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from bigtrain.planner.communication import Group, place
-from bigtrain.planner.kernels import attention_seconds, matmul_seconds
 from bigtrain.planner.layout import Layout, OptimizerCosts
 from bigtrain.planner.model_costs import Attention, DenseShape, Matmul, ModelCosts, closed_form
+from bigtrain.planner.seconds.communication import DIRECT, Group, place
+from bigtrain.planner.seconds.kernels import attention_seconds, cast_bytes, matmul_seconds
 from bigtrain.planner.stages import matrix_exchange, stage_layers, stages_of
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts, engine_named
@@ -69,6 +69,95 @@ def test_groups_on_several_nodes_share_the_network() -> None:
     assert Group(64, 8).bandwidth(A100) == 200e9
 
 
+def test_what_is_for_other_nodes_leaves_by_a_ranks_own_part_of_the_network() -> None:
+    """Eight ranks on each of two nodes: half of the bytes at 25 GB/s, where a ring has 200 GB/s."""
+    group = Group(16, 8)
+    assert group.all_to_all(A100, 3e9) == pytest.approx(1.5e9 / (25e9 * DIRECT))
+    assert group.all_gather(A100, 3e9) == pytest.approx(15 / 16 * 3e9 / 200e9)
+    assert Group(8, 8).all_to_all(A100, 3e9) == pytest.approx(7 / 8 * 3e9 / 300e9)
+    # Of a token's experts on one other node one copy goes there: three in four of two's.
+    assert Group(16, 8).far_nodes(1) == pytest.approx(1 / 2)
+    assert Group(16, 8).far_nodes(2) == pytest.approx(3 / 4)
+    assert Group(8, 8).far_nodes(2) == 0
+    expert = Matmul(4096, 28672, None, num_groups=16, share=8.0)
+    kind = replace(MODEL.kinds[0], matmuls=(expert,), num_parameters_expert=16 * 4096 * 28672)
+    model = replace(MODEL, kinds=(kind,))
+    layout = Layout(16, expert_size=16, zero_stage=1, sequence_length=8192)
+    sent = [
+        step_time(model, layout, A100, engine).communication["expert"]
+        for engine in (ENGINE, replace(ENGINE, is_deepspeed=False, expert_exposed=0.5))
+    ]
+    once = 8192 * 4096 * 2 / (25e9 * DIRECT)  # a token's bytes, all of them to the other node
+    assert sent[0] == pytest.approx(8 * 4 * 4 * once)
+    assert sent[1] == pytest.approx(0.5 * 8 * 4 * group.far_nodes(8) * once)
+
+
+def test_parameters_that_an_engine_gathers_more_slowly_between_nodes() -> None:
+    half = replace(A100, reach=replace(IDEAL, network=0.5))
+    layout = Layout(16, zero_stage=3)
+    usual, slow = (
+        step_time(MODEL, layout, half, replace(ENGINE, network=share)).communication["data"]
+        for share in (0.0, 0.1)
+    )
+    assert slow == pytest.approx(5 * usual)
+    near = replace(layout, data_size=8)
+    assert step_time(MODEL, near, half, replace(ENGINE, network=0.1)) == step_time(
+        MODEL, near, half, replace(ENGINE, network=0.0)
+    )
+
+
+def test_keys_go_around_a_ring_beside_attention() -> None:
+    """Of another engine than DeepSpeed: on one node nothing of it is left, between nodes it may."""
+    ring = replace(ENGINE, is_deepspeed=False)
+    slow = replace(A100, network_bandwidth=1e9, devices_per_node=1)
+    layout = Layout(1, sequence_size=4, sequence_length=4096)
+    assert "sequence" not in step_time(MODEL, layout, A100, ring).communication
+    assert step_time(MODEL, layout, A100, ENGINE).communication["sequence"] > 0
+    left = step_time(MODEL, layout, slow, ring).communication["sequence"]
+    keys = 3 * (1024 * 4096 * 2 * 2 / 4) / (1e9 * DIRECT)
+    forward, backward = attention_seconds(slow, MODEL.kinds[0].attention, 1, 4096, 4, None)  # type: ignore[arg-type]
+    assert left == pytest.approx(8 * (3 * keys - forward - backward))
+
+
+def test_heads_that_tensor_cores_cannot_load_take_longer_where_scores_are_unfused() -> None:
+    aligned, odd = Attention(64, 64, 216, 216), Attention(128, 128, 108, 108)
+    passes = (0.0, 0.0)
+    fast, slow = (attention_seconds(A100, h, 1, 2048, 1, passes)[0] for h in (aligned, odd))
+    assert slow / fast == pytest.approx(22)
+    fused = [attention_seconds(A100, h, 1, 2048, 1, None)[0] for h in (aligned, odd)]
+    assert fused[0] == pytest.approx(fused[1])
+
+
+def test_few_tiles_share_the_inner_dimension() -> None:
+    """Four tiles of 64 x 128 on 108 multiprocessors: 16 take 512 of a tile's 8,192 rows each."""
+    assert matmul_seconds(A100, 256, 8192, 128, 2) == pytest.approx(
+        2 * 64 * 128 * 512 * 108 / (0.7 * 312e12)
+    )
+
+
+def test_products_in_eight_bits_cast_what_they_are_given() -> None:
+    """Forward its input, backward the gradient of its output: read, and written twice in 8 bits."""
+    product = Matmul(4096, 14336, "out")
+    assert cast_bytes(product, 100, 2, 1, 2) == (4 * 100 * 4096, 4 * 100 * 7168)
+    expert = Matmul(4096, 14336, "out", num_groups=8, share=2.0)
+    assert cast_bytes(expert, 100, 1, 8, 2)[0] == pytest.approx(4 * 200 * 4096)
+    plain, cast = (step_time(MODEL, Layout(1), A100, ENGINE, gain=gain) for gain in (1.0, 2.0))
+    moved = sum(sum(cast_bytes(m, 2048, 1, 1, 2)) for m in MODEL.kinds[0].matmuls)
+    assert cast.memory_bound - plain.memory_bound == pytest.approx(8 * moved / 2.039e12)
+    assert plain.matmul / 2 < cast.matmul < plain.matmul
+
+
+def test_experts_with_kernels_of_their_own_cost_the_host() -> None:
+    expert = Matmul(4096, 1024, None, num_groups=8, share=2.0)
+    kind = replace(MODEL.kinds[0], matmuls=(expert,), num_parameters_expert=8 * 4096 * 1024)
+    model = replace(MODEL, kinds=(kind,))
+    slow = replace(ENGINE, launch_overlap=1.0, expert_host_seconds=1e-3)
+    for size, own in ((1, 8), (8, 1)):
+        layout = Layout(8, expert_size=size, zero_stage=1)
+        more = step_time(model, layout, A100, slow).host
+        assert more == pytest.approx(8 * 3 * own * 1e-3)
+
+
 def test_one_rank_takes_the_time_of_its_products() -> None:
     time = time_of(sequence_length=2048)
     flops = 6 * 2048 * (sum(MODEL.kinds[0].num_parameters_cut for _ in range(8)) + 32000 * 4096)
@@ -110,6 +199,12 @@ def test_communication_has_a_name_for_each_kind() -> None:
     for kind, time in kinds.items():
         assert kind in time.communication, kind
     assert set(kinds["tensor"].communication) == {"tensor"}
+    # Of layers alone, which other programs hide beside products: no vocabulary, so no head.
+    cut = replace(MODEL, vocabulary_size=0), Layout(1, tensor_size=4), A100
+    hidden = step_time(*cut, replace(ENGINE, tensor_exposed=0.0)).communication["tensor"]
+    sums = step_time(*cut, ENGINE).communication["tensor"] - hidden
+    hidden_states = 2048 * 4096 * 2
+    assert sums == pytest.approx(8 * 2 * 2 * Group(4, 4).all_reduce(A100, hidden_states))
     assert set(time_of(data_size=4, zero_stage=1).communication) == {"data"}
 
 

@@ -169,3 +169,22 @@ def test_rows_of_no_sense_are_refused_and_never_crash() -> None:
 def test_devices_are_found_by_what_torch_and_tables_call_them(name: str, found: str) -> None:
     assert find_device(name).name == found
     assert found in device_names()
+
+
+def test_rows_may_have_measured_speed_or_memory_alone(tmp_path: Path) -> None:
+    names = [*COLUMNS, "peak_gib"]
+    both = {**ROW, "tokens_per_s_per_gpu": "1,000", "peak_gib": "10 GiB"}
+    rows = [both, {**both, "peak_gib": "n/a"}, {**both, "tokens_per_s_per_gpu": "-"}]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+    read = read_rows(tmp_path / "rows.csv")
+    (found,) = summarize(read, [Prediction(1100.0, 9.0)] * 3)
+    assert (found.num_rows, found.memory_rows, found.num_refused) == (3, 2, 0)
+    assert (found.mean, found.memory_mean) == (pytest.approx(0.1), pytest.approx(0.1))
+    (tmp_path / "rows.csv").write_text(
+        (tmp_path / "rows.csv").read_text().replace("10 GiB", "").replace('"1,000"', "")
+    )
+    with pytest.raises(ConfigError, match="line 2: tokens_per_s_per_gpu = '' is no measured"):
+        read_rows(tmp_path / "rows.csv")

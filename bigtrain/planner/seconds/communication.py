@@ -1,9 +1,9 @@
 """How long collectives take, depending on which nodes their ranks are on. Pure.
 
 Rings (Thakur et al. 2005): an all-reduce of n ranks moves ``2 (n - 1) / n`` of the bytes through
-each link, an all-gather or a reduce-scatter half of that, an all-to-all ``(n - 1) / n`` of what a
-rank holds. Ranks on several nodes share their node's network: a group that has k ranks on each
-node uses k devices' share of it at once, as NCCL's rings do.
+each link, an all-gather or a reduce-scatter half of that. Ranks on several nodes share their node's
+network: a group that has k ranks on each node uses k devices' share of it at once, as NCCL's rings
+do. In an all-to-all each rank sends what is for other nodes through its own share alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from dataclasses import dataclass
 
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.tables.hardware import Device
+
+DIRECT = 0.9
+"""Share of a network's bandwidth that messages from one rank to another reach, without the waits of
+a ring: of InfiniBand by Calculon's tables (Isaev et al. 2023, systems/)."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,32 @@ class Group:
         """What of the `num_bytes` that a rank holds, or will have, others send or are sent."""
         return (self.size - 1) / self.size * num_bytes
 
-    def all_to_all(self, device: Device, num_bytes: float) -> float:
-        """Seconds to exchange the `num_bytes` that each rank holds."""
-        return self.all_gather(device, num_bytes)
+    def all_to_all(self, device: Device, num_bytes: float, far_bytes: float | None = None) -> float:
+        """Seconds to exchange the `num_bytes` that each rank holds, as many for each rank.
+        `far_bytes`: those that leave a rank's node, where not all do that are for other nodes."""
+        if self.size == 1:
+            return 0.0
+        near = self.sent_bytes(num_bytes) / (device.link_bandwidth * device.reach.link)
+        if far_bytes is None:
+            far_bytes = num_bytes * (self.size - self.inside) / self.size
+        return max(near, far_bytes / (device.network_bandwidth * DIRECT)) + self.latency(device)
+
+    def around(self, device: Device, num_bytes: float) -> float:
+        """Seconds until `num_bytes` of each rank have gone around to all others."""
+        if self.size <= self.per_node:
+            return (self.size - 1) * self.send(device, num_bytes)
+        bandwidth = device.network_bandwidth * DIRECT
+        return (self.size - 1) * (num_bytes / bandwidth + device.reach.network_seconds)
+
+    @property
+    def inside(self) -> int:
+        """Ranks of one node."""
+        return max(1, min(self.size, self.per_node))
+
+    def far_nodes(self, num_chosen: float) -> float:
+        """How many other nodes `num_chosen` ranks are on that are chosen by chance."""
+        nodes = self.size / self.inside
+        return float((nodes - 1) * (1 - (1 - 1 / nodes) ** num_chosen))
 
     def send(self, device: Device, num_bytes: float) -> float:
         """Seconds from one rank to the next."""
@@ -85,6 +112,14 @@ class Groups:
     partition: Group
     expert: Group
     expert_replicas: Group
+
+    def gather(self, device: Device, dense: float, expert: float, element_bytes: int) -> float:
+        """Seconds to all-gather `dense` elements over all replicas, and `expert` elements over
+        those that hold the same experts; a reduce-scatter takes the same."""
+        if self.expert_replicas.size == self.partition.size:  # one collective for both
+            return self.partition.all_gather(device, (dense + expert) * element_bytes)
+        seconds = self.partition.all_gather(device, dense * element_bytes)
+        return seconds + self.expert_replicas.all_gather(device, expert * element_bytes)
 
 
 def groups_of(layout: Layout, devices_per_node: int, *, pipeline_outermost: bool = False) -> Groups:

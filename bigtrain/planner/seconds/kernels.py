@@ -17,6 +17,11 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.7))
 """Rows, columns, and speed relative to the best tile (smaller tiles reuse loaded data less)."""
 
 
+_ALIGNED = 8  # 16-bit elements: 16 bytes, which kernels of tensor cores load at once
+_UNALIGNED = 22.0
+"""How much longer products of unaligned heads take, which such kernels do not: 10 of A100's 312
+TFLOP/s by BigScience's two models with heads of 108 and 150 (train/tr11-176B-ml/
+chronicles-prequel.md), which a tenth of the products makes 36% and 30% slower."""
 _LEAST_DEPTH = 512  # of the inner dimension, that is still divided
 
 
@@ -120,6 +125,8 @@ def attention_seconds(
         return seconds, 2.5 * seconds
     moved = 2.0 * pairs / (device.memory_bandwidth * device.reach.memory)
     seconds = flops / (_peak(device) * device.reach.matmul)
+    if max(attention.head_size % _ALIGNED, attention.value_size % _ALIGNED):
+        seconds *= _UNALIGNED
     forward, backward = score_passes
     return seconds + forward * moved, 2 * seconds + backward * moved
 

@@ -1,0 +1,287 @@
+"""How long a micro-batch takes in one layer, and in the head. Pure.
+
+Within a layer, collectives of tensor, sequence and expert parallelism are exposed; those of ZeRO
+overlap with computation.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from bigtrain.planner.layout import Layout
+from bigtrain.planner.model_costs import Attention, LayerCosts, ModelCosts
+from bigtrain.planner.seconds.communication import Group, Groups
+from bigtrain.planner.seconds.kernels import (
+    attention_seconds,
+    cast_bytes,
+    matmul_seconds,
+    memory_seconds,
+    weight_seconds,
+)
+from bigtrain.planner.tables.engines import Engine
+from bigtrain.planner.tables.hardware import Device
+
+
+@dataclass
+class Work:
+    """Seconds of one micro-batch in one layer or stage."""
+
+    matmul: float = 0.0
+    memory_bound: float = 0.0
+    tensor: float = 0.0
+    sequence: float = 0.0
+    expert: float = 0.0
+    zero: float = 0.0
+    host: float = 0.0
+
+    def add(self, other: Work, times: float = 1.0) -> None:
+        self.matmul += times * other.matmul
+        self.memory_bound += times * other.memory_bound
+        self.tensor += times * other.tensor
+        self.sequence += times * other.sequence
+        self.expert += times * other.expert
+        self.zero += times * other.zero
+        self.host += times * other.host
+
+    def copy(self) -> Work:
+        copied = Work()
+        copied.add(self)
+        return copied
+
+    @property
+    def device(self) -> float:
+        return self.matmul + self.memory_bound + self.tensor + self.sequence + self.expert
+
+    @property
+    def total(self) -> float:
+        return self.device + self.zero + self.host
+
+
+def layer_work(
+    layer: LayerCosts,
+    model: ModelCosts,
+    layout: Layout,
+    device: Device,
+    engine: Engine,
+    groups: Groups,
+    gain: float,
+) -> Work:
+    """A micro-batch forward and backward through one layer."""
+    size = (layout.micro_batch_size, layout.sequence_length)
+    degrees = (layout.tensor_size, layout.sequence_size, layout.expert_size)
+    apart = (groups.tensor, groups.sequence, groups.expert)
+    of_model = (model.element_bytes, model.hidden_size, model.is_frozen)
+    of_engine = (
+        engine.moved, engine.attention, engine.products, engine.score_passes, engine.is_deepspeed,
+    )  # fmt: skip
+    there, back, again = _passes(
+        layer, of_model, size, degrees, apart, layout.tensor_sequence, device, of_engine, gain
+    )
+    forward, backward = there.copy(), back.copy()
+    for work in (forward, backward):
+        work.tensor *= engine.tensor_exposed
+        work.expert *= engine.expert_exposed
+    repeated = 2.0
+    if layout.recompute == "full":
+        backward.add(forward, 1 / layout.recompute_every)
+        repeated += 1 / layout.recompute_every
+    elif layout.recompute == "operators":
+        backward.matmul += forward.matmul / 2
+        backward.memory_bound += forward.memory_bound
+        repeated = 3.0
+    elif layout.recompute == "attention":
+        backward.matmul += again
+    host = layer.num_kernels * engine.kernel_host_seconds
+    if layer.num_parameters_expert and engine.expert_host_seconds:
+        host += engine.expert_host_seconds * max(1, model.num_experts // layout.expert_size)
+    if layout.zero_stage == 3:
+        # Hooks of the engine, a third of them in the forward pass.
+        host += layer.num_tensors * engine.parameter_host_seconds / 3
+    forward.host = _excess(forward.device, host, engine.launch_overlap)
+    backward.host = _excess(backward.device, repeated * host, engine.launch_overlap)
+    if layout.zero_stage == 3 and engine.measured is None:
+        _partitioned(layer, model, layout, device, engine, groups, forward, backward)
+    forward.add(backward)
+    return forward
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def _passes(
+    layer: LayerCosts,
+    of_model: tuple[int, int, bool],
+    size: tuple[int, int],
+    degrees: tuple[int, int, int],
+    apart: tuple[Group, Group, Group],
+    tensor_sequence: bool,
+    device: Device,
+    of_engine: tuple[float, float, float, tuple[float, float] | None, bool],
+    gain: float,
+) -> tuple[Work, Work, float]:
+    """What a layer's two passes take of device and collectives without recomputation and ZeRO, and
+    attention alone forward. Worked out once: layouts of one micro-batch and degrees differ in
+    stages, ZeRO and recomputation. The caller copies what it changes."""
+    (element_bytes, hidden_size, is_frozen), (samples, length) = of_model, size
+    tensor, sequence, expert = degrees
+    moved, speed, products, score_passes, is_deepspeed = of_engine
+    tokens = samples * length // sequence
+    forward, backward = Work(), Work()
+    again = 0.0
+    for matmuls, factor in ((layer.matmuls, 0.5 if is_frozen else 1.0), (layer.adapters, 1.0)):
+        for matmul in matmuls:
+            there, back = weight_seconds(
+                device, matmul, tokens, tensor, expert, element_bytes, gain * products
+            )
+            forward.matmul += there
+            # Of what is frozen there is the gradient of the inputs alone.
+            backward.matmul += back * factor
+            if gain > 1:
+                there, back = cast_bytes(matmul, tokens, tensor, expert, element_bytes)
+                forward.memory_bound += memory_seconds(device, there)
+                backward.memory_bound += memory_seconds(device, back)
+    whole = layer.moved_bytes_whole / (tensor if tensor_sequence else 1)
+    elementwise = memory_seconds(device, moved * (whole + layer.moved_bytes_cut / tensor) * tokens)
+    # Weights in 4 bits are turned into plain ones before each product.
+    own = layer.packed
+    unpacking = memory_seconds(device, own.num_bytes + own.num_weights * element_bytes)
+    forward.memory_bound += elementwise + unpacking
+    backward.memory_bound += 2 * elementwise + unpacking
+    if layer.attention is not None:
+        passes = score_passes if layer.score_bytes else None
+        again, back = attention_seconds(
+            device, layer.attention, samples, length, tensor * sequence, passes, speed
+        )
+        forward.matmul += again
+        backward.matmul += back
+    hidden = tokens * hidden_size * element_bytes
+    _exchange(layer, hidden, degrees, apart, device, forward, deduplicates=not is_deepspeed)
+    backward.tensor, backward.expert = forward.tensor, forward.expert
+    if sequence > 1 and layer.attention is not None:
+        of_sequence = (layer.attention, hidden / tensor, apart[1], device)
+        if is_deepspeed:
+            forward.sequence = backward.sequence = _all_to_all_heads(*of_sequence)
+        else:
+            # Around the ring go keys and values, and in the backward pass their gradients too,
+            # beside the attention to those that are there.
+            sent = _ring_of_keys(*of_sequence)
+            forward.sequence = max(0.0, sent - again)
+            backward.sequence = max(0.0, 2 * sent - back)
+    return forward, backward, again
+
+
+def _exchange(
+    layer: LayerCosts,
+    hidden: int,
+    degrees: tuple[int, int, int],
+    apart: tuple[Group, Group, Group],
+    device: Device,
+    forward: Work,
+    *,
+    deduplicates: bool,
+) -> None:
+    """What layers send in a forward pass: two sums of the hidden states (of so many bytes) under
+    tensor parallelism, and tokens to their experts. `deduplicates`: a token goes to another node
+    once, however many of its experts are there (DeepEP, HybridEP)."""
+    (tensor, _, expert), (in_tensor, _, in_expert) = degrees, apart
+    if tensor > 1:
+        forward.tensor = 2 * in_tensor.all_reduce(device, hidden)
+    if expert > 1:
+        rows = bytes_to_experts(layer, hidden, tensor)
+        if rows:  # tokens, what becomes of them, and before them how many there are
+            once = hidden / tensor
+            far = once * in_expert.far_nodes(rows / once) if deduplicates else None
+            forward.expert = 2 * in_expert.all_to_all(device, rows, far)
+            forward.expert += in_expert.latency(device)
+
+
+def _all_to_all_heads(heads: Attention, hidden: float, group: Group, device: Device) -> float:
+    """Seconds of Ulysses' exchange of queries, keys, values and outputs, of `hidden` bytes each."""
+    ratio = heads.num_key_value_heads / heads.num_heads
+    exchange = group.all_to_all(device, hidden * (2 + 2 * ratio))
+    return exchange + 3 * group.latency(device)
+
+
+def _ring_of_keys(heads: Attention, hidden: float, group: Group, device: Device) -> float:
+    """Seconds until keys and values of all ranks have come by, of queries with `hidden` bytes."""
+    width = 2 * heads.num_key_value_heads / heads.num_heads
+    return group.around(device, hidden * width)
+
+
+def bytes_to_experts(layer: LayerCosts, hidden: float, tensor_size: int) -> float:
+    """Bytes that a rank has for the experts of `layer`, of tokens with `hidden` bytes: a row for
+    each expert that a token chooses, of a slice of the tokens from each tensor-parallel rank. As
+    many come back, and as many again in each direction in the backward pass."""
+    share = max((m.share for m in layer.matmuls if m.num_groups > 1), default=0.0)
+    return hidden * share / tensor_size
+
+
+def _partitioned(
+    layer: LayerCosts,
+    model: ModelCosts,
+    layout: Layout,
+    device: Device,
+    engine: Engine,
+    groups: Groups,
+    forward: Work,
+    backward: Work,
+) -> None:
+    """ZeRO 3: all-gather of parameters before both passes, reduce-scatter of gradients after the
+    backward pass."""
+    dense = layer.num_parameters_whole + layer.num_parameters_cut / layout.tensor_size
+    expert = layer.num_parameters_expert / layout.expert_parts
+    gather = groups.gather(device, dense, expert, layout.parameter_bytes)
+    scatter = groups.gather(device, dense, expert, layout.gradient_bytes)
+    if model.is_frozen:
+        own = layer.num_adapter_parameters(layout.tensor_size)
+        scatter = groups.gather(device, own, 0.0, layout.gradient_bytes)
+    if engine.network and groups.partition.size > groups.partition.per_node:
+        longer = device.reach.network / engine.network
+        gather, scatter = gather * longer, scatter * longer
+    for work, sent in ((forward, gather), (backward, gather + scatter)):
+        beside = engine.overlap * (work.device + work.host)
+        work.zero = max(0.0, sent - beside) + engine.slowdown * min(sent, beside)
+    if layout.offload_parameters:
+        # Each rank copies its part from main memory before it is gathered.
+        own = dense / groups.partition.size + expert / groups.expert_replicas.size
+        up = own * layout.parameter_bytes / device.host_bandwidth
+        forward.zero += up
+        backward.zero += up
+
+
+def head_work(
+    model: ModelCosts, layout: Layout, device: Device, engine: Engine, groups: Groups
+) -> Work:
+    """Logits and loss of a micro-batch, forward and backward. Heads stay in 16 bits."""
+    tokens, size = layout.tokens_per_micro_batch, model.element_bytes
+    columns, hidden = model.vocabulary_size // layout.tensor_size, model.hidden_size
+    work = Work()
+    for rows, inner, outer in (
+        (tokens, hidden, columns), (tokens, columns, hidden), (hidden, tokens, columns),
+    ):  # fmt: skip
+        work.matmul += matmul_seconds(device, rows, inner, outer, size, engine.products)
+    work.host = engine.step_seconds
+    if layout.tensor_size > 1:
+        work.tensor = groups.tensor.all_reduce(device, tokens * hidden * size)
+        if engine.is_deepspeed:  # each rank gathers all columns and computes the full loss
+            columns = model.vocabulary_size
+            work.tensor += groups.tensor.all_gather(device, tokens * columns * size)
+        else:
+            work.tensor += groups.tensor.all_reduce(device, 12 * tokens)
+    moved = engine.loss_bytes * tokens * columns
+    if layout.loss_chunk_tokens is not None and (not model.is_frozen or model.num_trained_outside):
+        # After each chunk its gradients of the head are read and added to a sum in float32 (writing
+        # them is a part of their product).
+        chunks = math.ceil(tokens / layout.loss_chunk_tokens)
+        weight = model.vocabulary_size // layout.tensor_size * hidden
+        moved += (chunks - 1) * weight * (8 + size)
+    work.memory_bound = memory_seconds(device, moved)
+    return work
+
+
+def _excess(device: float, host: float, exponent: float) -> float:
+    """Seconds that launching on the host adds to the device's time."""
+    if device <= 0 or host <= 0:
+        return host
+    larger, smaller = max(device, host), min(device, host)
+    return float(larger * (1 + (smaller / larger) ** exponent) ** (1 / exponent) - device)
