@@ -87,7 +87,8 @@ class RollCall:
             self._generation = (tuple(sorted(started)), names), START
         self._visits: dict[int, Door] = {}
         self._asked_since: float | None = None
-        self._better: dict[str, Any] | None = None
+        self._better: tuple[int, Place] | None = None
+        self._last_verdict = ""
         self._events: list[OuterEvent] = []
         self._num_undecided = 0
         self._ended = threading.Event()
@@ -128,7 +129,7 @@ class RollCall:
         deadline = begun + self._limit - self._spare
         while True:
             if (better := self._better) is not None and self.leader == self._site:
-                self.follow(int(better["leader"]), place_of(better["place"]))
+                self.follow(*better)
             found: Roster | str | None = ""
             if self.leader == self._site:
                 found = self._lead(presence, begun) or ""
@@ -168,6 +169,7 @@ class RollCall:
             for site in sorted(missing):
                 if (one := self.door.get(f"{vote}/{site}")) is not None:
                     votes[site] = bool(one)
+                    self.door.delete(f"{vote}/{site}")
             missing -= votes.keys()
             if time.monotonic() - looked > 1:
                 looked = time.monotonic()
@@ -175,6 +177,8 @@ class RollCall:
             time.sleep(_PAUSE_SECONDS)
         committed = len(votes) == len(roster.members) and all(votes.values())
         self.door.set(verdict, committed)
+        self.door.delete(self._last_verdict)  # which all that are here have read
+        self._last_verdict = verdict
         self._count(roster, is_done=committed)
         if not committed:
             self._drop(roster, votes)
@@ -183,7 +187,7 @@ class RollCall:
     def is_called(self) -> bool:
         """Of a site that is away or alone: whether it is waited for by a group to come back to."""
         if (better := self._better) is not None and self.leader == self._site:
-            self.follow(int(better["leader"]), place_of(better["place"]))
+            self.follow(*better)
             self.is_away = True
         if self.leader == self._site:
             return False
@@ -423,14 +427,13 @@ class RollCall:
                     self.door.has([f"ask/{site}"]) for site in self._others
                 ):
                     self._asked_since = time.monotonic()
-                strangers = self._others - self._group.members
-                for site in strangers:
+                for site in self._others:  # of this group one that has gone on without this site
                     if (card := self.door.get(f"card/{site}")) is not None:
                         self.door.delete(f"card/{site}")  # of one that may end
                         self._consider(card)
                 if time.monotonic() - looked > _LOOK_SECONDS:
                     looked = time.monotonic()
-                    for site in strangers & self._places.keys():
+                    for site in (self._others - self._group.members) & self._places.keys():
                         self._look_at(site)
 
     def _look_at(self, site: int) -> None:
@@ -438,18 +441,17 @@ class RollCall:
         with suppress(dist.DistError):
             door = Door.reached(self._places[site])
             try:
-                self._consider(door.get("status"))
+                status = door.get("status")
+                if status is not None and status["leader"] not in self._group.members:
+                    self._consider(status)
                 door.set(f"card/{self._site}", self._status())
             finally:
                 door.close()
 
-    def _consider(self, status: Any) -> None:
+    def _consider(self, status: Mapping[str, Any]) -> None:
         """Another group: the one with more seen tokens, sites, or the smaller leader stays."""
-        if status is None or status["place"] is None or status["leader"] == self._site:
-            return
+        leader, seen, size = (int(status[name]) for name in ("leader", "seen", "size"))
         own = self._group
-        if status["leader"] in own.members:
-            return
-        theirs = (status["seen"], status["size"], -status["leader"])
-        if theirs > (own.seen, len(own.members), -own.leader):
-            self._better = status
+        theirs = seen, size, -leader
+        if leader in self._others and theirs > (own.seen, len(own.members), -own.leader):
+            self._better = leader, place_of(status["place"])
