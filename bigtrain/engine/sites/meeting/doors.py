@@ -72,9 +72,8 @@ class Door:
         return cls((host, port), open_store, is_own=True)
 
     @classmethod
-    def reached(cls, place: Place, wait_seconds: float | None = None) -> Door:
-        """A door of another site. wait_seconds: how long groups that are opened by its `store` wait
-        for the other ranks, which may come late."""
+    def reached(cls, place: Place) -> Door:
+        """A door of another site."""
         try:
             # Torch's store would try again for long where nobody listens any more.
             socket.create_connection(place, timeout=_CONNECT_SECONDS).close()
@@ -85,7 +84,7 @@ class Door:
             return dist.TCPStore(
                 *place,
                 is_master=False,
-                timeout=timedelta(seconds=wait_seconds or ANSWER_SECONDS),
+                timeout=timedelta(seconds=ANSWER_SECONDS),
                 wait_for_workers=False,
             )
 

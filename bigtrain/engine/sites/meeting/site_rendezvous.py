@@ -206,7 +206,7 @@ class SiteRendezvous:
         """The door of who leads, for this group of sites."""
         if self._door is None:
             try:
-                self._door = Door.reached(self._place, self.sites.timeout_seconds)
+                self._door = Door.reached(self._place)
             except dist.DistError as error:
                 raise lost(self._place, error) from error
         return self._door

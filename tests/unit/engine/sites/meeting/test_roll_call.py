@@ -13,7 +13,7 @@ import pytest
 from bigtrain.engine.sites.figures import LEFT_OUT, RETURNED
 from bigtrain.engine.sites.meeting.doors import Door
 from bigtrain.engine.sites.meeting.roll_call import RollCall
-from bigtrain.engine.sites.meeting.roster import Presence, Roster
+from bigtrain.engine.sites.meeting.roster import Presence, Roster, agreed_roster
 from bigtrain.settings.sections.sites import SitesSection
 
 LIMIT = 1.6
@@ -150,7 +150,7 @@ def test_an_attempt_counts_only_where_all_have_done_their_part(three: dict[int, 
     assert roster is not None
     gone = three.pop(2)
     end(gone)
-    assert decided(three, roster, 1) == {False}
+    assert decided(three, roster) == {False}
     again = met(three)[0]
     assert again is not None
     assert (again.sites, again.number) == ((0, 1), 4)
@@ -170,6 +170,23 @@ def test_sites_that_cannot_reach_each_other_are_parted(three: dict[int, RollCall
     assert roster is not None
     assert roster.sites == (0, 1)
     last.leave()
+
+
+def test_weights_that_have_seen_more_tokens_stay() -> None:
+    """Though more sites have others; and those are not of the mean."""
+    there = {0: (300, "a"), 1: (300, "a"), 2: (301, "b"), 3: (301, "b")}
+    present = {
+        site: replace(HERE, site=site, seen=seen, digest=digest, step=10 * site)
+        for site, (seen, digest) in there.items()
+    }
+    roster = agreed_roster({**present, 4: replace(present[0], site=4)}, 0, ("a", 1), "g")
+    assert (roster.members, roster.weights) == ((0, 1, 2, 3, 4), (0, 0, 1, 1, 0))
+    assert (roster.takers, roster.donor, roster.step, roster.seen) == ((0, 1, 4), 2, 30, 501)
+    del present[3]
+    larger = agreed_roster(present | {2: replace(present[2], seen=300)}, 0, ("a", 1), "g")
+    assert (larger.takers, larger.donor) == ((2,), 0)
+    other = agreed_roster({**present, 2: replace(present[0], site=2, fragment=1)}, 0, ("a", 1), "g")
+    assert (other.fragment, other.sites) == (0, (0, 1))
 
 
 def test_the_group_that_has_seen_less_comes_to_the_other(three: dict[int, RollCall]) -> None:

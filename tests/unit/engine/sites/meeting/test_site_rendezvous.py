@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from bigtrain.engine.sites.meeting import doors
 from bigtrain.engine.sites.meeting.doors import Door
 from bigtrain.engine.sites.meeting.roster import Presence
 from bigtrain.engine.sites.meeting.site_rendezvous import SiteRendezvous
@@ -59,17 +57,6 @@ def test_what_sites_tell_all_of_them_hear() -> None:
         return rendezvous.tell("one", {"index": index}), rendezvous.tell("two", index)
 
     assert met(act) == [([[{"index": 0}], [{"index": 1}]], [[0], [1]])] * 2
-
-
-def test_a_group_waits_for_a_rank_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than a door may take to answer: torch's stores give up after their own timeout."""
-    monkeypatch.setattr(doors, "ANSWER_SECONDS", 1.0)
-
-    def act(index: int, rendezvous: SiteRendezvous) -> Any:
-        time.sleep(2 * index)
-        return rendezvous.open_group((0, 0)).size()
-
-    assert met(act) == [2, 2]
 
 
 def test_facts_that_differ_are_refused_on_all_sites_with_both_values() -> None:
