@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -141,6 +142,32 @@ def test_sites_go_on_without_those_that_are_lost(
     assert {
         (event, f"site {n}") for event in ("site_left_out", "site_returned") for n in (0, 1)
     } <= told
+
+
+@pytest.mark.parametrize("how", ["killed", "cut"])
+def test_a_site_is_lost_in_the_middle_of_an_exchange(
+    how: str, net: Network, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Which takes most of the time here: it does not count, and the others try again."""
+    lab = Lab(net, tmp_path, inputs.run_yaml, 3)
+    net.limit("s2", "400kbit")
+    for site in range(3):
+        lab.train(site, LONG)
+    lab.wait_for_steps([0, 1, 2])
+    time.sleep(1.5)
+    if how == "killed":
+        lab.end(2, signal.SIGKILL)
+    else:
+        net.link("s2", "down")
+    lab.wait_for_steps([0, 1])
+    said = [line for line in lab.text(0).splitlines() if "outer step" in line]
+    assert any("site 2 is left out: was lost during the exchange" in line for line in said), said
+    if how == "cut":
+        net.link("s2", "up")
+    else:
+        lab.train(2, LONG)
+    lab.wait_for_steps([0, 1, 2])
+    finish(lab)
 
 
 @pytest.mark.parametrize("slow", [0, 1])
