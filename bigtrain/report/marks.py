@@ -36,7 +36,7 @@ MEANINGS = {
     NON_FINITE: "a logged step has no finite loss or gradient norm, and was not skipped",
     STRAGGLER: "one rank took longer than its peers and held up the run",
     OTHER_SITES: "other sites took part in an outer step than in the one before",
-    ALONE: "a site found no server, or no outer step in time, and went on alone",
+    ALONE: "a site found no server or no other site in time, and went on alone",
     LEFT_OUT: "what a site had changed was left out of an outer step",
     RETURNED: "a site joined, took part again, or took the global weights",
     REFUSED: "the outer server refused a message: corrupted, forged, or sent before",

@@ -106,7 +106,7 @@ def train(
             if last or received or _due(state.step, config.checkpoint.every_steps):
                 beat.at("settling the exchange with the other sites", slow=True)
                 with clock.paused("outer_step"):
-                    outer.settle(state)
+                    state = outer.settle(state)
                 with clock.paused("save"):
                     _save(session, saver, state, figures)
             saver.report()

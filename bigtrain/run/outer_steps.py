@@ -3,29 +3,36 @@ loop."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from bigtrain.engine.sites.figures import OuterEvent, OuterFigures
+from bigtrain.engine.sites.meeting.site_rendezvous import SiteRendezvous
+from bigtrain.engine.sites.meeting.start import Known, Places
 from bigtrain.engine.sites.outer_step import OuterStep
 from bigtrain.engine.sites.server_step import ServerStep
-from bigtrain.engine.sites.site_rendezvous import SiteRendezvous
 from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import mathematics
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
+from bigtrain.system.files import write_whole
 
 _OWN_SETTING = "sites.index"
+DOORS = "sites.json"
+"""Where the main ranks of the other sites listened last, in the run directory."""
 
 Meeting = SiteRendezvous | Mapping[str, Any]
 """The other sites, or what an outer server compares of them."""
 
 
 def join_sites(session: Session, inputs: Inputs) -> Meeting | None:
-    """Join the other sites, if the run has any; None without. Collective over all sites; those of
-    an outer server meet there, when there are weights (`OuterSteps.begin`).
+    """Join the other sites, if the run has any; None without. Collective over all sites that begin;
+    those of an outer server meet there, when there are weights (`OuterSteps.begin`).
 
     Raises LaunchError on every rank if a site does not join, or trains with other settings or data.
     """
@@ -36,10 +43,23 @@ def join_sites(session: Session, inputs: Inputs) -> Meeting | None:
     if sites.server is not None:
         return facts
     session.heartbeat.at("joining the other sites", slow=True)
-    rendezvous = SiteRendezvous.join(sites, session.world, facts)
+    is_new = not checkpoints.steps(session.directory)
+    known = Known(is_new, _read_doors(session.directory))
+    rendezvous = SiteRendezvous.join(sites, session.world, facts, known)
     if sites.count > 1:
-        session.say(f"site {sites.index} of {sites.count}, which joined at {sites.address}")
+        others = ", ".join(str(site) for site in rendezvous.members if site != sites.index)
+        place = f"site {sites.index} of {sites.count}, which meet at {sites.address}"
+        session.say(f"{place}; it begins " + (f"with site {others}" if others else "by itself"))
     return rendezvous
+
+
+def _read_doors(directory: Path) -> Places:
+    """Where earlier launches have found the other sites."""
+    try:
+        tree = json.loads((directory / DOORS).read_text())
+        return {int(site): (str(host), int(port)) for site, (host, port) in tree.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
 
 
 def _facts(session: Session, inputs: Inputs) -> dict[str, Any]:
@@ -50,13 +70,13 @@ def _facts(session: Session, inputs: Inputs) -> dict[str, Any]:
 
 
 class OuterSteps:
-    """The outer steps of a run; without sites there are none. Collective over all sites, or over
-    this one with an outer server."""
+    """The outer steps of a run; without sites there are none. Collective over this site."""
 
     def __init__(self, session: Session, engine: TrainEngine, meeting: Meeting | None) -> None:
         """Construct before anything is restored: checkpoints hold the global weights, too."""
         self._session = session
         self._step: OuterStep | ServerStep | None = None
+        self._kept: Places = {}
         sites = session.run.config.sites
         if isinstance(meeting, SiteRendezvous):
             self._step = OuterStep(engine, meeting)
@@ -67,8 +87,8 @@ class OuterSteps:
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin at `state`, which the engine holds; returns where the run goes on, later where
-        other sites are further. Raises LaunchError on every rank if other sites are at another
-        outer step or have other global weights."""
+        other sites are further. Raises LaunchError on every rank if other sites of a new run
+        have other weights."""
         if self._step is None:
             return state
         self._session.heartbeat.at("comparing weights with the other sites", slow=True)
@@ -77,6 +97,7 @@ class OuterSteps:
             state.step,
             is_new=state.step == 0,
             under_way=state.outer_sent,
+            seen=state.outer_tokens,
         )
         return self._moved(state)
 
@@ -87,16 +108,26 @@ class OuterSteps:
 
     def make(self, state: TrainState) -> TrainState:
         """Make the outer steps that are due; returns the state after them. Raises LaunchError on
-        every rank if another site does not take part where all have to."""
+        every rank if this site can make none."""
         assert self._step is not None
         steps = self._session.run.config.train.steps
         self._log(state, self._step.after_step(state.step, steps))
+        self._keep_doors()
         return self._moved(state)
 
-    def settle(self, state: TrainState) -> None:
-        """Wait for the exchange that is under way, before a save. Raises as `make`."""
-        if self._step is not None:
-            self._log(state, self._step.settle())
+    def settle(self, state: TrainState) -> TrainState:
+        """Wait for the exchange that is under way, before a save. As `make`."""
+        if self._step is None:
+            return state
+        self._log(state, self._step.settle())
+        return self._moved(state)
+
+    def _keep_doors(self) -> None:
+        """For a later launch, should the site at ``sites.address`` be lost then."""
+        places = self._step.places if isinstance(self._step, OuterStep) else {}
+        if places != self._kept and self._session.metrics is not None:
+            write_whole(self._session.directory / DOORS, json.dumps(places).encode())
+            self._kept = places
 
     def _moved(self, state: TrainState) -> TrainState:
         """`state` after outer steps; shows what is noted of them."""
@@ -104,8 +135,13 @@ class OuterSteps:
         while self._step.notes:
             self._session.say(self._step.notes.pop(0))
         self._log_events(state, self._step.events)
-        state = replace(state, outer_steps=self._step.number, outer_sent=self._step.under_way)
-        if self._step.step is None:
+        state = replace(
+            state,
+            outer_steps=self._step.number,
+            outer_tokens=self._step.seen,
+            outer_sent=self._step.under_way,
+        )
+        if self._step.step is None or self._step.step <= state.step:
             return state
         plan, missed = self._session.run.plan, self._step.step - state.step
         steps = min(self._step.step, self._session.run.config.train.steps)
@@ -127,11 +163,13 @@ class OuterSteps:
 
     def _log_events(self, state: TrainState, events: list[OuterEvent]) -> None:
         """As events of the samples of the last step."""
-        batch = self._session.run.plan.global_batch_size
+        batch, metrics = self._session.run.plan.global_batch_size, self._session.metrics
+        if metrics is None and self._session.world.is_main:
+            return  # not open yet
         while events:
             event = asdict(events.pop(0))
-            if self._session.metrics is not None:
-                self._session.metrics.log_event(
+            if metrics is not None:
+                metrics.log_event(
                     event.pop("event"),
                     step=state.step,
                     first_sample=max(0, state.samples - batch),
@@ -140,9 +178,11 @@ class OuterSteps:
                 )
 
     def stop(self) -> None:
-        """Before the run ends early, saved: an outer server does not wait for this site then."""
+        """Before the run ends early, saved: others do not wait for this site then."""
         if isinstance(self._step, ServerStep):
             self.close()
+        elif self._step is not None:
+            self._step.stop()
 
     def close(self) -> None:
         """Leave, together with the other sites or from the server, after the last outer step."""

@@ -62,6 +62,7 @@ class TrainState:
     `phases`: of the data, `bigtrain.data.samples.phases`; one for each change of it, oldest first.
     `outer_steps`: outer steps done with other sites. `best`: evaluation. `outer_sent`: the fragment
     that the last outer step has not yet brought to the masters, and the step it was sent after.
+    `outer_tokens`: that all sites of the outer steps have trained on for the global weights.
     """
 
     step: int = 0
@@ -72,6 +73,7 @@ class TrainState:
     outer_steps: int = 0
     best: BestSoFar = BestSoFar()
     outer_sent: tuple[int, int] | None = None
+    outer_tokens: int = 0
 
     def after_step(self, plan: BatchPlan) -> TrainState:
         """The state one optimizer step later."""

@@ -135,24 +135,31 @@ def test_goes_on_in_the_middle_of_a_window(trained: Path, inputs: Inputs, tmp_pa
             assert torch.equal(found[name], weight), name
 
 
-def test_a_site_that_is_killed_is_named_and_all_go_on_after_a_new_start(
-    trained: Path, inputs: Inputs, tmp_path: Path
+def events(run: Path) -> list[tuple[str, str]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["event"], line["who"]) for line in lines if "who" in line]
+
+
+def assert_same_weights(directory: Path, *sites: str) -> None:
+    first, *others = (load_file(directory / site / "hf" / "model.safetensors") for site in sites)
+    for weights in others:
+        for name, weight in first.items():
+            assert torch.equal(weights[name], weight), name
+
+
+def test_a_site_that_is_killed_is_left_out_and_the_other_goes_on(
+    inputs: Inputs, tmp_path: Path
 ) -> None:
     # It dies in the save of step 4.
-    settings = "sites.timeout_seconds=3", "checkpoint.asynchronous=false"
+    settings = "sites.timeout_seconds=30", "checkpoint.asynchronous=false"
     codes, output = train_sites(inputs, tmp_path, ((), ()), *settings, die=(1, 12))
-    assert codes == [2, -signal.SIGKILL], output
-    assert output.count("resumed") == 0
-    assert "site 1 did not join outer step 1 within sites.timeout_seconds = 3 " in output
-    # One goes on from step 4, the other begins anew: in the same window.
-    codes, output = train_sites(inputs, tmp_path)
-    assert codes == [0, 0], output
-    assert output.count("resumed at step") == 1
-    for site in ("0", "1"):
-        assert metrics(tmp_path / site) == metrics(trained / site)
-        found = load_file(tmp_path / site / "hf" / "model.safetensors")
-        for name, weight in load_file(trained / site / "hf" / "model.safetensors").items():
-            assert torch.equal(found[name], weight), name
+    assert codes == [0, -signal.SIGKILL], output
+    lines = outer_lines(tmp_path / "0")
+    assert [(line["outer_step"], line["sites"]) for line in lines] == [(n, [0]) for n in (1, 2, 3)]
+    assert events(tmp_path / "0") == [("site_alone", "site 0"), ("site_left_out", "site 1")]
+    # At once, since its process has ended.
+    assert all(line["waited_seconds"] < 10 for line in lines)
+    assert "outer step 1: site 1 is left out: missed the outer step" in output
 
 
 @pytest.mark.slow
@@ -227,17 +234,67 @@ def test_what_16_bit_engines_compute_with_is_the_global_weights(
     assert output.count("same logits") == 2
 
 
-def test_sites_that_stand_in_other_windows_are_refused(
+def come_back(
+    inputs: Inputs, trained: Path, directory: Path, layouts: Sequence[Sequence[str]], *ranks: int
+) -> None:
+    """Site 0 resumes after its first outer step, where site 1 begins."""
+    shutil.copytree(trained / "0", directory / "0")
+    for step in checkpoints.steps(directory / "0"):
+        if step != MIDDLE:
+            checkpoints.remove(checkpoints.checkpoint_path(directory / "0", step))
+    shutil.rmtree(directory / "0" / "hf")
+    codes, output = train_sites(inputs, directory, layouts, ranks=ranks)
+    assert set(codes) == {0}, output
+    assert output.count(f"the other sites are at step {MIDDLE}, where this one goes on") == 1
+    for site in "01":
+        lines = outer_lines(directory / site)
+        assert [(line["step"], line["sites"]) for line in lines][-2:] == [
+            (10, [0, 1]),
+            (STEPS, [0, 1]),
+        ]
+        assert events(directory / site) == [("site_returned", "site 1")]
+    assert_same_weights(directory, "0", "1")
+
+
+def test_a_site_that_is_behind_takes_the_global_weights(
     trained: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
-    for site, last in (("0", MIDDLE), ("1", None)):
-        shutil.copytree(trained / site, tmp_path / site)
-        for step in checkpoints.steps(tmp_path / site):
-            if step != last:
-                checkpoints.remove(checkpoints.checkpoint_path(tmp_path / site, step))
-    codes, output = train_sites(inputs, tmp_path)
-    assert codes == [2, 2]
-    assert output.count("the number of outer steps: 1 at site 0, 0 at site 1") == 2
+    come_back(inputs, trained, tmp_path, ((), ()), 1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["float32", "int8"])
+def test_a_site_with_another_layout_takes_the_global_weights(
+    codec: str, inputs: Inputs, tmp_path: Path
+) -> None:
+    settings = [f"sites.codec={codec}"]
+    (tmp_path / "before").mkdir()
+    codes, output = train_sites(inputs, tmp_path / "before", (settings, settings))
+    assert codes == [0, 0], output
+    layouts = [[*settings, "engine.deepspeed_config=zero1"]]
+    layouts += [[*settings, "engine.deepspeed_config=zero2", "batch.micro_batch_size=1"]]
+    come_back(inputs, tmp_path / "before", tmp_path, layouts, 1, 2)
+
+
+@pytest.mark.slow
+def test_sites_with_other_layouts_go_on_without_one_that_is_lost(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    """The exchange by rectangles is opened anew between those that are left."""
+    layouts = [
+        ["engine.deepspeed_config=zero2", "batch.micro_batch_size=1"],
+        ["engine.deepspeed_config=zero1"],
+        ["engine.deepspeed_config=zero1"],
+    ]
+    settings = "sites.count=3", "batch.global_batch_size=12", "checkpoint.asynchronous=false"
+    codes, output = train_sites(inputs, tmp_path, layouts, *settings, ranks=[2, 1, 1], die=(3, 12))
+    assert codes == [0, 0, 0, -signal.SIGKILL], output
+    for site in "01":
+        assert [line["sites"] for line in outer_lines(tmp_path / site)] == [[0, 1]] * 3
+        assert events(tmp_path / site) == [("site_left_out", "site 2")]
+    assert "sites differ in layout (2, 1, 1 ranks)" in output
+    assert "sites differ in layout (2, 1 ranks)" in output
+    assert_same_weights(tmp_path, "0", "1")
 
 
 def test_sites_with_other_settings_are_refused_with_both_values(

@@ -1,4 +1,4 @@
-"""The mean over sites of the weights that the same rank of each site holds."""
+"""The mean over sites of the weights that ranks of different sites hold alike."""
 
 from __future__ import annotations
 
@@ -8,20 +8,34 @@ from typing import Any
 import torch
 
 from bigtrain.engine.sites.codecs import Codec
+from bigtrain.engine.sites.outer_state import OuterState, Window
 
 
 class Exchange:
     """Takes means over the ranks of `group`, one of each site, in the order of the sites.
 
     group: a `ProcessGroupGloo` beside the default one; None where this site is the only one.
-    weights: how much each site counts. num_bytes: sent so far, without headers.
+    weights: how much each site counts, which may change. num_bytes: sent so far, without headers.
     """
 
     def __init__(self, group: Any, weights: Sequence[int]) -> None:
         assert (group is None) == (len(weights) == 1)
         self._group = group
-        self._weights = weights
+        self.weights = weights
         self.num_bytes = 0
+
+    def give(self, tensor: torch.Tensor, giver: int, takers: Sequence[int]) -> None:
+        """Overwrite the `tensor` of `takers` by that of `giver`, of the same size: contiguous on
+        the CPU, sites by their positions in the group. Raises RuntimeError if a site is gone."""
+        if self._group is None or not tensor.numel():
+            return
+        own = self._group.rank()
+        if own == giver:
+            for taker in takers:
+                self._group.send([tensor], taker, 0).wait()
+                self.num_bytes += tensor.nbytes
+        elif own in takers:
+            self._group.recv([tensor], giver, 0).wait()
 
     def mean(
         self,
@@ -42,7 +56,7 @@ class Exchange:
         """
         if self._group is None:
             return local
-        sites, length = len(self._weights), len(local)
+        sites, length = len(self.weights), len(local)
         part = -(-length // sites)
         values = torch.zeros(sites * part)
         values[:length] = local - weights if codec.is_relative else local
@@ -52,20 +66,77 @@ class Exchange:
         everyones = torch.empty_like(codes)
         self._group.alltoall_base(everyones, codes, [], []).wait()
         total = torch.zeros(1, part, dtype=torch.float64)
-        for codes_of_site, weight in zip(everyones, self._weights, strict=True):
+        for codes_of_site, weight in zip(everyones, self.weights, strict=True):
             values_of_site = codec.decode(codes_of_site.unsqueeze(0), part)
             total.add_(values_of_site.double(), alpha=weight)
-        total /= sum(self._weights)
+        total /= sum(self.weights)
         own = codec.encode(total)
         if error is not None:
             lost = values.view(sites, part) - codec.decode(codes, part)
             # Of the mean as well, as what only this site has lost.
             index = self._group.rank()
-            share = self._weights[index] / sum(self._weights)
-            lost[index] += (total[0] - codec.decode(own, part)[0]) / share
+            share = self.weights[index] / sum(self.weights)
+            if share:
+                lost[index] += (total[0] - codec.decode(own, part)[0]) / share
             error.copy_(lost.view(-1)[:length])
         found = torch.empty_like(codes)
         self._group.allgather([list(found)], [own[0]]).wait()
         self.num_bytes += 2 * (sites - 1) * own.numel()
         mean = codec.decode(found, part).reshape(-1)[:length]
         return mean.add_(weights) if codec.is_relative else mean
+
+
+class ShardExchange:
+    """Takes means over sites whose ranks of the same number hold the same part of the model.
+
+    `RectangleExchange` does so for other layouts, with the same methods.
+    """
+
+    def __init__(self, state: OuterState, exchange: Exchange) -> None:
+        self._state = state
+        self._exchange = exchange
+
+    @property
+    def num_bytes(self) -> int:
+        """Sent so far, without headers."""
+        return self._exchange.num_bytes
+
+    def weigh(self, weights: Sequence[int]) -> None:
+        """Count sites so much from now on."""
+        self._exchange.weights = weights
+
+    def means(
+        self,
+        fragment: int,
+        windows: Sequence[Window],
+        local: Sequence[torch.Tensor | None],
+        weights: Sequence[torch.Tensor],
+        errors: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        """By window of a fragment the mean of what this rank exchanges of it.
+
+        Parameters, each by window, float32 [N]: `local`, the weights of this site, None for the
+        masters as they are; `weights`, the global ones; `errors`, what rounding has lost so far,
+        overwritten by what is lost now. Collective over the group, not over the site. Raises
+        RuntimeError if a site is gone or too slow.
+        """
+        found = []
+        for window, given, before, error in zip(windows, local, weights, errors, strict=True):
+            own = self._state.own(len(before))
+            part = (window.gathered() if given is None else given)[own]
+            lost = None if error is None else error[own]
+            found.append(self._exchange.mean(window.codec, part, before[own], lost))
+        return found
+
+    def give(
+        self,
+        fragment: int,
+        windows: Sequence[Window],
+        tensors: Sequence[torch.Tensor],
+        giver: int,
+        takers: Sequence[int],
+    ) -> None:
+        """Give `takers` what this rank exchanges of `tensors`, float32 [N] by window of a fragment;
+        as `Exchange.give`."""
+        for tensor in tensors:
+            self._exchange.give(tensor[self._state.own(len(tensor))], giver, takers)

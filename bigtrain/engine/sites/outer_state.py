@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from bigtrain.engine.checkpoint.lazy import memory_of
 from bigtrain.engine.optimizers.masters import MasterPart, cut_parts, master_parts
 from bigtrain.engine.sites.boxes import Box
 from bigtrain.engine.sites.codecs import CODECS, Codec
@@ -165,12 +164,20 @@ class OuterState:
         parts = [(part.name, part.start, part.count, part.shard) for part in self._parts()]
         return xxhash.xxh3_64_hexdigest(repr(parts).encode())
 
-    def digest(self, fragment: int | None = None) -> str:
-        """A checksum of the global weights of a fragment, or of all."""
-        weights = self.weights
-        if fragment is not None:
-            weights = weights[self._begins[fragment] : self._begins[fragment + 1]]
-        return xxhash.xxh3_64_hexdigest(memory_of(weights)) if weights.numel() else ""
+    def checksum(self) -> int:
+        """Of global weights and momentum, 64 bits that do not depend on the layout once the ranks
+        of a site have added theirs: by parameter the sum of all bits, times a number of its name.
+        """
+        total = 0
+        for window in itertools.chain.from_iterable(map(self.windows, range(self.num_fragments))):
+            own = self.own(len(window.weights))
+            for kind, state in ((GLOBAL, window.weights), (MOMENTUM, window.momentum)):
+                if state is None:
+                    continue
+                for box, _, view in window.boxes(state, own, primary=True):
+                    factor = xxhash.xxh3_64_intdigest(f"{kind}/{box.name}".encode()) | 1
+                    total += int(view.view(torch.int32).sum(dtype=torch.int64)) * factor
+        return total % (1 << 64)
 
     def windows(self, fragment: int) -> Iterator[Window]:
         """The pieces of a fragment, of at most `ELEMENTS_AT_ONCE` elements."""

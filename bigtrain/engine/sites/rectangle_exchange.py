@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 
-from bigtrain.engine.checkpoint.lazy import memory_of
 from bigtrain.engine.sites.boxes import Box
 from bigtrain.engine.sites.codecs import Codec
 from bigtrain.engine.sites.counterparts import Patch, Ranks, counterparts
@@ -86,46 +84,57 @@ class RectangleExchange:
         """Sent so far, without headers."""
         return sum(exchange.num_bytes for exchange in self._exchanges.values())
 
-    def means(
-        self, fragment: int, windows: Sequence[Window], local: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """By window the mean of what this rank exchanges of it, where its own weights are `local`.
+    def weigh(self, weights: Sequence[int]) -> None:
+        """Count sites so much from now on."""
+        for exchange in self._exchanges.values():
+            exchange.weights = weights
 
-        Parameters: `windows`, all of the fragment; `local`, float32 [N] of each. What rounding
-        loses goes to the windows' errors. Collective over the groups, not over the site. Raises
-        RuntimeError if a site is gone or too slow.
-        """
-        mean = [one.clone() for one in local]  # padding is no part of any rectangle
-        sent, found, weights, errors = (
-            self._views(fragment, windows, tensors)
-            for tensors in (local, mean, [w.weights for w in windows], [w.error for w in windows])
+    def means(
+        self,
+        fragment: int,
+        windows: Sequence[Window],
+        local: Sequence[torch.Tensor | None],
+        weights: Sequence[torch.Tensor],
+        errors: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        """As of `ShardExchange`; collective over all groups of this rank."""
+        given = [
+            window.gathered() if one is None else one
+            for window, one in zip(windows, local, strict=True)
+        ]
+        mean = [one.clone() for one in given]  # padding is no part of any rectangle
+        sent, found, before, lost = (
+            self._views(fragment, windows, tensors) for tensors in (given, mean, weights, errors)
         )
         for transfer in self._transfers[fragment]:
             error = None
             if transfer.codec.keeps_error:
-                error = self._taken(errors, transfer)
+                error = self._taken(lost, transfer)
             of_all = self._exchanges[transfer.ranks].mean(
                 transfer.codec,
                 self._taken(sent, transfer),
-                self._taken(weights, transfer),
+                self._taken(before, transfer),
                 error,
             )
             self._put(of_all, found, transfer)
             if error is not None:
-                self._put(error, errors, transfer)
+                self._put(error, lost, transfer)
         return [one[self._state.own(len(one))] for one in mean]
 
-    def digests(self, fragment: int | None = None) -> Iterator[tuple[Ranks, str]]:
-        """By group a checksum of the global weights that it exchanges, of a fragment or of all."""
-        digests = {ranks: xxhash.xxh3_64() for ranks in self.ranks}
-        for number, transfers in self._transfers.items():
-            if fragment in (None, number):
-                windows = list(self._state.windows(number))
-                weights = self._views(number, windows, [window.weights for window in windows])
-                for transfer in transfers:
-                    digests[transfer.ranks].update(memory_of(self._taken(weights, transfer)))
-        for ranks, digest in digests.items():
-            yield ranks, digest.hexdigest()
+    def give(
+        self,
+        fragment: int,
+        windows: Sequence[Window],
+        tensors: Sequence[torch.Tensor],
+        giver: int,
+        takers: Sequence[int],
+    ) -> None:
+        """As of `ShardExchange`; collective over all groups of this rank."""
+        views = self._views(fragment, windows, tensors)
+        for transfer in self._transfers[fragment]:
+            flat = self._taken(views, transfer)
+            self._exchanges[transfer.ranks].give(flat, giver, takers)
+            self._put(flat, views, transfer)
 
     def _packed(self, ranks: Ranks, patches: Sequence[Patch]) -> Iterator[_Transfer]:
         """Patches of one group and fragment, so many at once as memory allows."""

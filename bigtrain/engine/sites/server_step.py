@@ -25,14 +25,14 @@ from bigtrain.engine.sites.figures import (
     site_totals,
     square,
 )
-from bigtrain.engine.sites.messages import Header
-from bigtrain.engine.sites.outer_state import OuterState, Window
-from bigtrain.engine.sites.server_client import (
+from bigtrain.engine.sites.outer_server.client import (
     RefusedByServerError,
     ServerClient,
     UnreachableError,
     read_token,
 )
+from bigtrain.engine.sites.outer_server.messages import Header
+from bigtrain.engine.sites.outer_state import OuterState, Window
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
@@ -94,7 +94,7 @@ class ServerStep:
         self._client = ServerClient(sites.server, token, certificate)
         self.state = OuterState(engine, sites)
         self._shapes = self._all_shapes()
-        self.number = 0
+        self.number = self.seen = 0  # the server's events say what the tokens do between sites
         self._base_step = 0
         self._absolute = True
         self.notes: list[str] = []
@@ -115,6 +115,7 @@ class ServerStep:
         *,
         is_new: bool,
         under_way: tuple[int, int] | None = None,
+        seen: int = 0,
     ) -> None:
         """Begin after `number` outer steps and `step` steps, with the engine filled. The first site
         gives the server its weights; one that stands elsewhere than the server takes the server's.

@@ -51,6 +51,7 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
             document.get("outer_steps", 0),
             BestSoFar.from_json(document.get("best")),
             _pair(document.get("outer_sent")),
+            document.get("outer_tokens", 0),
         )
         session.say(f"resumed at step {state.step} from {directory}")
         if len(phases) > 1 and phases[-1].first_sample == state.samples:

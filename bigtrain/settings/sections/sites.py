@@ -65,14 +65,13 @@ class SitesSection(Section):
     index: NonNegativeInt = Field(default=0, description="which of them this one is, from 0")
     address: str | None = Field(
         default=None,
-        description="host:port of the sites' rendezvous, the same for all: the host of site 0's "
-        "main rank, as the other sites reach it; required for two sites or more",
+        description="host:port at which sites meet at the start, the same for all: the host of "
+        "site 0's main rank, as the other sites reach it; required for two sites or more",
     )
     server: str | None = Field(
         default=None,
         description="http://host:port or https://host:port of a `bigtrain outer-server`, which "
-        "holds the global weights, instead of address: sites then open connections only outwards, "
-        "and may come and go",
+        "holds the global weights, instead of address: sites then open connections only outwards",
     )
     token_file: str | None = Field(
         default=None, description="file with the server's token; required with server"
@@ -116,8 +115,8 @@ class SitesSection(Section):
     )
     timeout_seconds: Seconds = Field(
         default=600.0,
-        description="for the other sites at the start and at each outer step, and for each "
-        "transfer, after which a site ends and names those it waited for",
+        description="that sites wait for each other at the start, at each outer step, and within a "
+        "transfer; then they go on without those that are missing, whom a new run names and ends",
     )
 
     @model_validator(mode="after")

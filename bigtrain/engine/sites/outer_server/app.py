@@ -16,7 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bigtrain.engine.sites.figures import MESSAGE_REFUSED
-from bigtrain.engine.sites.messages import (
+from bigtrain.engine.sites.outer_server.ledger import Ledger, RefusedError
+from bigtrain.engine.sites.outer_server.messages import (
     CORRUPT,
     FORGED,
     INSTANCE,
@@ -34,7 +35,6 @@ from bigtrain.engine.sites.messages import (
     sign,
     unpack,
 )
-from bigtrain.engine.sites.outer_server.ledger import Ledger, RefusedError
 
 _BODIES_AT_ONCE = 4
 _KNOWN_NONCES = 100_000

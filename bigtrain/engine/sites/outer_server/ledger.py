@@ -16,8 +16,8 @@ import torch
 
 from bigtrain.engine.sites.boxes import Box
 from bigtrain.engine.sites.figures import LEFT_OUT, RETURNED, OuterEvent
-from bigtrain.engine.sites.messages import Header, unpack
 from bigtrain.engine.sites.outer_server.global_weights import GlobalWeights
+from bigtrain.engine.sites.outer_server.messages import Header, unpack
 from bigtrain.engine.sites.outer_server.storage import Delivery, Storage
 from bigtrain.settings.sections.sites import SitesSection
 
@@ -65,6 +65,8 @@ class Ledger:
         self._told: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
         run = storage.read_run()
         state = storage.read_state()
+        for one in storage.read_events(0 if state is None else int(state[1]["number"])):
+            self._events[one["event"], one["who"], one["reason"]] = int(one["count"])
         if run is not None:
             weights = self._open(run)
             if state is not None:
@@ -106,13 +108,21 @@ class Ledger:
             key = event, who, reason
             if key in self._events or len(self._events) < _MOST_EVENTS:
                 self._events[key] += 1
+                # Not each time: a stranger's messages must not keep the disk busy.
+                if self._events[key].bit_count() == 1:
+                    number = self._weights.number if self._weights is not None else 0
+                    self._storage.write_events(number, self._happened(number))
 
-    def _tell(self, number: int) -> list[dict[str, Any]]:
-        """The events since the last outer step, as `OuterEvent`s, from now on told to sites."""
-        found = [
+    def _happened(self, number: int) -> list[dict[str, Any]]:
+        """The events since the last outer step, as `OuterEvent`s."""
+        return [
             asdict(OuterEvent(event, who, reason, number, count))
             for (event, who, reason), count in self._events.items()
         ]
+
+    def _tell(self, number: int) -> list[dict[str, Any]]:
+        """The same, from now on told to sites."""
+        found = self._happened(number)
         self._events.clear()
         self._told.extend(found)
         return found

@@ -8,6 +8,7 @@
     pending/SITE/ATTEMPT/     messages of a site for the next step, as they came
     pending/SITE/delivered.json   the attempt that is complete
     steps.jsonl               one line for each outer step
+    events.json               what has happened since the last one
 
 Files appear whole: written under another name, synced and renamed.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -114,6 +115,19 @@ class Storage:
         found[record["number"]] = record.get("events", [])
         numbers = sorted(number for number in found if number <= record["number"])
         return [event for number in numbers for event in found[number]]
+
+    def write_events(self, number: int, events: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what has happened since outer step `number`."""
+        document = {"number": number, "events": list(events)}
+        _write(self.directory / "events.json", json.dumps(document).encode())
+
+    def read_events(self, number: int) -> list[dict[str, Any]]:
+        """What `write_events` kept since outer step `number`; nothing of an earlier one."""
+        try:
+            document = json.loads((self.directory / "events.json").read_text())
+            return list(document["events"]) if document["number"] == number else []
+        except (FileNotFoundError, ValueError, KeyError):
+            return []
 
     def write_message(self, site: int, attempt: str, name: str, body: bytes) -> None:
         """Keep a message of a site for the next outer step."""

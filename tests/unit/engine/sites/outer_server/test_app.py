@@ -18,16 +18,21 @@ import uvicorn
 
 from bigtrain.engine.sites.boxes import Box, split_cuts
 from bigtrain.engine.sites.codecs import CODECS
-from bigtrain.engine.sites.messages import MOST_BYTES, CorruptMessageError, pack, unpack
 from bigtrain.engine.sites.outer_server.app import OuterServer
-from bigtrain.engine.sites.outer_server.ledger import Ledger, Rules
-from bigtrain.engine.sites.outer_server.storage import Storage
-from bigtrain.engine.sites.server_client import (
+from bigtrain.engine.sites.outer_server.client import (
     RefusedByServerError,
     ServerClient,
     UnreachableError,
     read_token,
 )
+from bigtrain.engine.sites.outer_server.ledger import Ledger, Rules
+from bigtrain.engine.sites.outer_server.messages import (
+    MOST_BYTES,
+    CorruptMessageError,
+    pack,
+    unpack,
+)
+from bigtrain.engine.sites.outer_server.storage import Storage
 from bigtrain.errors import LaunchError
 from tests.support.worlds import free_port
 

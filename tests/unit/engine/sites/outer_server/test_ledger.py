@@ -13,8 +13,8 @@ import torch
 
 from bigtrain.engine.sites.boxes import Box, Update, join_cuts, split_cuts, touched_blocks
 from bigtrain.engine.sites.codecs import CODECS, BlockCodec
-from bigtrain.engine.sites.messages import pack, unpack
 from bigtrain.engine.sites.outer_server.ledger import Ledger, RefusedError, Rules, staleness_weight
+from bigtrain.engine.sites.outer_server.messages import pack, unpack
 from bigtrain.engine.sites.outer_server.storage import Storage
 from bigtrain.engine.sites.outer_update import outer_update
 from bigtrain.settings.sections.sites import SitesSection
@@ -300,6 +300,27 @@ def test_a_new_site_joins_at_a_window_and_one_that_leaves_is_not_waited_for(
     assert first.deliver(changed(first.weights, 2))["number"] == 1
     ledger.leave(1)
     assert ledger.state()["number"] == 2
+
+
+def test_what_has_happened_is_told_after_a_restart(tmp_path: Path) -> None:
+    """Once: not again by a server that was started again after it was told."""
+    ledger = ledger_at(tmp_path)
+    sites = [Site(ledger, index, "float32") for index in range(2)]
+    for site in sites:
+        site.join(start())
+    ledger.note("message_refused", "10.0.0.9", "corrupted")
+    for _ in range(3):
+        ledger.note("message_refused", "10.0.0.9", "forged")
+    for number in range(2):
+        ledger = ledger_at(tmp_path)
+        for site in sites:
+            site.ledger = ledger
+            site.deliver(changed(site.weights, number))
+        told = [(e["who"], e["reason"], e["count"]) for e in ledger.state()["events"]]
+        of_three = ("10.0.0.9", "forged", 2)  # as the disk knew
+        assert told == ([] if number else [("10.0.0.9", "corrupted", 1), of_three])
+        for site in sites:
+            site.take("full")
 
 
 @pytest.mark.parametrize("codec", ["float32", "int8"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bigtrain.engine.sites.messages import (
+from bigtrain.engine.sites.outer_server.messages import (
     FORGED,
     INSTANCE,
     MOST_BYTES,
