@@ -173,13 +173,8 @@ def facts_of(
         attention=config.model.attention,
         isolates=config.data.isolates,
         adapters=None if config.adapters is None else config.adapters.type,
-        dora=config.adapters is not None and config.adapters.dora,
         adapted_stacks=() if config.adapters is None else config.adapters.target_parameters,
-        adapts_experts=config.adapters is not None
-        and "mlp" in config.adapters.presets
-        and bool(model.num_experts),
         quantization="none" if config.adapters is None else config.adapters.quantization,
-        saved_modules=() if config.adapters is None else config.adapters.modules_to_save,
         num_sites=0 if config.sites is None else config.sites.count,
         site_fragments=1 if config.sites is None else config.sites.fragments,
         stops_early=config.evaluation.early_stopping is not None,
