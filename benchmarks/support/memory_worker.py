@@ -31,7 +31,6 @@ from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
 
 WARM_UP = 2
-MEASURED = 3
 MARK = "bigtrain measured step"
 
 
@@ -51,9 +50,8 @@ def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[st
         batches = _batches(config, run.plan.accumulation)
         for _ in range(WARM_UP):
             engine.train_step(batches, 1e-4)
-        for _ in range(MEASURED):
-            with record_function(MARK):
-                engine.train_step(batches, 1e-4)
+        with record_function(MARK):
+            engine.train_step(batches, 1e-4)
     engine.close()
     return peak_of(seen)
 
@@ -65,23 +63,18 @@ def _batches(config: RunConfig, accumulation: int) -> list[MicroBatch]:
 
 
 def peak_of(seen: profile) -> dict[str, float]:
-    """The most bytes live at once in a measured step, and those live before it.
+    """The most bytes live at once in the measured step, and those live before it.
 
     By address: what another thread frees (gloo's) is not seen until some of its memory is given out
-    again. That can only add bytes, by chance, so of all measured steps the one with the least counts.
+    again.
     """
     assert seen.profiler is not None
     results = seen.profiler.kineto_results
-    steps = sorted(
-        (event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in results.events()
-        if event.name() == MARK
-    )
-    peaks = [0] * len(steps)
-    before = [0] * len(steps)
+    step = next(event for event in results.events() if event.name() == MARK)
+    begin, end = step.start_ns(), step.start_ns() + step.duration_ns()
     live: dict[int, int] = {}
     starts: list[int] = []  # of what lives, ascending
-    now = 0
+    now = most = resting = 0
     for when, address, size in sorted(_allocations(results.experimental_event_tree())):
         first = bisect.bisect_left(starts, address)
         if first and starts[first - 1] + live[starts[first - 1]] > address:
@@ -93,12 +86,11 @@ def peak_of(seen: profile) -> dict[str, float]:
         if size > 0:
             live[address] = size
             now += size
-        for index, (begin, end) in enumerate(steps):
-            if when < begin:
-                before[index] = now
-            elif when <= end:
-                peaks[index] = max(peaks[index], now)
-    return {"peak": min(peaks), "resting": min(before)}
+        if when < begin:
+            resting = now
+        elif when <= end:
+            most = max(most, now)
+    return {"peak": most, "resting": resting}
 
 
 def let_gloo_go_first() -> None:
