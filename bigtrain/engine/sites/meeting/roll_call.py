@@ -206,6 +206,7 @@ class RollCall:
         """Look for nobody any longer."""
         self._ended.set()
         self._watcher.join(2 * ANSWER_SECONDS)
+        atexit.unregister(self.end)
 
     def leave(self) -> None:
         """This site stops: it is not waited for any longer."""
@@ -224,6 +225,8 @@ class RollCall:
             while absent and time.monotonic() < end:
                 absent = {site for site in absent if not self._is_gone(site)}
                 time.sleep(4 * _PAUSE_SECONDS)
+        for site in list(self._visits):
+            self._forget_visit(site)
 
     def _lead(self, presence: Presence, begun: float) -> Roster | None:
         """The roster of those that ask in time; None where a better group is found meanwhile."""
