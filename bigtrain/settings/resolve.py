@@ -149,8 +149,13 @@ def facts_of(
         attention=config.model.attention,
         isolates=config.data.isolates,
         adapters=None if adapters is None else adapters.type,
+        dora=adapters is not None and adapters.dora,
         adapted_stacks=() if adapters is None else adapters.target_parameters,
+        adapts_experts=adapters is not None
+        and "mlp" in adapters.presets
+        and bool(model.num_experts),
         quantization="none" if adapters is None else adapters.quantization,
+        saved_modules=() if adapters is None else adapters.modules_to_save,
         num_sites=0 if config.sites is None else config.sites.count,
         site_fragments=1 if config.sites is None else config.sites.fragments,
         stops_early=config.evaluation.early_stopping is not None,
