@@ -52,6 +52,11 @@ class Partitioning:
     writes_weights: bool
     prepare: Callable[[PreTrainedModel], None] | None = None
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether a rank keeps parts of weights. A pipeline's stage keeps some weights whole."""
+        return self.gather is not WHOLE.gather
+
 
 WHOLE = Partitioning(construct=nullcontext, gather=lambda _: nullcontext(), writes_weights=True)
 
@@ -82,7 +87,7 @@ def build_model(
     # zero/partition_parameters.py) loses its decorators' constructor afterwards.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     # A copy: what is set below, and by transformers, must not change the caller's configuration.
-    if adapters is not None and partitioning is not WHOLE:
+    if adapters is not None and partitioning.divides_weights:
         _check_undivided(hf_config, adapters)
     model = _construct(copy.deepcopy(hf_config), section, seed, dtype, partitioning)
     # Counts layers, so it comes before any are removed.

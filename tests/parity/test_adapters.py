@@ -158,6 +158,7 @@ CASES = [
     Case(2, "zero3", "phi3", degrees={"tensor": 2}),
     Case(2, "zero0", accumulation=1, degrees={"tensor": 2}, sections=DROPOUT | RECOMPUTE),
     Case(2, "zero2", "qwen3_moe"),
+    Case(2, "zero1", "qwen3_moe", degrees={"pipeline": 2}),
     Case(2, "zero2", "mlp_of_moe", slow=True),
     Case(2, "zero3", "attention", degrees={"tensor": 2}, slow=True),
     *(
