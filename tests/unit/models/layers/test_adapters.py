@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -295,9 +296,11 @@ def test_peft_takes_experts_alone() -> None:
 
 def test_experts_of_a_model_known_late_are_not_divided() -> None:
     """The settings do not know what a hub name stands for."""
-    divided = replace(WHOLE, writes_weights=True)
+    divided = replace(WHOLE, gather=lambda _: nullcontext())
+    stage = replace(WHOLE, prepare=lambda _: None)  # some of the weights, each whole
     config = load_hf_config(ModelSection(config=MOE))
     for section in (AdaptersSection(targets="mlp"), STACKS):
+        build_model(ModelSection(config=MOE), config, seed=1, adapters=section, partitioning=stage)
         with pytest.raises(ModelError, match=r"experts\.gate_up_proj is a stacked weight"):
             build_model(
                 ModelSection(config=MOE), config, seed=1, adapters=section, partitioning=divided
