@@ -102,11 +102,11 @@ def a_round(
     for _ in range(3):
         figures.add("step", timed(lambda: loop.run(1)))
     begun = time.perf_counter()
-    savers["async"].save(loop.state, None)
+    savers["async"].save(loop.state, {})
     figures.add("async stall", time.perf_counter() - begun)
     train_until_written(loop, savers["async"], figures, begun)
     loop.run(1)
-    figures.add("sync total", timed(lambda: savers["sync"].save(loop.state, None)))
+    figures.add("sync total", timed(lambda: savers["sync"].save(loop.state, {})))
     newest = checkpoints.find(run_directory, None, "small")
     scalars = checkpoints.read_state(newest)["engine"]
     figures.add("load", timed(lambda: restore_engine(engine, newest / "tensors", scalars)))

@@ -8,6 +8,7 @@ from signal import Signals
 
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.run.checkpointing.export import export_run
+from bigtrain.run.checkpointing.retention import superfluous
 from bigtrain.run.evaluation.best import has_stopped, is_over
 from bigtrain.run.health.stopping import leave_marker
 from bigtrain.run.reporting.closing import TrainingResult
@@ -62,8 +63,8 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
 
 
 def is_complete(session: Session, state: TrainState) -> bool:
-    """Whether the run is at its last step, or stopped early, and everything is written, export
-    included. Collective.
+    """Whether the run is at its last step, or stopped early, everything is written, export
+    included, and checkpoints that it does not keep are removed. Collective.
 
     Logs that it is.
     """
@@ -73,7 +74,9 @@ def is_complete(session: Session, state: TrainState) -> bool:
 
     def all_is_written() -> bool:
         directory = session.directory
-        return not session.run.config.output.export or (
+        if superfluous(directory, state.step, config.checkpoint, config.evaluation.best):
+            return False
+        return not config.output.export or (
             (directory / EXPORT).is_dir() and _exported_step(directory) == state.step
         )
 

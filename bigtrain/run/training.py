@@ -81,6 +81,8 @@ def train_inputs(
         with Saver(session, engine, inputs.data_hash) as saver:
             if resumed.step < state.step >= run.config.train.steps:
                 saver.save(state, {})  # other sites have trained to the end without this one
+            elif is_over(run.config, state):
+                saver.finish_retention(state.step)
             state, received = train(session, engine, batches, evaluator, state, saver, outer)
         batches.close()
         if received is not None:

@@ -89,6 +89,22 @@ def test_killed_run_ends_as_the_run_nobody_killed_many_times(
     assert_tidy(run)
 
 
+def test_what_a_kill_after_the_last_checkpoint_left_is_removed(
+    server: Server, run_yaml: Path, tmp_path: Path
+) -> None:
+    """Retention comes after a checkpoint is complete; a kill between the two leaves older ones."""
+    run = tmp_path / "run"
+    codes, text = server.live(arguments(run_yaml, run, "checkpoint.keep_last=4"))
+    assert codes == [0, 0], text
+    assert checkpoints.steps(run) == [8, 16, 18, 20, 22, 24]
+    codes, text = server.live(arguments(run_yaml, run))
+    assert codes == [0, 0], text
+    assert "nothing to do" not in text
+    assert_tidy(run)
+    _, text = server.live(arguments(run_yaml, run))
+    assert "nothing to do" in text
+
+
 @pytest.mark.parametrize("received", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_signal_to_one_process_saves_and_stops_all(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path, received: signal.Signals

@@ -55,10 +55,23 @@ def retain(
     """Remove what `section` does not keep, after the checkpoint of `saved_step` was committed.
 
     `permit` is called before every removal, and may raise.
+    """
+    for step in superfluous(run_directory, saved_step, section, best):
+        permit()
+        checkpoints.remove(checkpoints.checkpoint_path(run_directory, step))
+    permit()
+    checkpoints.clear_garbage(run_directory)
 
-    Later ones are removed: they are corrupt, or the run would have resumed from them. Corrupt ones
-    do not count for ``keep_last``, so that many complete ones stay; those of ``keep_every_steps``
-    stay even if they look corrupt, since a file may be missing for a moment only.
+
+def superfluous(
+    run_directory: Path, saved_step: int, section: CheckpointSection, best: BestSection = _BEST
+) -> list[int]:
+    """Steps of the checkpoints that `section` does not keep beside the newest, of `saved_step`.
+
+    Later ones are among them: they are corrupt, or the run would have resumed from them. Corrupt
+    ones do not count for ``keep_last``, so that many complete ones stay; those of
+    ``keep_every_steps`` stay even if they look corrupt, since a file may be missing for a moment
+    only.
     """
     found = checkpoints.steps(run_directory)
     measured = {
@@ -68,14 +81,9 @@ def retain(
         and checkpoints.corruption(checkpoints.checkpoint_path(run_directory, step), "none") is None
     }
     kept = set(reasons_to_keep(measured, section, newest_good(run_directory, measured), best))
-    every = section.keep_every_steps
-    for step in found:
-        stays_for_good = every is not None and step % every == 0 and step <= saved_step
-        if step not in kept and not stays_for_good:
-            permit()
-            checkpoints.remove(checkpoints.checkpoint_path(run_directory, step))
-    permit()
-    checkpoints.clear_garbage(run_directory)
+    if section.keep_every_steps is not None:
+        kept |= {s for s in found if s % section.keep_every_steps == 0 and s <= saved_step}
+    return [step for step in found if step not in kept]
 
 
 def newest_good(run_directory: Path, steps: Iterable[int]) -> int | None:

@@ -266,12 +266,22 @@ class Saver:
         )
         if self._session.copies is not None:
             self._session.copies.add(final)
+        write.notes.extend(self._retain(write.step))
+
+    def finish_retention(self, step: int) -> None:
+        """Remove what the run no longer keeps, if an earlier launch was killed after it saved the
+        last checkpoint, of `step`, and before it did so."""
+        for note in self._on_main(lambda: self._retain(step)):
+            self._session.say(note)
+
+    def _retain(self, step: int) -> list[str]:
+        best = self._session.run.config.evaluation.best
+        permit = self._session.check_run_token
         try:
-            best = self._session.run.config.evaluation.best
-            permit = self._session.check_run_token
-            retain(self._session.directory, write.step, self._section, permit, best)
+            retain(self._session.directory, step, self._section, permit, best)
         except OSError as error:
-            write.notes.append(f"an older checkpoint could not be removed: {error}")
+            return [f"an older checkpoint could not be removed: {error}"]
+        return []
 
 
 def refuse_small_disk(session: Session, engine: TrainEngine) -> None:
